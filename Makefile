@@ -1,0 +1,51 @@
+# Everything from a fresh clone with python3, make and a network. `make` alone lists the targets.
+#
+#   make train ARGS="--epochs 2"      make train RANKS=4      make test ARGS="-k batches"      make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready-for-ddp_loop
+ARGS ?=
+RANKS ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check format bench clean
+
+help:  ## list the targets
+	@awk -F ':.*##' '/^[a-z]+:.*##/ { printf "make %-8s%s\n", $$1, $$2 }' Makefile
+
+setup: $(READY)  ## make .venv and install into it; the other targets do this themselves
+
+train: $(READY)  ## train the digit network on all GPUs, else on 2 CPU ranks (RANKS=, ARGS=)
+	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/digits/train.py $(ARGS)
+
+test: $(READY)  ## run all tests (ARGS=)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)  ## format, lint, types, and the tests of the architecture; changes nothing
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+format: $(READY)  ## format the code and repair what the linter can
+	$(BIN)/python -m ruff format .
+	$(BIN)/python -m ruff check --fix .
+
+bench: $(READY)  ## measure (ARGS=); alone on the machine, please
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove caches and build output; .venv and runs stay
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# Set-up runs once, and again when a pin or the package's own metadata changes. The stamp is written
+# last: an interrupted set-up is done again.
+$(READY): requirements-dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "ddp_loop needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1); try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@

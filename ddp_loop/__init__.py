@@ -1,0 +1,39 @@
+"""Custom data-parallel training loops in PyTorch: the loop of one device, run on N, weighted exactly."""
+
+from ddp_loop import datasets, networks
+from ddp_loop.batches import Batches
+from ddp_loop.batchnorm import pooled
+from ddp_loop.determinism import seed_shard, seed_step
+from ddp_loop.devices import scale_batch_size
+from ddp_loop.evaluation import evaluate, predict
+from ddp_loop.folding import Fold
+from ddp_loop.launching import Pool, RankFailed, launch
+from ddp_loop.loop import Loop
+from ddp_loop.shards import split_range, split_sizes
+from ddp_loop.step import Row, Step
+from ddp_loop.world import PeerFailed, World, join_world
+
+__all__ = [
+    "Batches",
+    "Fold",
+    "Loop",
+    "PeerFailed",
+    "Pool",
+    "RankFailed",
+    "Row",
+    "Step",
+    "World",
+    "datasets",
+    "evaluate",
+    "join_world",
+    "launch",
+    "networks",
+    "pooled",
+    "predict",
+    "scale_batch_size",
+    "seed_shard",
+    "seed_step",
+    "split_range",
+    "split_sizes",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,183 @@
+"""Which observations come next: mini-batches that do not know the number of ranks, cut over shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import tee
+from typing import Any
+
+import torch
+
+from ddp_loop.determinism import permutation
+from ddp_loop.reading import Reader, Request, make_reader
+from ddp_loop.shards import MiniBatch, Shard, cut, split_range, split_sizes
+from ddp_loop.world import World
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A mini-batch and the data of this rank's shards of it, read when first asked for and then kept."""
+
+    mini_batch: MiniBatch
+    _stream: Iterator[Any]
+    _data: list[Any] = field(default_factory=list)
+
+    def data(self, shard: int) -> Any:
+        """The data of this rank's shard number `shard` of the mini-batch, counted from 0 on each rank."""
+        while len(self._data) <= shard:
+            self._data.append(next(self._stream))
+        return self._data[shard]
+
+    def finish_reading(self) -> None:
+        """Read what is left, so that the next mini-batch's data come next."""
+        if self.mini_batch.shards:
+            self.data(len(self.mini_batch.shards) - 1)
+
+
+class Batches:
+    """Mini-batches of `data`, cut over shards and the shards over ranks. Every rank must call this.
+
+    The observations of a mini-batch follow from (seed, epoch, position) alone: observation k of an epoch is
+    data[permutation(seed, epoch)[k]], and mini-batch p takes k = p B .. (p + 1) B - 1. Each comes exactly
+    once an epoch; nothing is padded or repeated. B over S shards is floor(B / S), and one more for the first
+    B mod S; the S shards go over the ranks by the same rule, so rank r carries neighbours.
+
+    Args:
+        data: tensors or arrays (one, a tuple or a dict of them, or what has `tensors`), kept on the device
+            where they fit; a map-style data set, read by `DataLoader`; or a source without a length, which
+            gives observation number i by `source[i]` or `source(i)` and is numbered on from epoch to epoch.
+        batch_size: B, the observations of a mini-batch over all ranks (see `scale_batch_size`).
+        world: from `join_world`.
+        shuffle: a new order each epoch; by default wherever the data have a length.
+        shards: S; by default one per rank. More shards than ranks are gradient accumulation.
+        drop_last: leave out the last mini-batch of an epoch if it is smaller. By default it is kept.
+        length: observations of an epoch for a source without a length; without it an epoch never ends.
+        seed: of the order and of randomness while reading; by default the world's.
+        loader: `DataLoader`'s own `collate_fn`, `num_workers`, `pin_memory`, `prefetch_factor`,
+            `persistent_workers`, `timeout`, `worker_init_fn`, `multiprocessing_context`.
+
+    Random draws in `__getitem__` (Python's, NumPy's, torch's) are keyed by (seed, epoch, index).
+
+    Raises:
+        ValueError: a size below 1, no observations, tensors of unequal lengths, or ranks that disagree.
+        TypeError: data that cannot be read by index.
+        PeerFailed: another rank refused its data.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        batch_size: int,
+        world: World,
+        *,
+        shuffle: bool | None = None,
+        shards: int | None = None,
+        drop_last: bool = False,
+        length: int | None = None,
+        seed: int | None = None,
+        **loader: Any,
+    ) -> None:
+        self.world = world
+        self.batch_size = batch_size
+        self.shards = world.size if shards is None else shards
+        self.drop_last = drop_last
+        self.seed = world.seed if seed is None else seed
+        self._order: tuple[int, torch.Tensor] | None = None
+        self._cuts: dict[tuple[int, ...], tuple[int, tuple[Shard, ...]]] = {}
+        problem: Exception | None = None
+        try:
+            self._reader, self.length = self._open(data, length, loader)
+            self.shuffle = self.length is not None and self._has_length if shuffle is None else shuffle
+            self._check_sizes()
+        except (ValueError, TypeError) as error:
+            problem = error
+        world.agree(problem)
+        world.check_same("the data's length, batch_size, shards, drop_last, shuffle and seed", self._facts())
+
+    def _open(self, data: Any, length: int | None, loader: dict[str, Any]) -> tuple[Reader, int | None]:
+        reader, own_length = make_reader(data, self.seed, self.world.device, loader)
+        self._has_length = own_length is not None
+        if self._has_length and length is not None:
+            raise ValueError(f"length is for data without one; these have {own_length} observations, got {length}")
+        return reader, own_length if self._has_length else length
+
+    def _check_sizes(self) -> None:
+        for name, value in (("batch_size", self.batch_size), ("shards", self.shards)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}")
+        if self.length is not None and self.length < 1:
+            raise ValueError("the data must have at least one observation; they have none: look at their source")
+        if self.shuffle and not self._has_length:
+            raise ValueError("shuffle needs data with a length; give shuffle=False: the source makes the order")
+        if self.steps == 0:
+            raise ValueError(
+                f"an epoch must have a mini-batch; {self.length} observations with batch_size={self.batch_size} "
+                "and drop_last=True leave none: take a smaller batch_size or drop_last=False"
+            )
+
+    def _facts(self) -> tuple[int | bool | None, ...]:
+        return self.length, self.batch_size, self.shards, self.drop_last, self.shuffle, self.seed
+
+    # -- sizes ---------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int | None:
+        """The mini-batches of an epoch; None where it never ends."""
+        if self.length is None:
+            return None
+        whole, rest = divmod(self.length, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __len__(self) -> int:
+        if self.steps is None:
+            raise TypeError("an epoch of this source never ends: give Batches a length, or Loop its steps")
+        return self.steps
+
+    def sizes(self, position: int) -> tuple[int, ...]:
+        """The observations of each of the S shards of mini-batch number `position` of an epoch."""
+        observations = self.batch_size
+        if self.length is not None:
+            observations = min(self.batch_size, self.length - position * self.batch_size)
+        return split_sizes(observations, self.shards)
+
+    # -- mini-batches --------------------------------------------------------------------------------------
+
+    def mini_batch(self, epoch: int, position: int) -> MiniBatch:
+        """Mini-batch number `position` of an epoch as this rank sees it."""
+        sizes = self.sizes(position)
+        if sizes not in self._cuts:  # an epoch's mini-batches have two different sizes at most
+            mine = split_range(self.shards, self.world.size, self.world.rank)
+            self._cuts[sizes] = sum(sizes), cut(sizes, mine)
+        observations, shards = self._cuts[sizes]
+        return MiniBatch(epoch, position, position * self.batch_size, observations, sizes, shards)
+
+    def indices(self, epoch: int, start: int, count: int) -> torch.Tensor:
+        """Which observations of the data are number `start` .. `start + count - 1` of an epoch; int64."""
+        if self.shuffle and self.length is not None:
+            if self._order is None or self._order[0] != epoch:
+                self._order = (epoch, permutation(self.seed, epoch, self.length))
+            return self._order[1][start : start + count]
+        before = 0 if self._has_length else epoch * (self.length or 0)
+        return torch.arange(before + start, before + start + count)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Loaded]:
+        """The mini-batches of an epoch from position `start` on, with this rank's data."""
+        plan, ahead = tee(self._plan(epoch, start))  # readers may run ahead
+        stream = self._reader(self._requests(ahead))
+        for mini_batch in plan:
+            loaded = Loaded(mini_batch, stream)
+            yield loaded
+            loaded.finish_reading()
+
+    def _plan(self, epoch: int, start: int) -> Iterator[MiniBatch]:
+        position = start
+        while self.steps is None or position < self.steps:
+            yield self.mini_batch(epoch, position)
+            position += 1
+
+    def _requests(self, plan: Iterator[MiniBatch]) -> Iterator[Request]:
+        for mini_batch in plan:
+            for shard in mini_batch.shards:
+                start = mini_batch.start + shard.start
+                yield Request(mini_batch.epoch, self.indices(mini_batch.epoch, start, shard.observations))

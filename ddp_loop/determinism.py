@@ -1,0 +1,88 @@
+"""Random streams that follow what is computed, not where: keyed by seed, step, shard or observation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+_MASK = (1 << 64) - 1
+
+# The streams' purposes; two purposes never share a key.
+ORDER, SHARD, STEP, OBSERVATION = 1, 2, 3, 4
+
+
+def stream_key(*words: int) -> int:
+    """A 64-bit key that depends on every word and on their order: splitmix64 folded over them.
+
+    torch's CPU generator takes only the low 32 bits of a seed, so that seed + step would give streams that
+    overlap between runs; these bits are mixed.
+
+    Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
+    """
+    key = 0
+    for word in words:
+        key = (key + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
+        key ^= key >> 31
+    return key
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators, on the CPU and every GPU."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def seed_torch(key: int, device: torch.device) -> None:
+    """Seed torch's generators of the CPU and of `device` alone.
+
+    `torch.manual_seed` costs 65 to 130 microseconds, the default generator's own 1.
+    """
+    torch.default_generator.manual_seed(key)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(key)
+
+
+def seed_shard(seed: int, step: int, shard: int, device: torch.device, again: int = 0) -> None:
+    """Start shard number `shard` of update number `step` on its own random stream.
+
+    `again` counts the passes over a step's shards before this one: 0 unless it has several.
+    """
+    seed_torch(stream_key(seed, SHARD, step, shard, again), device)
+
+
+def seed_step(seed: int, step: int, device: torch.device) -> None:
+    """Start what follows the shards of update number `step` on a stream that all ranks share."""
+    seed_torch(stream_key(seed, STEP, step), device)
+
+
+def seed_observation(seed: int, epoch: int, index: int) -> None:
+    """Start the reading of one observation on its own stream, for Python, NumPy and torch on the CPU."""
+    key = stream_key(seed, OBSERVATION, epoch, index)
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    torch.default_generator.manual_seed(key)
+
+
+def permutation(seed: int, epoch: int, size: int) -> torch.Tensor:
+    """The order of an epoch's observations: int64, shape (size,), a function of seed and epoch alone."""
+    generator = torch.Generator().manual_seed(stream_key(seed, ORDER, epoch))
+    return torch.randperm(size, generator=generator)
+
+
+@contextmanager
+def preserved_streams() -> Iterator[None]:
+    """Put Python's, NumPy's and torch's CPU streams back as they were, also after an exception."""
+    python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_)

@@ -1,0 +1,139 @@
+"""Digits drawn from matplotlib's bundled fonts: a pure function of a seed.
+
+Each glyph is drawn once per font and stroke, four times finer than an image; each image is one affine map of
+a glyph. Pillow does both on one thread, so the bytes do not depend on the number of threads. Only
+`Generator.random` is drawn from, a row of numbers an image, so the first images of a large set are those of a
+small one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Of the drawing, part of the cache's key: raise it with every change that changes bytes.
+VERSION = 1
+
+FONTS = (
+    "DejaVuSans",
+    "DejaVuSans-Bold",
+    "DejaVuSans-Oblique",
+    "DejaVuSansMono-Bold",
+    "DejaVuSansMono-Oblique",
+    "DejaVuSerif",
+    "DejaVuSerif-Bold",
+    "STIXGeneral",
+    "STIXGeneralBolIta",
+    "STIXGeneralItalic",
+    "cmr10",
+    "cmtt10",
+)
+HELD_OUT_FONTS = (
+    "DejaVuSans-BoldOblique",
+    "DejaVuSansMono",
+    "DejaVuSerif-BoldItalic",
+    "DejaVuSerif-Italic",
+    "STIXGeneralBol",
+    "cmb10",
+    "cmmi10",
+    "cmss10",
+    "cmti10",
+)
+
+SIDE = 28  # pixels of an image
+FINE = 4  # glyphs are drawn this many times finer
+GLYPH_SIDE = 40 * FINE  # room for a large glyph, turned
+FONT_SIZE = 24 * FINE
+STROKES = (0, 1, 2)  # outline around a glyph, in fine pixels
+MAX_ANGLE_DEGREES = 30.0
+MAX_SHIFT = 2.5  # pixels
+SCALES = (0.85, 1.1)
+
+
+def draw_digits(
+    seed: int, size: int, fonts: Sequence[str]
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Draw `size` digits, light on dark; image k shows the digit k mod 10.
+
+    By lot, each uniformly: font, stroke, an angle from [-30, 30] degrees (counter-clockwise is positive), a
+    shift from [-2.5, 2.5] pixels along each axis, a scale from [0.85, 1.1].
+
+    Returns:
+        Images (size, 28, 28) uint8, labels (size,) int64, angles (size,) float32 in degrees.
+
+    Raises:
+        ImportError: pillow or matplotlib is missing.
+        ValueError: a font is not among matplotlib's, or has no digits.
+    """
+    library_versions()
+    from PIL.Image import Resampling, Transform
+
+    glyphs = _draw_glyphs(fonts)
+    lots = np.random.default_rng(seed).random((size, 6))
+    angles = (2 * lots[:, 0] - 1) * MAX_ANGLE_DEGREES
+    shifts = (2 * lots[:, 1:3] - 1) * MAX_SHIFT
+    scales = SCALES[0] + (SCALES[1] - SCALES[0]) * lots[:, 3]
+    font_numbers = (lots[:, 4] * len(fonts)).astype(int)
+    stroke_numbers = (lots[:, 5] * len(STROKES)).astype(int)
+    labels = np.arange(size, dtype=np.int64) % 10
+
+    images = np.empty((size, SIDE, SIDE), dtype=np.uint8)
+    for k in range(size):
+        glyph = glyphs[fonts[font_numbers[k]], int(labels[k]), STROKES[stroke_numbers[k]]]
+        affine = _inverse_affine(float(angles[k]), float(scales[k]), *shifts[k].tolist())
+        # Twice as large and then halved: sampled in one go, thin strokes break up.
+        doubled = glyph.transform((2 * SIDE, 2 * SIDE), Transform.AFFINE, affine, Resampling.BILINEAR)
+        images[k] = np.asarray(doubled.reduce(2))
+    return images, labels, angles.astype(np.float32)
+
+
+def library_versions() -> dict[str, str]:
+    """The versions of pillow and matplotlib, on which the bytes depend; ImportError where one is missing."""
+    try:
+        return {name: version(name) for name in ("pillow", "matplotlib")}
+    except PackageNotFoundError as error:
+        raise ImportError(
+            f'drawing digits takes pillow and matplotlib; {error.name} is missing: pip install "ddp_loop[digits]"'
+        ) from error
+
+
+def _inverse_affine(angle: float, scale: float, right: float, down: float) -> tuple[float, ...]:
+    """(a, b, c, d, e, f): (x, y) of the doubled image is (a x + b y + c, d x + e y + f) of the glyph."""
+    step = FINE / 2 / scale
+    cosine, sine = math.cos(math.radians(angle)) * step, math.sin(math.radians(angle)) * step
+    x, y = SIDE + 2 * right, SIDE + 2 * down
+    middle = GLYPH_SIDE / 2
+    return cosine, -sine, middle - cosine * x + sine * y, sine, cosine, middle - sine * x - cosine * y
+
+
+def _draw_glyphs(fonts: Sequence[str]) -> dict[tuple[str, int, int], Image]:
+    """Each digit in each font and stroke, the middle of its ink in the middle of the picture."""
+    import matplotlib
+    from PIL import Image, ImageDraw, ImageFont
+
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    glyphs = {}
+    for name in fonts:
+        if not (folder / f"{name}.ttf").is_file():
+            raise ValueError(f"fonts must be some that matplotlib brings along; got {name!r}: try one of {FONTS}")
+        # The basic layout: the other one takes a library that not every pillow has.
+        font = ImageFont.truetype(folder / f"{name}.ttf", FONT_SIZE, layout_engine=ImageFont.Layout.BASIC)
+        for digit in range(10):
+            for stroke in STROKES:
+                left, top, right, bottom = font.getbbox(str(digit), stroke_width=stroke)
+                corner = ((GLYPH_SIDE - left - right) / 2, (GLYPH_SIDE - top - bottom) / 2)
+                glyph = Image.new("L", (GLYPH_SIDE, GLYPH_SIDE))
+                ImageDraw.Draw(glyph).text(corner, str(digit), 255, font, stroke_width=stroke)
+                if glyph.getbbox() is None:
+                    raise ValueError(f"fonts must have digits; got {name!r} without {digit}: try one of {FONTS}")
+                glyphs[name, digit, stroke] = glyph
+    return glyphs

@@ -1,0 +1,210 @@
+"""Gradients of the whole mini-batch: static buckets, summed over the ranks while backward goes on.
+
+[Note: None stays None] After the fold a parameter's gradient is None exactly if no shard of the mini-batch
+gave it one, as in the loop on one device; where only some shards did, the others count as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from ddp_loop.buckets import Bucket, grouped
+from ddp_loop.world import World
+
+
+class Gradients:
+    """The gradients of `parameters`, folded over shards and ranks.
+
+    A pass: `open`, then `backward` for each shard, `collect`, fill `tail`, `sum_up`, `close`. Before the first
+    `plan` there are no buckets, and nothing starts early.
+
+    Args:
+        parameters: by name, in an order that is the same on every rank.
+        world: from `join_world`.
+        bucket_bytes: a bucket's size; a network that fits into one is summed in one collective.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], world: World, bucket_bytes: int) -> None:
+        self.buckets: list[Bucket] = []
+        self._world = world
+        self._bucket_bytes = bucket_bytes
+        self._names: dict[Parameter, str] = {parameter: name for name, parameter in parameters.items()}
+        self._asks: list[bool] = []
+        self.wanted: tuple[str, ...] = ()  # those that want a gradient or have a place in a bucket
+        self._planned: dict[Parameter, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._home: dict[Parameter, Bucket] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._next = 0  # the first bucket whose sum has not started
+        self._in_backward = self._in_last = False
+
+    def add(self, parameters: Mapping[str, Parameter]) -> None:
+        """Fold these from now on too."""
+        self._names.update({parameter: name for name, parameter in parameters.items()})
+
+    @property
+    def slot_dtype(self) -> torch.dtype:
+        """float64 if a parameter has it, else float32: in it the statistics and losses travel."""
+        doubles = any(parameter.dtype == torch.float64 for parameter in self._names)
+        return torch.float64 if doubles else torch.float32
+
+    def plan(self, tail: int) -> None:
+        """Lay the buckets out for the parameters that want a gradient now, with room for `tail` more values."""
+        self.release()
+        wanted = [parameter for parameter in self._names if parameter.requires_grad]
+        device, dtype = self._world.device, self.slot_dtype
+        groups = grouped(wanted[::-1], self._bucket_bytes)
+        if not groups or (groups[-1][0].dtype, groups[-1][0].device) != (dtype, device):
+            groups.append([])  # the tail cannot ride with gradients of another type
+        for group in groups:
+            last = group is groups[-1]
+            kind, place = (group[0].dtype, group[0].device) if group else (dtype, device)
+            self.buckets.append(Bucket(group, tail if last else 0, kind, place))
+        self._planned = {parameter: (parameter.dtype, parameter.stride()) for parameter in wanted}
+        for bucket in self.buckets[:-1]:
+            for parameter in bucket.parameters:
+                self._home[parameter] = bucket
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
+
+    def release(self) -> None:
+        """Give the buckets and the hooks up; gradients that were handed out stay."""
+        for hook in self._hooks:
+            hook.remove()
+        self.buckets, self._hooks, self._home, self._planned = [], [], {}, {}
+
+    # -- one pass over the shards --------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin a pass: no parameter has a gradient.
+
+        Raises:
+            RuntimeError: a parameter's dtype or memory format changed after the first step.
+        """
+        for parameter, form in self._planned.items():
+            if (parameter.dtype, parameter.stride()) != form:
+                raise RuntimeError(
+                    f"a parameter keeps its dtype and memory format once training has begun; "
+                    f"{self._names[parameter]} had {form[0]} with strides {form[1]}, and has {parameter.dtype} with "
+                    f"strides {parameter.stride()}: convert the model before the Loop is made"
+                )
+        asks = []
+        for parameter in self._names:
+            parameter.grad = None
+            asks.append(parameter.requires_grad or parameter in self._planned)
+        if asks != self._asks:
+            self._asks = asks
+            self.wanted = tuple(name for name, asked in zip(self._names.values(), asks, strict=True) if asked)
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.work = None
+
+    def backward(self, loss: torch.Tensor, factor: float | torch.Tensor, *, last: bool) -> None:
+        """Backpropagate `factor` times the loss of one shard; `last` says that the rank has no further one.
+
+        A factor that is a tensor (a weight known on the device alone) and 0 adds exactly 0, never 0 * nan.
+        """
+        if isinstance(factor, torch.Tensor):
+            self._backward_masked(loss, factor)
+            return
+        for bucket in self.buckets[:-1]:
+            bucket.missing.update(bucket.parameters)
+        self._in_backward, self._in_last = True, last
+        try:
+            loss.backward(loss.new_full((), factor))
+        finally:
+            self._in_backward = self._in_last = False
+        if not last:
+            self._collect(self.buckets[-1:])  # the next shard's are added in place: one set in memory, not two
+
+    def _backward_masked(self, loss: torch.Tensor, factor: torch.Tensor) -> None:
+        before = {parameter: parameter.grad for parameter in self._names}
+        for parameter in self._names:
+            parameter.grad = None
+        loss.backward(factor.to(loss.dtype).reshape(loss.shape))
+        for parameter, gradient in before.items():
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(factor == 0, 0.0)
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+    def _arrived(self, parameter: Parameter) -> None:
+        if not self._in_backward:
+            return  # a backward of the user's own, outside a step
+        bucket = self._home[parameter]
+        if bucket.work is not None or self.buckets.index(bucket) < self._next:
+            raise RuntimeError(
+                f"a parameter gets its gradient once in a shard's last backward; {self._names[parameter]} got a "
+                "second one after its sum over the ranks had begun (reentrant checkpointing of a shared weight "
+                "does this): checkpoint with use_reentrant=False, or give Loop a bucket_mib larger than the network"
+            )
+        bucket.missing.discard(parameter)
+        if not bucket.missing:
+            bucket.collect()
+            while self._in_last and self._next < len(self.buckets) - 1 and not self.buckets[self._next].missing:
+                self._start(self.buckets[self._next])
+
+    def _start(self, bucket: Bucket) -> None:
+        self._next += 1
+        bucket.work = self._world.start_sum(bucket.flat)
+
+    def _collect(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.collect()
+
+    def collect(self) -> list[bool]:
+        """End this rank's shards: did one of them give a gradient, for each parameter in bucket order."""
+        self._collect(self.buckets[self._next :])
+        return [given for bucket in self.buckets for given in bucket.given]
+
+    @property
+    def planned(self) -> int:
+        """The number of parameters in buckets."""
+        return len(self._planned)
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """Room for the other sums of the step; of `slot_dtype`, shape (the planned length,)."""
+        return self.buckets[-1].tail
+
+    def sum_up(self) -> None:
+        """Sum what the buckets hold, gradients and tail, over all ranks. Every rank must call this."""
+        for bucket in self.buckets[self._next :]:
+            self._start(bucket)
+        for bucket in self.buckets:
+            self._world.finish(bucket.work)
+
+    def sum_unplanned(self) -> None:
+        """Sum the gradients of parameters that want one but are in no bucket yet (unfrozen or added since).
+
+        Every rank must call this.
+        """
+        for parameter in self._names:
+            if parameter.requires_grad and parameter not in self._planned:
+                there = torch.zeros((), device=self._world.device).fill_(parameter.grad is not None)
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                self._world.sum(there)
+                self._world.sum(gradient)
+                parameter.grad = gradient if there.item() else None
+
+    def close(self, given: list[bool]) -> None:
+        """End a pass: hand the sums out as `.grad`, where a shard of any rank gave one (None stays None)."""
+        given_next = iter(given)
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view if next(given_next) else None
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply all gradients by `factor`, shape ()."""
+        for bucket in self.buckets:
+            bucket.gradients.mul_(factor)
+        for parameter in self._names:
+            if parameter not in self._planned and parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def norm(self) -> torch.Tensor:
+        """The Euclidean norm of all gradients as they are now; shape ()."""
+        gradients = [parameter.grad for parameter in self._names if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)

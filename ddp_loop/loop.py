@@ -1,0 +1,194 @@
+"""The loop: which step comes next, what it folds, and what it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ddp_loop.batches import Batches
+from ddp_loop.buffers import Policy
+from ddp_loop.folding import Fold, Folded
+from ddp_loop.progress import Rows
+from ddp_loop.replicas import check_structure, find_modules, find_parameters, find_tensors, make_equal
+from ddp_loop.step import Step
+
+MIB = 2**20
+
+
+class Loop:
+    """The steps of a training run over `batches`, on every rank at once. Every rank must call this.
+
+        for step in loop:
+            for images, labels in step:
+                step.backward(cross_entropy(model(images), labels))
+            row = step.fold()
+            optimizer.step()
+
+    The model stays the user's own and is not wrapped. Rank 0's parameters and buffers are given to all.
+
+    Args:
+        batches: the mini-batches.
+        epochs: how often to go through the data; or
+        steps: how many updates to make, at most.
+        state: what the job is made of, by name: modules and optimizers (what they hold is folded).
+        run: a folder for what the run leaves behind; rank 0 appends a line per update to its rows.jsonl.
+        on_row: called on rank 0 with each update's row, a dict of numbers, while training goes on.
+        progress: print a line per epoch, from rank 0.
+        buffers: rules for single buffers, by name (such as "model.0.counter"): "mean", "same", "first", "local".
+        bucket_mib: size of the buckets in which gradients are summed, in MiB.
+        allow_one_row: take shards of one observation also if the model has BatchNorm1d layers, which cannot
+            normalise one value (but can, if their inputs have positions).
+
+    Raises:
+        ValueError: neither or no sensible epochs and steps, a state without parameters, one-row shards under
+            BatchNorm1d, or structures that differ between ranks.
+        PeerFailed: another rank has such a problem.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        epochs: int | None = None,
+        *,
+        state: Mapping[str, object],
+        steps: int | None = None,
+        run: str | Path | None = None,
+        on_row: Callable[[dict[str, Any]], None] | None = None,
+        progress: bool = True,
+        buffers: Mapping[str, Policy] | None = None,
+        bucket_mib: float = 8.0,
+        allow_one_row: bool = False,
+    ) -> None:
+        self.batches, self.world = batches, batches.world
+        self.epochs, self.steps = epochs, steps
+        self.iteration = 0
+        self._state = dict(state)
+        self._begun = False
+        self._rows: Rows | None = None
+        problem: Exception | None = None
+        try:
+            check_extent(batches, epochs, steps)
+            if not allow_one_row:
+                check_rows(batches, self._state)
+            self._make_fold(bucket_mib, buffers or {})
+            self._open_rows(run, on_row, progress)
+        except (ValueError, OSError) as error:
+            problem = error
+        self.world.agree(problem)
+        self.world.on_leaving(self.close)
+        tensors = find_tensors(self._state)
+        check_structure(tensors, self.world)
+        make_equal(tensors, self.world)
+
+    def _make_fold(self, bucket_mib: float, buffers: Mapping[str, Policy]) -> None:
+        parameters = find_parameters(self._state)
+        if not any(parameter.requires_grad for parameter in parameters.values()):
+            raise ValueError(
+                f"state must hold a module or an optimizer with parameters to train; got {sorted(self._state)} "
+                "without any: state=dict(model=model, optimizer=optimizer)"
+            )
+        self._optimizers = [value for value in self._state.values() if isinstance(value, Optimizer)]
+        self._known = self._count()
+        self.fold = Fold(
+            find_modules(self._state),
+            parameters,
+            self.world,
+            bucket_bytes=int(bucket_mib * MIB),
+            policies=buffers,
+            pooling=self.batches.shards > 1,
+        )
+
+    def _open_rows(
+        self, run: str | Path | None, on_row: Callable[[dict[str, Any]], None] | None, progress: bool
+    ) -> None:
+        if self.world.rank == 0 and (run is not None or on_row is not None or progress):
+            folder = None if run is None else Path(run)
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+            self._rows = Rows(folder, on_row, self.world.print if progress else None)
+
+    # -- going through it ----------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Step]:
+        if self._begun:
+            raise RuntimeError("a Loop is gone through once; this one was begun before: make another")
+        self._begun = True
+        try:
+            yield from self._all_steps()
+        finally:
+            self.close()
+
+    def _all_steps(self) -> Iterator[Step]:
+        epoch = 0
+        while (self.epochs is None or epoch < self.epochs) and not self._has_made_all:
+            for loaded in self.batches.epoch(epoch):
+                self.iteration += 1
+                ends_epoch = loaded.mini_batch.position + 1 == self.batches.steps
+                step = Step(self.fold, self.world, loaded, self.iteration, ends_epoch, self._report)
+                self._meet_new_parameters()
+                yield step
+                step.demand_fold()
+                if self._has_made_all:
+                    break
+            epoch += 1
+
+    @property
+    def _has_made_all(self) -> bool:
+        return self.steps is not None and self.iteration >= self.steps
+
+    def _count(self) -> list[int]:
+        return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _meet_new_parameters(self) -> None:
+        if (known := self._count()) != self._known:
+            self._known = known
+            self.fold.gradients.add(find_parameters(self._state))
+
+    def _report(self, step: Step, folded: Folded) -> None:
+        if self._rows is not None and step.passes == 1:
+            ends = step.ends_epoch or self._has_made_all
+            names = ("loss", *folded.metrics)
+            self._rows.add(step.epoch, step.iteration, step.observations, ends, names, folded.values)
+
+    def close(self) -> None:
+        """Hand the last rows on, close the run's files and take all hooks off the model."""
+        if hasattr(self, "fold"):
+            self.fold.release()
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
+
+
+def check_extent(batches: Batches, epochs: int | None, steps: int | None) -> None:
+    """Raise ValueError unless the loop has an end."""
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}")
+    if epochs is None and steps is None:
+        raise ValueError("a Loop needs an end; give epochs or steps")
+    if batches.steps is None and steps is None:
+        raise ValueError("an epoch of these data never ends; give Batches a length, or Loop its steps")
+
+
+def check_rows(batches: Batches, state: Mapping[str, object]) -> None:
+    """Raise ValueError if a shard of one observation would meet BatchNorm1d, which cannot normalise one value."""
+    layers = [
+        name
+        for prefix, module in find_modules(state).items()
+        for name, layer in module.named_modules(prefix=prefix)
+        if isinstance(layer, nn.BatchNorm1d) and layer.training
+    ]
+    positions = [0] if batches.steps is None else sorted({0, batches.steps - 1})
+    for position in positions:
+        sizes = batches.sizes(position)
+        if layers and 1 in sizes:
+            raise ValueError(
+                f"batch norm needs more than one value per channel; mini-batch {position + 1} of an epoch has "
+                f"{sum(sizes)} observations over {len(sizes)} shards, so that one has a single row, and {layers[0]} "
+                "is BatchNorm1d: take another batch_size or fewer shards, drop_last=True, or allow_one_row=True if "
+                "its inputs have positions, (N, C, L)"
+            )

@@ -1,0 +1,68 @@
+"""The networks of the examples: digits, noisy pictures, a surface.
+
+Plain `torch.nn` modules. Their start weights follow torch's global generator, so seed it first.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def digit_classifier() -> nn.Sequential:
+    """A network that tells ten classes of 28x28 grey images apart.
+
+    Images (N, 1, 28, 28) float in [0, 1] -> logits (N, 10). 123,090 parameters in 14 tensors; 6 floating
+    state tensors (mean and variance of three batch norms).
+    """
+    return nn.Sequential(
+        *_convolution_norm_relu(1, kernel_size=5, padding=0),
+        *_convolution_norm_relu(20, kernel_size=3, padding=1),
+        *_convolution_norm_relu(20, kernel_size=3, padding=1),
+        nn.Flatten(),
+        nn.Linear(20 * 24 * 24, 10),
+    )
+
+
+def _convolution_norm_relu(channels: int, kernel_size: int, padding: int) -> tuple[nn.Module, ...]:
+    return nn.Conv2d(channels, 20, kernel_size, padding=padding), nn.BatchNorm2d(20), nn.ReLU()
+
+
+def denoising_autoencoder() -> nn.Sequential:
+    """A network that takes the noise out of 32x32 grey images.
+
+    Images (N, 1, 32, 32) -> images (N, 1, 32, 32), clipped to [0, 1]. Three convolutions with pooling down
+    to (32, 4, 4), three transposed ones up again. 12,609 parameters, 72 of them weights of the first
+    convolution.
+    """
+    end = nn.Conv2d(8, 1, kernel_size=1)
+    if end.bias is not None:
+        # The middle of the clip: torch's own start gave 0 everywhere, and no gradient, with 93 of 200 seeds.
+        nn.init.constant_(end.bias, 0.5)
+    return nn.Sequential(
+        *_down(1, 8),
+        *_down(8, 16),
+        *_down(16, 32),
+        *_up(32, 32),
+        *_up(32, 16),
+        *_up(16, 8),
+        end,
+        nn.Hardtanh(0.0, 1.0),
+    )
+
+
+def _down(channels: int, out_channels: int) -> tuple[nn.Module, ...]:
+    return nn.Conv2d(channels, out_channels, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+
+
+def _up(channels: int, out_channels: int) -> tuple[nn.Module, ...]:
+    return nn.ConvTranspose2d(channels, out_channels, kernel_size=2, stride=2), nn.ReLU()
+
+
+def surface_network(linear_end: bool = False) -> nn.Sequential:
+    """A network for a surface z(x, y): (N, 2) -> (N, 1), layers 2-20-5-1, 171 parameters.
+
+    With a relu behind all three layers (the default) no output is below 0, and where all are 0 no gradient
+    is left: 61 of 200 seeds start dead. `linear_end=True` leaves the last relu out.
+    """
+    layers = [nn.Linear(2, 20), nn.ReLU(), nn.Linear(20, 5), nn.ReLU(), nn.Linear(5, 1)]
+    return nn.Sequential(*layers, *([] if linear_end else [nn.ReLU()]))

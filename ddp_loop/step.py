@@ -1,0 +1,210 @@
+"""One step: this rank's shards of a mini-batch, a backward for each, and the fold that makes them one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ddp_loop.batches import Loaded
+from ddp_loop.determinism import seed_shard, seed_step
+from ddp_loop.folding import Fold, Folded, Record
+from ddp_loop.gradients import Gradients
+from ddp_loop.values import Value, Weight, as_mean, check_loss, check_weight
+from ddp_loop.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a step gave, of the whole mini-batch and the same on every rank; still on the device.
+
+    Attributes:
+        epoch, iteration: counted from 1; the iteration goes on from epoch to epoch.
+        observations: R, of the mini-batch.
+    """
+
+    epoch: int
+    iteration: int
+    observations: int
+    _folded: Folded
+    _gradients: Gradients
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The weighted mean over the shards; shape ()."""
+        return self._folded.values[0]
+
+    @property
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """Likewise each metric, by name; shape () each."""
+        return dict(zip(self._folded.metrics, self._folded.values[1:].unbind(), strict=True))
+
+    @property
+    def gradient_norm(self) -> torch.Tensor:
+        """The Euclidean norm of the gradients as they are when it is asked for; shape ()."""
+        return self._gradients.norm()
+
+
+class Step:
+    """One step of a `Loop`: go through it for this rank's shards, `backward` for each, then `fold`.
+
+    Going through it again after `fold` is another pass over the same shards, for a closure or a second network.
+
+    Attributes:
+        epoch, iteration: counted from 1; the iteration goes on from epoch to epoch.
+        observations: R, of the mini-batch over all ranks.
+        ends_epoch: whether it is the epoch's last.
+    """
+
+    def __init__(
+        self,
+        fold: Fold,
+        world: World,
+        loaded: Loaded,
+        iteration: int,
+        ends_epoch: bool,
+        report: Callable[[Step, Folded], None],
+    ) -> None:
+        self.epoch = loaded.mini_batch.epoch + 1
+        self.iteration = iteration
+        self.observations = loaded.mini_batch.observations
+        self.ends_epoch = ends_epoch
+        self._fold, self._world, self._loaded, self._report = fold, world, loaded, report
+        self._record: Record | None = None
+        self._open = False
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._open:
+            raise RuntimeError(
+                f"each pass over the shards ends with fold(); step {self.iteration} was gone through again before it: "
+                "call step.fold() first"
+            )
+        self._begin()
+        for number, shard in enumerate(self._loaded.mini_batch.shards):
+            data = self._loaded.data(number)
+            seed_shard(self._world.seed, self.iteration, shard.number, self._world.device, self.passes)
+            record = self._fold.open_shard(shard)
+            self._record = record
+            try:
+                yield data
+            finally:
+                self._record = None
+                self._fold.close_shard(record)
+
+    def _begin(self) -> None:
+        self._open = True
+        self._fold.open()
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: Weight | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        more: bool = False,
+        **metrics: Value,
+    ) -> None:
+        """Backpropagate the loss of the shard at hand, by its share of the mini-batch.
+
+        The gradient of the mini-batch is sum_s(w_s g_s) / sum_s(w_s), g_s being that of shard s's mean loss.
+        The loss is scaled by w_s / R before backward, R the mini-batch's observations: exactly 1 for one shard.
+
+        Args:
+            loss: shape (); the shard's mean, or with `reduction="sum"` its sum.
+            weight: w_s, what the mean is over: by default the shard's observations; the number of tokens,
+                say. A shard of weight 0 adds exactly 0, whatever its loss.
+            reduction: "mean", or "sum" where `loss` is a sum over what `weight` counts.
+            more: another loss of the same shard follows, in a further `backward`; the losses add up.
+            metrics: by name, each one value (the shard's mean) or one per observation, shape (n,).
+
+        Raises:
+            RuntimeError: no shard is at hand, or it had its last backward.
+            ValueError: a loss that is no scalar or needs no gradient, a bad weight or metric.
+        """
+        record = self._record
+        if record is None or record.done:
+            why = "is outside of `for ... in step`" if record is None else "is its second: say more=True in the first"
+            raise RuntimeError(f"step.backward is called once for each shard; this call {why}")
+        loss = check_loss(loss)
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f'reduction must be "mean" or "sum"; got {reduction!r}')
+        weight = check_weight(weight)
+        observations = record.shard.observations
+        size = observations if weight is None else weight
+        value = loss.detach()
+        for name, metric in metrics.items():
+            record.metrics[name] = as_mean(name, metric, observations, value)
+        record.losses.append(value if reduction == "mean" else value / size)
+        record.weight = weight
+        record.done = not more
+        self._fold.statistics.discard()
+        if isinstance(weight, torch.Tensor) or weight != 0:
+            self._fold.gradients.backward(loss, self._factor(size, reduction), last=self._is_last(record))
+        if more:
+            self._fold.statistics.go_on(record.captures)
+
+    def _factor(self, size: Weight, reduction: str) -> Weight:
+        if reduction == "mean":
+            return size / self.observations
+        if isinstance(size, torch.Tensor):
+            return (size > 0) / self.observations
+        return 1 / self.observations
+
+    def _is_last(self, record: Record) -> bool:
+        return record.done and record.shard is self._loaded.mini_batch.shards[-1]
+
+    def fold(self) -> Row:
+        """Make `.grad`, statistics, buffers, loss and metrics those of the whole mini-batch. Every rank must call this.
+
+        Returns:
+            The row; its values are on the device and the same on every rank.
+
+        Raises:
+            RuntimeError: a shard had no backward, or there was no pass over the shards since the last fold.
+            ValueError: shards that differ in metrics, or in how they changed a buffer of the rule "same".
+            PeerFailed: another rank has such a problem, or failed.
+        """
+        problem = self._incomplete()
+        if not self._open:
+            self._begin()
+        return self._close(problem)
+
+    def demand_fold(self) -> None:
+        """Raise on every rank if this one is left without `fold`. Every rank must call this or `fold`."""
+        if self._open or not self.passes:
+            if not self._open:
+                self._begin()
+            self._close(
+                RuntimeError(
+                    f"every step ends with step.fold(), before the next one begins; step {self.iteration} was left "
+                    "without it: call it after the shards on every rank"
+                )
+            )
+
+    def _incomplete(self) -> Exception | None:
+        shards = self._loaded.mini_batch.shards
+        if not self._open and (shards or self.passes):
+            return RuntimeError(
+                f"fold() comes after a pass over the shards; step {self.iteration} had none since its last fold: "
+                "go through `for ... in step` first"
+            )
+        without = [shard.number for shard in shards[len(self._fold.records) :]] if self._open else []
+        without = [record.shard.number for record in self._fold.records if not record.done] + without
+        if not self._open or not without:
+            return None
+        return RuntimeError(
+            f"step.backward is called for every shard; step {self.iteration} left out {without} of its "
+            f"{len(self._loaded.mini_batch.sizes)} shards (a `continue`, a `break`, an error that was caught?): "
+            "call it for each, with weight=0 for one that is not to count"
+        )
+
+    def _close(self, problem: Exception | None) -> Row:
+        self._open = False
+        self.passes += 1
+        folded = self._fold.close(self._loaded.mini_batch, problem)
+        seed_step(self._world.seed, self.iteration, self._world.device)
+        self._report(self, folded)
+        return Row(self.epoch, self.iteration, self.observations, folded, self._fold.gradients)

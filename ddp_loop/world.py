@@ -1,0 +1,269 @@
+"""Ranks: joining them, their devices, sums over them, and one failure that becomes everybody's."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddp_loop.determinism import seed_everything
+from ddp_loop.devices import Place, choose_device, find_place
+
+Value = TypeVar("Value")
+_FAILURE = "ddp_loop/failure"
+_FAILURE_WAIT_S = 1.0  # a rank says why it fails before it closes its connections; a killed one never does
+
+
+class PeerFailed(RuntimeError):
+    """Another rank failed, so this one cannot go on.
+
+    Attributes:
+        rank: the rank that failed, or None where it left without a word (killed, or its machine is gone).
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class World:
+    """The ranks together, as one of them sees them; made by `join_world`, left at the end of its `with`.
+
+    Attributes:
+        rank: this process's number, 0 .. size-1.
+        size: the number of ranks.
+        device: where this rank computes.
+        seed: what all random streams start from; the same on every rank.
+        timeout_s: how long a collective waits for the slowest rank, in seconds.
+    """
+
+    def __init__(self, place: Place, device: torch.device, *, seed: int, threads: int, timeout_s: float) -> None:
+        self.rank, self.size = place.rank, place.size
+        self.device, self.seed, self.timeout_s = device, seed, timeout_s
+        self._closers: list[Callable[[], None]] = []
+        self._firsts = 0
+        self._threads_before = torch.get_num_threads()
+        self._owns_group = False
+        self._left = False
+        # A world of one has no group and a store of its own: every line above `start_sum` is the same for it.
+        self._group: dist.ProcessGroup | None = None
+        self._store: dist.Store = dist.HashStore()
+        if place.size > 1 or dist.is_initialized():
+            self._join(place)
+        torch.set_num_threads(threads)
+        seed_everything(seed)
+
+    def _join(self, place: Place) -> None:
+        timeout = timedelta(seconds=self.timeout_s)
+        if not dist.is_initialized():
+            own_gpu = self.device.type == "cuda" and place.local_size <= torch.cuda.device_count()
+            dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo", timeout=timeout)
+            self._owns_group = True
+        elif (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
+            raise ValueError(
+                f"the process group must be that of the launcher; it has rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}, the environment says {place.rank} of {place.size}"
+            )
+        self._group = dist.group.WORLD
+        self._store = dist.PrefixStore("ddp_loop", dist.distributed_c10d._get_default_store())
+
+    # -- sums and words between the ranks ------------------------------------------------------------------
+
+    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Start to add `tensor` up over all ranks, in place; `finish` waits. Every rank must call this."""
+        if self._group is None:
+            return None
+        with self._naming_the_culprit():
+            return self._group.allreduce([tensor])
+
+    def finish(self, work: dist.Work | None) -> None:
+        """Wait for a sum that `start_sum` began.
+
+        On a GPU with NCCL only the device waits, not the host.
+
+        Raises:
+            PeerFailed: a rank failed, or did not come within the world's timeout.
+        """
+        if work is not None:
+            with self._naming_the_culprit():
+                work.wait()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add `tensor` up over all ranks, in place, and return it. Every rank must call this."""
+        self.finish(self.start_sum(tensor))
+        return tensor
+
+    def gather(self, value: Value) -> list[Value]:
+        """Every rank's `value`, in rank order. Every rank must call this.
+
+        For a few words at the start of things: it pickles, and takes two collectives on the CPU.
+        """
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self._naming_the_culprit(), torch.device("cpu"):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Make `tensor` on every rank what it is on rank 0, in place. Every rank must call this."""
+        if self._group is not None:
+            with self._naming_the_culprit():
+                dist.broadcast(tensor, src=0, group=self._group)
+        return tensor
+
+    def agree(self, problem: Exception | None) -> None:
+        """Raise on every rank if one of them has a problem: there its own, elsewhere `PeerFailed`.
+
+        Every rank must call this.
+        """
+        told = self.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(told):
+            if text is not None:
+                raise PeerFailed(f"rank {rank} failed: {text}", rank)
+
+    def check_same(self, what: str, value: Value) -> None:
+        """Raise ValueError on every rank unless `value` is the same on all. Every rank must call this."""
+        values = self.gather(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise ValueError(
+                    f"{what} must be the same on every rank; rank 0 has {values[0]}, rank {rank} has {other}"
+                )
+
+    # -- one rank, or one after the other ------------------------------------------------------------------
+
+    def print(self, *values: object) -> None:
+        """Print from rank 0 alone, at once."""
+        if self.rank == 0:
+            print(*values, flush=True)
+
+    @contextmanager
+    def first(self, timeout_s: float = 1800.0) -> Iterator[None]:
+        """Run the block on rank 0 first; the others wait, then run it too. Every rank must call this.
+
+        For work that one rank must do before the others find it done: a download, a folder. If rank 0 fails,
+        all fail. On several machines rank 0 is first among all of them.
+
+            with world.first():
+                data = download_unless_there(folder)
+        """
+        self._firsts += 1
+        key = f"first/{self._firsts}"
+        if self.rank != 0:
+            self._store.wait([key], timedelta(seconds=timeout_s))
+            told = self._store.get(key).decode()
+            if told:
+                raise PeerFailed(f"rank 0 failed while the others waited for it: {told}", 0)
+            yield
+            return
+        told = "it left the block"
+        try:
+            yield
+            told = ""
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._store.set(key, told)
+
+    # -- leaving -------------------------------------------------------------------------------------------
+
+    def on_leaving(self, close: Callable[[], None]) -> None:
+        """Call `close` when the world is left, also after an exception; the last one given, first."""
+        self._closers.append(close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, PeerFailed):
+            self._tell_failure(error)
+        self.leave(failed=error is not None)
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Leave the ranks: close what was opened, the group and the connections, put the thread count back.
+
+        After a failure the connections are cut at once, so that no peer waits for the timeout.
+        """
+        if self._left:
+            return
+        self._left = True
+        try:
+            while self._closers:
+                self._closers.pop()()
+        finally:
+            if self._owns_group and dist.is_initialized():
+                if failed:
+                    dist.distributed_c10d._get_default_group().abort()
+                dist.destroy_process_group()
+            self._group = None
+            torch.set_num_threads(self._threads_before)
+
+    # -- failures ------------------------------------------------------------------------------------------
+
+    def _tell_failure(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))
+        word = json.dumps({"rank": self.rank, "error": f"{type(error).__name__}: {error}", "traceback": text})
+        try:
+            self._store.compare_set(_FAILURE, "", word)  # the first one to fail is the culprit
+        except RuntimeError:
+            return  # the store is gone with the launcher; the closed connections tell the peers
+
+    @contextmanager
+    def _naming_the_culprit(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._peer_failure(error) from error
+
+    def _peer_failure(self, error: RuntimeError) -> PeerFailed:
+        try:
+            self._store.wait([_FAILURE], timedelta(seconds=_FAILURE_WAIT_S))
+            word = json.loads(self._store.get(_FAILURE))
+        except (RuntimeError, ValueError):
+            return PeerFailed(
+                "every rank must take part in every collective; a rank left without a word (killed, ended "
+                f"early, or slower than timeout_s={self.timeout_s:g}): {error}"
+            )
+        return PeerFailed(f"rank {word['rank']} failed: {word['error']}\n\n{word['traceback']}", word["rank"])
+
+
+def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout_s: float = 60.0) -> World:
+    """Join the ranks that torchrun or `launch` started; alone, be a world of one. Every rank must call this.
+
+    Use it in a `with`: an exception inside is told to the other ranks, and leaving cleans up.
+
+        with dl.join_world(seed=0) as world:
+            model = Network().to(world.device)
+
+    Args:
+        device: "auto" takes a GPU if there is one, "cpu", or "gpu". Each local rank gets its own GPU (NCCL);
+            where there are fewer GPUs than ranks they are shared, and sums go over gloo.
+        seed: for Python's, NumPy's and torch's generators, and for every stream of the loop.
+        threads: CPU threads of torch on each rank. Fixed, since 1 and 2 threads give different bits: torchrun
+            sets 1 and plain Python takes all cores.
+        timeout_s: how long a collective waits for the slowest rank, in seconds.
+
+    Raises:
+        ValueError: WORLD_SIZE without RANK or the reverse, or a device that is not there.
+    """
+    if threads < 1 or timeout_s <= 0:
+        raise ValueError(f"threads and timeout_s must be positive; got threads={threads}, timeout_s={timeout_s}")
+    place = find_place(dict(os.environ))
+    chosen = choose_device(device, torch.cuda.device_count(), place.local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s)

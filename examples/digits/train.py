@@ -1,0 +1,65 @@
+"""Classify digits with a small convolutional network.
+
+One process:      python train.py
+All your GPUs:    torchrun --nproc_per_node=gpu train.py
+Two CPU ranks:    torchrun --nproc_per_node=2 train.py
+Two machines:     torchrun --nnodes=2 --nproc_per_node=gpu --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 train.py
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import ddp_loop as dl
+from ddp_loop import datasets, networks
+
+
+def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Whether each prediction is right: bool, shape (n,)."""
+    return logits.argmax(1) == labels
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Classify digits.")
+    parser.add_argument("--data", choices=["digits", "handwritten"], default="digits", help="drawn from fonts, or real")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, default=128, help="of one GPU; of all ranks together on the CPU")
+    parser.add_argument("--shards", type=int, help="pieces of a mini-batch; by default one per rank")
+    parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
+    parser.add_argument("--run", default=None, help="folder for rows.jsonl")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = read_arguments()
+    with dl.join_world(device=arguments.device, seed=arguments.seed) as world:
+        with world.first():  # drawn and cached once
+            data = datasets.digits(seed=0) if arguments.data == "digits" else datasets.handwritten()
+        train, test = data.split(0.9)
+        model = networks.digit_classifier().to(world.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        batch_size = dl.scale_batch_size(arguments.batch_size, world)
+        batches = dl.Batches(train, batch_size, world, shards=arguments.shards)
+        world.print(
+            f"{len(train)} training and {len(test)} test images, {world.size} ranks on {world.device.type}, "
+            f"{batches.shards} shards of a mini-batch of {batch_size}"
+        )
+
+        state = {"model": model, "optimizer": optimizer}
+        for step in dl.Loop(batches, arguments.epochs, run=arguments.run, state=state):
+            for images, labels in step:
+                logits = model(images)
+                step.backward(cross_entropy(logits, labels), accuracy=hits(logits, labels))
+            step.fold()
+            optimizer.step()
+
+        result = dl.evaluate(model, dl.Batches(test, 1000, world, shuffle=False), accuracy=hits)
+        world.print(f"Test accuracy: {result['accuracy']:.4f} of {result['observations']} images")
+
+
+if __name__ == "__main__":
+    main()

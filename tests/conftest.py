@@ -1,0 +1,64 @@
+"""The pool of ranks that the tests share, and what is asked of every test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_loop.launching import Pool
+from tests.harness import TASK_S, OnRanks, Result, left_behind, look_around, run_cleanly
+
+USUAL_RANKS = 4
+MOST_RANKS = 8
+
+
+def pytest_configure() -> None:
+    """One thread in this process and in all that it starts: 1 and 2 threads give different bits."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that need a GPU where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU: torch.cuda.is_available() is False on this machine")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Up to 8 workers; 4 are started at once by the first test that asks, the others when needed."""
+    with Pool(MOST_RANKS) as pool:
+        pool.run(os.getpid, USUAL_RANKS)
+        yield pool
+
+
+@pytest.fixture
+def on_ranks(pool: Pool) -> OnRanks:
+    """Run a function of the test file on ranks: `results = on_ranks(3, function, argument)`."""
+
+    def run(
+        ranks: int,
+        function: Callable[..., Result],
+        /,
+        *arguments: Any,
+        timeout_s: float = TASK_S,
+        **keywords: Any,
+    ) -> list[Result]:
+        return pool.run(run_cleanly, ranks, function, *arguments, timeout_s=timeout_s, **keywords)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test after which something is there that was not there before."""
+    pool: Pool | None = request.getfixturevalue("pool") if "pool" in request.fixturenames else None
+    before = look_around()
+    yield
+    left = left_behind(before, pool.process_ids if pool else ())  # a test may have had the pool replace some
+    if left:
+        pytest.fail("a test must leave its surroundings as they were; left:\n  " + "\n  ".join(left), pytrace=False)

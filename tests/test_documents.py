@@ -1,0 +1,192 @@
+"""What the documents say, held against what is there: capability rows, commands, the tree, the version."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import ddp_loop
+
+ROOT = Path(__file__).parents[1]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+ROWS = {"A": 15, "B": 11, "C": 8, "D": 13, "E": 7, "F": 4, "G": 5, "H": 10, "I": 8}
+
+
+@cache
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def states_of(document: str) -> list[tuple[str, str]]:
+    """(row, state) of every capability, in order: `| D4 | what | claimed |`."""
+    return re.findall(r"^\| *([A-Z]\d+) *\|.+\| *(\w+) *\|$", document, re.MULTILINE)
+
+
+def covered_by(source: str) -> set[str]:
+    """The rows in the `covers` markers of a file's tests: on functions, classes, parameters or the module."""
+    marked: list[ast.expr] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and re.match("test_|Test", node.name):
+            marked += node.decorator_list
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            marked.append(node.value)
+    calls = [node for tree in marked for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    rows = [row for call in calls if ast.unparse(call.func) == "pytest.mark.covers" for row in call.args]
+    return {str(ast.literal_eval(row)) for row in rows}
+
+
+def fenced_blocks(document: str, language: str | None = None) -> list[str]:
+    """The fenced blocks of a document: all, or those marked as one language."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+    return [text for mark, text in blocks if language in (None, mark)]
+
+
+def commands_in(document: str) -> set[str]:
+    """X of every line `python -m ddp_loop X ...` in the blocks marked `sh`."""
+    blocks = "".join(fenced_blocks(document, "sh"))
+    return set(re.findall(r"^python -m ddp_loop ([a-z][\w-]*)", blocks, re.MULTILINE))
+
+
+def make_targets_in(document: str) -> set[str]:
+    """X of every `make X` in code, inline or fenced; assignments such as RANKS=4 may stand before X."""
+    prose = re.sub(r"^```.*?^```$", "", document, flags=re.MULTILINE | re.DOTALL)
+    code = "\n".join([*fenced_blocks(document), *re.findall(r"`([^`\n]+)`", prose)])
+    return set(re.findall(r"\bmake (?:[A-Z]+=\S+ )*([a-z]\w*)", code))
+
+
+def tree_in(document: str) -> dict[str, str]:
+    """Path -> clause, from the fenced block in which every line is `path  clause` and one is of ddp_loop/."""
+    for block in fenced_blocks(document):
+        lines = [re.fullmatch(r"(\S+) {2,}(\S.*)", line) for line in block.splitlines() if line.strip()]
+        entries = {line[1]: line[2] for line in lines if line}
+        if len(entries) == len(lines) and any(path.startswith("ddp_loop/") for path in entries):
+            return entries
+    raise ValueError("no fenced block whose lines are `path  clause`, once each, ddp_loop/ among them")
+
+
+def links_in(document: str) -> set[str]:
+    """The files that a document links to; not the web, not places inside a document."""
+    return {link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document) if "://" not in link}
+
+
+CAPABILITIES = """
+| row | what | state |
+|---|---|---|
+| A1 | x | owed |
+| H10 | `a|b` | claimed |
+"""
+
+README = """
+Be sure to make haste: `make test`, or see [the design](docs/design.md#one) and [the web](https://a.b/c).
+```sh
+make RANKS=4 train
+cmake everything
+python -m ddp_loop devices --all
+```
+```python
+python -m ddp_loop neither
+```
+```
+README.md       this
+ddp_loop/a.py   an idea
+```
+"""
+
+
+def test_the_state_of_each_capability_is_read() -> None:
+    assert states_of(CAPABILITIES) == [("A1", "owed"), ("H10", "claimed")]
+
+
+def test_commands_targets_tree_and_links_are_read() -> None:
+    assert commands_in(README) == {"devices"}
+    assert make_targets_in(README) == {"test", "train"}
+    assert tree_in(README) == {"README.md": "this", "ddp_loop/a.py": "an idea"}
+    assert links_in(README) == {"docs/design.md"}
+
+
+def test_markers_are_found_wherever_pytest_looks_for_them() -> None:
+    source = """
+pytestmark = [pytest.mark.slow, pytest.mark.covers("A1")]
+@pytest.mark.covers("B2", "C3")
+def test_one(): ...
+@pytest.mark.covers("D4")
+class TestTwo: ...
+@pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.covers("E5"))])
+def test_three(x): ...
+@pytest.mark.covers("F6")
+def helper(): ...
+"""
+    assert covered_by(source) == {"A1", "B2", "C3", "D4", "E5"}
+
+
+def test_the_capabilities_are_complete_and_in_order() -> None:
+    states = states_of(text_of("docs/capabilities.md"))
+    assert [row for row, _ in states] == [f"{part}{k + 1}" for part, n in ROWS.items() for k in range(n)]
+    assert {state for _, state in states} <= {"claimed", "owed"}
+
+
+def test_every_claimed_capability_has_a_test() -> None:
+    claimed = {row for row, state in states_of(text_of("docs/capabilities.md")) if state == "claimed"}
+    assert claimed - set().union(*(covered_by(path.read_text()) for path in TESTS)) == set()
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
+def test_a_marker_names_rows_that_exist(path: Path) -> None:
+    assert covered_by(path.read_text()) <= {row for row, _ in states_of(text_of("docs/capabilities.md"))}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of("README.md").splitlines()) <= 120
+
+
+def test_documented_commands_exist() -> None:
+    documented = set().union(*(commands_in(path.read_text()) for path in DOCUMENTS))
+    done = subprocess.run(
+        [sys.executable, "-m", "ddp_loop", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert documented
+    assert documented <= set(re.findall(r"[a-z][\w-]*", done.stdout))
+
+
+def test_documented_make_targets_exist() -> None:
+    documented = make_targets_in(text_of("README.md")) | make_targets_in(text_of("CONTRIBUTING.md"))
+    assert documented >= {"train", "test"}
+    assert documented <= set(re.findall(r"^([a-z]\w*):", text_of("Makefile"), re.MULTILINE))
+
+
+def test_the_tree_of_the_readme_is_the_tree() -> None:
+    tree = tree_in(text_of("README.md"))
+    assert [path for path in tree if not (ROOT / path).exists()] == []
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ddp_loop").rglob("*.py")}
+    assert modules - set(tree) == set()
+
+
+def test_the_examples_of_the_documents_use_public_names() -> None:
+    # Submodules are imported by their own name (`from ddp_loop import datasets`); `dl.x` is a public name.
+    used = {name for path in DOCUMENTS for name in re.findall(r"\bdl\.(\w+)", path.read_text())}
+    assert used - set(ddp_loop.__all__) == set()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_link_leads_to_a_file(path: Path) -> None:
+    assert [link for link in links_in(path.read_text()) if not (path.parent / link).exists()] == []
+
+
+def test_the_changelog_has_the_version() -> None:
+    version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
+    assert f"## [{version}]" in text_of("CHANGELOG.md")
+
+
+def test_what_is_installed_for_the_tests_is_pinned() -> None:
+    lines = [line for line in text_of("requirements-dev.txt").splitlines() if not line.startswith("#")]
+    pinned = {line.partition("==")[0] for line in lines if re.fullmatch(r"[\w-]+==[\w.]+", line)}
+    assert len(pinned) == len(lines)
+    dependencies = tomllib.loads(text_of("pyproject.toml"))["project"]["dependencies"]
+    assert {re.split(r"[^\w-]", dependency)[0] for dependency in dependencies} <= pinned
