@@ -124,7 +124,7 @@ def digits(
     cache: bool = True,
     folder: str | os.PathLike[str] = "~/.cache/ddp_loop",
 ) -> LabelledImages:
-    """Draw `size` digits from fonts, a tenth of each class, 28x28, turned by up to 30 degrees either way.
+    """Draw `size` digits from fonts, a tenth of each class, 28x28, turned by up to 35 degrees either way.
 
     A pure function of `seed`, `size`, `fonts` and the versions of pillow and matplotlib; no download. Image k
     shows digit k mod 10, and a smaller set is the beginning of a larger one. 10,000 take 1 s on one core.

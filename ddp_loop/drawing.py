@@ -52,10 +52,10 @@ HELD_OUT_FONTS = (
 SIDE = 28  # pixels of an image
 FINE = 4  # glyphs are drawn this many times finer
 GLYPH_SIDE = 40 * FINE  # room for a large glyph, turned
-FONT_SIZE = 24 * FINE
+FONT_SIZE = 23 * FINE
 STROKES = (0, 1, 2)  # outline around a glyph, in fine pixels
-MAX_ANGLE_DEGREES = 30.0
-MAX_SHIFT = 2.5  # pixels
+MAX_ANGLE_DEGREES = 35.0
+MAX_SHIFT = 2.75  # pixels
 SCALES = (0.85, 1.1)
 
 
@@ -64,8 +64,8 @@ def draw_digits(
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Draw `size` digits, light on dark; image k shows the digit k mod 10.
 
-    By lot, each uniformly: font, stroke, an angle from [-30, 30] degrees (counter-clockwise is positive), a
-    shift from [-2.5, 2.5] pixels along each axis, a scale from [0.85, 1.1].
+    By lot, each uniformly: font, stroke, an angle from [-35, 35] degrees (counter-clockwise is positive), a
+    shift from [-2.75, 2.75] pixels along each axis, a scale from [0.85, 1.1].
 
     Returns:
         Images (size, 28, 28) uint8, labels (size,) int64, angles (size,) float32 in degrees.

@@ -6,6 +6,7 @@ import atexit
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -173,8 +174,7 @@ class Pool:
             if self._closed:
                 raise RuntimeError("a pool runs tasks until it is closed; this one is closed, make a new one")
             self._start(ranks)
-            # A store of its own for each task: on a free port, and without the keys of the last one.
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store = _host_store()  # a new one for each task: without the keys of the last
             try:
                 for rank in range(ranks):
                     environment = _environment(rank, ranks, store.port)
@@ -233,6 +233,17 @@ class Pool:
     def _end(self, ranks: Iterable[int]) -> None:
         for rank in tuple(ranks):
             self._workers.pop(rank).end()
+
+
+def _host_store() -> dist.TCPStore:
+    """The store where the ranks of one task meet, on a free port.
+
+    torch would listen on all interfaces, and look up the name of each peer's IPv6 form in DNS: with one answer in 50
+    lost, one task of ten began 5 s late. Its clients still do so, here and under torchrun.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -39,7 +39,7 @@ def check_weight(weight: Weight | None) -> Weight | None:
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise ValueError(f"a shard's weight must be one value; got shape {tuple(weight.shape)}: take its sum")
-        return weight.detach().reshape(())
+        return weight.detach().reshape(()).double()  # float32 would round w / R
     if weight is not None and not (math.isfinite(weight) and weight >= 0):
         raise ValueError(f"a shard's weight must be a finite number, 0 or more; got {weight}")
     return weight

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -20,6 +21,9 @@ from ddp_loop.devices import Place, choose_device, find_place
 Value = TypeVar("Value")
 _FAILURE = "ddp_loop/failure"
 _FAILURE_WAIT_S = 1.0  # a rank says why it fails before it closes its connections; a killed one never does
+_LOOK_S = 0.5  # a rank that waits at the store looks this often whether another one failed meanwhile
+_LEFT = "a world is used inside its `with`, until it is left; this one was left: join_world() again"
+_FIRST = "inside `with world.first()` the ranks are not at the same place, so no collective can be made: put it behind"
 
 
 class PeerFailed(RuntimeError):
@@ -50,16 +54,21 @@ class World:
         self.device, self.seed, self.timeout_s = device, seed, timeout_s
         self._closers: list[Callable[[], None]] = []
         self._firsts = 0
+        self._refusal: str | None = None  # why no collective can be made now
         self._threads_before = torch.get_num_threads()
         self._owns_group = False
-        self._left = False
         # A world of one has no group and a store of its own: every line above `start_sum` is the same for it.
         self._group: dist.ProcessGroup | None = None
         self._store: dist.Store = dist.HashStore()
-        if place.size > 1 or dist.is_initialized():
-            self._join(place)
-        torch.set_num_threads(threads)
-        seed_everything(seed)
+        try:
+            if place.size > 1 or dist.is_initialized():
+                self._join(place)
+            self.check_same("seed, threads and timeout_s", (seed, threads, timeout_s))
+            torch.set_num_threads(threads)
+            seed_everything(seed)
+        except BaseException:
+            self.leave(failed=True)
+            raise
 
     def _join(self, place: Place) -> None:
         timeout = timedelta(seconds=self.timeout_s)
@@ -73,12 +82,16 @@ class World:
                 f"{dist.get_world_size()}, the environment says {place.rank} of {place.size}"
             )
         self._group = dist.group.WORLD
-        self._store = dist.PrefixStore("ddp_loop", dist.distributed_c10d._get_default_store())
+        store = dist.distributed_c10d._get_default_store()
+        # The launcher's store outlives a world: each world has keys of its own in it.
+        number = store.add(f"ddp_loop/worlds/{self.rank}", 1)
+        self._store = dist.PrefixStore(f"ddp_loop/{number}", store)
 
     # -- sums and words between the ranks ------------------------------------------------------------------
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
         """Start to add `tensor` up over all ranks, in place; `finish` waits. Every rank must call this."""
+        self._demand_all_here()
         if self._group is None:
             return None
         with self._naming_the_culprit():
@@ -106,6 +119,7 @@ class World:
 
         For a few words at the start of things: it pickles, and takes two collectives on the CPU.
         """
+        self._demand_all_here()
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -115,6 +129,7 @@ class World:
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make `tensor` on every rank what it is on rank 0, in place. Every rank must call this."""
+        self._demand_all_here()
         if self._group is not None:
             with self._naming_the_culprit():
                 dist.broadcast(tensor, src=0, group=self._group)
@@ -125,7 +140,7 @@ class World:
 
         Every rank must call this.
         """
-        told = self.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
+        told = self.gather(None if problem is None else _said(problem))
         if problem is not None:
             raise problem
         for rank, text in enumerate(told):
@@ -153,29 +168,55 @@ class World:
         """Run the block on rank 0 first; the others wait, then run it too. Every rank must call this.
 
         For work that one rank must do before the others find it done: a download, a folder. If rank 0 fails,
-        all fail. On several machines rank 0 is first among all of them.
+        all fail. On several machines rank 0 is first among all of them. No collective inside.
 
             with world.first():
                 data = download_unless_there(folder)
+
+        Args:
+            timeout_s: how long the others wait for rank 0, in seconds.
+
+        Raises:
+            PeerFailed: rank 0 failed in the block, a rank failed while this one waited, or rank 0 took longer.
         """
+        self._demand_all_here()
         self._firsts += 1
         key = f"first/{self._firsts}"
+        told = ""
         if self.rank != 0:
-            self._store.wait([key], timedelta(seconds=timeout_s))
-            told = self._store.get(key).decode()
-            if told:
-                raise PeerFailed(f"rank 0 failed while the others waited for it: {told}", 0)
-            yield
-            return
-        told = "it left the block"
+            self._await_first(key, timeout_s)
+        self._refusal = _FIRST
         try:
             yield
-            told = ""
         except BaseException as error:
-            told = f"{type(error).__name__}: {error}"
+            told = _said(error)
             raise
         finally:
-            self._store.set(key, told)
+            if self._refusal is _FIRST:
+                self._refusal = None
+            if self.rank == 0:
+                self._store.set(key, told)
+
+    def _await_first(self, key: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                self._store.wait([key], timedelta(seconds=max(min(_LOOK_S, left_s), 0.001)))
+                told = self._store.get(key).decode()
+                break
+            except dist.DistStoreError as error:
+                failed = self._told_failure()
+                if failed is not None:
+                    raise failed from None
+                if left_s <= _LOOK_S:
+                    raise PeerFailed(
+                        f"rank 0 must leave its block in timeout_s={timeout_s:g}; it did not", 0
+                    ) from error
+            except RuntimeError as error:
+                raise self._peer_failure(error) from error
+        if told:
+            raise PeerFailed(f"rank 0 failed while the others waited for it: {told}", 0)
 
     # -- leaving -------------------------------------------------------------------------------------------
 
@@ -184,6 +225,7 @@ class World:
         self._closers.append(close)
 
     def __enter__(self) -> Self:
+        self._demand_all_here()
         return self
 
     def __exit__(
@@ -198,25 +240,32 @@ class World:
 
         After a failure the connections are cut at once, so that no peer waits for the timeout.
         """
-        if self._left:
+        if self._refusal is _LEFT:
             return
-        self._left = True
-        try:
-            while self._closers:
-                self._closers.pop()()
-        finally:
-            if self._owns_group and dist.is_initialized():
-                if failed:
-                    dist.distributed_c10d._get_default_group().abort()
-                dist.destroy_process_group()
-            self._group = None
-            torch.set_num_threads(self._threads_before)
+        self._refusal = _LEFT
+        with ExitStack() as ending:  # the last one first, and each also if one before it raises
+            ending.callback(torch.set_num_threads, self._threads_before)
+            ending.callback(self._leave_group)
+            for close in self._closers:
+                ending.callback(close)
+            if failed and self._owns_group and dist.is_initialized():
+                ending.callback(dist.distributed_c10d._get_default_group().abort)
+        self._closers = []
+
+    def _leave_group(self) -> None:
+        self._group = None
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _demand_all_here(self) -> None:
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
 
     # -- failures ------------------------------------------------------------------------------------------
 
     def _tell_failure(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
-        word = json.dumps({"rank": self.rank, "error": f"{type(error).__name__}: {error}", "traceback": text})
+        word = json.dumps({"rank": self.rank, "error": _said(error), "traceback": text})
         try:
             self._store.compare_set(_FAILURE, "", word)  # the first one to fail is the culprit
         except RuntimeError:
@@ -230,15 +279,24 @@ class World:
             raise self._peer_failure(error) from error
 
     def _peer_failure(self, error: RuntimeError) -> PeerFailed:
+        return self._told_failure(_FAILURE_WAIT_S) or PeerFailed(
+            "every rank must take part in every collective; a rank left without a word (killed, ended "
+            f"early, or slower than timeout_s={self.timeout_s:g}): {error}"
+        )
+
+    def _told_failure(self, wait_s: float = 0.001) -> PeerFailed | None:
+        """What the first rank to fail said, if one did within `wait_s`."""
         try:
-            self._store.wait([_FAILURE], timedelta(seconds=_FAILURE_WAIT_S))
+            self._store.wait([_FAILURE], timedelta(seconds=wait_s))
             word = json.loads(self._store.get(_FAILURE))
         except (RuntimeError, ValueError):
-            return PeerFailed(
-                "every rank must take part in every collective; a rank left without a word (killed, ended "
-                f"early, or slower than timeout_s={self.timeout_s:g}): {error}"
-            )
+            return None
         return PeerFailed(f"rank {word['rank']} failed: {word['error']}\n\n{word['traceback']}", word["rank"])
+
+
+def _said(error: BaseException) -> str:
+    """The last line of its traceback, also of one whose `__str__` raises."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout_s: float = 60.0) -> World:

@@ -17,8 +17,11 @@ MOST_RANKS = 8
 
 
 def pytest_configure() -> None:
-    """One thread in this process and in all that it starts: 1 and 2 threads give different bits."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+    """Set what this process and all that it starts shall have."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # 1 and 2 threads give different bits
+    # torch asks DNS for the name of 127.0.0.1 at each connection to a store, and waits 5 s for a lost answer: where
+    # one in 50 is lost, one task in ten was late.
+    os.environ["RES_OPTIONS"] = "timeout:1"
     torch.set_num_threads(1)
 
 

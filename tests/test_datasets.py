@@ -133,13 +133,17 @@ def test_digits_vary_in_angle_place_size_and_stroke(drawn: LabelledImages) -> No
     # Uniform in [-a, a]: standard deviation a / sqrt(3); 1 % is three times its error for 10,000.
     assert drawn.angles.std() == pytest.approx(drawing.MAX_ANGLE_DEGREES / math.sqrt(3), rel=0.03)
     one_font = digits(size=2000, fonts=["DejaVuSans"], cache=False)
-    zeros = one_font.images[one_font.labels == 0, 0] > 128
-    rows, columns = zeros.any(2), zeros.any(1)
-    middle = rows.double() @ torch.arange(28.0, dtype=torch.float64) / rows.sum(1)
-    assert middle.max() - middle.min() > drawing.MAX_SHIFT
-    assert columns.sum(1).max() - columns.sum(1).min() > 3
-    thin, thick = zeros.sum((1, 2)).double().quantile(torch.tensor([0.05, 0.95], dtype=torch.float64))
-    assert thick > 1.3 * thin
+    ink = one_font.images[one_font.labels == 0, 0].double()
+    axis = torch.arange(28.0, dtype=torch.float64)
+    mass = ink.sum((1, 2))
+    x, y = ink.sum(1) @ axis / mass, ink.sum(2) @ axis / mass
+    spread = (ink.sum(1) @ axis**2 + ink.sum(2) @ axis**2) / mass - x**2 - y**2
+    # Mean squared distance from the middle: grows with the square of the size, does not know the angle.
+    # Ink over spread: grows with the stroke, does not know the size.
+    for place in (x, y):
+        assert float(place.max() - place.min()) == pytest.approx(2 * drawing.MAX_SHIFT, rel=0.1)
+    assert math.sqrt(spread.max() / spread.min()) == pytest.approx(drawing.SCALES[1] / drawing.SCALES[0], rel=0.1)
+    assert (mass / spread).max() > 1.3 * (mass / spread).min()
 
 
 @pytest.mark.covers("A1")
