@@ -2,13 +2,13 @@
 
 from ddp_loop import datasets, networks
 from ddp_loop.batches import Batches
-from ddp_loop.batchnorm import pooled
 from ddp_loop.determinism import seed_shard, seed_step
 from ddp_loop.devices import scale_batch_size
 from ddp_loop.evaluation import evaluate, predict
 from ddp_loop.folding import Fold
 from ddp_loop.launching import Pool, RankFailed, launch
 from ddp_loop.loop import Loop
+from ddp_loop.pooling import pooled
 from ddp_loop.shards import split_range, split_sizes
 from ddp_loop.step import Row, Step
 from ddp_loop.world import PeerFailed, World, join_world

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import tee
+from operator import index
 from typing import Any
 
 import torch
@@ -13,6 +13,18 @@ from ddp_loop.determinism import permutation
 from ddp_loop.reading import Reader, Request, make_reader
 from ddp_loop.shards import MiniBatch, Shard, cut, split_range, split_sizes
 from ddp_loop.world import World
+
+
+def _whole(name: str, value: Any, least: int | None = None) -> int:
+    """`value`, if it is a whole number, NumPy's and torch's too, and not below `least`."""
+    try:
+        number = index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or (least is not None and number < least):
+        bound = "" if least is None else f", {least} or more"
+        raise ValueError(f"{name} must be a whole number{bound}; got {value!r}")
+    return number
 
 
 @dataclass(slots=True)
@@ -79,18 +91,18 @@ class Batches:
         **loader: Any,
     ) -> None:
         self.world = world
-        self.batch_size = batch_size
-        self.shards = world.size if shards is None else shards
         self.drop_last = drop_last
-        self.seed = world.seed if seed is None else seed
         self._order: tuple[int, torch.Tensor] | None = None
         self._cuts: dict[tuple[int, ...], tuple[int, tuple[Shard, ...]]] = {}
         problem: Exception | None = None
         try:
+            self.batch_size = _whole("batch_size", batch_size, 1)
+            self.shards = world.size if shards is None else _whole("shards", shards, 1)
+            self.seed = world.seed if seed is None else _whole("seed", seed)
             self._reader, self.length = self._open(data, length, loader)
-            self.shuffle = self.length is not None and self._has_length if shuffle is None else shuffle
-            self._check_sizes()
-        except (ValueError, TypeError) as error:
+            self.shuffle = self._has_length if shuffle is None else shuffle
+            self._check_epoch()
+        except Exception as error:  # whatever a data set says when it is asked for its length
             problem = error
         world.agree(problem)
         world.check_same("the data's length, batch_size, shards, drop_last, shuffle and seed", self._facts())
@@ -100,12 +112,9 @@ class Batches:
         self._has_length = own_length is not None
         if self._has_length and length is not None:
             raise ValueError(f"length is for data without one; these have {own_length} observations, got {length}")
-        return reader, own_length if self._has_length else length
+        return reader, own_length if length is None else _whole("length", length, 1)
 
-    def _check_sizes(self) -> None:
-        for name, value in (("batch_size", self.batch_size), ("shards", self.shards)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}")
+    def _check_epoch(self) -> None:
         if self.length is not None and self.length < 1:
             raise ValueError("the data must have at least one observation; they have none: look at their source")
         if self.shuffle and not self._has_length:
@@ -163,12 +172,13 @@ class Batches:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Loaded]:
         """The mini-batches of an epoch from position `start` on, with this rank's data."""
-        plan, ahead = tee(self._plan(epoch, start))  # readers may run ahead
-        stream = self._reader(self._requests(ahead))
-        for mini_batch in plan:
+        # Two plans: readers may run ahead, and on a rank without shards they never start.
+        stream = self._reader(self._requests(self._plan(epoch, start)))
+        for mini_batch in self._plan(epoch, start):
             loaded = Loaded(mini_batch, stream)
             yield loaded
             loaded.finish_reading()
+        stream.close()  # ends its workers, also while the last mini-batch is still held
 
     def _plan(self, epoch: int, start: int) -> Iterator[MiniBatch]:
         position = start

@@ -97,9 +97,16 @@ class Buffers:
 
     def __init__(self, found: Mapping[str, Buffer]) -> None:
         self.found = dict(found)
+        self._doubts: list[tuple[Buffer, torch.Tensor]] = []
 
     def open(self) -> None:
-        """Begin a step: note what each buffer holds, if it was written since the last one."""
+        """Begin a step: note what each buffer holds, if it was written since the last one.
+
+        Raises:
+            ValueError: on a GPU, shards of the last step changed a buffer of the rule "same" differently; asking
+                in that step itself would have held the host up.
+        """
+        self._settle()
         for buffer in self.found.values():
             if buffer.changed:
                 tensor = buffer.now
@@ -164,13 +171,22 @@ class Buffers:
                 merged = weighted_mean(values, share, guarded=True)
             else:
                 merged = values[full[0]]
-                if buffer.policy == "same" and bool((values[full] != merged).any()):
-                    raise ValueError(_differs(buffer, values[full]))
+                if buffer.policy == "same" and len(full) > 1:
+                    self._doubts.append((buffer, values[full]))
             merged = merged.reshape(buffer.tensor.shape)
             if not buffer.tensor.is_floating_point():
                 merged = buffer.opened.long() + merged.long()
             buffer.put_back(merged.to(buffer.tensor.dtype))
             buffer.opened.copy_(buffer.tensor)
+        if rows.device.type == "cpu":
+            self._settle()
+
+    def _settle(self) -> None:
+        """Raise ValueError if shards changed a buffer of the rule "same" differently."""
+        doubts, self._doubts = self._doubts, []
+        for buffer, values in doubts:
+            if bool((values != values[0]).any()):
+                raise ValueError(_differs(buffer, values))
 
 
 def _differs(buffer: Buffer, values: torch.Tensor) -> str:

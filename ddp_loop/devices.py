@@ -35,11 +35,27 @@ def find_place(environment: Mapping[str, str]) -> Place:
             f"RANK and WORLD_SIZE must both be set, or neither; {there[0]}={environment[there[0]]} is set and "
             f"{missing} is not: start with torchrun, or unset {there[0]}"
         )
-    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if not 0 <= rank < size:
-        raise ValueError(f"RANK must be in 0 .. WORLD_SIZE-1; got RANK={rank}, WORLD_SIZE={size}")
-    local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
-    return Place(rank, size, int(environment.get("LOCAL_RANK", rank % local_size)), local_size)
+        raise ValueError(
+            f"RANK must be in 0 .. WORLD_SIZE-1; got RANK={rank}, WORLD_SIZE={size}: start with torchrun, or unset both"
+        )
+    local_size = _number(environment, "LOCAL_WORLD_SIZE", size)
+    local_rank = _number(environment, "LOCAL_RANK", rank % max(local_size, 1))
+    if not 0 <= local_rank < local_size <= size:
+        raise ValueError(
+            "LOCAL_RANK must be in 0 .. LOCAL_WORLD_SIZE-1, and that at most WORLD_SIZE; got "
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}, WORLD_SIZE={size}: start with torchrun"
+        )
+    return Place(rank, size, local_rank, local_size)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number; got {name}={text!r}: start with torchrun") from None
 
 
 def choose_device(wish: str, gpus: int, local_rank: int) -> torch.device:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,7 +14,7 @@ from ddp_loop.batches import Batches
 from ddp_loop.shards import Shard
 
 Forward = Callable[[nn.Module, Any], Any]
-Metric = Callable[..., torch.Tensor]
+Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float]
 
 
 @contextmanager
@@ -30,22 +31,22 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _split(data: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A shard's inputs and what is beside them."""
+    """A shard's inputs, and what the metrics are given: what is beside them, or else the data as they are."""
     if isinstance(data, tuple | list):
         return data[0], tuple(data[1:])
-    return data, ()
+    return data, (data,)
 
 
 def _forward_first(model: nn.Module, data: Any) -> Any:
     inputs, _ = _split(data)
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         raise TypeError(
             "the model takes the first part of each shard; these are dicts: give forward=lambda model, data: ..."
         )
     return model(inputs)
 
 
-def _shards(batches: Batches) -> Iterator[tuple[int, Shard, Any]]:
+def _shards(batches: Batches) -> Generator[tuple[int, Shard, Any], None, None]:
     if batches.length is None:
         raise ValueError("evaluation goes through the data once; these never end: give Batches a length")
     for loaded in batches.epoch(0):
@@ -66,20 +67,24 @@ def evaluate(
         batches: usually made with `shuffle=False`; the shards' sizes do not change the result.
         forward: `forward(model, data)` gives the output for a shard's data; by default the model is given the
             data's first part.
-        metrics: by name, `metric(output, *other parts of the data)`; it gives one value per observation, shape
-            (n,), or their mean, shape ().
+        metrics: by name, `metric(output, *other parts of the data)`, or `metric(output, data)` where data are a
+            lone tensor or a dict; it gives one value per observation, shape (n,), or their mean, shape ().
 
     Returns:
         The means by name, and the number of `observations` that they are over; the same on every rank.
 
     Raises:
-        ValueError: a metric of another shape, data that never end.
+        ValueError: a metric of another shape, or named "observations", or not the same ones on every rank; data
+            that never end.
         PeerFailed: another rank failed.
     """
+    if "observations" in metrics:
+        raise ValueError('the result\'s "observations" is their number; give the metric of this name another one')
     world = batches.world
+    world.check_same("the names of the metrics", list(metrics))
     sums = torch.zeros(len(metrics) + 1, dtype=torch.float64, device=world.device)
-    with evaluating(model):
-        for _, shard, data in _shards(batches):
+    with evaluating(model), closing(_shards(batches)) as shards:
+        for _, shard, data in shards:
             output = (forward or _forward_first)(model, data)
             sums[0] += shard.observations
             for number, (name, metric) in enumerate(metrics.items(), 1):
@@ -89,24 +94,25 @@ def evaluate(
     return {**means, "observations": int(observations)}
 
 
-def _total(name: str, value: torch.Tensor | float, observations: int) -> torch.Tensor | float:
-    if not isinstance(value, torch.Tensor):
-        return value * observations
-    if value.dim() == 0:
-        return value.double() * observations
-    if value.shape != (observations,):
+def _total(name: str, value: Any, observations: int) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor | np.ndarray | np.generic | float | int):
+        raise TypeError(f"a metric gives a tensor, an array or a number; {name} gave {type(value).__name__}")
+    values: torch.Tensor = torch.as_tensor(value, dtype=None if isinstance(value, torch.Tensor) else torch.float64)
+    if values.dim() == 0:
+        return values.double() * observations
+    if values.shape != (observations,):
         raise ValueError(
             f"a metric gives one value per observation, shape ({observations},), or their mean, shape (); {name} "
-            f"gave shape {tuple(value.shape)}: take the mean over its other dimensions"
+            f"gave shape {tuple(values.shape)}: take the mean over its other dimensions"
         )
-    return value.double().sum()
+    return values.double().sum()
 
 
 def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = None) -> torch.Tensor:
     """The model's output for every observation, in the data's order, on every rank. Every rank must call this.
 
     Also where `batches` shuffles: row i belongs to observation i of the data. The rows are brought together by
-    a sum to which each rank gives its own and zeros.
+    a sum to which each rank gives its own and zeros; of bytes, which leaves every bit as it was.
 
     Args:
         model, batches, forward: as in `evaluate`; the output has one row per observation, shape (n, ...).
@@ -115,25 +121,39 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
         Shape (length, ...), on the world's device.
 
     Raises:
-        ValueError: an output without a row per observation; data that never end; `drop_last`.
+        ValueError: an output without a row per observation, or rows that differ in shape or dtype between shards;
+            data that never end; `drop_last`.
         PeerFailed: another rank failed.
     """
     world = batches.world
     if batches.drop_last:
         raise ValueError("predictions are for every observation; these batches drop some: make them drop_last=False")
-    places, rows = [], []
-    with evaluating(model):
-        for start, shard, data in _shards(batches):
+    forms: list[tuple[tuple[int, ...], torch.dtype]] = []
+    whole: torch.Tensor | None = None
+    with evaluating(model), closing(_shards(batches)) as shards:
+        for start, shard, data in shards:
             output = (forward or _forward_first)(model, data)
             if not isinstance(output, torch.Tensor) or output.shape[:1] != (shard.observations,):
                 what = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
                 raise ValueError(f"predictions have a row per observation, ({shard.observations}, ...); got {what}")
-            places.append(batches.indices(0, start + shard.start, shard.observations))
-            rows.append(output)
-    forms = world.gather((tuple(rows[0].shape[1:]), rows[0].dtype) if rows else None)
-    shape, dtype = next(form for form in forms if form is not None)
-    whole = torch.zeros((batches.length or 0, *shape), dtype=dtype, device=world.device)
-    if rows:
-        whole[torch.cat(places).to(world.device)] = torch.cat(rows)
-    carried = whole.to(torch.uint8) if dtype == torch.bool else whole
-    return world.sum(carried).to(dtype)
+            form = (tuple(output.shape[1:]), output.dtype)
+            if form not in forms:
+                forms.append(form)
+            if whole is None:
+                whole = _zeros(batches, form)
+            if form == forms[0]:  # copied at once: a model may use one buffer for all its outputs
+                at = batches.indices(0, start + shard.start, shard.observations)
+                whole[at.to(world.device)] = output.to(world.device)
+    told = dict.fromkeys(form for forms in world.gather(forms) for form in forms)
+    if len(told) > 1:
+        raise ValueError(
+            f"predictions have rows of one shape and dtype for all shards; got {list(told)}: pad them to one shape"
+        )
+    whole = _zeros(batches, next(iter(told))) if whole is None else whole
+    world.sum(whole.view(torch.uint8))
+    return whole
+
+
+def _zeros(batches: Batches, form: tuple[tuple[int, ...], torch.dtype]) -> torch.Tensor:
+    shape, dtype = form
+    return torch.zeros((batches.length or 0, *shape), dtype=dtype, device=batches.world.device)

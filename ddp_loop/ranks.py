@@ -241,9 +241,14 @@ def serve(tasks: Connection, stacks: Connection, parent: int, main_thread: bool)
             tasks.send(_run(task, threads))
     # What the tasks registered runs, but the interpreter is not taken apart: with torch that takes 0.4 s each.
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    _flush()
     os._exit(0)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more, or the task closed it
+            stream.flush()
 
 
 def _end_with(parent: int, main_thread: bool) -> None:
@@ -292,8 +297,7 @@ def _run(task: Task, threads: int) -> Answer:
         answer = _raised(error)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        _flush()
     return answer
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from ddp_loop.determinism import preserved_streams, seed_observation
+from ddp_loop.determinism import preserved_streams, seed_observation, stream_key
 
-# What of a DataLoader's keywords is the user's to choose; order, batches and shards are those of Batches.
+# What of a DataLoader's keywords is the user's to choose; order, batches and shards are those of Batches. Not
+# in_order: out of order, a shard would get another shard's observations.
 LOADER_OPTIONS = frozenset(
     {
         "collate_fn",
@@ -24,7 +27,6 @@ LOADER_OPTIONS = frozenset(
         "timeout",
         "worker_init_fn",
         "multiprocessing_context",
-        "in_order",
     }
 )
 
@@ -37,12 +39,15 @@ class Request:
     indices: torch.Tensor
 
 
-Reader = Callable[[Iterable[Request]], Iterator[Any]]
+Reader = Callable[[Iterable[Request]], Generator[Any, None, None]]
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
-    """`data` with every tensor in it changed; tuples (named ones too), lists and dicts are gone through."""
-    if isinstance(data, torch.Tensor):
+    """`data` with every tensor in it changed; tuples (named ones too), lists and dicts are gone through.
+
+    What else can be moved `to` a device, as a `PackedSequence` can, is changed as one thing.
+    """
+    if hasattr(data, "to"):
         return change(data)
     if isinstance(data, Mapping):
         return {key: map_tensors(change, value) for key, value in data.items()}
@@ -76,20 +81,41 @@ def moved(data: Any, device: torch.device) -> Any:
 def as_parts(data: Any) -> Any | None:
     """`data` as tensors side by side (a tensor, or a tuple or dict of them), or None if it is a data set.
 
-    Whatever has `tensors`, as torch's `TensorDataset` has, stands for these.
+    What has `tensors`, as torch's `TensorDataset` has, stands for these, unless it has a `__getitem__` of its
+    own: that may well transform them.
     """
-    data = getattr(data, "tensors", data)
+    if getattr(type(data), "__getitem__", None) in (None, TensorDataset.__getitem__):
+        data = getattr(data, "tensors", data)
     if isinstance(data, torch.Tensor):
-        return data
+        return data.detach()  # data are no parameters: no step's graph goes on beyond them
     if isinstance(data, np.ndarray):
-        return torch.from_numpy(data)
+        return _as_tensor(data)
     if isinstance(data, tuple | dict) and data:
         named = data if isinstance(data, dict) else dict(enumerate(data))
         parts = {key: as_parts(value) for key, value in named.items()}
         if any(part is None for part in parts.values()):
             return None
-        return parts if isinstance(data, dict) else tuple(parts.values())
+        if isinstance(data, dict):
+            return parts
+        kind: Any = type(data)
+        return kind(*parts.values()) if hasattr(data, "_fields") else tuple(parts.values())
     return None
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """The array as a tensor, where it lies: it may be a file in memory, open for reading alone."""
+    if min(array.strides, default=0) < 0:
+        array = array.copy()  # turned round, array[::-1]; torch has no negative strides
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
+        return torch.from_numpy(array)
+
+
+def _is_mixed(data: Any) -> bool:
+    """Whether some parts of a tuple or a dict are tensors side by side and others nothing that can be."""
+    return isinstance(data, dict) or (
+        isinstance(data, tuple) and any(isinstance(part, torch.Tensor | np.ndarray) for part in data)
+    )
 
 
 def common_length(parts: Any) -> int:
@@ -120,15 +146,23 @@ class TensorReader:
         self._place = device if _fits(parts, device) else torch.device("cpu")
         self._parts = moved(parts, self._place)
 
-    def __call__(self, requests: Iterable[Request]) -> Iterator[Any]:
+    def __call__(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
         for request in requests:
             yield self._take(request.indices)
 
     def _take(self, indices: torch.Tensor) -> Any:
-        # A copy, also for rows that follow each other: the user may change it in place.
         at = indices.to(self._place, non_blocking=True)
-        taken = map_tensors(lambda tensor: tensor.index_select(0, at), self._parts)
+        taken = map_tensors(lambda tensor: _rows(tensor, at), self._parts)
         return taken if self._place == self._device else moved(taken, self._device)
+
+
+def _rows(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """The rows of a tensor, in its own layout. A copy, also where they follow each other: it may be changed in place.
+
+    `index_select` takes a third of the time, but gives up channels_last, and does not know all types.
+    """
+    plain = tensor.is_contiguous() and tensor.dtype not in (torch.uint16, torch.uint32, torch.uint64)
+    return tensor.index_select(0, at) if plain else tensor[at]
 
 
 # -- data sets ---------------------------------------------------------------------------------------------
@@ -146,6 +180,8 @@ class _Keyed:
         seed_observation(self.seed, epoch, index)
         try:
             return self.source[index] if hasattr(self.source, "__getitem__") else self.source(index)
+        except StopIteration as error:  # it would end the epoch without a word
+            raise RuntimeError(f"the source ended when observation {index} of epoch {epoch} was read") from error
         except Exception as error:
             error.add_note(f"while observation {index} of epoch {epoch} was read")
             raise
@@ -168,26 +204,49 @@ class LoaderReader:
     def __init__(self, source: Any, seed: int, device: torch.device, options: Mapping[str, Any]) -> None:
         self._sampler = _Requests()
         self._device = device
+        self._passes = 0
         keywords = {"pin_memory": device.type == "cuda", **options}
-        self._loader: DataLoader[Any] = DataLoader(
-            _Keyed(source, seed),  # type: ignore[arg-type]
+        make: Any = DataLoader
+        self._make_loader: Callable[[], DataLoader[Any]] = partial(
+            make,
+            _Keyed(source, seed),
             batch_sampler=self._sampler,
-            generator=torch.Generator().manual_seed(seed),  # else each pass draws from the global stream
+            generator=torch.Generator().manual_seed(stream_key(seed)),  # else each pass draws from the global stream
             **keywords,
         )
+        self._loader = self._make_loader()
 
-    def __call__(self, requests: Iterable[Request]) -> Iterator[Any]:
+    def __call__(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
+        self._passes += 1
+        this_pass = self._passes
         self._sampler.requests = requests
         here = self._loader.num_workers == 0  # then reading would disturb this process's own streams
         keep: Callable[[], AbstractContextManager[None]] = preserved_streams if here else nullcontext
-        with keep():
-            loaded = iter(self._loader)
-        while True:
+        loaded: Iterator[Any] | None = None
+        try:
             with keep():
-                data = next(loaded, self)
-            if data is self:
-                return
-            yield moved(data, self._device)
+                loaded = iter(self._loader)
+            while True:
+                if self._loader.persistent_workers and this_pass != self._passes:
+                    raise RuntimeError(
+                        "persistent workers read one epoch at a time; this one was left for another: go through one "
+                        "after the other, make Batches for each, or leave persistent_workers away"
+                    )
+                with keep():
+                    data = next(loaded, self)
+                if data is self:
+                    return
+                yield moved(data, self._device)
+        except Exception as error:
+            if here:
+                raise
+            # End the workers, those that persist too. The message holds the worker's traceback; DataLoader's frames
+            # in this one would keep the workers alive.
+            self._loader = self._make_loader()
+            error.__context__ = None
+            raise error.with_traceback(None)  # noqa: B904
+        finally:
+            loaded = None
 
 
 def make_reader(data: Any, seed: int, device: torch.device, options: Mapping[str, Any]) -> tuple[Reader, int | None]:
@@ -208,6 +267,11 @@ def make_reader(data: Any, seed: int, device: torch.device, options: Mapping[str
         if not options:
             return TensorReader(parts, device), length
         data = _Rows(parts)
+    if parts is None and _is_mixed(data):
+        kinds = [type(part).__name__ for part in (data.values() if isinstance(data, dict) else data)]
+        raise TypeError(
+            f"data side by side must all be tensors or arrays; got {kinds}: torch.as_tensor(...) makes one of a list"
+        )
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") or callable(data)):
         raise TypeError(
             "data must be tensors (one, a tuple, a dict), a map-style data set, or a source that gives "
@@ -225,4 +289,4 @@ class _Rows:
     parts: Any
 
     def __getitem__(self, index: int) -> Any:
-        return map_tensors(lambda tensor: tensor[index], self.parts)
+        return map_tensors(lambda tensor: tensor[index].clone(), self.parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import index
 
 
 def split_sizes(total: int, parts: int) -> tuple[int, ...]:
@@ -18,7 +19,9 @@ def split_sizes(total: int, parts: int) -> tuple[int, ...]:
 
     Raises:
         ValueError: `total` is negative or `parts` is less than 1.
+        TypeError: one of them is no whole number.
     """
+    total, parts = index(total), index(parts)
     if parts < 1 or total < 0:
         raise ValueError(
             f"a whole number of things (0 or more) is split over 1 or more parts; got {total} over {parts}"

@@ -7,21 +7,29 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from math import isfinite
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
+# The default group is a default argument there. Imported later (the first optimizer does, by way of
+# torch._dynamo), it would hold the group for ever: then the connections of a rank that failed stay open, and
+# its peers wait for the timeout instead of 0.1 s.
+import torch.distributed.nn.functional
+from torch.distributed.rendezvous import rendezvous
+
 from ddp_loop.determinism import seed_everything
 from ddp_loop.devices import Place, choose_device, find_place
 
 Value = TypeVar("Value")
 _FAILURE = "ddp_loop/failure"
+_ENDED = "ddp_loop/ended"
 _FAILURE_WAIT_S = 1.0  # a rank says why it fails before it closes its connections; a killed one never does
-_LOOK_S = 0.5  # a rank that waits at the store looks this often whether another one failed meanwhile
+_LOOK_S = 0.01  # a rank that waits at the store looks this often; a look takes 0.1 ms
 _LEFT = "a world is used inside its `with`, until it is left; this one was left: join_world() again"
 _FIRST = "inside `with world.first()` the ranks are not at the same place, so no collective can be made: put it behind"
 
@@ -66,26 +74,40 @@ class World:
             self.check_same("seed, threads and timeout_s", (seed, threads, timeout_s))
             torch.set_num_threads(threads)
             seed_everything(seed)
-        except BaseException:
-            self.leave(failed=True)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
             raise
 
     def _join(self, place: Place) -> None:
-        timeout = timedelta(seconds=self.timeout_s)
         if not dist.is_initialized():
-            own_gpu = self.device.type == "cuda" and place.local_size <= torch.cuda.device_count()
-            dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo", timeout=timeout)
-            self._owns_group = True
+            self._start_group(place)
         elif (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
             raise ValueError(
                 f"the process group must be that of the launcher; it has rank {dist.get_rank()} of "
                 f"{dist.get_world_size()}, the environment says {place.rank} of {place.size}"
             )
         self._group = dist.group.WORLD
-        store = dist.distributed_c10d._get_default_store()
-        # The launcher's store outlives a world: each world has keys of its own in it.
-        number = store.add(f"ddp_loop/worlds/{self.rank}", 1)
-        self._store = dist.PrefixStore(f"ddp_loop/{number}", store)
+        self._store = _own_keys(dist.distributed_c10d._get_default_store(), place.rank)
+
+    def _start_group(self, place: Place) -> None:
+        timeout = timedelta(seconds=self.timeout_s)
+        own_gpu = self.device.type == "cuda" and place.local_size <= torch.cuda.device_count()
+        try:
+            store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
+            store.set_timeout(timeout)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
+                timeout=timeout,
+                store=_own_keys(store, place.rank),
+                rank=place.rank,
+                world_size=place.size,
+            )
+        except RuntimeError as error:
+            raise PeerFailed(
+                f"all {place.size} ranks must join within timeout_s={self.timeout_s:g}; rank {place.rank} did not "
+                f"meet them all: look at what the others printed, and at MASTER_ADDR and MASTER_PORT: {error}"
+            ) from error
+        self._owns_group = True
 
     # -- sums and words between the ranks ------------------------------------------------------------------
 
@@ -198,25 +220,33 @@ class World:
                 self._store.set(key, told)
 
     def _await_first(self, key: str, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            left_s = deadline - time.monotonic()
-            try:
-                self._store.wait([key], timedelta(seconds=max(min(_LOOK_S, left_s), 0.001)))
-                told = self._store.get(key).decode()
-                break
-            except dist.DistStoreError as error:
-                failed = self._told_failure()
-                if failed is not None:
-                    raise failed from None
-                if left_s <= _LOOK_S:
-                    raise PeerFailed(
-                        f"rank 0 must leave its block in timeout_s={timeout_s:g}; it did not", 0
-                    ) from error
-            except RuntimeError as error:
-                raise self._peer_failure(error) from error
+        try:
+            came = self._wait_for((key, _FAILURE), timeout_s)
+            told = self._store.get(key).decode() if came == key else ""
+        except RuntimeError as error:
+            raise self._peer_failure(error) from error
+        failed = self._told_failure() if came == _FAILURE else None
+        if failed is not None:
+            raise failed
+        if came is None:
+            raise PeerFailed(f"rank 0 must leave its block in timeout_s={timeout_s:g}; it did not", 0)
         if told:
             raise PeerFailed(f"rank 0 failed while the others waited for it: {told}", 0)
+
+    def _wait_for(self, keys: tuple[str, ...], timeout_s: float) -> str | None:
+        """The first of the keys that stands in the store within the time; None for none.
+
+        It looks, since the store's own wait is for all keys, prints a warning when it ends without them, and
+        lets no signal handler run.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for key in keys:
+                if self._store.check([key]):
+                    return key
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_LOOK_S)
 
     # -- leaving -------------------------------------------------------------------------------------------
 
@@ -245,14 +275,17 @@ class World:
         self._refusal = _LEFT
         with ExitStack() as ending:  # the last one first, and each also if one before it raises
             ending.callback(torch.set_num_threads, self._threads_before)
-            ending.callback(self._leave_group)
+            ending.callback(self._leave_group, failed)
             for close in self._closers:
                 ending.callback(close)
             if failed and self._owns_group and dist.is_initialized():
                 ending.callback(dist.distributed_c10d._get_default_group().abort)
         self._closers = []
 
-    def _leave_group(self) -> None:
+    def _leave_group(self, failed: bool) -> None:
+        if self._group is not None and not failed:
+            with suppress(RuntimeError):  # the store is gone with the launcher
+                self._store.set(f"{_ENDED}/{self.rank}", "")
         self._group = None
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -279,19 +312,40 @@ class World:
             raise self._peer_failure(error) from error
 
     def _peer_failure(self, error: RuntimeError) -> PeerFailed:
-        return self._told_failure(_FAILURE_WAIT_S) or PeerFailed(
-            "every rank must take part in every collective; a rank left without a word (killed, ended "
-            f"early, or slower than timeout_s={self.timeout_s:g}): {error}"
+        left = {f"{_ENDED}/{rank}": rank for rank in range(self.size) if rank != self.rank}
+        try:
+            came = self._wait_for((_FAILURE, *left), _FAILURE_WAIT_S)
+        except RuntimeError:
+            came = None  # the store is gone with the launcher
+        if came in left:
+            return PeerFailed(
+                f"every rank must take part in every collective; rank {left[came]} left the world, without an error, "
+                "when this one was in a collective: leave loops and call evaluate on all ranks alike",
+                left[came],
+            )
+        return self._told_failure() or PeerFailed(
+            "every rank must take part in every collective; a rank is gone without a word (killed), or slower "
+            f"than timeout_s={self.timeout_s:g}: {error}"
         )
 
-    def _told_failure(self, wait_s: float = 0.001) -> PeerFailed | None:
-        """What the first rank to fail said, if one did within `wait_s`."""
+    def _told_failure(self) -> PeerFailed | None:
+        """What the first rank to fail said, if one did."""
         try:
-            self._store.wait([_FAILURE], timedelta(seconds=wait_s))
+            if not self._store.check([_FAILURE]):
+                return None
             word = json.loads(self._store.get(_FAILURE))
         except (RuntimeError, ValueError):
-            return None
+            return None  # the store is gone with the launcher
         return PeerFailed(f"rank {word['rank']} failed: {word['error']}\n\n{word['traceback']}", word["rank"])
+
+
+def _own_keys(store: dist.Store, rank: int) -> dist.Store:
+    """The store with keys of this world's own.
+
+    The launcher's store outlives a world. Without this, the ranks of a second one find the addresses of the
+    first one's closed connections there, and its failure.
+    """
+    return dist.PrefixStore(f"ddp_loop/{store.add(f'ddp_loop/worlds/{rank}', 1)}", store)
 
 
 def _said(error: BaseException) -> str:
@@ -316,10 +370,13 @@ def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout
         timeout_s: how long a collective waits for the slowest rank, in seconds.
 
     Raises:
-        ValueError: WORLD_SIZE without RANK or the reverse, or a device that is not there.
+        ValueError: WORLD_SIZE without RANK or the reverse, a device that is not there, or ranks that disagree.
+        PeerFailed: not all ranks came within the timeout.
     """
-    if threads < 1 or timeout_s <= 0:
-        raise ValueError(f"threads and timeout_s must be positive; got threads={threads}, timeout_s={timeout_s}")
+    if not isinstance(seed, int) or not isinstance(threads, int) or threads < 1:
+        raise ValueError(f"seed and threads must be whole numbers, threads 1 or more; got {seed=}, {threads=}")
+    if not (isfinite(timeout_s) and timeout_s > 0):
+        raise ValueError(f"timeout_s must be a finite number of seconds, more than 0; got {timeout_s=}")
     place = find_place(dict(os.environ))
     chosen = choose_device(device, torch.cuda.device_count(), place.local_rank)
     if chosen.type == "cuda":

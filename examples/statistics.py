@@ -20,7 +20,8 @@ def worker(mean: float, variance: float, count: int = 1000) -> torch.Tensor:
     """`count` values with exactly this mean and biased variance, float64."""
     values = torch.linspace(-1, 1, count, dtype=torch.float64)
     values = (values - values.mean()) / values.std(correction=0)
-    return mean + variance**0.5 * values
+    scaled: torch.Tensor = variance**0.5 * values + mean
+    return scaled
 
 
 def moved(old: float, new: float) -> float:

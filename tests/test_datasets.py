@@ -81,7 +81,7 @@ def test_no_digit_is_empty_and_few_reach_the_edge(drawn: LabelledImages) -> None
     edge = torch.ones(28, 28, dtype=torch.bool)
     edge[1:-1, 1:-1] = False
     touching = (drawn.images[:, 0, edge].max(1).values > 128).float().mean()
-    # 23 of the 10,000: large, turned and shifted far at once; a mistake in the affine map cuts off far more.
+    # 19 of the 10,000: large, turned and shifted far at once; a mistake in the affine map cuts off far more.
     assert touching < 0.005
 
 
@@ -147,6 +147,17 @@ def test_digits_vary_in_angle_place_size_and_stroke(drawn: LabelledImages) -> No
 
 
 @pytest.mark.covers("A1")
+def test_every_image_is_in_one_of_the_fonts_and_every_font_is_drawn_from() -> None:
+    # The lots do not depend on the fonts, so that a set of one font shows what the other set might have shown.
+    sans, serif = (digits(size=1000, fonts=[font], cache=False).images for font in ("DejaVuSans", "cmr10"))
+    both = digits(size=1000, fonts=["DejaVuSans", "cmr10"], cache=False).images
+    in_sans, in_serif = ((both == one).flatten(1).all(1) for one in (sans, serif))
+    assert (in_sans ^ in_serif).all()
+    # Half of 1,000, and four standard deviations of 15.8.
+    assert abs(int(in_sans.sum()) - 500) < 64
+
+
+@pytest.mark.covers("A1")
 def test_a_linear_classifier_does_not_solve_the_digits(drawn: LabelledImages) -> None:
     train, test = drawn.split(0.9)
     images, labels = train.tensors
@@ -161,8 +172,8 @@ def test_a_linear_classifier_does_not_solve_the_digits(drawn: LabelledImages) ->
 
     optimizer.step(closure)
     accuracy = (linear(test.tensors[0].flatten(1)).argmax(1) == test.labels).double().mean()
-    # Between "too easy to need a network" and "nothing to be seen".
-    assert 0.6 < accuracy < 0.9
+    # Measured: 0.65. Above 0.9 no network would be needed; near 0.1 there would be nothing to be seen.
+    assert 0.5 < accuracy < 0.9
 
 
 @pytest.mark.covers("A1")

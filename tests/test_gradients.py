@@ -26,8 +26,8 @@ def deep(width: int = 16, depth: int = 6) -> nn.Module:
 
 
 def test_neighbours_share_a_bucket_up_to_its_size_and_by_dtype() -> None:
-    sizes = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in
-             [(10, torch.float32), (10, torch.float32), (100, torch.float32), (10, torch.float64), (10, torch.float32)]]  # fmt: skip
+    forms = [(10, torch.float32), (10, torch.float32), (100, torch.float32), (10, torch.float64), (10, torch.float32)]
+    sizes = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in forms]
     groups = grouped(sizes, bucket_bytes=100)
     assert [[p.numel() for p in group] for group in groups] == [[10, 10], [100], [10], [10]]
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,12 +20,16 @@ import torch
 import torch.distributed as dist
 
 from ddp_loop.launching import Pool, RankFailed, launch
+from ddp_loop.world import join_world
 
 pytestmark = pytest.mark.covers("C7")
 
 ROOT = Path(__file__).parents[1]
 FAULT_S = 3.0  # what the project promises: a fault on one rank ends all within it
 SCRIPT_S = 120.0  # a script with ranks of its own takes 5 s on two idle cores
+
+
+StartPython = Callable[..., subprocess.Popen[str]]
 
 
 class PeerFailed(RuntimeError):
@@ -97,6 +101,13 @@ def fail_while_peers_wait(culprit: int, how: Callable[[], object]) -> None:
     if dist.get_rank() == culprit:
         how()
     dist.all_reduce(torch.ones(1))
+
+
+def fail_in_a_world(culprit: int) -> None:
+    with join_world(device="cpu") as world:
+        if world.rank == culprit:
+            raise_value_error()
+        world.sum(torch.ones(1))
 
 
 def raise_unspeakable() -> NoReturn:
@@ -250,6 +261,14 @@ def test_a_rank_that_raises_frees_those_that_wait_for_it(pool: Pool) -> None:
     assert pool.run(sum_of_ranks, 3) == [3, 3, 3]
 
 
+def test_a_rank_that_raises_in_a_world_is_the_culprit_and_its_peers_name_it(pool: Pool) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=r"^rank 1 raised ValueError: negative weight") as caught:
+        pool.run(fail_in_a_world, 3, 1)
+    assert time.monotonic() - start < FAULT_S
+    assert str(caught.value).count("PeerFailed: rank 1 failed: ValueError: negative weight") == 2
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -373,25 +392,27 @@ def test_a_function_without_a_name_runs_with_cloudpickle(pool: Pool) -> None:
 # -- scripts, notebooks, and how they end ----------------------------------------------------------------------
 
 
-def start_python(*arguments: str) -> subprocess.Popen[str]:
-    """A new interpreter that finds the project, and whose stdout and stderr are pipes."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def start_python() -> Iterator[StartPython]:
+    """Start an interpreter that finds the project, its stdout and stderr in pipes; it ends with the test."""
+    started = []
 
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return started[-1]
 
-def finish(process: subprocess.Popen[str], timeout_s: float = SCRIPT_S) -> tuple[str, str]:
-    """What it said, once it and all that inherited its pipes have ended."""
-    try:
-        return process.communicate(timeout=timeout_s)
-    finally:
+    yield start
+    for process in started:
         process.kill()
-        process.wait()
+        process.communicate(timeout=SCRIPT_S)
 
 
 def write(folder: Path, text: str) -> str:
@@ -410,35 +431,37 @@ def place():
 """
 
 
-def test_functions_of_a_script_run_and_their_prints_are_seen(tmp_path: Path) -> None:
+def test_functions_of_a_script_run_and_their_prints_are_seen(start_python: StartPython, tmp_path: Path) -> None:
     guarded = SCRIPT + 'if __name__ == "__main__":\n    print(launch(place, 2))\n'
-    out, errors = finish(start_python(write(tmp_path, guarded)))
+    out, errors = start_python(write(tmp_path, guarded)).communicate(timeout=SCRIPT_S)
     assert errors == ""
     assert sorted(out.splitlines()) == ["['0 of 2', '1 of 2']", "printed on rank 0", "printed on rank 1"]
 
 
-def test_a_script_without_a_guard_gets_an_error_that_says_so(tmp_path: Path) -> None:
-    out, errors = finish(start_python(write(tmp_path, SCRIPT + "print(launch(place, 1))\n")))
+def test_a_script_without_a_guard_gets_an_error_that_says_so(start_python: StartPython, tmp_path: Path) -> None:
+    out, errors = start_python(write(tmp_path, SCRIPT + "print(launch(place, 1))\n")).communicate(timeout=SCRIPT_S)
     assert out == ""
     assert "a worker process died with exit code 1 before it was ready" in errors.splitlines()[-1]
     assert 'must stand under `if __name__ == "__main__":`' in errors.splitlines()[-1]
 
 
-def test_functions_of_a_notebook_run_with_cloudpickle() -> None:
+def test_functions_of_a_notebook_run_with_cloudpickle(start_python: StartPython) -> None:
     pytest.importorskip("cloudpickle", reason="needs the extra ddp_loop[notebook]")
     # `python -c` is like a notebook in what matters: no other process can import its functions.
-    out, errors = finish(start_python("-c", SCRIPT + "print(launch(place, 1))\n"))
+    out, errors = start_python("-c", SCRIPT + "print(launch(place, 1))\n").communicate(timeout=SCRIPT_S)
     assert (out, errors) == ("printed on rank 0\n['0 of 1']\n", "")
 
 
-def test_functions_of_a_notebook_without_cloudpickle_get_the_install_command() -> None:
+def test_functions_of_a_notebook_without_cloudpickle_get_the_install_command(start_python: StartPython) -> None:
     without = "import sys; sys.modules['cloudpickle'] = None\n"
-    _, errors = finish(start_python("-c", without + SCRIPT + "launch(place, 1)\n"))
+    _, errors = start_python("-c", without + SCRIPT + "launch(place, 1)\n").communicate(timeout=SCRIPT_S)
     assert errors.splitlines()[-1].startswith("TypeError: new processes cannot import what was defined in a notebook")
     assert errors.splitlines()[-1].endswith("pip install 'ddp_loop[notebook]'")
 
 
-def test_ctrl_c_in_the_parent_reaches_a_rank_once_and_lets_it_end_well(tmp_path: Path) -> None:
+def test_ctrl_c_in_the_parent_reaches_a_rank_once_and_lets_it_end_well(
+    start_python: StartPython, tmp_path: Path
+) -> None:
     script = """
 import threading
 from ddp_loop.launching import launch
@@ -457,12 +480,12 @@ if __name__ == "__main__":
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
     process.send_signal(signal.SIGINT)
-    out, errors = finish(process)
+    out, errors = process.communicate(timeout=SCRIPT_S)
     assert out == "checkpoint written\n"
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
 
 
-def test_no_rank_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_no_rank_outlives_a_parent_that_is_killed(start_python: StartPython, tmp_path: Path) -> None:
     # One pool starts in the main thread, where the kernel ends the ranks; the other in a thread that has ended by
     # the time of its second task, so that only a watch on the parent can tell.
     script = """
@@ -487,20 +510,20 @@ if __name__ == "__main__":
     assert [process.stdout.readline() for _ in range(2)] == ["waiting\n"] * 2
     process.kill()
     # The pipes end when the last process that holds them has ended; else this raises TimeoutExpired.
-    assert finish(process, timeout_s=10.0) == ("", "")
+    assert process.communicate(timeout=10.0) == ("", "")
 
 
 @pytest.mark.slow
-def test_the_same_function_runs_under_torchrun(tmp_path: Path) -> None:
+def test_the_same_function_runs_under_torchrun(start_python: StartPython, tmp_path: Path) -> None:
     script = """
-import torch.distributed as dist
+import sys
 from tests.test_launching import sum_of_ranks
 
 if __name__ == "__main__":
-    print(sum_of_ranks())
+    sys.stdout.write(f"{sum_of_ranks()}\\n")  # torchrun's workers write each piece of a print by itself
 """
     process = start_python(
         *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", write(tmp_path, script))
     )
-    out, errors = finish(process)
+    out, errors = process.communicate(timeout=SCRIPT_S)
     assert out == "1.0\n1.0\n", errors

@@ -87,7 +87,7 @@ def plain(job: str, optimizer_name: str, memory_format: torch.memory_format, dty
         loss = criterion(model(images.to(memory_format=memory_format)), wanted)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses, everything(model, optimizer)
 
 

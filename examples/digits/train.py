@@ -4,6 +4,9 @@ One process:      python train.py
 All your GPUs:    torchrun --nproc_per_node=gpu train.py
 Two CPU ranks:    torchrun --nproc_per_node=2 train.py
 Two machines:     torchrun --nnodes=2 --nproc_per_node=gpu --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 train.py
+
+torchrun of torch 2.13 takes --run for an abbreviation of an option of its own: give it `--` before train.py, or the
+longer name: torchrun --nproc_per_node=2 train.py --run-folder runs/digits
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=128, help="of one GPU; of all ranks together on the CPU")
     parser.add_argument("--shards", type=int, help="pieces of a mini-batch; by default one per rank")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
-    parser.add_argument("--run", default=None, help="folder for rows.jsonl")
+    parser.add_argument(
+        "--run-folder", "--run", dest="run", help="folder for rows.jsonl; nothing is written without it"
+    )
     return parser.parse_args()
 
 

@@ -1,0 +1,66 @@
+"""Ratios of two ways to do the same, timed side by side: A B B A in one process group, median and quartiles.
+
+The machine's speed drifts by more than what is measured, so no time is compared with one of another run: each
+pair of blocks lies within a second, and the order is turned round so that drift cancels.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How long one way takes over another: median and quartiles of the pairs' ratios; medians in ms beside it."""
+
+    median: float
+    lower: float
+    upper: float
+    one_ms: float
+    other_ms: float
+    pairs: int
+
+
+def block(step: Step, steps: int) -> float:
+    """Seconds for each of `steps` steps after all ranks have met."""
+    if dist.is_initialized():
+        dist.barrier()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - began) / steps
+
+
+def compare(one: Step, other: Step, *, pairs: int, steps: int) -> Ratio:
+    """Time `one` against `other` over `pairs` pairs of blocks of `steps` steps each, ordered A B B A."""
+    for step in (one, other):
+        block(step, steps)
+    ones: list[float] = []
+    others: list[float] = []
+    for number in range(pairs):
+        for step, times in ((one, ones), (other, others))[:: 1 if number % 2 == 0 else -1]:
+            times.append(block(step, steps))
+    ratios = [a / b for a, b in zip(ones, others, strict=True)]
+    lower, median, upper = statistics.quantiles(ratios, n=4)
+    return Ratio(median, lower, upper, 1e3 * statistics.median(ones), 1e3 * statistics.median(others), pairs)
+
+
+def hardware() -> str:
+    """The processor and the versions, in a line."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = {line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")}
+    cores = len([line for line in lines if line.startswith("processor")])
+    gpu = f", {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
+    name = ", ".join(sorted(names)) or platform.processor() or platform.machine()
+    return f"{cores} cores of {name}{gpu}; torch {torch.__version__}, Python {platform.python_version()}"

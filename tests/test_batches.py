@@ -1,0 +1,458 @@
+"""Which observations come when, and on which rank: each once an epoch, in an order that does not know the ranks."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import ddp_loop as dl
+from tests.harness import OnRanks
+
+FAULT_S = 3.0  # what the project promises: a fault on one rank ends all within it
+
+Draw = tuple[int, int, int | None, int]  # size, mini-batch, shards, seed
+Place = tuple[int, int, int]  # epoch, position, shard
+
+
+def places(batches: dl.Batches, epochs: int = 2) -> dict[Place, list[int]]:
+    """Which observations this rank was given, by place; of data whose observation i is the number i."""
+    return {
+        (epoch, loaded.mini_batch.position, shard.number): loaded.data(number).tolist()
+        for epoch in range(epochs)
+        for loaded in batches.epoch(epoch)
+        for number, shard in enumerate(loaded.mini_batch.shards)
+    }
+
+
+def numbers(size: int) -> torch.Tensor:
+    return torch.arange(size)
+
+
+# -- each once, in one order -----------------------------------------------------------------------------------
+
+
+def random_draws(ranks: int) -> list[Draw]:
+    """A quarter of 100 draws, always the same: of all kinds, mini-batches above the size and empty shards too."""
+    draw = random.Random(ranks)
+    return [
+        (draw.randint(1, 60), draw.randint(1, 70), draw.choice([None, 1, 2, 3, 5, 8]), draw.randrange(2**40))
+        for _ in range(25)
+    ]
+
+
+def places_of_draws(draws: list[Draw]) -> list[dict[Place, list[int]]]:
+    with dl.join_world() as world:
+        return [
+            places(dl.Batches(numbers(size), batch_size, world, shards=shards, seed=seed))
+            for size, batch_size, shards, seed in draws
+        ]
+
+
+def in_order(found: dict[Place, list[int]], epoch: int) -> list[int]:
+    """The observations of an epoch, in the order of mini-batches and shards."""
+    return [index for place in sorted(found) if place[0] == epoch for index in found[place]]
+
+
+@pytest.mark.covers("A6", "C6")
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_observation_comes_once_an_epoch_in_the_order_of_one_rank(ranks: int, on_ranks: OnRanks) -> None:
+    draws = random_draws(ranks)
+    by_rank = on_ranks(ranks, places_of_draws, draws)
+    alone = places_of_draws(draws)
+    for number, (size, batch_size, _, _) in enumerate(draws):
+        together: dict[Place, list[int]] = {}
+        for found in by_rank:
+            assert not together.keys() & found[number].keys()  # no shard is on two ranks
+            together |= found[number]
+        for epoch in (0, 1):
+            order = in_order(together, epoch)
+            assert sorted(order) == list(range(size))
+            assert order == in_order(alone[number], epoch)
+        assert {place[1] for place in together} == set(range(-(-size // batch_size)))
+
+
+@pytest.mark.covers("A6")
+def test_the_order_is_the_same_whatever_the_shards() -> None:
+    with dl.join_world() as world:
+        orders = [in_order(places(dl.Batches(numbers(50), 8, world, shards=s)), 1) for s in (1, 2, 3, 11)]
+    assert all(order == orders[0] for order in orders)
+
+
+@pytest.mark.covers("A6")
+def test_an_order_follows_the_seed_and_the_epoch() -> None:
+    with dl.join_world(seed=1) as world:
+        found = [places(dl.Batches(numbers(50), 8, world, seed=seed)) for seed in (None, 1, 2, 2)]
+    first, same, other, again = [[in_order(one, epoch) for epoch in (0, 1)] for one in found]
+    assert first == same  # the world's seed, unless one is given
+    assert other == again
+    orders = [*first, *other]
+    # By chance, two orders of 50 are equal once in 50! times.
+    assert len({tuple(order) for order in orders}) == 4
+    assert list(range(50)) not in orders
+
+
+def test_without_shuffling_the_data_come_in_their_own_order() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(numbers(10), 4, world, shuffle=False)
+        assert [in_order(places(batches), epoch) for epoch in (0, 1)] == [list(range(10))] * 2
+
+
+def classes_of_this_rank(batch_size: int) -> list[list[list[int]]]:
+    """The class counts of this rank's shards, epoch by epoch, in data sorted by class; 10 classes of 300."""
+    labels = torch.arange(10).repeat_interleave(300)
+    with dl.join_world() as world:
+        batches = dl.Batches(labels, batch_size, world)
+        return [[loaded.data(0).bincount(minlength=10).tolist() for loaded in batches.epoch(epoch)] for epoch in (0, 1)]
+
+
+def chi_square(counts: list[int]) -> float:
+    expected = sum(counts) / len(counts)
+    return sum((count - expected) ** 2 / expected for count in counts)
+
+
+@pytest.mark.covers("A10")
+def test_every_rank_has_the_classes_of_the_whole_within_sampling_noise(on_ranks: OnRanks) -> None:
+    # chi-square of 10 classes has mean 9 and variance 18 in a random sample, less without putting back. Six
+    # deviations over what is summed; sorted data that are not shuffled, or cut over ranks first, give thousands.
+    for shards in classes_of_this_rank(60):  # each whole mini-batch
+        assert sum(map(chi_square, shards)) < 9 * len(shards) + 6 * (18 * len(shards)) ** 0.5
+    for epochs in on_ranks(3, classes_of_this_rank, 60):
+        for shards in epochs:
+            assert sum(map(chi_square, shards)) < 9 * len(shards) + 6 * (18 * len(shards)) ** 0.5
+            assert chi_square([sum(counts) for counts in zip(*shards, strict=True)]) < 9 + 6 * 18**0.5
+
+
+@pytest.mark.covers("A10")
+def test_no_observation_belongs_to_a_rank(on_ranks: OnRanks) -> None:
+    found = on_ranks(3, places_of_draws, [(3000, 60, None, 0)])[0][0]
+    first, second = (set(in_order(found, epoch)) for epoch in (0, 1))
+    # Of rank 0's 1,000 a third come again; hypergeometric, deviation 12. If data were cut over ranks first: all.
+    assert abs(len(first & second) - 1000 / 3) < 6 * 12.2
+
+
+@pytest.mark.covers("A13")
+def test_the_last_partial_mini_batch_is_kept_unless_dropped() -> None:
+    with dl.join_world() as world:
+        kept, dropped = dl.Batches(numbers(10), 4, world), dl.Batches(numbers(10), 4, world, drop_last=True)
+        assert [len(indices) for indices in places(kept, 1).values()] == [4, 4, 2]
+        assert [len(indices) for indices in places(dropped, 1).values()] == [4, 4]
+        assert (len(kept), len(dropped)) == (3, 2)
+        assert in_order(places(dropped), 1) == in_order(places(kept), 1)[:8]
+        assert len(dl.Batches(numbers(8), 4, world)) == len(dl.Batches(numbers(8), 4, world, drop_last=True)) == 2
+
+
+@pytest.mark.covers("C6")
+def test_a_mini_batch_above_the_size_of_the_data_has_what_there_is() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(numbers(5), 100, world, shards=2)
+        assert [len(indices) for indices in places(batches, 1).values()] == [3, 2]
+        assert batches.sizes(0) == (3, 2)
+
+
+def test_positions_far_out_are_known_without_going_there() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(lambda i: i, 3, world)
+        loaded = next(batches.epoch(0, start=2**40))
+        assert loaded.data(0).tolist() == [3 * 2**40, 3 * 2**40 + 1, 3 * 2**40 + 2]
+
+
+# -- going on in the middle ------------------------------------------------------------------------------------
+
+
+class Drawn(Dataset[Any]):
+    """Observation i is i and a random number."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, random.random()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("start", [0, 3, 5, 6, 7])
+def test_an_epoch_begun_in_the_middle_is_the_rest_of_it(start: int, workers: int) -> None:
+    def rest(position: int) -> list[list[Any]]:
+        found = [[loaded.data(0)[0], loaded.data(0)[1]] for loaded in batches.epoch(1, start=position)]
+        return [[tensor.tolist() for tensor in pair] for pair in found]
+
+    with dl.join_world() as world:
+        batches = dl.Batches(Drawn(), 4, world, num_workers=workers)
+        assert rest(start) == rest(0)[start:]
+
+
+def test_shards_that_the_loop_left_unread_do_not_shift_the_next_ones() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(numbers(12), 4, world, shards=2, shuffle=False)
+        assert [loaded.data(0).tolist() for loaded in batches.epoch(0)] == [[0, 1], [4, 5], [8, 9]]
+
+
+@pytest.mark.parametrize("data", [numbers(23), Drawn()], ids=["tensor", "data set"])
+def test_the_data_of_a_mini_batch_are_there_until_it_is_let_go(data: Any) -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(data, 4, world, shards=2)
+        loaded = next(batches.epoch(0))  # the epoch itself is let go at once
+        first, second = loaded.data(0), loaded.data(1)
+        assert loaded.data(0) is first
+        assert loaded.data(1) is second
+
+
+# -- sources without a length ----------------------------------------------------------------------------------
+
+
+def squares(index: int) -> int:
+    return index * index
+
+
+class Windows:
+    """Random windows of a text, one per number."""
+
+    def __init__(self, text: torch.Tensor, width: int) -> None:
+        self.text, self.width = text, width
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = int(torch.randint(len(self.text) - self.width + 1, ()))
+        return self.text[start : start + self.width]
+
+
+def test_a_source_with_a_given_length_is_numbered_on_from_epoch_to_epoch() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(squares, 2, world, length=3)
+        assert len(batches) == 2
+        assert list(places(batches).values()) == [[0, 1], [4], [9, 16], [25]]
+
+
+def test_a_source_without_any_length_never_ends() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(squares, 2, world)
+        assert (batches.length, batches.steps) == (None, None)
+        found = [loaded.data(0).tolist() for loaded, _ in zip(batches.epoch(0), range(3), strict=False)]
+        assert found == [[0, 1], [4, 9], [16, 25]]
+        with pytest.raises(TypeError, match="never ends: give Batches a length, or Loop its steps"):
+            len(batches)
+
+
+def windows_of_this_rank(shards: int, workers: int) -> dict[tuple[int, int], list[list[int]]]:
+    with dl.join_world() as world:
+        batches = dl.Batches(Windows(torch.arange(1000), 5), 6, world, shards=shards, num_workers=workers)
+        return {
+            (loaded.mini_batch.position, shard.number): loaded.data(number).tolist()
+            for loaded, _ in zip(batches.epoch(0), range(5), strict=False)
+            for number, shard in enumerate(loaded.mini_batch.shards)
+        }
+
+
+def test_random_windows_of_a_text_are_the_same_on_any_number_of_ranks_and_workers(on_ranks: OnRanks) -> None:
+    alone = windows_of_this_rank(3, 0)
+    starts = [window[0] for shard in alone.values() for window in shard]
+    assert len(set(starts)) > 25  # of 30; by chance two of 996 coincide in a third of all runs
+    assert windows_of_this_rank(3, 2) == alone
+    together: dict[tuple[int, int], list[list[int]]] = {}
+    for found in on_ranks(2, windows_of_this_rank, 3, 0):
+        together |= found
+    assert together == alone
+
+
+# -- bad input -------------------------------------------------------------------------------------------------
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return count()
+
+
+class WithoutLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
+    "mini-batch 0": (numbers(5), 0, {}, ValueError, "batch_size must be a whole number, 1 or more; got 0"),
+    "mini-batch negative": (numbers(5), -2, {}, ValueError, "got -2"),
+    "mini-batch a fraction": (numbers(5), 2.0, {}, ValueError, "got 2.0"),
+    "mini-batch a truth value": (numbers(5), True, {}, ValueError, "got True"),
+    "mini-batch a text": (numbers(5), "8", {}, ValueError, "got '8'"),
+    "mini-batch nothing": (numbers(5), None, {}, ValueError, "got None"),
+    "shards 0": (numbers(5), 2, {"shards": 0}, ValueError, "shards must be a whole number, 1 or more; got 0"),
+    "shards a fraction": (numbers(5), 2, {"shards": 1.5}, ValueError, "got 1.5"),
+    "seed a fraction": (numbers(5), 2, {"seed": 0.5}, ValueError, "seed must be a whole number; got 0.5"),
+    "length 0": (squares, 2, {"length": 0}, ValueError, "length must be a whole number, 1 or more; got 0"),
+    "length negative": (squares, 2, {"length": -1}, ValueError, "got -1"),
+    "length a fraction": (squares, 2, {"length": 2.5}, ValueError, "got 2.5"),
+    "length of data with one": (numbers(5), 2, {"length": 5}, ValueError, "length is for data without one"),
+    "length of a data set with one": (Drawn(), 2, {"length": 5}, ValueError, "these have 23 observations, got 5"),
+    "no observations": (torch.zeros(0, 3), 2, {}, ValueError, "at least one observation"),
+    "an empty list": ([], 2, {}, ValueError, "at least one observation"),
+    "an empty tuple": ((), 2, {}, ValueError, "at least one observation"),
+    "an empty dict": ({}, 2, {}, TypeError, "must all be tensors or arrays"),
+    "unequal lengths": ((numbers(5), numbers(4)), 2, {}, ValueError, r"same first dimension.*\(5,\), \(4,\)"),
+    "unequal arrays": ({"a": np.zeros(5), "b": np.zeros(4)}, 2, {}, ValueError, "same first dimension"),
+    "no first dimension": (torch.tensor(1.0), 2, {}, ValueError, r"same first dimension.*\(\)"),
+    "no first dimension beside one": ((numbers(5), torch.tensor(1)), 2, {}, ValueError, "same first dimension"),
+    "a list beside a tensor": ((numbers(2), [0, 1]), 2, {}, TypeError, r"got \['Tensor', 'list'\].*as_tensor"),
+    "a list in a dict": ({"x": numbers(2), "y": [0, 1]}, 2, {}, TypeError, "must all be tensors or arrays"),
+    "a number": (7, 2, {}, TypeError, "data must be tensors.*got int"),
+    "nothing": (None, 2, {}, TypeError, "got NoneType"),
+    "a set": ({1, 2}, 2, {}, TypeError, "got set"),
+    "an iterator": (iter([1, 2]), 2, {}, TypeError, "got list_iterator"),
+    "an iterable data set": (Endless(), 2, {}, TypeError, "got Endless"),
+    "a DataLoader": (torch.utils.data.DataLoader(Drawn()), 2, {}, TypeError, "got DataLoader"),
+    "shuffling without a length": (squares, 2, {"shuffle": True}, ValueError, "shuffle needs data with a length"),
+    "shuffling with a given length": (
+        WithoutLength(),
+        2,
+        {"shuffle": True, "length": 4},
+        ValueError,
+        "shuffle needs data with a length",
+    ),
+    "nothing left": (numbers(3), 4, {"drop_last": True}, ValueError, "3 observations with batch_size=4"),
+    "an unknown option": (Drawn(), 2, {"workers": 2}, TypeError, r"got \['workers'\]"),
+    "a DataLoader's batch_sampler": (Drawn(), 2, {"batch_sampler": []}, TypeError, "made by Batches itself"),
+    "out of order": (Drawn(), 2, {"in_order": False, "num_workers": 2}, TypeError, r"got \['in_order'\]"),
+    "workers negative": (Drawn(), 2, {"num_workers": -1}, ValueError, "num_workers"),
+    "persistent workers without workers": (Drawn(), 2, {"persistent_workers": True}, ValueError, "persistent_workers"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_input_is_refused(what: str) -> None:
+    data, batch_size, options, kind, words = REFUSED[what]
+    with dl.join_world() as world, pytest.raises(kind, match=words):
+        dl.Batches(data, batch_size, world, **options)
+
+
+@pytest.mark.parametrize("batch_size", [np.int64(4), np.uint8(4), torch.tensor(4)], ids=["int64", "uint8", "torch"])
+def test_whole_numbers_of_numpy_and_torch_are_taken(batch_size: Any) -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(numbers(10), batch_size, world, shards=np.int64(2), seed=np.int64(5))  # type: ignore[arg-type]
+        assert [len(indices) for indices in places(batches, 1).values()] == [2, 2, 2, 2, 1, 1]
+        assert type(batches.batch_size) is int
+
+
+def refusal(sizes: list[Any]) -> tuple[str, str, float]:
+    """How Batches refuses data of which each rank has its own, and after how many seconds."""
+    with dl.join_world() as world:
+        start = time.monotonic()
+        try:
+            dl.Batches(sizes[world.rank], 4, world)
+        except (ValueError, TypeError, dl.PeerFailed) as error:
+            seconds = time.monotonic() - start
+            assert world.sum(torch.ones(())) == world.size  # the ranks are still in step
+            return type(error).__name__, str(error), seconds
+        return "nothing", "", 0.0
+
+
+def test_data_of_different_sizes_are_refused_on_every_rank(on_ranks: OnRanks) -> None:
+    for kind, text, seconds in on_ranks(3, refusal, [numbers(10), numbers(10), numbers(9)]):
+        assert kind == "ValueError"
+        assert "must be the same on every rank" in text
+        assert "rank 2 has (9," in text
+        assert seconds < FAULT_S
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind"), [((numbers(10), numbers(9)), "ValueError"), (5, "TypeError")], ids=["lengths", "a number"]
+)
+def test_bad_data_on_one_rank_end_all_and_the_others_name_it(bad: Any, kind: str, on_ranks: OnRanks) -> None:
+    good, own, other = on_ranks(3, refusal, [(numbers(10), numbers(10)), bad, (numbers(10), numbers(10))])
+    assert own[0] == kind
+    for failed, text, seconds in (good, other):
+        assert failed == "PeerFailed"
+        assert text.startswith(f"rank 1 failed: {kind}: ")
+        assert seconds < FAULT_S
+
+
+class Broken(Dataset[Any]):
+    """Ten observations of which one cannot be read."""
+
+    def __init__(self, bad: int, kind: type[Exception] = ValueError) -> None:
+        self.bad, self.kind = bad, kind
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.bad:
+            self.fail()
+        return index
+
+    def fail(self) -> NoReturn:
+        raise self.kind("the file is torn")
+
+
+class Unlucky(Exception):
+    """Its constructor takes more than a text, so that DataLoader cannot make it again."""
+
+    def __init__(self, left: str, right: str = "") -> None:
+        if not right and left.startswith("Caught"):
+            raise TypeError("two texts")
+        super().__init__(left, right)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [ValueError, KeyError, IndexError, StopIteration, Unlucky])
+def test_an_observation_that_cannot_be_read_is_named(kind: type[Exception], workers: int) -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(Broken(7, kind), 4, world, num_workers=workers, shuffle=False)
+        position = -1
+
+        def read() -> None:
+            nonlocal position
+            for loaded in batches.epoch(0):
+                loaded.data(0)
+                position = loaded.mini_batch.position
+
+        expected = RuntimeError if kind is StopIteration or (kind is Unlucky and workers) else kind
+        with pytest.raises(expected) as caught:
+            read()
+        said = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
+        assert "observation 7 of epoch 0 was read" in said
+        assert position == 0  # what came before was given
+
+
+def read_all(data: Any, workers: int) -> None:
+    with dl.join_world(seed=0) as world:
+        options: dict[str, Any] = {"num_workers": workers}
+        if workers:
+            options["multiprocessing_context"] = "fork"  # a spawned worker imports torch first: 3 s on two cores
+        for loaded in dl.Batches(data, 4, world, shuffle=False, **options).epoch(0):
+            total = sum(loaded.data(number).sum() for number, _ in enumerate(loaded.mini_batch.shards))
+            world.sum(torch.as_tensor(total))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_observation_that_cannot_be_read_on_one_rank_ends_all(workers: int, on_ranks: OnRanks) -> None:
+    start = time.monotonic()
+    with pytest.raises(dl.RankFailed, match="the file is torn") as caught:
+        on_ranks(3, read_all, Broken(6), workers)
+    # 0..3, 4..7 over 3 ranks: 4 and 5 to rank 0, 6 to rank 1, 7 to rank 2.
+    assert caught.value.rank == 1
+    assert "observation 6 of epoch 0 was read" in caught.value.traceback
+    assert time.monotonic() - start < FAULT_S  # with joining, and starting the workers
+
+
+class Unmounted(Drawn):
+    """Its files are not there."""
+
+    def __len__(self) -> int:
+        raise OSError("the disk is not there")
+
+
+def refusal_of_the_unmounted(bad: int) -> str:
+    with dl.join_world() as world:
+        with pytest.raises((OSError, dl.PeerFailed)) as caught:
+            dl.Batches(Unmounted() if world.rank == bad else Drawn(), 4, world)
+        return f"{caught.typename}: {caught.value}"
+
+
+def test_a_length_that_cannot_be_told_on_one_rank_ends_all(on_ranks: OnRanks) -> None:
+    own = "OSError: the disk is not there"
+    assert on_ranks(2, refusal_of_the_unmounted, 1) == [f"PeerFailed: rank 1 failed: {own}", own]

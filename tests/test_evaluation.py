@@ -1,0 +1,416 @@
+"""Evaluation and prediction on ranks: every observation once, the numbers of one process, and nothing left changed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import ddp_loop as dl
+from tests.harness import OnRanks, child_processes
+
+FAULT_S = 3.0  # what the project promises: a fault on one rank ends all within it
+IMAGES = 1000
+
+
+def images(size: int = IMAGES) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.rand(size, 1, 4, 4, generator=generator), torch.randint(3, (size,), generator=generator)
+
+
+def network() -> nn.Module:
+    """With batch norm and dropout, which do otherwise while training."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3))
+
+
+def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(1) == labels
+
+
+def share_of_hits(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    return hits(logits, labels).double().mean().item()
+
+
+# -- evaluate --------------------------------------------------------------------------------------------------
+
+
+def evaluated(
+    batch_size: int, shards: int | None = None, shuffle: bool = False, size: int = IMAGES
+) -> dict[str, float]:
+    with dl.join_world() as world:
+        return dl.evaluate(
+            network(), dl.Batches(images(size), batch_size, world, shards=shards, shuffle=shuffle), accuracy=hits
+        )
+
+
+def accuracy_of_one_process(size: int = IMAGES) -> float:
+    model, (inputs, labels) = network().eval(), images(size)
+    with torch.no_grad():
+        return int(hits(model(inputs), labels).sum()) / size
+
+
+@pytest.mark.covers("B8")
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "shards"), [(1, 300, None), (2, 999, None), (3, 64, None), (3, 300, 7)]
+)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_accuracy_is_that_of_one_process_to_the_bit(
+    ranks: int, batch_size: int, shards: int | None, shuffle: bool, on_ranks: OnRanks
+) -> None:
+    expected = {"accuracy": accuracy_of_one_process(), "observations": 1000}
+    assert on_ranks(ranks, evaluated, batch_size, shards, shuffle) == [expected] * ranks
+
+
+@pytest.mark.covers("B8", "C6")
+@pytest.mark.parametrize(("size", "batch_size", "shards"), [(1, 8, None), (2, 8, None), (10, 8, 1)])
+def test_a_rank_without_observations_adds_nothing(
+    size: int, batch_size: int, shards: int | None, on_ranks: OnRanks
+) -> None:
+    expected = {"accuracy": accuracy_of_one_process(size), "observations": size}
+    assert on_ranks(3, evaluated, batch_size, shards, False, size) == [expected] * 3
+
+
+def first_pixel(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray[Any, Any]:
+    return logits[:, 0].double().numpy()
+
+
+def several_metrics() -> dict[str, float]:
+    with dl.join_world() as world:
+        return dl.evaluate(
+            network(),
+            dl.Batches(images(), 7, world),
+            hits=hits,
+            share=share_of_hits,
+            share_as_tensor=lambda logits, labels: torch.tensor(share_of_hits(logits, labels), dtype=torch.float64),
+            constant=lambda logits, labels: 2,
+            array=first_pixel,
+            number=lambda logits, labels: np.float64(0.5),
+        )
+
+
+@pytest.mark.covers("B8")
+def test_means_of_shards_are_weighted_by_their_observations(on_ranks: OnRanks) -> None:
+    # 1,000 in mini-batches of 7 over 3 ranks: shards of 3, 2, 2, and at last 2, 2, 2.
+    found, *others = on_ranks(3, several_metrics)
+    assert all(other == found for other in others)
+    assert found["hits"] == accuracy_of_one_process()
+    # A share times its observations is not quite whole; 429 such sums round at 1e-16 each.
+    assert found["share"] == pytest.approx(found["hits"], rel=1e-13)
+    assert found["share_as_tensor"] == found["share"]
+    assert (found["constant"], found["number"]) == (2.0, 0.5)
+    with torch.no_grad():
+        expected = network().eval()(images()[0])[:, 0].double().mean().item()
+    # float32 outputs: shards of 2 and 1,000 round differently, at 6e-8.
+    assert found["array"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_nan_is_not_hidden() -> None:
+    with dl.join_world() as world:
+        result = dl.evaluate(nn.Identity(), dl.Batches(torch.zeros(4), 2, world), bad=lambda x, _: x / 0)
+    assert math.isnan(result["bad"])
+
+
+class Dicts(Dataset[Any]):
+    """Observations that are dicts."""
+
+    def __len__(self) -> int:
+        return IMAGES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": self.inputs[index], "label": self.labels[index]}
+
+    def __init__(self) -> None:
+        self.inputs, self.labels = images()
+
+
+def evaluated_dicts(workers: int) -> dict[str, float]:
+    with dl.join_world() as world:
+        return dl.evaluate(
+            network(),
+            dl.Batches(Dicts(), 200, world, num_workers=workers, multiprocessing_context="fork" if workers else None),
+            forward=lambda model, data: model(data["image"]),
+            accuracy=lambda logits, data: hits(logits, data["label"]),
+        )
+
+
+@pytest.mark.covers("B8")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_dicts_are_given_whole_to_forward_and_to_the_metrics(workers: int, on_ranks: OnRanks) -> None:
+    expected = {"accuracy": accuracy_of_one_process(), "observations": 1000}
+    assert on_ranks(2, evaluated_dicts, workers) == [expected] * 2
+
+
+def test_dicts_without_forward_are_refused() -> None:
+    with dl.join_world() as world, pytest.raises(TypeError, match="give forward=lambda model, data"):
+        dl.evaluate(nn.Identity(), dl.Batches({"x": torch.zeros(4)}, 2, world))
+
+
+def test_a_lone_tensor_is_given_to_the_metrics_as_an_autoencoder_needs() -> None:
+    data = torch.arange(6.0)
+    with dl.join_world() as world:
+        batches = dl.Batches(data, 4, world)
+        error = dl.evaluate(nn.Identity(), batches, error=lambda output, inputs: (output + 2 - inputs) ** 2)
+    assert error == {"error": 4.0, "observations": 6}
+
+
+def modes(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+class Watching(nn.Module):
+    """Notes how it was called."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.seen = inner, set[tuple[bool, ...]]()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(inputs)
+        self.seen.add((*modes(self), torch.is_grad_enabled(), output.requires_grad))
+        return output
+
+
+@pytest.mark.covers("B8")
+@pytest.mark.parametrize("call", [dl.evaluate, dl.predict])
+@pytest.mark.parametrize("frozen", [(), (1,), (0, 1, 2, 3)], ids=["none frozen", "batch norm frozen", "all frozen"])
+def test_the_model_is_in_evaluation_mode_and_goes_back_to_the_mode_it_was_in(
+    call: Callable[..., Any], frozen: tuple[int, ...]
+) -> None:
+    model = network()
+    for number in frozen:
+        model[number].eval()  # type: ignore[index]
+    watching = Watching(model)
+    before, state = modes(watching), {key: value.clone() for key, value in watching.state_dict().items()}
+    with dl.join_world() as world:
+        call(watching, dl.Batches(images(), 300, world))
+        assert watching.seen == {(False,) * (len(before) + 2)}
+        assert modes(watching) == before
+        assert torch.is_grad_enabled()
+    assert all(torch.equal(value, state[key]) for key, value in watching.state_dict().items())
+    assert all(parameter.grad is None for parameter in watching.parameters())
+
+
+def fail(*values: Any) -> Any:
+    raise LookupError("no such class")
+
+
+@pytest.mark.covers("B8")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("call", [dl.evaluate, dl.predict])
+def test_the_mode_comes_back_and_the_workers_end_also_after_an_exception(
+    call: Callable[..., Any], workers: int
+) -> None:
+    model = network()
+    model[1].eval()  # type: ignore[index]
+    before = modes(model)
+    with dl.join_world() as world:
+        children = child_processes()
+        batches = dl.Batches(Dicts(), 200, world, num_workers=workers)
+        with pytest.raises(LookupError, match="no such class") as caught:
+            call(model, batches, forward=fail)
+        assert modes(model) == before
+        assert torch.is_grad_enabled()
+        assert child_processes() == children
+        assert caught.value.__traceback__ is not None  # which holds what the call held
+
+
+def test_evaluation_does_not_disturb_the_random_streams() -> None:
+    with dl.join_world() as world:
+        expected = torch.rand(3)
+    with dl.join_world() as world:
+        dl.evaluate(network(), dl.Batches(images(), 300, world), accuracy=hits)
+        assert torch.equal(torch.rand(3), expected)
+
+
+METRICS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "the logits": (lambda logits, labels: logits, ValueError, r"shape \(5,\).*bad gave shape \(5, 3\): take the mean"),
+    "half of them": (lambda logits, labels: labels[:2], ValueError, r"bad gave shape \(2,\)"),
+    "an array too many": (lambda logits, labels: np.zeros((5, 1)), ValueError, r"bad gave shape \(5, 1\)"),
+    "nothing": (lambda logits, labels: None, TypeError, "bad gave NoneType"),
+    "a text": (lambda logits, labels: "0.5", TypeError, "bad gave str"),
+}
+
+
+@pytest.mark.parametrize("what", METRICS)
+def test_a_metric_that_is_no_value_per_observation_nor_their_mean_is_refused(what: str) -> None:
+    metric, kind, words = METRICS[what]
+    with dl.join_world() as world, pytest.raises(kind, match=words):
+        dl.evaluate(network(), dl.Batches(images(10), 5, world), bad=metric)
+
+
+def test_a_metric_does_not_take_the_name_of_the_count() -> None:
+    with dl.join_world() as world, pytest.raises(ValueError, match="another one"):
+        dl.evaluate(network(), dl.Batches(images(10), 5, world), observations=hits)
+
+
+@pytest.mark.parametrize("call", [dl.evaluate, dl.predict])
+def test_data_that_never_end_are_refused(call: Callable[..., Any]) -> None:
+    with dl.join_world() as world, pytest.raises(ValueError, match="give Batches a length"):
+        call(nn.Identity(), dl.Batches(float, 2, world))
+
+
+def other_metrics() -> str:
+    with dl.join_world() as world:
+        metrics: dict[str, Any] = {"accuracy": hits, "again": hits} if world.rank == 1 else {"accuracy": hits}
+        with pytest.raises(ValueError, match="the names of the metrics must be the same") as caught:
+            dl.evaluate(network(), dl.Batches(images(10), 5, world), **metrics)
+        return str(caught.value)
+
+
+@pytest.mark.covers("B8")
+def test_metrics_that_differ_between_ranks_are_refused_on_every_rank(on_ranks: OnRanks) -> None:
+    for text in on_ranks(3, other_metrics):
+        assert "rank 1 has ['accuracy', 'again']" in text
+
+
+def failing_on_rank_1(call: Callable[..., Any]) -> None:
+    with dl.join_world() as world:
+        call(network(), dl.Batches(images(10), 5, world), forward=fail if world.rank == 1 else None)
+
+
+@pytest.mark.covers("B8")
+@pytest.mark.parametrize("call", [dl.evaluate, dl.predict])
+def test_a_failure_on_one_rank_ends_all(call: Callable[..., Any], on_ranks: OnRanks) -> None:
+    start = time.monotonic()
+    with pytest.raises(dl.RankFailed, match="no such class") as caught:
+        on_ranks(3, failing_on_rank_1, call)
+    assert caught.value.rank == 1
+    assert time.monotonic() - start < FAULT_S
+
+
+# -- predict ---------------------------------------------------------------------------------------------------
+
+
+class Marked(nn.Module):
+    """Outputs that tell the observation, of several kinds; -0.0, nan and infinity among them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self.kind == "float":
+            rows = torch.stack([numbers.double() / 7, -torch.zeros(len(numbers), dtype=torch.float64)], 1)
+            rows[numbers == 3, 0] = math.nan
+            rows[numbers == 4, 0] = -math.inf
+            return rows
+        kinds = {
+            "bool": numbers % 3 == 0,
+            "int": numbers - 5,
+            "int16": (numbers - 5).short(),
+            "bfloat16": (numbers / 7).bfloat16(),
+            "complex": torch.complex(numbers / 7, -numbers / 3),
+            "image": numbers[:, None, None].expand(-1, 2, 3).float(),
+            "no columns": numbers.new_zeros(len(numbers), 0),
+        }
+        return kinds[self.kind]
+
+
+def as_bytes(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), str(tensor.dtype), tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def predicted(kind: str, size: int, batch_size: int, shuffle: bool, shards: int | None = None) -> tuple[Any, ...]:
+    with dl.join_world(seed=4) as world:
+        batches = dl.Batches(torch.arange(size), batch_size, world, shuffle=shuffle, shards=shards)
+        return as_bytes(dl.predict(Marked(kind), batches))
+
+
+@pytest.mark.covers("B8")
+@pytest.mark.parametrize("kind", ["float", "bool", "int", "int16", "bfloat16", "complex", "image", "no columns"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_predictions_come_in_the_order_of_the_data_bit_by_bit(ranks: int, kind: str, on_ranks: OnRanks) -> None:
+    expected = as_bytes(Marked(kind)(torch.arange(20)))
+    assert on_ranks(ranks, predicted, kind, 20, 7, True) == [expected] * ranks
+    assert on_ranks(ranks, predicted, kind, 20, 7, False) == [expected] * ranks
+
+
+@pytest.mark.covers("B8", "C6")
+@pytest.mark.parametrize(("size", "batch_size", "shards"), [(1, 8, None), (2, 8, 5), (10, 8, 1)])
+def test_predictions_reach_a_rank_without_observations(
+    size: int, batch_size: int, shards: int | None, on_ranks: OnRanks
+) -> None:
+    for kind in ("float", "bool"):
+        expected = as_bytes(Marked(kind)(torch.arange(size)))
+        assert on_ranks(3, predicted, kind, size, batch_size, True, shards) == [expected] * 3
+
+
+def predictions_of_a_source() -> list[float]:
+    with dl.join_world() as world:
+        return dl.predict(nn.Identity(), dl.Batches(float, 2, world, length=5)).tolist()
+
+
+def test_a_source_with_a_given_length_is_predicted_in_its_order(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, predictions_of_a_source) == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
+
+
+class OneBuffer(nn.Module):
+    """Gives the same buffer, refilled, at each call, as a captured graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = torch.zeros(3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.output.copy_(inputs)
+
+
+def test_outputs_are_kept_although_the_model_uses_their_buffer_again() -> None:
+    with dl.join_world() as world:
+        found = dl.predict(OneBuffer(), dl.Batches(torch.arange(6.0), 3, world))
+    assert found.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_predictions_of_tensors_are_not_the_tensors_themselves() -> None:
+    data = torch.arange(6.0)
+    with dl.join_world() as world:
+        dl.predict(nn.Identity(), dl.Batches(data, 6, world, shuffle=False)).zero_()
+    assert data.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (torch.zeros(2, 3), r"\(5, ...\); got \(2, 3\)"),
+        (torch.zeros(()), r"got \(\)"),
+        ([1, 2, 3, 4, 5], "got list"),
+    ],
+)
+def test_an_output_without_a_row_per_observation_is_refused(output: Any, words: str) -> None:
+    with dl.join_world() as world, pytest.raises(ValueError, match=words):
+        dl.predict(network(), dl.Batches(images(10), 5, world), forward=lambda model, data: output)
+
+
+def test_batches_that_drop_observations_are_refused() -> None:
+    with dl.join_world() as world, pytest.raises(ValueError, match="make them drop_last=False"):
+        dl.predict(network(), dl.Batches(images(10), 4, world, drop_last=True))
+
+
+def wider_with_each_number(model: nn.Module, numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.new_zeros(len(numbers), int(numbers.max()))
+
+
+def refusal_of_other_shapes(batch_size: int) -> str:
+    with dl.join_world() as world:
+        batches = dl.Batches(torch.arange(6), batch_size, world, shuffle=False)
+        with pytest.raises(ValueError, match="rows of one shape and dtype for all shards") as caught:
+            dl.predict(nn.Identity(), batches, forward=wider_with_each_number)
+        return str(caught.value)
+
+
+@pytest.mark.covers("B8")
+@pytest.mark.parametrize("batch_size", [2, 6])
+def test_rows_of_different_shapes_are_refused_on_every_rank(batch_size: int, on_ranks: OnRanks) -> None:
+    # Sequences padded by shard, say. Of 6 each rank has one shard: only all together know that they differ.
+    first, second = on_ranks(2, refusal_of_other_shapes, batch_size)
+    assert first == second
+    assert "pad them to one shape" in first

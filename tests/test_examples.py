@@ -1,0 +1,101 @@
+"""The examples, run as a user runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.harness import OnRanks
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    """An example as a module; not through the import path, where its name may stand for another."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(*command: str, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python in an example's folder, with a home of its own for the cache."""
+    environment = {**os.environ, "HOME": str(home)}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def by_hand_and_by_loop(shards: int | None) -> tuple[str, str]:
+    example = load("by_hand")
+    return example.train(False, 200, 1, shards), example.train(True, 200, 1, shards)
+
+
+@pytest.mark.covers("B4")
+@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 3), (2, None), (2, 5), (3, None)])
+def test_the_step_by_hand_gives_the_bits_of_the_loop(ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
+    for by_hand, by_loop in on_ranks(ranks, by_hand_and_by_loop, shards):
+        assert len(by_hand) == 64
+        assert by_hand == by_loop
+
+
+@pytest.mark.covers("D12")
+def test_the_four_ways_to_aggregate_batch_norm_state_give_their_four_numbers() -> None:
+    numbers = load("statistics").aggregate()
+    assert {way: round(number, 10) for way, number in numbers.items()} == {
+        "plain weighted mean of variances": 1.15,
+        "pooled moving averages": 1.1725,
+        "pooled batch statistics": 1.375,
+        "the whole mini-batch": 1.375,
+    }
+
+
+@pytest.mark.covers("D12")
+def test_the_four_numbers_are_printed(tmp_path: Path) -> None:
+    done = run("statistics.py", folder=EXAMPLES, home=tmp_path)
+    assert re.findall(r"(\d\.\d{4})$", done.stdout, re.MULTILINE) == ["1.1500", "1.1725", "1.3750", "1.3750"]
+
+
+@pytest.mark.slow
+@pytest.mark.covers("A1", "B1", "B4", "E2")
+def test_the_digit_example_trains_on_one_process_and_on_two_ranks(tmp_path: Path) -> None:
+    folder = EXAMPLES / "digits"
+    arguments = ["--epochs", "1", "--shards", "2", "--run-folder", str(tmp_path / "run")]
+    alone = run("train.py", *arguments, folder=folder, home=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *arguments]
+    together = run(*torchrun, folder=folder, home=tmp_path)
+    assert together.returncode == 0, together.stderr
+    pattern = r"Epoch: 1, Loss: (\d\.\d+), Accuracy: (0\.\d+)\nTest accuracy: (0\.\d+|1\.0+) of 1000 images"
+    found = [re.search(pattern, done.stdout) for done in (alone, together)]
+    assert all(found), alone.stdout + together.stdout
+    # The same shards: float32 sums of two ranks in another order, amplified over 71 updates, not another result.
+    losses = [float(match[1]) for match in found if match]
+    accuracies = [float(match[3]) for match in found if match]
+    assert abs(losses[0] - losses[1]) < 0.01
+    assert min(accuracies) > 0.9
+    assert (tmp_path / "run" / "rows.jsonl").read_text().count("\n") == 2 * 71
+
+
+@pytest.mark.slow
+def test_the_digit_example_trains_on_real_handwriting(tmp_path: Path) -> None:
+    done = run("train.py", "--data", "handwritten", "--epochs", "5", folder=EXAMPLES / "digits", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    accuracy = re.search(r"Test accuracy: (\d\.\d+) of 185 images", done.stdout)
+    assert accuracy is not None, done.stdout
+    assert float(accuracy[1]) > 0.9
