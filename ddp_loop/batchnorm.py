@@ -44,6 +44,27 @@ class Capture:
     variance: torch.Tensor
 
 
+class Watch:
+    """A layer's forward hooks, before and after. A copy of the layer, by deepcopy or pickle, is not watched."""
+
+    def __init__(self, statistics: BatchNormStatistics | None = None, number: int = 0) -> None:
+        self._statistics, self._number = statistics, number
+
+    def __call__(self, layer: BatchNorm, inputs: tuple[torch.Tensor, ...], *output: torch.Tensor | None) -> None:
+        if self._statistics is None:
+            return
+        if output:
+            self._statistics.after(self._number, layer, inputs[0], output[0])
+        else:
+            self._statistics.before(self._number, layer)
+
+    def __deepcopy__(self, memo: object) -> Watch:
+        return Watch()
+
+    def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
+        return Watch, ()
+
+
 class BatchNormStatistics:
     """Watches `layers` through the shards of a step and moves their running statistics once.
 
@@ -55,14 +76,14 @@ class BatchNormStatistics:
         self.layers = list(layers.values())
         self._captures: list[list[Capture]] | None = None
         self._active = False
-        self._spared: dict[BatchNorm, dict[str, Any]] = {}
+        self._spared: dict[int, dict[str, Any]] = {}
         self._counts: dict[tuple[int, ...], torch.Tensor] = {}
         self._grouped: dict[tuple[int, ...], list[Group]] = {}
         self._hooks: list[RemovableHandle] = []
         for number, layer in enumerate(self.layers):
-            self._hooks.append(layer.register_forward_pre_hook(self._before))
-            after = self._make_after(number)
-            self._hooks.append(layer.register_forward_hook(after, always_call=True))
+            watch = Watch(self, number)
+            self._hooks.append(layer.register_forward_pre_hook(watch))
+            self._hooks.append(layer.register_forward_hook(watch, always_call=True))
 
     def release(self) -> None:
         """Take the hooks away."""
@@ -91,32 +112,31 @@ class BatchNormStatistics:
 
     # -- capture -------------------------------------------------------------------------------------------
 
-    def _before(self, layer: BatchNorm, inputs: tuple[torch.Tensor, ...]) -> None:
+    def before(self, number: int, layer: BatchNorm) -> None:
+        """Give a layer its spare buffers, if its shard is watched."""
         mean = layer.running_mean
-        if not (self._active and layer.training) or layer in self._spared or mean is None:
+        if not (self._active and layer.training) or number in self._spared or mean is None:
             return
         buffers = layer._buffers
-        self._spared[layer] = {"momentum": layer.momentum, **{name: buffers.get(name) for name in _SPARE}}
+        self._spared[number] = {"momentum": layer.momentum, **{name: buffers.get(name) for name in _SPARE}}
         layer.__dict__["momentum"] = 1.0  # past nn.Module's __setattr__, which takes a microsecond
         buffers["running_mean"], buffers["running_var"] = torch.zeros_like(mean), torch.zeros_like(mean)
         buffers["num_batches_tracked"] = None
 
-    def _make_after(self, number: int) -> Any:
-        def after(layer: BatchNorm, inputs: tuple[torch.Tensor, ...], output: torch.Tensor | None) -> None:
-            if layer not in self._spared:
-                return
-            spared = self._spared.pop(layer)
-            mean, variance = layer.running_mean, layer.running_var
-            layer.__dict__["momentum"] = spared.pop("momentum")
-            layer._buffers.update(spared)
-            if output is None or mean is None or variance is None:
-                return  # forward raised
-            if self._captures is not None:
-                count = output.numel() // output.shape[1]
-                rest = rest_of_mean(inputs[0], mean, variance)
-                self._captures[number].append(Capture(count, mean, rest, variance))
-
-        return after
+    def after(self, number: int, layer: BatchNorm, inputs: torch.Tensor, output: torch.Tensor | None) -> None:
+        """Take what the spare buffers hold, and put the layer's own back."""
+        if number not in self._spared:
+            return
+        spared = self._spared.pop(number)
+        mean, variance = layer.running_mean, layer.running_var
+        layer.__dict__["momentum"] = spared.pop("momentum")
+        layer._buffers.update(spared)
+        if output is None or mean is None or variance is None:
+            return  # forward raised
+        if self._captures is not None:
+            count = output.numel() // output.shape[1]
+            rest = rest_of_mean(inputs, mean, variance)
+            self._captures[number].append(Capture(count, mean, rest, variance))
 
     # -- rows ----------------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class Bucket:
         self.gradients, self.tail = self.flat[:length], self.flat[length:]
         self.views = list(self._views())
         self.given = [False] * len(parameters)
+        self._version = self.flat._version
         self.missing = set(parameters)  # those that the backward under way has not reached
         self.work: dist.Work | None = None
 
@@ -63,6 +64,12 @@ class Bucket:
             dense = is_dense(parameter)
             yield (piece.as_strided(parameter.shape, parameter.stride()) if dense else piece.view(parameter.shape))
             offset += parameter.numel()
+
+    def open(self) -> None:
+        """Begin a pass over the shards: nothing is collected."""
+        self.work = None
+        self.given = [False] * len(self.parameters)
+        self._version = self.flat._version
 
     def collect(self) -> None:
         """Bring the parameters' gradients in: one copy for those that autograd made elsewhere."""
@@ -85,3 +92,12 @@ class Bucket:
             parameter.grad = view
         if views:
             torch._foreach_copy_(views, gradients)
+        self._version = self.flat._version
+
+    def taken_away(self) -> Parameter | None:
+        """A parameter whose gradient was collected and is not there any more, or not as it was; None if all are."""
+        for parameter, view, given in zip(self.parameters, self.views, self.given, strict=True):
+            if given and parameter.grad is not view:
+                return parameter
+        changed = self.work is None and self.flat._version != self._version
+        return self.parameters[0] if changed and self.parameters else None

@@ -47,6 +47,7 @@ def _forward_first(model: nn.Module, data: Any) -> Any:
 
 
 def _shards(batches: Batches) -> Generator[tuple[int, Shard, Any], None, None]:
+    batches.world.demand_free()
     if batches.length is None:
         raise ValueError("evaluation goes through the data once; these never end: give Batches a length")
     for loaded in batches.epoch(0):

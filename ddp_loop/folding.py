@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from ddp_loop.shards import MiniBatch, Shard
 from ddp_loop.values import Weight
 from ddp_loop.world import World
 
+_OPEN = "between a step's first shard and its fold the ranks are not at the same place: call this after step.fold()"
 _PROBLEM, _NEW, _CONTROL = 0, 1, 2  # places in the control word; behind them, which parameters got a gradient
 
 
@@ -86,6 +87,8 @@ class Fold:
 
     def open(self) -> None:
         """Begin a pass over the shards of a mini-batch."""
+        self._world.demand_free()
+        self._world.set_busy(_OPEN)
         self.records = []
         self.gradients.open()
         self.buffers.open()
@@ -114,6 +117,7 @@ class Fold:
             ValueError: shards that differ in metrics or in the change of a buffer; a sparse gradient.
             PeerFailed: another rank has a problem.
         """
+        self._world.set_busy(None)
         seen, problem = self._see(problem)
         if self._layout is None:
             self._world.agree(problem)
@@ -138,11 +142,37 @@ class Fold:
             self.gradients.release()  # the next fold plans buckets with the new layout's room
         return folded
 
+    def leaving(self, shards: int, problem: Exception) -> Callable[[], None]:
+        """What tells the peers, who fold or leave too, that this rank will not fold.
+
+        Returns:
+            A collective, to be called once instead of `close`, also after `release`; it raises `problem`.
+        """
+        layout = self._layout
+        tail = 0 if layout is None else self._tail(layout, shards)
+        outline = [] if layout is None else self.gradients.outline(tail)
+
+        def tell() -> None:
+            self._world.set_busy(None)
+            if layout is not None:
+                word = torch.tensor([1, 0, *(0 for _ in layout.parameters)], dtype=torch.int32)
+                work = None if self._rides else self._world.start_sum(word)
+                # Zeros: what was handed out stays as it is.
+                flats = [torch.zeros(length, dtype=dtype, device=device) for length, dtype, device in outline]
+                if self._rides:
+                    flats[-1][len(flats[-1]) - tail + _PROBLEM] = 1
+                for flat in flats:
+                    self._world.sum(flat)
+                self._world.finish(work)
+            self._world.agree(problem)
+
+        return tell
+
     def _see(self, problem: Exception | None) -> tuple[Layout, Exception | None]:
         """The layout that this rank's shards ask for, and what is wrong with them."""
         metrics: tuple[str, ...] | None = None
         for record in self.records:
-            names = tuple(record.metrics)
+            names = tuple(sorted(record.metrics))
             if metrics is not None and metrics != names and problem is None:
                 problem = metrics_differ("an earlier shard", metrics, f"shard {record.shard.number}", names)
             metrics = names
@@ -156,13 +186,15 @@ class Fold:
         )
         return layout, problem
 
+    def _tail(self, layout: Layout, shards: int) -> int:
+        """How many values ride behind the gradients: the control word, and a row for each shard."""
+        control = _CONTROL + len(layout.parameters) if self._rides else 0
+        return control + shards * self._width(layout)
+
     def _collect(self, layout: Layout, shards: int, problem: Exception | None) -> tuple[list[bool], Exception | None]:
-        if not self.gradients.buckets:
-            flags = _CONTROL + len(self.gradients.wanted) if self._rides else 0
-            self.gradients.plan(flags + shards * self._width(layout))
         try:
-            return self.gradients.collect(), problem
-        except ValueError as error:
+            return self.gradients.collect(self._tail(layout, shards)), problem
+        except (ValueError, RuntimeError) as error:
             return [False] * self.gradients.planned, problem or error
 
     def _slots(self, flags: int, shards: int) -> torch.Tensor:
@@ -202,7 +234,7 @@ class Fold:
             values, statistics, buffers = slots[record.shard.number].split(self._widths(layout))
             weight = record.shard.observations if record.weight is None else record.weight
             loss = record.losses[0] if len(record.losses) == 1 else torch.stack(record.losses).sum()
-            said = [loss, *record.metrics.values()]
+            said = [loss, *(record.metrics[name] for name in layout.metrics or ())]
             if layout.weighted:
                 values[0] = weight
             torch.stack([one.to(values.dtype) for one in said], out=values[1:])

@@ -19,8 +19,8 @@ from ddp_loop.world import World
 class Gradients:
     """The gradients of `parameters`, folded over shards and ranks.
 
-    A pass: `open`, then `backward` for each shard, `collect`, fill `tail`, `sum_up`, `close`. Before the first
-    `plan` there are no buckets, and nothing starts early.
+    A pass: `open`, then `backward` for each shard, `collect`, fill `tail`, `sum_up`, `close`. Nothing starts early
+    before `plan` was told the tail's length.
 
     Args:
         parameters: by name, in an order that is the same on every rank.
@@ -34,7 +34,8 @@ class Gradients:
         self._bucket_bytes = bucket_bytes
         self._names: dict[Parameter, str] = {parameter: name for name, parameter in parameters.items()}
         self._asks: list[bool] = []
-        self.wanted: tuple[str, ...] = ()  # those that want a gradient or have a place in a bucket
+        self.wanted: tuple[str, ...] = ()  # those that want a gradient, with their shapes
+        self._tail = 0
         self._planned: dict[Parameter, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._home: dict[Parameter, Bucket] = {}
         self._hooks: list[RemovableHandle] = []
@@ -54,6 +55,7 @@ class Gradients:
     def plan(self, tail: int) -> None:
         """Lay the buckets out for the parameters that want a gradient now, with room for `tail` more values."""
         self.release()
+        self._tail = tail
         wanted = [parameter for parameter in self._names if parameter.requires_grad]
         device, dtype = self._world.device, self.slot_dtype
         groups = grouped(wanted[::-1], self._bucket_bytes)
@@ -93,37 +95,55 @@ class Gradients:
         asks = []
         for parameter in self._names:
             parameter.grad = None
-            asks.append(parameter.requires_grad or parameter in self._planned)
+            asks.append(parameter.requires_grad)
         if asks != self._asks:
             self._asks = asks
-            self.wanted = tuple(name for name, asked in zip(self._names.values(), asks, strict=True) if asked)
+            self.wanted = tuple(f"{name} {tuple(p.shape)}" for p, name in self._names.items() if p.requires_grad)
+        if not self.buckets:
+            self.plan(0)
         self._next = 0
         for bucket in self.buckets:
-            bucket.work = None
+            bucket.open()
 
-    def backward(self, loss: torch.Tensor, factor: float | torch.Tensor, *, last: bool) -> None:
+    def backward(
+        self, loss: torch.Tensor, factor: float | torch.Tensor, *, last: bool, retain_graph: bool = False
+    ) -> None:
         """Backpropagate `factor` times the loss of one shard; `last` says that the rank has no further one.
 
         A factor that is a tensor (a weight known on the device alone) and 0 adds exactly 0, never 0 * nan.
-        """
-        if isinstance(factor, torch.Tensor):
-            self._backward_masked(loss, factor)
-            return
-        for bucket in self.buckets[:-1]:
-            bucket.missing.update(bucket.parameters)
-        self._in_backward, self._in_last = True, last
-        try:
-            loss.backward(loss.new_full((), factor))
-        finally:
-            self._in_backward = self._in_last = False
-        if not last:
-            self._collect(self.buckets[-1:])  # the next shard's are added in place: one set in memory, not two
 
-    def _backward_masked(self, loss: torch.Tensor, factor: torch.Tensor) -> None:
+        Raises:
+            RuntimeError: the gradients of an earlier shard are gone, or a second gradient came too late.
+        """
+        self._check_kept()
+        if isinstance(factor, torch.Tensor):
+            self._backward_masked(loss, factor, retain_graph)
+        else:
+            for bucket in self.buckets[:-1]:
+                bucket.missing.update(bucket.parameters)
+            self._in_backward, self._in_last = True, last and self._tail > 0
+            try:
+                loss.backward(loss.new_full((), factor), retain_graph=retain_graph)
+            finally:
+                self._in_backward = self._in_last = False
+        for bucket in self.buckets[self._next :]:
+            bucket.collect()  # a further shard's are added in place: one set in memory, not two
+
+    def _check_kept(self) -> None:
+        for bucket in self.buckets:
+            lost = bucket.taken_away()
+            if lost is not None:
+                raise RuntimeError(
+                    f"gradients of a step's shards stay until its fold; that of {self._names[lost]} was taken away or "
+                    "changed in between: leave zero_grad() out (each step begins without gradients), and clip and "
+                    "scale after step.fold()"
+                )
+
+    def _backward_masked(self, loss: torch.Tensor, factor: torch.Tensor, retain_graph: bool) -> None:
         before = {parameter: parameter.grad for parameter in self._names}
         for parameter in self._names:
             parameter.grad = None
-        loss.backward(factor.to(loss.dtype).reshape(loss.shape))
+        loss.backward(factor.to(loss.dtype).reshape(loss.shape), retain_graph=retain_graph)
         for parameter, gradient in before.items():
             if parameter.grad is not None:
                 parameter.grad.masked_fill_(factor == 0, 0.0)
@@ -150,14 +170,30 @@ class Gradients:
         self._next += 1
         bucket.work = self._world.start_sum(bucket.flat)
 
-    def _collect(self, buckets: list[Bucket]) -> None:
-        for bucket in buckets:
-            bucket.collect()
+    def collect(self, tail: int) -> list[bool]:
+        """End this rank's shards, with room for `tail` more values.
 
-    def collect(self) -> list[bool]:
-        """End this rank's shards: did one of them give a gradient, for each parameter in bucket order."""
-        self._collect(self.buckets[self._next :])
+        Returns:
+            For each parameter in bucket order, whether one of the shards gave it a gradient.
+
+        Raises:
+            RuntimeError: the gradients of a shard are gone.
+            ValueError: a gradient is sparse.
+        """
+        try:
+            self._check_kept()
+        finally:
+            if tail != self._tail:
+                self.plan(tail)
+        for bucket in self.buckets[self._next :]:
+            bucket.collect()
         return [given for bucket in self.buckets for given in bucket.given]
+
+    def outline(self, tail: int) -> list[tuple[int, torch.dtype, torch.device]]:
+        """The length and kind of each sum that the fold has still to start, with room for `tail` more values."""
+        if tail != self._tail or not self.buckets:
+            self.plan(tail)
+        return [(bucket.flat.numel(), bucket.flat.dtype, bucket.flat.device) for bucket in self.buckets[self._next :]]
 
     @property
     def planned(self) -> int:
@@ -179,10 +215,11 @@ class Gradients:
     def sum_unplanned(self) -> None:
         """Sum the gradients of parameters that want one but are in no bucket yet (unfrozen or added since).
 
-        Every rank must call this.
+        Rank 0's values are given to all. Every rank must call this.
         """
         for parameter in self._names:
             if parameter.requires_grad and parameter not in self._planned:
+                self._world.broadcast(parameter.data)
                 there = torch.zeros((), device=self._world.device).fill_(parameter.grad is not None)
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 self._world.sum(there)
@@ -191,6 +228,7 @@ class Gradients:
 
     def close(self, given: list[bool]) -> None:
         """End a pass: hand the sums out as `.grad`, where a shard of any rank gave one (None stays None)."""
+        self._next = 0
         given_next = iter(given)
         for bucket in self.buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):

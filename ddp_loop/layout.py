@@ -20,7 +20,7 @@ class Layout:
     """The columns of a row, as one rank or all of them see it.
 
     Attributes:
-        metrics: names, in order; None from a rank that had no shard and so no opinion.
+        metrics: names, sorted; None from a rank that had no shard and so no opinion.
         weighted: whether a shard came with a weight of the user's own.
         calls: how often a shard called each batch-norm layer at most.
         buffers: the other buffers that a shard changed.

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from ddp_loop.batches import Batches
 from ddp_loop.buffers import Policy
+from ddp_loop.demands import check_extent, check_rows, check_state, make_folder
 from ddp_loop.folding import Fold, Folded
 from ddp_loop.progress import Rows
 from ddp_loop.replicas import check_structure, find_modules, find_parameters, find_tensors, make_equal
@@ -66,23 +66,28 @@ class Loop:
         self.batches, self.world = batches, batches.world
         self.epochs, self.steps = epochs, steps
         self.iteration = 0
-        self._state = dict(state)
+        self._state = check_state(state)
         self._begun = False
         self._rows: Rows | None = None
+        self.world.on_leaving(self.close)
         problem: Exception | None = None
         try:
-            check_extent(batches, epochs, steps)
+            check_extent(batches, epochs, steps, bucket_mib)
             if not allow_one_row:
                 check_rows(batches, self._state)
             self._make_fold(bucket_mib, buffers or {})
             self._open_rows(run, on_row, progress)
         except (ValueError, OSError) as error:
             problem = error
-        self.world.agree(problem)
-        self.world.on_leaving(self.close)
-        tensors = find_tensors(self._state)
-        check_structure(tensors, self.world)
-        make_equal(tensors, self.world)
+        try:
+            self.world.agree(problem)
+            self.world.check_same("epochs, steps and bucket_mib", (epochs, steps, bucket_mib))
+            tensors = find_tensors(self._state)
+            check_structure(tensors, self.world)
+            make_equal(tensors, self.world)
+        except BaseException:
+            self.close()
+            raise
 
     def _make_fold(self, bucket_mib: float, buffers: Mapping[str, Policy]) -> None:
         parameters = find_parameters(self._state)
@@ -108,7 +113,7 @@ class Loop:
         if self.world.rank == 0 and (run is not None or on_row is not None or progress):
             folder = None if run is None else Path(run)
             if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
             self._rows = Rows(folder, on_row, self.world.print if progress else None)
 
     # -- going through it ----------------------------------------------------------------------------------
@@ -128,13 +133,19 @@ class Loop:
             for loaded in self.batches.epoch(epoch):
                 self.iteration += 1
                 ends_epoch = loaded.mini_batch.position + 1 == self.batches.steps
-                step = Step(self.fold, self.world, loaded, self.iteration, ends_epoch, self._report)
-                self._meet_new_parameters()
-                yield step
+                step = Step(
+                    self.fold, self.world, loaded, self.iteration, ends_epoch, self._meet_new_parameters, self._report
+                )
+                try:
+                    yield step
+                except GeneratorExit:
+                    step.leave(f"it left the loop in step {self.iteration}, by a break or an error that was caught")
+                    raise
                 step.demand_fold()
                 if self._has_made_all:
                     break
             epoch += 1
+        step.leave(f"it ended the loop after step {self.iteration}")  # then a peer that left it before is found out
 
     @property
     def _has_made_all(self) -> bool:
@@ -161,34 +172,3 @@ class Loop:
         if self._rows is not None:
             self._rows.close()
             self._rows = None
-
-
-def check_extent(batches: Batches, epochs: int | None, steps: int | None) -> None:
-    """Raise ValueError unless the loop has an end."""
-    for name, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}")
-    if epochs is None and steps is None:
-        raise ValueError("a Loop needs an end; give epochs or steps")
-    if batches.steps is None and steps is None:
-        raise ValueError("an epoch of these data never ends; give Batches a length, or Loop its steps")
-
-
-def check_rows(batches: Batches, state: Mapping[str, object]) -> None:
-    """Raise ValueError if a shard of one observation would meet BatchNorm1d, which cannot normalise one value."""
-    layers = [
-        name
-        for prefix, module in find_modules(state).items()
-        for name, layer in module.named_modules(prefix=prefix)
-        if isinstance(layer, nn.BatchNorm1d) and layer.training
-    ]
-    positions = [0] if batches.steps is None else sorted({0, batches.steps - 1})
-    for position in positions:
-        sizes = batches.sizes(position)
-        if layers and 1 in sizes:
-            raise ValueError(
-                f"batch norm needs more than one value per channel; mini-batch {position + 1} of an epoch has "
-                f"{sum(sizes)} observations over {len(sizes)} shards, so that one has a single row, and {layers[0]} "
-                "is BatchNorm1d: take another batch_size or fewer shards, drop_last=True, or allow_one_row=True if "
-                "its inputs have positions, (N, C, L)"
-            )

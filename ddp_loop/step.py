@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,8 +13,8 @@ from ddp_loop.batches import Loaded
 from ddp_loop.determinism import seed_shard, seed_step
 from ddp_loop.folding import Fold, Folded, Record
 from ddp_loop.gradients import Gradients
-from ddp_loop.values import Value, Weight, as_mean, check_loss, check_weight
-from ddp_loop.world import World
+from ddp_loop.values import Value, Weight, as_mean, check_loss, check_names, check_weight
+from ddp_loop.world import PeerFailed, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,16 @@ class Row:
         return self._gradients.norm()
 
 
+class _Left(RuntimeError):
+    """This rank makes no further step."""
+
+
+def _same(one: Weight | None, other: Weight | None) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.device.type != "cpu" or bool(one == other)  # on a GPU asking would hold the host up
+    return type(one) is type(other) and one == other
+
+
 class Step:
     """One step of a `Loop`: go through it for this rank's shards, `backward` for each, then `fold`.
 
@@ -65,15 +76,18 @@ class Step:
         loaded: Loaded,
         iteration: int,
         ends_epoch: bool,
+        begin: Callable[[], None],
         report: Callable[[Step, Folded], None],
     ) -> None:
         self.epoch = loaded.mini_batch.epoch + 1
         self.iteration = iteration
         self.observations = loaded.mini_batch.observations
         self.ends_epoch = ends_epoch
-        self._fold, self._world, self._loaded, self._report = fold, world, loaded, report
+        self._fold, self._world, self._loaded = fold, world, loaded
+        self._call_begin, self._call_report = begin, report
         self._record: Record | None = None
         self._open = False
+        self._broken = False  # a fold raised: the ranks may be at different places
         self.passes = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -96,6 +110,7 @@ class Step:
 
     def _begin(self) -> None:
         self._open = True
+        self._call_begin()
         self._fold.open()
 
     def backward(
@@ -132,6 +147,12 @@ class Step:
         if reduction not in ("mean", "sum"):
             raise ValueError(f'reduction must be "mean" or "sum"; got {reduction!r}')
         weight = check_weight(weight)
+        check_names(metrics)
+        if record.losses and not _same(weight, record.weight):
+            raise ValueError(
+                f"all losses of a shard have the same weight; got {weight} after {record.weight}: put a factor into "
+                "the loss itself"
+            )
         observations = record.shard.observations
         size = observations if weight is None else weight
         value = loss.detach()
@@ -139,10 +160,12 @@ class Step:
             record.metrics[name] = as_mean(name, metric, observations, value)
         record.losses.append(value if reduction == "mean" else value / size)
         record.weight = weight
-        record.done = not more
+        last = not more and record.shard is self._loaded.mini_batch.shards[-1]
         self._fold.statistics.discard()
         if isinstance(weight, torch.Tensor) or weight != 0:
-            self._fold.gradients.backward(loss, self._factor(size, reduction), last=self._is_last(record))
+            factor = self._factor(size, reduction)
+            self._fold.gradients.backward(loss, factor, last=last, retain_graph=more)
+        record.done = not more  # not before: what an error leaves behind, caught or not, does not count
         if more:
             self._fold.statistics.go_on(record.captures)
 
@@ -152,9 +175,6 @@ class Step:
         if isinstance(size, torch.Tensor):
             return (size > 0) / self.observations
         return 1 / self.observations
-
-    def _is_last(self, record: Record) -> bool:
-        return record.done and record.shard is self._loaded.mini_batch.shards[-1]
 
     def fold(self) -> Row:
         """Make `.grad`, statistics, buffers, loss and metrics those of the whole mini-batch. Every rank must call this.
@@ -172,8 +192,26 @@ class Step:
             self._begin()
         return self._close(problem)
 
+    def leave(self, why: str) -> None:
+        """Say, before this rank's next collective, that it makes no further step.
+
+        Where all ranks leave together, nothing happens; those that fold instead raise PeerFailed. Not at once: a
+        loop is also left by an exception, which shall be told itself.
+        """
+        if self._broken or self._world.is_left:
+            return
+        tell = self._fold.leaving(len(self._loaded.mini_batch.sizes), _Left(why))
+
+        def tell_quietly() -> None:
+            with suppress(_Left, PeerFailed):
+                tell()
+
+        self._world.owe(tell_quietly)
+
     def demand_fold(self) -> None:
         """Raise on every rank if this one is left without `fold`. Every rank must call this or `fold`."""
+        if self._broken:
+            return
         if self._open or not self.passes:
             if not self._open:
                 self._begin()
@@ -203,8 +241,10 @@ class Step:
 
     def _close(self, problem: Exception | None) -> Row:
         self._open = False
-        self.passes += 1
+        self._broken = True
         folded = self._fold.close(self._loaded.mini_batch, problem)
+        self._broken = False
+        self.passes += 1
         seed_step(self._world.seed, self.iteration, self._world.device)
-        self._report(self, folded)
+        self._call_report(self, folded)
         return Row(self.epoch, self.iteration, self.observations, folded, self._fold.gradients)

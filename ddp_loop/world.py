@@ -63,6 +63,8 @@ class World:
         self._closers: list[Callable[[], None]] = []
         self._firsts = 0
         self._refusal: str | None = None  # why no collective can be made now
+        self._busy: str | None = None  # why none but the step's own can
+        self._owed: Callable[[], None] | None = None  # what comes before the next collective
         self._threads_before = torch.get_num_threads()
         self._owns_group = False
         # A world of one has no group and a store of its own: every line above `start_sum` is the same for it.
@@ -113,7 +115,8 @@ class World:
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
         """Start to add `tensor` up over all ranks, in place; `finish` waits. Every rank must call this."""
-        self._demand_all_here()
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
         if self._group is None:
             return None
         with self._naming_the_culprit():
@@ -133,6 +136,7 @@ class World:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add `tensor` up over all ranks, in place, and return it. Every rank must call this."""
+        self.demand_free()
         self.finish(self.start_sum(tensor))
         return tensor
 
@@ -141,7 +145,7 @@ class World:
 
         For a few words at the start of things: it pickles, and takes two collectives on the CPU.
         """
-        self._demand_all_here()
+        self.demand_free()
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -151,7 +155,7 @@ class World:
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make `tensor` on every rank what it is on rank 0, in place. Every rank must call this."""
-        self._demand_all_here()
+        self.demand_free()
         if self._group is not None:
             with self._naming_the_culprit():
                 dist.broadcast(tensor, src=0, group=self._group)
@@ -201,7 +205,7 @@ class World:
         Raises:
             PeerFailed: rank 0 failed in the block, a rank failed while this one waited, or rank 0 took longer.
         """
-        self._demand_all_here()
+        self.demand_free()
         self._firsts += 1
         key = f"first/{self._firsts}"
         told = ""
@@ -255,7 +259,7 @@ class World:
         self._closers.append(close)
 
     def __enter__(self) -> Self:
-        self._demand_all_here()
+        self.demand_free()
         return self
 
     def __exit__(
@@ -263,7 +267,11 @@ class World:
     ) -> None:
         if error is not None and not isinstance(error, PeerFailed):
             self._tell_failure(error)
-        self.leave(failed=error is not None)
+        try:
+            if error is None:
+                self._pay()
+        finally:
+            self.leave(failed=error is not None)
 
     def leave(self, *, failed: bool = False) -> None:
         """Leave the ranks: close what was opened, the group and the connections, put the thread count back.
@@ -290,9 +298,34 @@ class World:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _demand_all_here(self) -> None:
-        if self._refusal is not None:
-            raise RuntimeError(self._refusal)
+    @property
+    def is_left(self) -> bool:
+        """Whether the world was left."""
+        return self._refusal is _LEFT
+
+    def set_busy(self, why: str | None) -> None:
+        """Refuse all collectives but sums that are started, with this reason; None takes them again."""
+        self._busy = why
+
+    def owe(self, collective: Callable[[], None]) -> None:
+        """Make this collective before the next one, or when the world is left in good order; not after a failure."""
+        self._owed = collective
+
+    def _pay(self) -> None:
+        owed, self._owed = self._owed, None
+        if owed is not None:
+            owed()
+
+    def demand_free(self) -> None:
+        """Be ready for a collective.
+
+        Raises:
+            RuntimeError: none can be made here: after leaving, in `first`, inside a step.
+        """
+        self._pay()
+        why = self._refusal or self._busy
+        if why is not None:
+            raise RuntimeError(why)
 
     # -- failures ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,72 @@
+"""What a Loop demands of its arguments, said before anything begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import nn
+
+from ddp_loop.batches import Batches
+from ddp_loop.replicas import find_modules
+
+
+def check_state(state: object) -> dict[str, object]:
+    """The job's state as a dict of its own, if it is a mapping by name.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise TypeError(
+            f"state must be a dict of what the job is made of, by name; got {type(state).__name__}: "
+            "state=dict(model=model, optimizer=optimizer)"
+        )
+    return dict(state)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the run folder, unless it is there.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"the run folder must be one that can be made and written; {folder} is not ({error}): give another run="
+        ) from error
+
+
+def check_extent(batches: Batches, epochs: int | None, steps: int | None, bucket_mib: float) -> None:
+    """Raise ValueError unless the loop has an end, and its buckets a size."""
+    if not bucket_mib > 0:
+        raise ValueError(f"bucket_mib must be a size in MiB, more than 0; got {bucket_mib}")
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}")
+    if epochs is None and steps is None:
+        raise ValueError("a Loop needs an end; give epochs or steps")
+    if batches.steps is None and steps is None:
+        raise ValueError("an epoch of these data never ends; give Batches a length, or Loop its steps")
+
+
+def check_rows(batches: Batches, state: Mapping[str, object]) -> None:
+    """Raise ValueError if a shard of one observation would meet BatchNorm1d, which cannot normalise one value."""
+    layers = [
+        name
+        for prefix, module in find_modules(state).items()
+        for name, layer in module.named_modules(prefix=prefix)
+        if isinstance(layer, nn.BatchNorm1d) and layer.training
+    ]
+    positions = [0] if batches.steps is None else sorted({0, batches.steps - 1})
+    for position in positions:
+        sizes = batches.sizes(position)
+        if layers and 1 in sizes:
+            raise ValueError(
+                f"batch norm needs more than one value per channel; mini-batch {position + 1} of an epoch has "
+                f"{sum(sizes)} observations over {len(sizes)} shards, so that one has a single row, and {layers[0]} "
+                "is BatchNorm1d: take another batch_size or fewer shards, drop_last=True, or allow_one_row=True if "
+                "its inputs have positions, (N, C, L)"
+            )
