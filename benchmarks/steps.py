@@ -50,7 +50,7 @@ def mlp(width: int, hidden: int, inputs: int = 32) -> nn.Module:
 
 
 JOBS = {
-    "32-wide MLP": Job(lambda: mlp(32, 2), (32,), 200, 10, 0.65),
+    "32-wide MLP": Job(lambda: mlp(32, 2), (32,), 200, 40, 0.65),
     "20-layer MLP": Job(lambda: mlp(32, 19), (32,), 200, 5, 0.85),
     "digit network": Job(networks.digit_classifier, (1, 28, 28), 100, 2, 0.95),
     "512-wide MLP": Job(lambda: mlp(512, 2), (32,), 200, 5, 0.95),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ddp_loop.determinism import permutation
-from ddp_loop.reading import Reader, Request, make_reader
+from ddp_loop.reading import Reader, Request, TensorReader, make_reader
 from ddp_loop.shards import MiniBatch, Shard, cut, split_range, split_sizes
 from ddp_loop.world import World
 
@@ -34,12 +34,23 @@ class Loaded:
     mini_batch: MiniBatch
     _stream: Iterator[Any]
     _data: list[Any] = field(default_factory=list)
+    _error: Exception | None = None
 
     def data(self, shard: int) -> Any:
         """The data of this rank's shard number `shard` of the mini-batch, counted from 0 on each rank."""
+        if self._error is not None:
+            raise self._error
         while len(self._data) <= shard:
             self._data.append(next(self._stream))
         return self._data[shard]
+
+    def read_ahead(self) -> None:
+        """Read the first shard's data already; what is wrong with them is said when they are asked for."""
+        try:
+            if self.mini_batch.shards:
+                self.data(0)
+        except Exception as error:
+            self._error = error
 
     def finish_reading(self) -> None:
         """Read what is left, so that the next mini-batch's data come next."""
@@ -162,15 +173,19 @@ class Batches:
         return MiniBatch(epoch, position, position * self.batch_size, observations, sizes, shards)
 
     def indices(self, epoch: int, start: int, count: int) -> torch.Tensor:
-        """Which observations of the data are number `start` .. `start + count - 1` of an epoch; int64."""
+        """Which observations of the data are number `start` .. `start + count - 1` of an epoch; int64.
+
+        They lie where the data lie, if these are tensors.
+        """
         if self.shuffle and self.length is not None:
             if self._order is None or self._order[0] != epoch:
-                self._order = (epoch, permutation(self.seed, epoch, self.length))
+                order = permutation(self.seed, epoch, self.length)
+                self._order = (epoch, order.to(self._reader.place) if isinstance(self._reader, TensorReader) else order)
             return self._order[1][start : start + count]
         before = 0 if self._has_length else epoch * (self.length or 0)
         return torch.arange(before + start, before + start + count)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Loaded]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[Loaded, None, None]:
         """The mini-batches of an epoch from position `start` on, with this rank's data."""
         # Two plans: readers may run ahead, and on a rank without shards they never start.
         stream = self._reader(self._requests(self._plan(epoch, start)))

@@ -34,7 +34,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(
+        raise type(error)(
             f"the run folder must be one that can be made and written; {folder} is not ({error}): give another run="
         ) from error
 

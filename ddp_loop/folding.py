@@ -21,6 +21,10 @@ _OPEN = "between a step's first shard and its fold the ranks are not at the same
 _PROBLEM, _NEW, _CONTROL = 0, 1, 2  # places in the control word; behind them, which parameters got a gradient
 
 
+def nothing() -> None:
+    """What is done meanwhile where there is nothing to do."""
+
+
 @dataclass(slots=True)
 class Record:
     """What one shard leaves behind for the fold, beside its gradients."""
@@ -106,12 +110,15 @@ class Fold:
 
     # -- the fold ------------------------------------------------------------------------------------------
 
-    def close(self, mini_batch: MiniBatch, problem: Exception | None = None) -> Folded:
+    def close(
+        self, mini_batch: MiniBatch, problem: Exception | None = None, meanwhile: Callable[[], None] = nothing
+    ) -> Folded:
         """End the pass: `.grad`, statistics and buffers become the whole mini-batch's. Every rank must call this.
 
         Args:
             mini_batch: of which the records are.
             problem: what this rank found wrong; then it raises that here, and the others raise PeerFailed.
+            meanwhile: called while the sums are under way, for work that would otherwise come after them.
 
         Raises:
             ValueError: shards that differ in metrics or in the change of a buffer; a sparse gradient.
@@ -128,7 +135,7 @@ class Fold:
         slots = self._slots(len(given), len(mini_batch.sizes))
         if problem is None and not new:
             self._pack(slots, layout)
-        said = self._sum(given, problem is not None, new)
+        said = self._sum(given, problem is not None, new, meanwhile)
         if said[_PROBLEM]:
             self._world.agree(problem)
         if said[_NEW]:
@@ -203,7 +210,7 @@ class Fold:
         tail.zero_()
         return tail[_CONTROL + flags :].view(shards, -1) if self._rides else tail.view(shards, -1)
 
-    def _sum(self, given: list[bool], problem: bool, new: bool) -> list[float]:
+    def _sum(self, given: list[bool], problem: bool, new: bool, meanwhile: Callable[[], None]) -> list[float]:
         """Sum everything up; returns the control word over all ranks: problem, new, and a count per parameter."""
         word = (problem, new, *given)
         if self._rides:
@@ -211,12 +218,12 @@ class Fold:
             if word not in self._words:  # nearly always the same one
                 self._words = {word: torch.tensor(word, dtype=place.dtype)}
             place.copy_(self._words[word])
-            self.gradients.sum_up()
+            self.gradients.sum_up(meanwhile)
             said: list[float] = place.tolist()
             return said
         control = torch.tensor(word, dtype=torch.int32)
         work = self._world.start_sum(control)
-        self.gradients.sum_up()
+        self.gradients.sum_up(meanwhile)
         self._world.finish(work)
         return control.tolist()
 
@@ -249,7 +256,8 @@ class Fold:
         return layout, self._world.sum(slots)
 
     def _unpack(self, slots: torch.Tensor, layout: Layout, mini_batch: MiniBatch) -> Folded:
-        values, statistics, buffers = slots.split(self._widths(layout), dim=1)
+        widths = self._widths(layout)
+        values = slots[:, : widths[0]]
         if layout.weighted:
             share = shares(values[:, 0])
             total = values[:, 0].sum()
@@ -257,8 +265,11 @@ class Fold:
         else:
             share = self._share(mini_batch.sizes, slots)
         folded = Folded(layout.metrics or (), weighted_mean(values[:, 1:], share, guarded=layout.weighted))
-        self.statistics.apply(statistics, layout.calls)
-        self.buffers.apply(buffers, layout.buffers, share, [n for n, size in enumerate(mini_batch.sizes) if size])
+        if any(widths[1:]):
+            _, statistics, buffers = slots.split(widths, dim=1)
+            self.statistics.apply(statistics, layout.calls)
+            full = [number for number, size in enumerate(mini_batch.sizes) if size]
+            self.buffers.apply(buffers, layout.buffers, share, full)
         return folded
 
     def _share(self, sizes: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ gave it one, as in the loop on one device; where only some shards did, the other
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn import Parameter
@@ -205,10 +205,14 @@ class Gradients:
         """Room for the other sums of the step; of `slot_dtype`, shape (the planned length,)."""
         return self.buckets[-1].tail
 
-    def sum_up(self) -> None:
-        """Sum what the buckets hold, gradients and tail, over all ranks. Every rank must call this."""
+    def sum_up(self, meanwhile: Callable[[], None]) -> None:
+        """Sum what the buckets hold, gradients and tail, over all ranks; `meanwhile` is called once all have begun.
+
+        Every rank must call this.
+        """
         for bucket in self.buckets[self._next :]:
             self._start(bucket)
+        meanwhile()
         for bucket in self.buckets:
             self._world.finish(bucket.work)
 

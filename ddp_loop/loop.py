@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
-from ddp_loop.batches import Batches
+from ddp_loop.batches import Batches, Loaded
 from ddp_loop.buffers import Policy
 from ddp_loop.demands import check_extent, check_rows, check_state, make_folder
 from ddp_loop.folding import Fold, Folded
@@ -69,6 +70,8 @@ class Loop:
         self._state = check_state(state)
         self._begun = False
         self._rows: Rows | None = None
+        self._stream: Iterator[Loaded] = iter(())
+        self._ahead: list[Loaded | None] = []  # the next mini-batch, if it was looked for already
         self.world.on_leaving(self.close)
         problem: Exception | None = None
         try:
@@ -130,22 +133,47 @@ class Loop:
     def _all_steps(self) -> Iterator[Step]:
         epoch = 0
         while (self.epochs is None or epoch < self.epochs) and not self._has_made_all:
-            for loaded in self.batches.epoch(epoch):
-                self.iteration += 1
-                ends_epoch = loaded.mini_batch.position + 1 == self.batches.steps
-                step = Step(
-                    self.fold, self.world, loaded, self.iteration, ends_epoch, self._meet_new_parameters, self._report
-                )
-                try:
-                    yield step
-                except GeneratorExit:
-                    step.leave(f"it left the loop in step {self.iteration}, by a break or an error that was caught")
-                    raise
-                step.demand_fold()
-                if self._has_made_all:
-                    break
+            with closing(self.batches.epoch(epoch)) as self._stream:
+                while (loaded := self._take_next()) is not None:
+                    yield from self._one_step(loaded)
+                    if self._has_made_all:
+                        break
             epoch += 1
-        step.leave(f"it ended the loop after step {self.iteration}")  # then a peer that left it before is found out
+
+    def _one_step(self, loaded: Loaded) -> Iterator[Step]:
+        self.iteration += 1
+        ends_epoch = loaded.mini_batch.position + 1 == self.batches.steps
+        step = Step(
+            self.fold,
+            self.world,
+            loaded,
+            self.iteration,
+            ends_epoch,
+            begin=self._meet_new_parameters,
+            meanwhile=self._use_the_wait,
+            report=self._report,
+        )
+        try:
+            yield step
+        except GeneratorExit:
+            step.leave(f"it left the loop in step {self.iteration}, by a break or an error that was caught")
+            raise
+        step.demand_fold()
+        if self._has_made_all or (ends_epoch and step.epoch == self.epochs):
+            step.leave(f"it ended the loop after step {self.iteration}")  # a peer that left it before is found out
+
+    def _use_the_wait(self) -> None:
+        """While the sums are under way: the rows before this one, and the data of the next mini-batch."""
+        if self._rows is not None:
+            self._rows.hand_on()
+        if not self._ahead and not self._has_made_all:
+            loaded = next(self._stream, None)
+            if loaded is not None:
+                loaded.read_ahead()
+            self._ahead.append(loaded)
+
+    def _take_next(self) -> Loaded | None:
+        return self._ahead.pop() if self._ahead else next(self._stream, None)
 
     @property
     def _has_made_all(self) -> bool:

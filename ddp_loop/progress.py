@@ -98,6 +98,11 @@ class Rows:
         """Take the row of an update: `values`, shape (len(names),), may still be on the device."""
         moment = Moment(epoch, iteration, observations, time.monotonic() - self._began, ends_epoch)
         self._arrivals.send(moment, names, values)
+        if ends_epoch:
+            self.hand_on()
+
+    def hand_on(self) -> None:
+        """Hand on the rows that have arrived."""
         for row in self._arrivals.take(wait=False):
             self._hand_on(*row)
         if time.monotonic() - self._flushed > FLUSH_S:

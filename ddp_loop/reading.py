@@ -139,21 +139,25 @@ def _fits(parts: Any, device: torch.device) -> bool:
 
 
 class TensorReader:
-    """Reads shards out of tensors by index; they are kept on the device where they fit."""
+    """Reads shards out of tensors by index; they are kept on the device where they fit.
+
+    Attributes:
+        place: where the tensors lie; indices that lie there too need no copy that holds the host up.
+    """
 
     def __init__(self, parts: Any, device: torch.device) -> None:
         self._device = device
-        self._place = device if _fits(parts, device) else torch.device("cpu")
-        self._parts = moved(parts, self._place)
+        self.place = device if _fits(parts, device) else torch.device("cpu")
+        self._parts = moved(parts, self.place)
 
     def __call__(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
         for request in requests:
             yield self._take(request.indices)
 
     def _take(self, indices: torch.Tensor) -> Any:
-        at = indices.to(self._place, non_blocking=True)
+        at = indices.to(self.place, non_blocking=True)
         taken = map_tensors(lambda tensor: _rows(tensor, at), self._parts)
-        return taken if self._place == self._device else moved(taken, self._device)
+        return taken if self.place == self._device else moved(taken, self._device)
 
 
 def _rows(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ from ddp_loop.determinism import seed_shard, seed_step
 from ddp_loop.folding import Fold, Folded, Record
 from ddp_loop.gradients import Gradients
 from ddp_loop.values import Value, Weight, as_mean, check_loss, check_names, check_weight
-from ddp_loop.world import PeerFailed, World
+from ddp_loop.words import PeerFailed
+from ddp_loop.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Step:
         iteration: int,
         ends_epoch: bool,
         begin: Callable[[], None],
+        meanwhile: Callable[[], None],
         report: Callable[[Step, Folded], None],
     ) -> None:
         self.epoch = loaded.mini_batch.epoch + 1
@@ -84,7 +86,7 @@ class Step:
         self.observations = loaded.mini_batch.observations
         self.ends_epoch = ends_epoch
         self._fold, self._world, self._loaded = fold, world, loaded
-        self._call_begin, self._call_report = begin, report
+        self._call_begin, self._meanwhile, self._call_report = begin, meanwhile, report
         self._record: Record | None = None
         self._open = False
         self._broken = False  # a fold raised: the ranks may be at different places
@@ -242,7 +244,7 @@ class Step:
     def _close(self, problem: Exception | None) -> Row:
         self._open = False
         self._broken = True
-        folded = self._fold.close(self._loaded.mini_batch, problem)
+        folded = self._fold.close(self._loaded.mini_batch, problem, self._meanwhile)
         self._broken = False
         self.passes += 1
         seed_step(self._world.seed, self.iteration, self._world.device)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -24,26 +21,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from ddp_loop.determinism import seed_everything
 from ddp_loop.devices import Place, choose_device, find_place
+from ddp_loop.words import PeerFailed, Words, own_keys, said
 
 Value = TypeVar("Value")
-_FAILURE = "ddp_loop/failure"
-_ENDED = "ddp_loop/ended"
-_FAILURE_WAIT_S = 1.0  # a rank says why it fails before it closes its connections; a killed one never does
-_LOOK_S = 0.01  # a rank that waits at the store looks this often; a look takes 0.1 ms
 _LEFT = "a world is used inside its `with`, until it is left; this one was left: join_world() again"
 _FIRST = "inside `with world.first()` the ranks are not at the same place, so no collective can be made: put it behind"
-
-
-class PeerFailed(RuntimeError):
-    """Another rank failed, so this one cannot go on.
-
-    Attributes:
-        rank: the rank that failed, or None where it left without a word (killed, or its machine is gone).
-    """
-
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
 
 
 class World:
@@ -69,7 +51,7 @@ class World:
         self._owns_group = False
         # A world of one has no group and a store of its own: every line above `start_sum` is the same for it.
         self._group: dist.ProcessGroup | None = None
-        self._store: dist.Store = dist.HashStore()
+        self._words = Words(dist.HashStore(), self.rank, self.size)
         try:
             if place.size > 1 or dist.is_initialized():
                 self._join(place)
@@ -89,7 +71,8 @@ class World:
                 f"{dist.get_world_size()}, the environment says {place.rank} of {place.size}"
             )
         self._group = dist.group.WORLD
-        self._store = _own_keys(dist.distributed_c10d._get_default_store(), place.rank)
+        store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
+        self._words = Words(store, self.rank, self.size)
 
     def _start_group(self, place: Place) -> None:
         timeout = timedelta(seconds=self.timeout_s)
@@ -100,7 +83,7 @@ class World:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
                 timeout=timeout,
-                store=_own_keys(store, place.rank),
+                store=own_keys(store, place.rank),
                 rank=place.rank,
                 world_size=place.size,
             )
@@ -119,8 +102,10 @@ class World:
             raise RuntimeError(self._refusal)
         if self._group is None:
             return None
-        with self._naming_the_culprit():
+        try:  # written out here and in `finish`: a context manager takes 2 microseconds
             return self._group.allreduce([tensor])
+        except RuntimeError as error:
+            raise self._words.peer_failure(error, self.timeout_s) from error
 
     def finish(self, work: dist.Work | None) -> None:
         """Wait for a sum that `start_sum` began.
@@ -131,8 +116,10 @@ class World:
             PeerFailed: a rank failed, or did not come within the world's timeout.
         """
         if work is not None:
-            with self._naming_the_culprit():
+            try:
                 work.wait()
+            except RuntimeError as error:
+                raise self._words.peer_failure(error, self.timeout_s) from error
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add `tensor` up over all ranks, in place, and return it. Every rank must call this."""
@@ -166,7 +153,7 @@ class World:
 
         Every rank must call this.
         """
-        told = self.gather(None if problem is None else _said(problem))
+        told = self.gather(None if problem is None else said(problem))
         if problem is not None:
             raise problem
         for rank, text in enumerate(told):
@@ -210,47 +197,18 @@ class World:
         key = f"first/{self._firsts}"
         told = ""
         if self.rank != 0:
-            self._await_first(key, timeout_s)
+            self._words.await_first(key, timeout_s)
         self._refusal = _FIRST
         try:
             yield
         except BaseException as error:
-            told = _said(error)
+            told = said(error)
             raise
         finally:
             if self._refusal is _FIRST:
                 self._refusal = None
             if self.rank == 0:
-                self._store.set(key, told)
-
-    def _await_first(self, key: str, timeout_s: float) -> None:
-        try:
-            came = self._wait_for((key, _FAILURE), timeout_s)
-            told = self._store.get(key).decode() if came == key else ""
-        except RuntimeError as error:
-            raise self._peer_failure(error) from error
-        failed = self._told_failure() if came == _FAILURE else None
-        if failed is not None:
-            raise failed
-        if came is None:
-            raise PeerFailed(f"rank 0 must leave its block in timeout_s={timeout_s:g}; it did not", 0)
-        if told:
-            raise PeerFailed(f"rank 0 failed while the others waited for it: {told}", 0)
-
-    def _wait_for(self, keys: tuple[str, ...], timeout_s: float) -> str | None:
-        """The first of the keys that stands in the store within the time; None for none.
-
-        It looks, since the store's own wait is for all keys, prints a warning when it ends without them, and
-        lets no signal handler run.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            for key in keys:
-                if self._store.check([key]):
-                    return key
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(_LOOK_S)
+                self._words.tell(key, told)
 
     # -- leaving -------------------------------------------------------------------------------------------
 
@@ -266,7 +224,7 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, PeerFailed):
-            self._tell_failure(error)
+            self._words.tell_failure(error)
         try:
             if error is None:
                 self._pay()
@@ -293,7 +251,7 @@ class World:
     def _leave_group(self, failed: bool) -> None:
         if self._group is not None and not failed:
             with suppress(RuntimeError):  # the store is gone with the launcher
-                self._store.set(f"{_ENDED}/{self.rank}", "")
+                self._words.tell_end()
         self._group = None
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -329,61 +287,12 @@ class World:
 
     # -- failures ------------------------------------------------------------------------------------------
 
-    def _tell_failure(self, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(error))
-        word = json.dumps({"rank": self.rank, "error": _said(error), "traceback": text})
-        try:
-            self._store.compare_set(_FAILURE, "", word)  # the first one to fail is the culprit
-        except RuntimeError:
-            return  # the store is gone with the launcher; the closed connections tell the peers
-
     @contextmanager
     def _naming_the_culprit(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            raise self._peer_failure(error) from error
-
-    def _peer_failure(self, error: RuntimeError) -> PeerFailed:
-        left = {f"{_ENDED}/{rank}": rank for rank in range(self.size) if rank != self.rank}
-        try:
-            came = self._wait_for((_FAILURE, *left), _FAILURE_WAIT_S)
-        except RuntimeError:
-            came = None  # the store is gone with the launcher
-        if came in left:
-            return PeerFailed(
-                f"every rank must take part in every collective; rank {left[came]} left the world, without an error, "
-                "when this one was in a collective: leave loops and call evaluate on all ranks alike",
-                left[came],
-            )
-        return self._told_failure() or PeerFailed(
-            "every rank must take part in every collective; a rank is gone without a word (killed), or slower "
-            f"than timeout_s={self.timeout_s:g}: {error}"
-        )
-
-    def _told_failure(self) -> PeerFailed | None:
-        """What the first rank to fail said, if one did."""
-        try:
-            if not self._store.check([_FAILURE]):
-                return None
-            word = json.loads(self._store.get(_FAILURE))
-        except (RuntimeError, ValueError):
-            return None  # the store is gone with the launcher
-        return PeerFailed(f"rank {word['rank']} failed: {word['error']}\n\n{word['traceback']}", word["rank"])
-
-
-def _own_keys(store: dist.Store, rank: int) -> dist.Store:
-    """The store with keys of this world's own.
-
-    The launcher's store outlives a world. Without this, the ranks of a second one find the addresses of the
-    first one's closed connections there, and its failure.
-    """
-    return dist.PrefixStore(f"ddp_loop/{store.add(f'ddp_loop/worlds/{rank}', 1)}", store)
-
-
-def _said(error: BaseException) -> str:
-    """The last line of its traceback, also of one whose `__str__` raises."""
-    return "".join(traceback.format_exception_only(error)).strip()
+            raise self._words.peer_failure(error, self.timeout_s) from error
 
 
 def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout_s: float = 60.0) -> World:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from ddp_loop.launching import Pool
 from tests.harness import TASK_S, OnRanks, Result, left_behind, look_around, run_cleanly
+from tests.refusals import Refused
 
 USUAL_RANKS = 4
 MOST_RANKS = 8
@@ -54,6 +56,12 @@ def on_ranks(pool: Pool) -> OnRanks:
         return pool.run(run_cleanly, ranks, function, *arguments, timeout_s=timeout_s, **keywords)
 
     return run
+
+
+@pytest.fixture
+def refused(on_ranks: OnRanks, tmp_path: Path) -> Refused:
+    """Ask that all ranks refuse a scenario: `refused(3, scenario, kind="ValueError", said="must be")`."""
+    return Refused(on_ranks, tmp_path / "run")
 
 
 @pytest.fixture(autouse=True)

@@ -88,29 +88,36 @@ def test_sums_begin_during_the_last_shards_backward_and_not_before(on_ranks: OnR
         assert started[2] > 5
 
 
+def sum_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # No callback on a future: run by gloo's thread, it can deadlock with the end of the group.
+    dist.all_reduce(bucket.buffer())
+    summed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    summed.set_result(bucket.buffer())
+    return summed
+
+
+# torch compares annotations with the classes themselves, which `annotations` from the future hides.
+sum_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+
+def train_by_ddp(model: nn.Module, batches: dl.Batches, steps: int) -> None:
+    """torch's DDP with a hook that sums, on losses scaled by their shard's share; gone when this returns."""
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, sum_hook)
+    for loaded in batches.epoch(0):
+        if loaded.mini_batch.position == steps:
+            break
+        model.zero_grad()
+        shard = loaded.mini_batch.shards[0]
+        inputs, labels = loaded.data(0)
+        (cross_entropy(wrapped(inputs), labels) * (shard.observations / 10)).backward()
+
+
 def ddp_gradients() -> list[torch.Tensor]:
-    """torch's DDP with a hook that sums, on losses scaled by their shard's share."""
     with dl.join_world(seed=0) as world:
         torch.manual_seed(1)
         model = deep()
-        wrapped = DistributedDataParallel(model)
-
-        def sum_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
-            summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
-            return summed
-
-        # torch compares annotations with the classes themselves, which `annotations` from the future hides.
-        sum_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-        wrapped.register_comm_hook(None, sum_hook)
-        batches = dl.Batches(make_data((6,), 40), 10, world)
-        for loaded in batches.epoch(0):
-            if loaded.mini_batch.position == 3:
-                break
-            model.zero_grad()
-            shard = loaded.mini_batch.shards[0]
-            inputs, labels = loaded.data(0)
-            (cross_entropy(wrapped(inputs), labels) * (shard.observations / 10)).backward()
+        train_by_ddp(model, dl.Batches(make_data((6,), 40), 10, world), 3)
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
