@@ -260,8 +260,9 @@ class Fold:
         values = slots[:, : widths[0]]
         if layout.weighted:
             share = shares(values[:, 0])
-            total = values[:, 0].sum()
-            self.gradients.scale(torch.where(total > 0, mini_batch.observations / total, 0.0))
+            if len(share) > 1:  # an only shard's weight is the sum already
+                total = values[:, 0].sum()
+                self.gradients.scale(torch.where(total > 0, mini_batch.observations / total, 0.0))
         else:
             share = self._share(mini_batch.sizes, slots)
         folded = Folded(layout.metrics or (), weighted_mean(values[:, 1:], share, guarded=layout.weighted))

@@ -172,11 +172,10 @@ class Step:
             self._fold.statistics.go_on(record.captures)
 
     def _factor(self, size: Weight, reduction: str) -> Weight:
-        if reduction == "mean":
-            return size / self.observations
-        if isinstance(size, torch.Tensor):
-            return (size > 0) / self.observations
-        return 1 / self.observations
+        """What the loss is multiplied by: w_s / R of a mean, 1 / R of a sum; of an only shard 1, 1 / w_s."""
+        whole = size if len(self._loaded.mini_batch.sizes) == 1 else self.observations
+        factor = (size if reduction == "mean" else 1) / whole
+        return torch.where(size > 0, factor, 0.0) if isinstance(size, torch.Tensor) else factor
 
     def fold(self) -> Row:
         """Make `.grad`, statistics, buffers, loss and metrics those of the whole mini-batch. Every rank must call this.

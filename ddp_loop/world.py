@@ -322,5 +322,6 @@ def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout
     place = find_place(dict(os.environ))
     chosen = choose_device(device, torch.cuda.device_count(), place.local_rank)
     if chosen.type == "cuda":
+        torch.cuda.init()  # else there are no generators to seed before the first tensor on the device
         torch.cuda.set_device(chosen)
     return World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s)

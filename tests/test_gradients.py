@@ -165,8 +165,10 @@ def test_reentrant_checkpointing_is_right_where_the_network_fits_one_bucket(on_r
     assert all(float((a - b).abs().max()) <= 1e-15 for a, b in zip(found, expected, strict=True))
 
 
-def weighted(as_tensor: bool, shards: int | None, nan: bool) -> tuple[float, float, list[torch.Tensor]]:
-    """Weights of the user's own, 0 for the shard that holds the first observation."""
+def weighted(
+    as_tensor: bool, shards: int | None, nan: bool, counted: float | None = None
+) -> tuple[float, float, list[torch.Tensor]]:
+    """Weights of the user's own: `counted`, or one that is 0 for the shard that holds the first observation."""
     with dl.join_world(seed=0) as world:
         torch.manual_seed(1)
         model = deep()
@@ -175,7 +177,7 @@ def weighted(as_tensor: bool, shards: int | None, nan: bool) -> tuple[float, flo
         row: Any = None
         for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
             for inputs, labels, number in step:
-                weight = float(number.sum()) * (0 not in number)
+                weight = float(number.sum()) * (0 not in number) if counted is None else counted
                 loss = cross_entropy(model(inputs), labels)
                 if nan and not weight:
                     loss = loss * float("nan")
@@ -208,6 +210,18 @@ def test_weights_travel_with_values_and_a_weight_of_0_adds_exactly_0(
         for gradient, parameter in zip(gradients, model.parameters(), strict=True):
             assert parameter.grad is not None
             assert float((gradient - parameter.grad).abs().max()) <= 1e-12
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_an_only_shard_with_a_weight_has_the_bits_of_its_own_mean(as_tensor: bool) -> None:
+    torch.manual_seed(1)
+    model = deep()
+    inputs, labels = make_data((6,), 10)
+    cross_entropy(model(inputs), labels).backward()
+    _, _, gradients = weighted(as_tensor, 1, nan=False, counted=3.0)
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(gradient, parameter.grad)
 
 
 def two_losses() -> list[torch.Tensor]:
