@@ -98,6 +98,13 @@ class Words:
             f"than timeout_s={timeout_s:g}: {error}"
         )
 
+    def has_failure(self) -> bool:
+        """Whether a rank said that it failed."""
+        try:
+            return bool(self._store.check([_FAILURE]))
+        except RuntimeError:
+            return True  # the store is gone with the launcher
+
     def _told_failure(self) -> PeerFailed | None:
         """What the first rank to fail said, if one did."""
         try:
