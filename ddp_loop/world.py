@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,6 @@ from ddp_loop.words import PeerFailed, Words, own_keys, said
 Value = TypeVar("Value")
 _LEFT = "a world is used inside its `with`, until it is left; this one was left: join_world() again"
 _SLICE = timedelta(seconds=0.5)
-_ABANDONED: list[object] = []  # groups of failed worlds: to end one waits for its threads, and they for the timeout
 _FIRST = "inside `with world.first()` the ranks are not at the same place, so no collective can be made: put it behind"
 
 
@@ -279,7 +279,8 @@ class World:
             with suppress(RuntimeError):  # the store is gone with the launcher
                 self._words.tell_end()
         if failed and self._owns_group:
-            _ABANDONED.append(self._group)
+            # Never destroyed, not at exit either: to end it waits for its threads, and they for the timeout.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._group = None
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
