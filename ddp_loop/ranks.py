@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import faulthandler
 import importlib.util
+import io
 import multiprocessing
 import os
 import pickle
@@ -236,6 +237,7 @@ def serve(tasks: Connection, stacks: Connection, parent: int, main_thread: bool)
     # A spawned process would spawn the workers of a DataLoader too: 3.3 s for an epoch's start and not 0.06.
     multiprocessing.set_start_method(None, force=True)
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno())
+    _print_whole_lines()
     threads = torch.get_num_threads()
     tasks.send(Ready())
     with suppress(EOFError, ConnectionError):
@@ -245,6 +247,13 @@ def serve(tasks: Connection, stacks: Connection, parent: int, main_thread: bool)
     atexit._run_exitfuncs()
     _flush()
     os._exit(0)
+
+
+def _print_whole_lines() -> None:
+    # Under PYTHONUNBUFFERED a print writes its words one by one, and those of several ranks would mix.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _flush() -> None:

@@ -438,6 +438,23 @@ def test_functions_of_a_script_run_and_their_prints_are_seen(start_python: Start
     assert sorted(out.splitlines()) == ["['0 of 2', '1 of 2']", "printed on rank 0", "printed on rank 1"]
 
 
+def test_the_lines_of_ranks_do_not_mix(start_python: StartPython, tmp_path: Path) -> None:
+    # Unbuffered, as containers and CI often set it, a print writes each of its words by itself.
+    script = """
+import sys
+from ddp_loop.launching import launch
+
+def speak():
+    for stream in (sys.stdout, sys.stderr) * 300:
+        print("a", "line", "of", "words", file=stream)
+
+if __name__ == "__main__":
+    launch(speak, 3)
+"""
+    for output in start_python("-u", write(tmp_path, script)).communicate(timeout=SCRIPT_S):
+        assert output.splitlines() == ["a line of words"] * 900
+
+
 def test_a_script_without_a_guard_gets_an_error_that_says_so(start_python: StartPython, tmp_path: Path) -> None:
     out, errors = start_python(write(tmp_path, SCRIPT + "print(launch(place, 1))\n")).communicate(timeout=SCRIPT_S)
     assert out == ""
