@@ -1,17 +1,29 @@
-"""The connections of a process group, so that a rank that fails can cut them at once.
+"""The connections of a process group, so that a rank that fails can cut them at once, and what becomes of the group.
 
 gloo closes a connection only when nothing refers to the group any more, and a sum that is still under way in one of
 its threads does. A socket that is shut down wakes the peers that wait for this rank.
+
+To destroy a group waits for its sums, and now and then one is not woken before its timeout: another sum ended with an
+error between the head and the body of a message, and gloo reads that connection no further, but looks at it without
+a pause. Until the timeout such a group is kept; a worker of a pool ends, and the pool starts another one.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+import torch.distributed as dist
+
 _DESCRIPTORS = Path("/proc/self/fd")  # elsewhere than on Linux none are found, and a peer waits for its timeout
+_END_S = 0.5  # for the sums of a failed group: nearly all are woken at once
+_LOOK_S = 0.005
+_kept: list[tuple[dist.ProcessGroup, Collection[dist.Work]]] = []
 
 
 def open_sockets() -> dict[int, str]:
@@ -32,6 +44,33 @@ def cut(sockets: dict[int, str]) -> None:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
                 if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo's listener would end the process
                     one.shutdown(socket.SHUT_RDWR)
+
+
+def keep_while_busy(group: dist.ProcessGroup, sums: Collection[dist.Work]) -> None:
+    """Keep a failed group from being destroyed, also at exit, if one of its sums does not end soon."""
+    deadline = time.monotonic() + _END_S
+    while not _ended(sums):
+        if time.monotonic() > deadline:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # the list alone would let it go at exit
+            _kept.append((group, sums))
+            return
+        time.sleep(_LOOK_S)
+
+
+def free_kept() -> None:
+    """Let those kept groups go whose sums have ended since."""
+    for one in [one for one in _kept if _ended(one[1])]:
+        _kept.remove(one)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(one[0]))
+
+
+def keeps_a_group() -> bool:
+    """Whether a failed group is kept."""
+    return bool(_kept)
+
+
+def _ended(sums: Collection[dist.Work]) -> bool:
+    return all(work.is_completed() for work in sums)
 
 
 def _name(descriptor: int) -> str:

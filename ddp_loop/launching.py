@@ -187,7 +187,7 @@ class Pool:
 
     def _start(self, ranks: int) -> None:
         """Have the first `ranks` workers ready."""
-        gone = [rank for rank, worker in self._workers.items() if not worker.alive]
+        gone = [rank for rank, worker in self._workers.items() if not worker.usable]
         self._end(gone)
         try:
             for rank in range(ranks):

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ddp_loop.connections import keeps_a_group
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_S = 1.0
@@ -57,9 +59,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Returned:
-    """A rank's result, pickled."""
+    """A rank's result, pickled. After a `last` answer its process ends."""
 
     result: bytes
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Failure:
     headline: str
     trace: str = ""
     exception: bytes | None = None
+    last: bool = False
 
 
 Answer = Returned | Failure
@@ -119,7 +123,7 @@ class Worker:
         spawn = multiprocessing.get_context("spawn")  # threads of torch and gloo do not survive a fork
         self._tasks, tasks = spawn.Pipe()
         self._stacks, stacks = spawn.Pipe(duplex=False)
-        self.ready = self.working = False
+        self.ready = self.working = self.spent = False
         main_thread = threading.current_thread() is threading.main_thread()
         self._process: SpawnProcess = spawn.Process(
             target=serve, args=(tasks, stacks, os.getpid(), main_thread), name="ddp_loop rank"
@@ -135,6 +139,11 @@ class Worker:
     @property
     def alive(self) -> bool:
         return self._process.is_alive()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can take another task."""
+        return self.alive and not self.spent
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_S
@@ -162,7 +171,7 @@ class Worker:
         """What became of the task, or None while it runs."""
         word: Answer | None = self._receive()
         if word is not None:
-            self.working = False
+            self.working, self.spent = False, word.last
         return word
 
     def _receive(self) -> Any:
@@ -242,7 +251,10 @@ def serve(tasks: Connection, stacks: Connection, parent: int, main_thread: bool)
     tasks.send(Ready())
     with suppress(EOFError, ConnectionError):
         while (task := tasks.recv()) is not None:
-            tasks.send(_run(task, threads))
+            answer = _run(task, threads)
+            tasks.send(answer)
+            if answer.last:
+                break
     # What the tasks registered runs, but the interpreter is not taken apart: with torch that takes 0.4 s each.
     atexit._run_exitfuncs()
     _flush()
@@ -309,7 +321,7 @@ def _run(task: Task, threads: int) -> Answer:
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _flush()
-    return answer
+    return replace(answer, last=keeps_a_group())
 
 
 def _returned(result: Any) -> Returned:

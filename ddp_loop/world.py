@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.rendezvous import rendezvous
 
-from ddp_loop.connections import cut, open_sockets
+from ddp_loop.connections import cut, free_kept, keep_while_busy, open_sockets
 from ddp_loop.determinism import seed_everything
 from ddp_loop.devices import Place, choose_device, find_place
 from ddp_loop.words import PeerFailed, Words, own_keys, said
@@ -54,6 +53,7 @@ class World:
         self._threads_before = torch.get_num_threads()
         self._owns_group = False
         self._connections: dict[int, str] = {}
+        self._sums: set[dist.Work] = set()  # those under way
         # A world of one has no group and a store of its own: every line above `start_sum` is the same for it.
         self._group: dist.ProcessGroup | None = None
         self._words = Words(dist.HashStore(), self.rank, self.size)
@@ -85,6 +85,7 @@ class World:
         try:
             store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
             store.set_timeout(timeout)
+            free_kept()
             before = open_sockets()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
@@ -110,9 +111,11 @@ class World:
         if self._group is None:
             return None
         try:  # written out here and in `finish`: a context manager takes 2 microseconds
-            return self._group.allreduce([tensor])
+            work = self._group.allreduce([tensor])
         except RuntimeError as error:
             raise self._words.peer_failure(error, self.timeout_s) from error
+        self._sums.add(work)
+        return work
 
     def finish(self, work: dist.Work | None) -> None:
         """Wait for a sum that `start_sum` began.
@@ -127,6 +130,7 @@ class World:
                 self._wait(work)
             except RuntimeError as error:
                 raise self._words.peer_failure(error, self.timeout_s) from error
+            self._sums.discard(work)
 
     def _wait(self, work: dist.Work) -> None:
         """Wait for a sum; on the CPU look now and then whether a rank failed, since gloo does not always say so.
@@ -278,10 +282,9 @@ class World:
         if self._group is not None and not failed:
             with suppress(RuntimeError):  # the store is gone with the launcher
                 self._words.tell_end()
-        if failed and self._owns_group:
-            # Never destroyed, not at exit either: to end it waits for its threads, and they for the timeout.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-        self._group = None
+        if self._group is not None and failed and self._owns_group:
+            keep_while_busy(self._group, self._sums)
+        self._group, self._sums = None, set()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 Result = TypeVar("Result")
 
+FAULT_S = 3.0  # what the project promises: a fault on one rank ends all within it
 TASK_S = 60.0  # the longest tasks take seconds; a shared machine may be ten times slower
 THREAD_END_S = 1.0  # a thread that was told to end needs a moment
 
@@ -129,3 +131,20 @@ def run_cleanly(function: Callable[..., Result], *arguments: Any, **keywords: An
     if left:
         raise AssertionError(f"a task must leave its rank as it was; {function.__name__} left: {'; '.join(left)}")
     return result
+
+
+def caught(function: Callable[..., Any], *arguments: Any) -> tuple[str, str, float]:
+    """The type and the text of what a call raises, and the seconds that it took; "" for no exception."""
+    began = time.monotonic()
+    try:
+        function(*arguments)
+    except BaseException as error:
+        return type(error).__name__, _text(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except LookupError:
+        return "(no words)"

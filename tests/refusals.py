@@ -19,9 +19,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from tests.harness import OnRanks
+from tests.harness import FAULT_S, OnRanks
 
-FAULT_S = 3.0
 TIMEOUT_S = 20.0  # of the worlds here: what hangs in spite of all ends in a failed test, not in a stuck one
 BOUND = 1e-12
 ALL = -1  # every rank does it

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from tests.harness import OnRanks, open_files
+from tests.harness import FAULT_S, OnRanks, open_files
 from tests.refusals import (
     ALL,
-    FAULT_S,
     Caught,
     Refused,
     loop_over,

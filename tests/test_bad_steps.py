@@ -13,10 +13,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from tests.harness import OnRanks
+from tests.harness import FAULT_S, OnRanks
 from tests.refusals import (
     ALL,
-    FAULT_S,
     Refused,
     does_it,
     loop_over,

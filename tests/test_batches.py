@@ -14,9 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import ddp_loop as dl
-from tests.harness import OnRanks
-
-FAULT_S = 3.0  # what the project promises: a fault on one rank ends all within it
+from tests.harness import FAULT_S, OnRanks
 
 Draw = tuple[int, int, int | None, int]  # size, mini-batch, shards, seed
 Place = tuple[int, int, int]  # epoch, position, shard

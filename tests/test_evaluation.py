@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import ddp_loop as dl
-from tests.harness import OnRanks, child_processes
+from tests.harness import FAULT_S, OnRanks, child_processes
 
-FAULT_S = 3.0  # what the project promises: a fault on one rank ends all within it
 IMAGES = 1000
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import ddp_loop as dl
+from tests.harness import FAULT_S
 from tests.refusals import (
-    FAULT_S,
     Caught,
     Refused,
     assert_whole_lines,
