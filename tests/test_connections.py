@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -65,7 +66,11 @@ def leavings() -> tuple[int, int, float]:
 def test_failures_leave_no_connection_and_no_thread() -> None:
     with Pool(3) as pool:
         before = pool.run(leavings, 3)
-        failures = [partial(fail_while_others_sum, 1), partial(fail_while_others_sum, 3), fail_in_a_metric]
+        failures: list[Callable[[], None]] = [
+            partial(fail_while_others_sum, 1),
+            partial(fail_while_others_sum, 3),
+            fail_in_a_metric,
+        ]
         for failure in failures * 5:
             pool.run(failure, 3)
             for (sockets, count, cores), (sockets_before, count_before, _) in zip(
