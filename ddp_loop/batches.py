@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ddp_loop.determinism import permutation
+from ddp_loop.places import Places, as_places
 from ddp_loop.reading import Reader, Request, TensorReader, make_reader
 from ddp_loop.shards import MiniBatch, Shard, cut, split_range, split_sizes
 from ddp_loop.world import World
@@ -77,6 +78,8 @@ class Batches:
         drop_last: leave out the last mini-batch of an epoch if it is smaller. By default it is kept.
         length: observations of an epoch for a source without a length; without it an epoch never ends.
         seed: of the order and of randomness while reading; by default the world's.
+        devices: where a shard's data go: a device for all, or a tuple or dict of them like the data's own, such
+            as (None, "cpu"); None is the world's, the default.
         loader: `DataLoader`'s own `collate_fn`, `num_workers`, `pin_memory`, `prefetch_factor`,
             `persistent_workers`, `timeout`, `worker_init_fn`, `multiprocessing_context`.
 
@@ -99,6 +102,7 @@ class Batches:
         drop_last: bool = False,
         length: int | None = None,
         seed: int | None = None,
+        devices: Any = None,
         **loader: Any,
     ) -> None:
         self.world = world
@@ -110,7 +114,7 @@ class Batches:
             self.batch_size = _whole("batch_size", batch_size, 1)
             self.shards = world.size if shards is None else _whole("shards", shards, 1)
             self.seed = world.seed if seed is None else _whole("seed", seed)
-            self._reader, self.length = self._open(data, length, loader)
+            self._reader, self.length = self._open(data, length, as_places(devices, world.device), loader)
             self.shuffle = self._has_length if shuffle is None else shuffle
             self._check_epoch()
         except Exception as error:  # whatever a data set says when it is asked for its length
@@ -118,8 +122,8 @@ class Batches:
         world.agree(problem)
         world.check_same("the data's length, batch_size, shards, drop_last, shuffle and seed", self._facts())
 
-    def _open(self, data: Any, length: int | None, loader: dict[str, Any]) -> tuple[Reader, int | None]:
-        reader, own_length = make_reader(data, self.seed, self.world.device, loader)
+    def _open(self, data: Any, length: int | None, places: Places, loader: dict[str, Any]) -> tuple[Reader, int | None]:
+        reader, own_length = make_reader(data, self.seed, places, loader)
         self._has_length = own_length is not None
         if self._has_length and length is not None:
             raise ValueError(f"length is for data without one; these have {own_length} observations, got {length}")

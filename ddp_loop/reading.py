@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ddp_loop.determinism import preserved_streams, seed_observation, stream_key
+from ddp_loop.places import Places, at_places, devices_in, kept, map_tensors, moved, tensors_in
 
 # What of a DataLoader's keywords is the user's to choose; order, batches and shards are those of Batches. Not
 # in_order: out of order, a shard would get another shard's observations.
@@ -40,39 +41,6 @@ class Request:
 
 
 Reader = Callable[[Iterable[Request]], Generator[Any, None, None]]
-
-
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
-    """`data` with every tensor in it changed; tuples (named ones too), lists and dicts are gone through.
-
-    What else can be moved `to` a device, as a `PackedSequence` can, is changed as one thing.
-    """
-    if hasattr(data, "to"):
-        return change(data)
-    if isinstance(data, Mapping):
-        return {key: map_tensors(change, value) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_tensors(change, value) for value in data))
-    if isinstance(data, tuple | list):
-        return type(data)(map_tensors(change, value) for value in data)
-    return data
-
-
-def tensors_in(data: Any) -> list[torch.Tensor]:
-    """The tensors in `data`, in order."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, data)
-    return found
-
-
-def moved(data: Any, device: torch.device) -> Any:
-    """`data` with every tensor on `device`; from pinned memory the copy does not hold up the host."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), data)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------
@@ -132,32 +100,34 @@ def common_length(parts: Any) -> int:
     return shapes[0][0]
 
 
-def _fits(parts: Any, device: torch.device) -> bool:
-    size = sum(tensor.nbytes for tensor in tensors_in(parts))
-    # Half of the free memory is left for the network; what does not fit is copied shard by shard.
-    return device.type != "cuda" or 2 * size < torch.cuda.mem_get_info(device)[0]
-
-
 class TensorReader:
-    """Reads shards out of tensors by index; they are kept on the device where they fit.
+    """Reads shards out of tensors by index; they are kept on their devices where they fit.
 
     Attributes:
-        place: where the tensors lie; indices that lie there too need no copy that holds the host up.
+        place: where the tensors lie, if all in one place; indices that lie there too need no copy that holds the
+            host up.
     """
 
-    def __init__(self, parts: Any, device: torch.device) -> None:
-        self._device = device
-        self.place = device if _fits(parts, device) else torch.device("cpu")
-        self._parts = moved(parts, self.place)
+    def __init__(self, parts: Any, places: Places) -> None:
+        self._parts = at_places(kept, parts, places)
+        self._homes = list(dict.fromkeys(tensor.device for tensor in tensors_in(self._parts)))
+        self.place = self._homes[0] if len(self._homes) == 1 else torch.device("cpu")
+        stay: list[bool] = []
+
+        def look(part: Any, place: torch.device) -> None:
+            stay.extend(tensor.device == place for tensor in tensors_in(part))
+
+        at_places(look, self._parts, places)
+        self._elsewhere = None if all(stay) else places
 
     def __call__(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
         for request in requests:
             yield self._take(request.indices)
 
     def _take(self, indices: torch.Tensor) -> Any:
-        at = indices.to(self.place, non_blocking=True)
-        taken = map_tensors(lambda tensor: _rows(tensor, at), self._parts)
-        return taken if self.place == self._device else moved(taken, self._device)
+        at = {home: indices.to(home, non_blocking=True) for home in self._homes}
+        taken = map_tensors(lambda tensor: _rows(tensor, at[tensor.device]), self._parts)
+        return taken if self._elsewhere is None else moved(taken, self._elsewhere)
 
 
 def _rows(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -205,11 +175,11 @@ class _Requests:
 class LoaderReader:
     """Reads shards through torch's `DataLoader`: a batch of the loader is a shard of this rank."""
 
-    def __init__(self, source: Any, seed: int, device: torch.device, options: Mapping[str, Any]) -> None:
+    def __init__(self, source: Any, seed: int, places: Places, options: Mapping[str, Any]) -> None:
         self._sampler = _Requests()
-        self._device = device
+        self._places = places
         self._passes = 0
-        keywords = {"pin_memory": device.type == "cuda", **options}
+        keywords = {"pin_memory": any(device.type == "cuda" for device in devices_in(places)), **options}
         make: Any = DataLoader
         self._make_loader: Callable[[], DataLoader[Any]] = partial(
             make,
@@ -240,7 +210,7 @@ class LoaderReader:
                     data = next(loaded, self)
                 if data is self:
                     return
-                yield moved(data, self._device)
+                yield moved(data, self._places)
         except Exception as error:
             if here:
                 raise
@@ -253,12 +223,12 @@ class LoaderReader:
             loaded = None
 
 
-def make_reader(data: Any, seed: int, device: torch.device, options: Mapping[str, Any]) -> tuple[Reader, int | None]:
+def make_reader(data: Any, seed: int, places: Places, options: Mapping[str, Any]) -> tuple[Reader, int | None]:
     """The reader for `data`, and the number of its observations, None where it has no length.
 
     Raises:
         TypeError: `data` is nothing that can be read by index, or an option is not the user's to choose.
-        ValueError: tensors of unequal lengths.
+        ValueError: tensors of unequal lengths, or places of another shape than tensors side by side.
     """
     if unknown := sorted(set(options) - LOADER_OPTIONS):
         raise TypeError(
@@ -269,7 +239,7 @@ def make_reader(data: Any, seed: int, device: torch.device, options: Mapping[str
     if parts is not None:
         length: int | None = common_length(parts)
         if not options:
-            return TensorReader(parts, device), length
+            return TensorReader(parts, places), length
         data = _Rows(parts)
     if parts is None and _is_mixed(data):
         kinds = [type(part).__name__ for part in (data.values() if isinstance(data, dict) else data)]
@@ -283,7 +253,7 @@ def make_reader(data: Any, seed: int, device: torch.device, options: Mapping[str
         )
     if parts is None:
         length = len(data) if hasattr(data, "__len__") else None
-    return LoaderReader(data, seed, device, options), length
+    return LoaderReader(data, seed, places, options), length
 
 
 @dataclass(frozen=True)

@@ -174,8 +174,10 @@ class Step:
     def _factor(self, size: Weight, reduction: str) -> Weight:
         """What the loss is multiplied by: w_s / R of a mean, 1 / R of a sum; of an only shard 1, 1 / w_s."""
         whole = size if len(self._loaded.mini_batch.sizes) == 1 else self.observations
-        factor = (size if reduction == "mean" else 1) / whole
-        return torch.where(size > 0, factor, 0.0) if isinstance(size, torch.Tensor) else factor
+        if not isinstance(size, torch.Tensor):
+            return (size if reduction == "mean" else 1) / whole
+        factor = (size if reduction == "mean" else torch.ones_like(size)) / whole  # in the weight's float64
+        return torch.where(size > 0, factor, 0.0)
 
     def fold(self) -> Row:
         """Make `.grad`, statistics, buffers, loss and metrics those of the whole mini-batch. Every rank must call this.

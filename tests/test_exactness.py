@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import ddp_loop as dl
 from tests import reference
@@ -174,6 +176,39 @@ def test_the_variance_at_mean_1000_and_deviation_1_does_not_cancel_in_float32(on
         # squares would be off by 6e-8 * 1e6 = 6e-2 here.
         assert is_close(mean, expected.mean(0), 1e-7)
         assert is_close(variance, expected.var(0), 1e-5)
+
+
+class Recomputed(nn.Module):
+    """Batch norm in a block that may be computed again inside backward, to save memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh())
+        self.last = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor, reentrant: bool | None) -> torch.Tensor:
+        y = self.block(x) if reentrant is None else checkpoint(self.block, x, use_reentrant=reentrant)
+        return self.last(y).mean()  # type: ignore[no-any-return]
+
+
+def trained_with_recomputation(reentrant: bool | None) -> list[torch.Tensor]:
+    with dl.join_world(seed=0) as world:
+        model = Recomputed().double().to(world.device)
+        rows = torch.randn(40, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        batches = dl.Batches(rows, 10, world, shards=4)
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for inputs in step:
+                step.backward(model(inputs.requires_grad_(), reentrant))
+            step.fold()
+        return [tensor.detach().double() for tensor in [*model.state_dict().values()]]
+
+
+@pytest.mark.covers("D4")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_inside_backward_does_not_count_twice(reentrant: bool, on_ranks: OnRanks) -> None:
+    expected = on_ranks(2, trained_with_recomputation, None)[0]
+    for found in on_ranks(2, trained_with_recomputation, reentrant):
+        assert all(map(torch.equal, found, expected))
 
 
 def every_state(rounds: int) -> list[list[bytes]]:

@@ -166,7 +166,7 @@ def test_reentrant_checkpointing_is_right_where_the_network_fits_one_bucket(on_r
 
 
 def weighted(
-    as_tensor: bool, shards: int | None, nan: bool, counted: float | None = None
+    as_tensor: bool, shards: int | None, nan: bool, counted: float | None = None, summed: bool = False
 ) -> tuple[float, float, list[torch.Tensor]]:
     """Weights of the user's own: `counted`, or one that is 0 for the shard that holds the first observation."""
     with dl.join_world(seed=0) as world:
@@ -181,7 +181,12 @@ def weighted(
                 loss = cross_entropy(model(inputs), labels)
                 if nan and not weight:
                     loss = loss * float("nan")
-                step.backward(loss, weight=torch.tensor(weight) if as_tensor else weight, first=float(number[0]))
+                step.backward(
+                    loss * weight if summed else loss,
+                    weight=torch.tensor(weight) if as_tensor else weight,
+                    reduction="sum" if summed else "mean",
+                    first=float(number[0]),
+                )
             row = step.fold()
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         return float(row.loss), float(row.metrics["first"]), gradients
@@ -190,9 +195,10 @@ def weighted(
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize(("ranks", "shards"), [(3, None), (2, 5)])
 def test_weights_travel_with_values_and_a_weight_of_0_adds_exactly_0(
-    as_tensor: bool, nan: bool, ranks: int, shards: int | None, on_ranks: OnRanks
+    as_tensor: bool, nan: bool, summed: bool, ranks: int, shards: int | None, on_ranks: OnRanks
 ) -> None:
     torch.manual_seed(1)
     model = deep()
@@ -204,7 +210,7 @@ def test_weights_travel_with_values_and_a_weight_of_0_adds_exactly_0(
     loss = torch.stack([w / total * value for w, value in zip(weights, losses, strict=True)]).sum()
     loss.backward()
     metric = sum(w / total * float(piece[0]) for w, piece in zip(weights, pieces, strict=True))
-    for found, first, gradients in on_ranks(ranks, weighted, as_tensor, shards, nan):
+    for found, first, gradients in on_ranks(ranks, weighted, as_tensor, shards, nan, None, summed):
         assert abs(found - loss.item()) <= 1e-12 * loss.item()
         assert abs(first - metric) <= 1e-12 * metric
         for gradient, parameter in zip(gradients, model.parameters(), strict=True):

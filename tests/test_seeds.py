@@ -97,6 +97,29 @@ def test_each_shard_of_each_step_has_dropout_of_its_own_on_any_number_of_ranks(o
     assert [mask for k in range(3) for mask in (*left[2 * k : 2 * k + 2], *right[2 * k : 2 * k + 2])] == alone
 
 
+def drawn_after_folds(shards: int) -> list[float]:
+    with dl.join_world(seed=1) as world:
+        model = nn.Linear(2, 1).to(world.device)
+        drawn = []
+        for step in dl.Loop(
+            dl.Batches(torch.ones(7, 2), 3, world, shards=shards), 1, state={"model": model}, progress=False
+        ):
+            for rows in step:
+                step.backward(nn.functional.dropout(model(rows)).mean())
+            step.fold()
+            drawn.append(torch.rand(()).item())
+        return drawn
+
+
+@pytest.mark.covers("H1")
+def test_draws_after_the_fold_are_the_same_on_every_rank_and_differ_from_step_to_step(on_ranks: OnRanks) -> None:
+    first, second = on_ranks(
+        2, drawn_after_folds, 3
+    )  # one rank has two shards of a step, or one where the other has none
+    assert first == second == on_ranks(1, drawn_after_folds, 3)[0]
+    assert len(set(first)) == len(first) == 3
+
+
 def updates(observations: int, batch_size: int, shards: int | None) -> int:
     with dl.join_world() as world:
         model = nn.Linear(2, 1).to(world.device)
