@@ -11,11 +11,13 @@ from ddp_loop.loop import Loop
 from ddp_loop.pooling import pooled
 from ddp_loop.shards import split_range, split_sizes
 from ddp_loop.step import Row, Step
+from ddp_loop.transforms import Draws
 from ddp_loop.words import PeerFailed
 from ddp_loop.world import World, join_world
 
 __all__ = [
     "Batches",
+    "Draws",
     "Fold",
     "Loop",
     "PeerFailed",

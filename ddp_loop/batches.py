@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any
@@ -13,6 +13,7 @@ from ddp_loop.determinism import permutation
 from ddp_loop.places import Places, as_places
 from ddp_loop.reading import Reader, Request, TensorReader, make_reader
 from ddp_loop.shards import MiniBatch, Shard, cut, split_range, split_sizes
+from ddp_loop.transforms import Draws, Transform
 from ddp_loop.world import World
 
 
@@ -34,6 +35,7 @@ class Loaded:
 
     mini_batch: MiniBatch
     _stream: Iterator[Any]
+    _change: Callable[[MiniBatch, Shard, Any], Any]
     _data: list[Any] = field(default_factory=list)
     _error: Exception | None = None
 
@@ -42,7 +44,8 @@ class Loaded:
         if self._error is not None:
             raise self._error
         while len(self._data) <= shard:
-            self._data.append(next(self._stream))
+            at_hand = self.mini_batch.shards[len(self._data)]
+            self._data.append(self._change(self.mini_batch, at_hand, next(self._stream)))
         return self._data[shard]
 
     def read_ahead(self) -> None:
@@ -78,6 +81,8 @@ class Batches:
         drop_last: leave out the last mini-batch of an epoch if it is smaller. By default it is kept.
         length: observations of an epoch for a source without a length; without it an epoch never ends.
         seed: of the order and of randomness while reading; by default the world's.
+        transform: `transform(data, draws)` gives what stands for a shard's data, on their device; `draws` has random
+            numbers for each observation (see `Draws`). Called once for each shard of each mini-batch.
         devices: where a shard's data go: a device for all, or a tuple or dict of them like the data's own, such
             as (None, "cpu"); None is the world's, the default.
         loader: `DataLoader`'s own `collate_fn`, `num_workers`, `pin_memory`, `prefetch_factor`,
@@ -102,6 +107,7 @@ class Batches:
         drop_last: bool = False,
         length: int | None = None,
         seed: int | None = None,
+        transform: Callable[[Any, Draws], Any] | None = None,
         devices: Any = None,
         **loader: Any,
     ) -> None:
@@ -117,6 +123,7 @@ class Batches:
             self._reader, self.length = self._open(data, length, as_places(devices, world.device), loader)
             self.shuffle = self._has_length if shuffle is None else shuffle
             self._check_epoch()
+            self._transform = None if transform is None else Transform(transform, self.seed, world.device)
         except Exception as error:  # whatever a data set says when it is asked for its length
             problem = error
         world.agree(problem)
@@ -194,10 +201,17 @@ class Batches:
         # Two plans: readers may run ahead, and on a rank without shards they never start.
         stream = self._reader(self._requests(self._plan(epoch, start)))
         for mini_batch in self._plan(epoch, start):
-            loaded = Loaded(mini_batch, stream)
+            loaded = Loaded(mini_batch, stream, self._changed)
             yield loaded
             loaded.finish_reading()
         stream.close()  # ends its workers, also while the last mini-batch is still held
+
+    def _changed(self, mini_batch: MiniBatch, shard: Shard, data: Any) -> Any:
+        if self._transform is None:
+            return data
+        start = mini_batch.start + shard.start
+        observations = self.indices(mini_batch.epoch, start, shard.observations)
+        return self._transform(mini_batch.epoch, start, observations, data)
 
     def _plan(self, epoch: int, start: int) -> Iterator[MiniBatch]:
         position = start

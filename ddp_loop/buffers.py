@@ -20,7 +20,7 @@ POLICIES = ("mean", "same", "first", "local")
 class Buffer:
     """One buffer: where it lives, its tensor, what it held when the step opened, and the rule for it.
 
-    A rule is "mean" (weighted mean over the shards that have observations; the default of floating buffers),
+    A rule is "mean" (weighted by the shards' observations; the default of floating buffers),
     "same" (every shard must change it alike; the default of the others), "first" (the first shard's), or
     "local" (left alone, each rank its own).
     """
@@ -156,7 +156,7 @@ class Buffers:
         """Give the buffers `names` the value that the rule makes of the shards' rows, (S, width).
 
         Args:
-            share: each shard's part of the weight, (S,).
+            share: each shard's part of the observations, (S,).
             full: the numbers of the shards that have observations.
 
         Raises:

@@ -1,16 +1,13 @@
-"""Images with class labels, as pure functions of a seed: drawn digits, and real handwriting."""
+"""Labelled images from every source: digits drawn from a seed, real handwriting, and what is stored in files."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -18,100 +15,13 @@ import numpy.typing as npt
 import torch
 
 from ddp_loop import drawing
+from ddp_loop.folders import ImageFolder
+from ddp_loop.idx import holds_idx, idx_folder, read_idx
+from ddp_loop.labelled import LabelledImages
+
+__all__ = ["ImageFolder", "LabelledImages", "digits", "handwritten", "holds_idx", "idx_folder", "read_idx"]
 
 DIGIT_NAMES = tuple("0123456789")
-
-
-@dataclass(frozen=True, eq=False)
-class LabelledImages:
-    """Images with the number of a class each.
-
-    Args:
-        images: (N, 1, H, W) uint8.
-        labels: (N,) int64, positions in `class_names`.
-        class_names: sorted; their number is the number of classes.
-        angles: (N,) float32, degrees that each image is turned counter-clockwise, or None if not known.
-
-    Raises:
-        ValueError: shapes or types other than these, names that are not sorted, a label without a name.
-    """
-
-    images: torch.Tensor
-    labels: torch.Tensor
-    class_names: tuple[str, ...]
-    angles: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        n = len(self.images)
-        if self.images.dtype != torch.uint8 or self.images.ndim != 4 or self.images.shape[1] != 1:
-            _refuse("images must be uint8 (N, 1, H, W)", self.images, "images.to(torch.uint8)[:, None]")
-        if self.labels.dtype != torch.int64 or self.labels.shape != (n,):
-            _refuse(f"the labels of {n} images must be int64 ({n},)", self.labels, "labels.long().flatten()")
-        if self.angles is not None and (self.angles.dtype != torch.float32 or self.angles.shape != (n,)):
-            _refuse(f"the angles of {n} images must be float32 ({n},)", self.angles, "angles.float().flatten()")
-        if list(self.class_names) != sorted(set(self.class_names)):
-            raise ValueError(
-                f"class names must be sorted, each there once, for ranks and runs to number them alike; got "
-                f"{self.class_names}: sort them and number the labels by that order"
-            )
-        if n and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.class_names):
-            raise ValueError(
-                f"labels are positions in the {len(self.class_names)} class names, from 0; got "
-                f"{int(self.labels.min())} to {int(self.labels.max())}: name every class, number them from 0"
-            )
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    @cached_property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(images (N, 1, H, W) float32 in [0, 1], labels (N,) int64), made once; what `Batches` reads."""
-        return self.images / 255, self.labels
-
-    def one_hot(self) -> torch.Tensor:
-        """The labels as rows with a single 1: (N, classes) float32."""
-        return torch.nn.functional.one_hot(self.labels, len(self.class_names)).float()
-
-    def split(self, *fractions: float, seed: int = 0) -> tuple[LabelledImages, ...]:
-        """Cut every class alike: part p gets floor(fractions[p] * n) of n, and one more part what is left.
-
-        Which ones is drawn by lot from `seed`; inside a part they keep their order. The parts are disjoint,
-        and together they are the whole. Of 1,000 a class `split(0.9)` gives 900 and 100, and
-        `split(0.95, 0.025)` gives 950, 25 and 25.
-
-        Raises:
-            ValueError: no fraction, one outside (0, 1), or fractions that leave nothing for the last part.
-        """
-        if not fractions or not all(0 < fraction < 1 for fraction in fractions):
-            raise ValueError(
-                f"split takes one fraction or more, each above 0 and below 1; got {fractions}: "
-                "split(0.9) gives two parts, nine tenths and the rest"
-            )
-        # As floats 0.29 * 100 is 28.999999999999996, a floor of 28.
-        shares = [Fraction(fraction).limit_denominator(1_000_000) for fraction in fractions]
-        if sum(shares) >= 1:
-            raise ValueError(
-                "the fractions of split must add to less than 1, as the last part is what is left; got "
-                f"{fractions}, together {float(sum(shares)):g}: leave the last one out"
-            )
-        parts: list[list[torch.Tensor]] = [[] for _ in range(len(shares) + 1)]
-        for number in range(len(self.class_names)):
-            members = torch.nonzero(self.labels == number).flatten()
-            lots = np.random.default_rng([seed, number]).random(len(members))
-            members = members[torch.from_numpy(np.argsort(lots, kind="stable"))]
-            sizes = [math.floor(share * len(members)) for share in shares]
-            for part, piece in zip(parts, torch.split(members, [*sizes, len(members) - sum(sizes)]), strict=True):
-                part.append(piece)
-        return tuple(self._part(torch.cat(part).sort().values) for part in parts)
-
-    def _part(self, indices: torch.Tensor) -> LabelledImages:
-        angles = None if self.angles is None else self.angles[indices]
-        return LabelledImages(self.images[indices], self.labels[indices], self.class_names, angles)
-
-
-def _refuse(rule: str, came: torch.Tensor, remedy: str) -> None:
-    raise ValueError(f"{rule}; got {came.dtype} {tuple(came.shape)}: try {remedy}")
-
 
 # -- drawn digits ------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 _MASK = (1 << 64) - 1
 
 # The streams' purposes; two purposes never share a key.
-ORDER, SHARD, STEP, OBSERVATION = 1, 2, 3, 4
+ORDER, SHARD, STEP, OBSERVATION, DRAWS, TRANSFORM = 1, 2, 3, 4, 5, 6
 
 
 def stream_key(*words: int) -> int:
@@ -68,6 +68,11 @@ def seed_observation(seed: int, epoch: int, index: int) -> None:
     random.seed(key)
     np.random.seed(key % 2**32)
     torch.default_generator.manual_seed(key)
+
+
+def seed_transform(seed: int, epoch: int, start: int, device: torch.device) -> None:
+    """Start the transform of the shard that begins with number `start` of an epoch on torch's own streams for it."""
+    seed_torch(stream_key(seed, TRANSFORM, epoch, start), device)
 
 
 def permutation(seed: int, epoch: int, size: int) -> torch.Tensor:

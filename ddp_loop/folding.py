@@ -270,7 +270,8 @@ class Fold:
             _, statistics, buffers = slots.split(widths, dim=1)
             self.statistics.apply(statistics, layout.calls)
             full = [number for number, size in enumerate(mini_batch.sizes) if size]
-            self.buffers.apply(buffers, layout.buffers, share, full)
+            # By observations also where losses have weights of the user's own: forward saw them all.
+            self.buffers.apply(buffers, layout.buffers, self._share(mini_batch.sizes, slots), full)
         return folded
 
     def _share(self, sizes: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:

@@ -8,18 +8,18 @@ from __future__ import annotations
 from torch import nn
 
 
-def digit_classifier() -> nn.Sequential:
-    """A network that tells ten classes of 28x28 grey images apart.
+def digit_classifier(classes: int = 10) -> nn.Sequential:
+    """A network that tells classes of 28x28 grey images apart.
 
-    Images (N, 1, 28, 28) float in [0, 1] -> logits (N, 10). 123,090 parameters in 14 tensors; 6 floating
-    state tensors (mean and variance of three batch norms).
+    Images (N, 1, 28, 28) float in [0, 1] -> logits (N, classes). With ten classes 123,090 parameters in 14
+    tensors; 6 floating state tensors (mean and variance of three batch norms).
     """
     return nn.Sequential(
         *_convolution_norm_relu(1, kernel_size=5, padding=0),
         *_convolution_norm_relu(20, kernel_size=3, padding=1),
         *_convolution_norm_relu(20, kernel_size=3, padding=1),
         nn.Flatten(),
-        nn.Linear(20 * 24 * 24, 10),
+        nn.Linear(20 * 24 * 24, classes),
     )
 
 

@@ -117,7 +117,52 @@ def test_integer_buffers_without_batch_norm_are_alike_on_all_ranks(
     assert on_ranks(3, count_in_a_world, each, keywords) == expected
 
 
+@pytest.mark.covers("D6", "C6")
+def test_empty_shards_have_no_say_in_integer_buffers(on_ranks: OnRanks) -> None:
+    assert on_ranks(3, count_in_a_world, False, {"shards": 9}) == [4, 4, 4]
+
+
 @pytest.mark.covers("D6")
 def test_a_word_that_is_no_rule_is_refused(refused: Refused) -> None:
     said = r"to one of .* got 'model\.seen': 'sum'; there are \['model\.seen'\]"
     refused(2, count, False, {"buffers": {"model.seen": "sum"}}, kind="ValueError", said=said, by=ALL)
+
+
+class Awaking(nn.Module):
+    """Buffers that begin to change in mid-run: one in the shard that holds observation 9, one in every shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("one", torch.full((2,), 4.0))
+        self.register_buffer("each", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if 9.0 in rows:
+            self.get_buffer("one").add_(8.0)
+        if float(rows.min()) >= 6.0:
+            self.get_buffer("each").add_(1)
+        return self.weight * rows.mean()
+
+
+def awake() -> list[tuple[list[float], int]]:
+    with dl.join_world() as world:
+        model = Awaking()
+        found = []
+        batches = dl.Batches(torch.arange(12.0), 3, world, shuffle=False)
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for rows in step:
+                step.backward(model(rows))
+            step.fold()
+            found.append((model.get_buffer("one").tolist(), int(model.get_buffer("each"))))
+        return found
+
+
+@pytest.mark.covers("D6")
+def test_buffers_that_begin_to_change_in_mid_run_are_pooled_from_that_step_on(on_ranks: OnRanks) -> None:
+    # Mini-batches of 3 over 2 shards of 2 and 1: observation 9 is in the first shard of the fourth one.
+    expected = [([4.0] * 2, 0), ([4.0] * 2, 0), ([4.0] * 2, 1), ([4.0 + 8.0 * 2 / 3] * 2, 2)]
+    for found in on_ranks(2, awake):
+        for (one, each), (expected_one, expected_each) in zip(found, expected, strict=True):
+            assert each == expected_each
+            assert one == pytest.approx(expected_one, rel=1e-6)
