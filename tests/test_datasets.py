@@ -427,6 +427,7 @@ def test_one_hot_labels_have_a_column_for_each_class_even_without_an_image() -> 
 # -- real handwriting --------------------------------------------------------------------------------------
 
 
+@pytest.mark.covers("A5")
 def test_handwritten_digits_are_scikit_learns_made_28x28() -> None:
     data = handwritten()
     assert data.images.shape == (1797, 1, 28, 28)
@@ -437,6 +438,7 @@ def test_handwritten_digits_are_scikit_learns_made_28x28() -> None:
     assert digest_of(data) == digest_of(handwritten())
 
 
+@pytest.mark.covers("A5")
 def test_handwritten_digits_are_resized_as_torch_resizes_bilinearly() -> None:
     small = torch.from_numpy(sklearn.datasets.load_digits().images.astype(np.float64))[:, None]
     large = torch.nn.functional.interpolate(small, size=(28, 28), mode="bilinear", align_corners=False)
@@ -444,6 +446,7 @@ def test_handwritten_digits_are_resized_as_torch_resizes_bilinearly() -> None:
     assert (handwritten().images - large * 255 / 16).abs().max() <= 0.5 + 1e-9
 
 
+@pytest.mark.covers("A5")
 def test_handwritten_digits_split_by_class() -> None:
     train, test = handwritten().split(0.9)
     assert (len(train), len(test)) == (sum(n * 9 // 10 for n in class_sizes_of(handwritten())), 1797 - len(train))

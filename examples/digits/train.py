@@ -4,6 +4,7 @@ One process:      python train.py
 All your GPUs:    torchrun --nproc_per_node=gpu train.py
 Two CPU ranks:    torchrun --nproc_per_node=2 train.py
 Two machines:     torchrun --nnodes=2 --nproc_per_node=gpu --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 train.py
+Your own images:  python train.py --data FOLDER, with a sub-folder for each class, or with MNIST's four IDX files
 
 torchrun of torch 2.13 takes --run for an abbreviation of an option of its own: give it `--` before train.py, or the
 longer name: torchrun --nproc_per_node=2 train.py --run-folder runs/digits
@@ -25,9 +26,32 @@ def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.argmax(1) == labels
 
 
+def read_data(name: str) -> tuple[datasets.LabelledImages, ...]:
+    """The training and the test images: (N, 1, 28, 28) uint8."""
+    if name == "digits":
+        return datasets.digits(seed=0).split(0.9)
+    if name == "handwritten":
+        return datasets.handwritten().split(0.9)
+    if not datasets.holds_idx(name):
+        return datasets.ImageFolder(name, mode="L", size=(28, 28)).images().split(0.9)
+    train, test = datasets.idx_folder(name)
+    if train.images.shape[2:] != (28, 28):
+        height, width = train.images.shape[2:]
+        raise ValueError(
+            f"the digit network takes images of 28x28 pixels; got {height}x{width} in {name}: resize them, or give "
+            "them as a folder of images, which are resized as they are read"
+        )
+    return train, test
+
+
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Classify digits.")
-    parser.add_argument("--data", choices=["digits", "handwritten"], default="digits", help="drawn from fonts, or real")
+    parser.add_argument(
+        "--data",
+        default="digits",
+        metavar="digits|handwritten|FOLDER",
+        help="drawn from fonts; real; a folder of MNIST's IDX files; a folder of images, its sub-folders the classes",
+    )
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=128, help="of one GPU; of all ranks together on the CPU")
@@ -42,10 +66,13 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = read_arguments()
     with dl.join_world(device=arguments.device, seed=arguments.seed) as world:
-        with world.first():  # drawn and cached once
-            data = datasets.digits(seed=0) if arguments.data == "digits" else datasets.handwritten()
-        train, test = data.split(0.9)
-        model = networks.digit_classifier().to(world.device)
+        try:
+            with world.first():  # drawn and cached once
+                train, test = read_data(arguments.data)
+        except (ValueError, ImportError, dl.PeerFailed) as error:
+            message = str(error).partition("\n")[0]  # not a peer's traceback
+            raise SystemExit(f"--data takes digits, handwritten, or a folder: {message}") from error
+        model = networks.digit_classifier(len(train.class_names)).to(world.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         batch_size = dl.scale_batch_size(arguments.batch_size, world)
         batches = dl.Batches(train, batch_size, world, shards=arguments.shards)
