@@ -40,10 +40,17 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """The whole mini-batch's values, still on the device: `values` is loss and metrics, (1 + metrics,)."""
+    """The whole mini-batch's values, still on the device.
+
+    Attributes:
+        metrics: their names.
+        values: loss and metrics, (1 + metrics,).
+        weight: the sum of the shards' weights, (); None where these are their observations.
+    """
 
     metrics: tuple[str, ...]
     values: torch.Tensor
+    weight: torch.Tensor | None
 
 
 class Fold:
@@ -258,14 +265,15 @@ class Fold:
     def _unpack(self, slots: torch.Tensor, layout: Layout, mini_batch: MiniBatch) -> Folded:
         widths = self._widths(layout)
         values = slots[:, : widths[0]]
-        if layout.weighted:
+        total = values[:, 0].sum() if layout.weighted else None
+        if total is not None:
             share = shares(values[:, 0])
             if len(share) > 1:  # an only shard's weight is the sum already
-                total = values[:, 0].sum()
                 self.gradients.scale(torch.where(total > 0, mini_batch.observations / total, 0.0))
         else:
             share = self._share(mini_batch.sizes, slots)
-        folded = Folded(layout.metrics or (), weighted_mean(values[:, 1:], share, guarded=layout.weighted))
+        means = weighted_mean(values[:, 1:], share, guarded=layout.weighted)
+        folded = Folded(layout.metrics or (), means, total)
         if any(widths[1:]):
             _, statistics, buffers = slots.split(widths, dim=1)
             self.statistics.apply(statistics, layout.calls)

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from ddp_loop.batches import Batches, Loaded
@@ -37,7 +38,8 @@ class Loop:
         steps: how many updates to make, at most.
         state: what the job is made of, by name: modules and optimizers (what they hold is folded).
         run: a folder for what the run leaves behind; rank 0 appends a line per update to its rows.jsonl.
-        on_row: called on rank 0 with each update's row, a dict of numbers, while training goes on.
+        on_row: called on rank 0 with each update's row, a dict of numbers, while training goes on. Where a step has
+            several passes, its row is that of the first one.
         progress: print a line per epoch, from rank 0.
         buffers: rules for single buffers, by name (such as "model.0.counter"): "mean", "same", "first", "local".
         bucket_mib: size of the buckets in which gradients are summed, in MiB.
@@ -190,8 +192,10 @@ class Loop:
     def _report(self, step: Step, folded: Folded) -> None:
         if self._rows is not None and step.passes == 1:
             ends = step.ends_epoch or self._has_made_all
-            names = ("loss", *folded.metrics)
-            self._rows.add(step.epoch, step.iteration, step.observations, ends, names, folded.values)
+            names, values = ("loss", *folded.metrics), folded.values
+            if folded.weight is not None:
+                names, values = ("weight", *names), torch.cat([folded.weight.reshape(1), values])
+            self._rows.add(step.epoch, step.iteration, step.observations, ends, names, values)
 
     def close(self) -> None:
         """Hand the last rows on, close the run's files and take all hooks off the model."""

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Rows:
         self._lines: list[str] = []
         self._flushed = self._began = time.monotonic()
         self._sums: dict[str, float] = {}
-        self._observations = 0
+        self._weight = 0.0
 
     def add(self, epoch: int, iteration: int, observations: int, ends_epoch: bool,
             names: tuple[str, ...], values: torch.Tensor) -> None:  # fmt: skip
@@ -130,17 +130,18 @@ class Rows:
                 }
             )
         if self._say is not None:
-            self._add_up(moment, values)
+            self._add_up(moment, dict(values))
 
     def _add_up(self, moment: Moment, values: dict[str, float]) -> None:
+        weight = values.pop("weight", float(moment.observations))  # as the step's own means are weighted
         for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + moment.observations * value
-        self._observations += moment.observations
+            self._sums[name] = self._sums.get(name, 0.0) + weight * value
+        self._weight += weight
         if moment.ends_epoch and self._say is not None:
-            means = {name: total / self._observations for name, total in self._sums.items()}
+            means = {name: total / self._weight if self._weight else nan for name, total in self._sums.items()}
             said = ", ".join(f"{name.capitalize()}: {mean:.4f}" for name, mean in means.items())
             self._say(f"Epoch: {moment.epoch}, {said}")
-            self._sums, self._observations = {}, 0
+            self._sums, self._weight = {}, 0.0
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()

@@ -39,6 +39,12 @@ class Row:
         return self._folded.values[0]
 
     @property
+    def weight(self) -> torch.Tensor:
+        """What the means are over, sum_s(w_s): by default the observations; shape ()."""
+        weight = self._folded.weight
+        return self._folded.values.new_tensor(self.observations) if weight is None else weight
+
+    @property
     def metrics(self) -> dict[str, torch.Tensor]:
         """Likewise each metric, by name; shape () each."""
         return dict(zip(self._folded.metrics, self._folded.values[1:].unbind(), strict=True))
@@ -135,7 +141,9 @@ class Step:
                 say. A shard of weight 0 adds exactly 0, whatever its loss.
             reduction: "mean", or "sum" where `loss` is a sum over what `weight` counts.
             more: another loss of the same shard follows, in a further `backward`; the losses add up.
-            metrics: by name, each one value (the shard's mean) or one per observation, shape (n,).
+            metrics: by name, each one value (the shard's mean) or one per observation, shape (n,), whose plain mean
+                is taken. Over the shards they are weighted as the loss is: with a weight of your own give the
+                shard's weighted mean.
 
         Raises:
             RuntimeError: no shard is at hand, or it had its last backward.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -99,3 +100,54 @@ def test_the_digit_example_trains_on_real_handwriting(tmp_path: Path) -> None:
     accuracy = re.search(r"Test accuracy: (\d\.\d+) of 185 images", done.stdout)
     assert accuracy is not None, done.stdout
     assert float(accuracy[1]) > 0.9
+
+
+def run_alone_and_on_two_ranks(script: str, *arguments: str, home: Path) -> list[str]:
+    """What an example prints in one process, and under torchrun on two ranks."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    printed = []
+    for command in ([script, *arguments], [*torchrun, script, *arguments]):
+        done = run(*command, folder=EXAMPLES, home=home)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    return printed
+
+
+@pytest.mark.slow
+@pytest.mark.covers("D11")
+def test_the_language_model_learns_the_same_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
+    arguments = ["--epochs", "2", "--sentences", "480", "--shards", "2", "--run-folder", str(tmp_path / "run")]
+    alone, together = run_alone_and_on_two_ranks("tokens.py", *arguments, home=tmp_path)
+    assert "480 training and 200 test sentences of 22 to" in alone
+    assert "1 ranks on " in alone
+    assert "2 ranks on " in together
+    found = [re.findall(r"^Test perplexity: (\d+\.\d+)$", text, re.MULTILINE) for text in (alone, together)]
+    assert [len(lines) for lines in found] == [3, 3], alone + together
+    perplexities = [[float(number) for number in lines] for lines in found]
+    for before, between, after in perplexities:
+        assert before > 20  # of 30 letters
+        assert before > between > after
+        assert after < 3
+    # The same shards: float32 sums of two ranks in another order, amplified over 30 updates.
+    assert all(abs(one - other) < 0.01 * one for one, other in zip(*perplexities, strict=True))
+    last = re.findall(r"^Epoch: 2, Loss: (\d+\.\d+)$", alone + together, re.MULTILINE)
+    assert len(last) == 2
+    for loss in map(float, last):  # the mean over the epoch's tokens: the model was worse before it and better behind
+        assert math.log(perplexities[0][2]) < loss < math.log(perplexities[0][1])
+    assert (tmp_path / "run" / "rows.jsonl").read_text().count("\n") == 2 * 2 * 15
+
+
+@pytest.mark.slow
+@pytest.mark.covers("B10")
+def test_the_generator_learns_the_same_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
+    arguments = ["--epochs", "10", "--points", "4000", "--shards", "2", "--run-folder", str(tmp_path / "run")]
+    printed = run_alone_and_on_two_ranks("gan.py", *arguments, home=tmp_path)
+    pattern = r"^Epoch: (\d+), Energy distance: (-?\d+\.\d+), Heaps: (\d) of 8, Near one: (\d\.\d+)$"
+    found = [re.findall(pattern, text, re.MULTILINE) for text in printed]
+    assert [[line[0] for line in lines] for lines in found] == [["0", "10"]] * 2, "".join(printed)
+    for before, after in found:
+        assert float(before[1]) > 1  # all points near the middle of the ring
+        assert float(after[1]) < 0.4
+    # The same shards and noise; two networks that chase each other amplify rounding more than one that descends.
+    assert abs(float(found[0][1][1]) - float(found[1][1][1])) < 0.1
+    assert (tmp_path / "run" / "rows.jsonl").read_text().count("\n") == 2 * 10 * 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,45 @@ def test_the_line_is_what_json_would_write(value: float) -> None:
     moment = Moment(1, 2, 3, 0.5, True)
     row = {"epoch": 1, "iteration": 2, "observations": 3, "loss": value, "elapsed_s": 0.5}
     assert json.loads(jsonl_line(moment, {"loss": value})) == row
+
+
+def weigh(run: str, capture: str, weights: float | None) -> tuple[list[dict[str, Any]], list[float], str]:
+    """Observations 1 and 9 and so on weigh what they are, and their loss is 0 but for 9; or all weigh the same."""
+    with dl.join_world() as world, Path(capture + str(world.rank)).open("w+") as file, redirect_stdout(file):
+        model = nn.Linear(1, 1).double()
+        rows: list[dict[str, Any]] = []
+        own = []
+        data = torch.tensor([[1.0], [9.0], [2.0], [4.0]], dtype=torch.float64)
+        batches = dl.Batches(data, 1, world, shuffle=False)
+        for step in dl.Loop(batches, 1, state={"model": model}, run=run, on_row=rows.append):
+            for inputs in step:
+                value = 10.0 * float(inputs == 9)
+                weight = float(inputs.sum()) if weights is None else weights
+                step.backward(0 * model(inputs).sum() + value, weight=torch.tensor(weight), value=value)
+            own.append(float(step.fold().weight))
+        file.seek(0)
+        return rows, own, file.read()
+
+
+@pytest.mark.covers("D11", "E2")
+def test_an_epochs_line_is_weighted_as_the_losses_are(on_ranks: OnRanks, tmp_path: Path) -> None:
+    (rows, own, said), other = on_ranks(2, weigh, str(tmp_path / "run"), str(tmp_path / "said"), None)
+    assert said == f"Epoch: 1, Loss: {90 / 16:.4f}, Value: {90 / 16:.4f}\n"
+    assert own == other[1] == [row["weight"] for row in rows] == [1.0, 9.0, 2.0, 4.0]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
+    assert [line["weight"] for line in lines] == [1.0, 9.0, 2.0, 4.0]
+
+
+@pytest.mark.covers("D11")
+def test_an_epoch_whose_weights_are_all_0_has_no_loss(on_ranks: OnRanks, tmp_path: Path) -> None:
+    (_, own, said), _ = on_ranks(2, weigh, str(tmp_path / "run"), str(tmp_path / "said"), 0.0)
+    assert (said, own) == ("Epoch: 1, Loss: nan, Value: nan\n", [0.0] * 4)
+
+
+def test_without_weights_a_rows_weight_is_its_observations() -> None:
+    with dl.join_world() as world:
+        model = nn.Linear(2, 1)
+        for step in dl.Loop(dl.Batches(torch.ones(7, 2), 4, world), 1, state={"model": model}, progress=False):
+            for rows in step:
+                step.backward(model(rows).mean())
+            assert step.fold().weight == step.observations
