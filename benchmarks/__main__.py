@@ -17,7 +17,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("networks", nargs="*", help=f"of {', '.join(JOBS)}; by default all")
     names = parser.parse_args().networks or list(JOBS)
-    print(f"Command: `python -m benchmarks {' '.join(sys.argv[1:])}`".replace(" `", "`"))
+    print(f"Command: `{' '.join(['python -m benchmarks', *sys.argv[1:]])}`")
     print(f"Hardware: {hardware()}; {RANKS} gloo ranks of 1 thread.\nDate: {datetime.date.today()}.\n")
     print("| network | what | median | quartiles | ms | pairs | goal |\n|---|---|--:|--:|--:|--:|--:|")
     for name in names:
