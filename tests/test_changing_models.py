@@ -166,3 +166,37 @@ def test_buffers_that_begin_to_change_in_mid_run_are_pooled_from_that_step_on(on
         for (one, each), (expected_one, expected_each) in zip(found, expected, strict=True):
             assert each == expected_each
             assert one == pytest.approx(expected_one, rel=1e-6)
+
+
+class Assigning(nn.Module):
+    """A buffer that forward replaces by another tensor."""
+
+    level: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("level", torch.full((2,), 4.0))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.level = self.level / 2 + rows.mean().detach()
+        return self.weight * rows.mean()
+
+
+def assign() -> tuple[list[list[float]], bool]:
+    with dl.join_world() as world:
+        model = Assigning()
+        own, found = model.level, []
+        batches = dl.Batches(torch.arange(6.0), 3, world, shuffle=False)
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for rows in step:
+                step.backward(model(rows))
+            step.fold()
+            found.append(model.level.tolist())
+        return found, model.level is own
+
+
+@pytest.mark.covers("D6")
+def test_a_buffer_that_forward_replaces_is_pooled_in_its_own_tensor(on_ranks: OnRanks) -> None:
+    # Shards of 0, 1 and of 2, then of 3, 4 and of 5: level / 2 and the mean over the observations.
+    assert on_ranks(2, assign) == [([[3.0] * 2, [5.5] * 2], True)] * 2
