@@ -82,12 +82,16 @@ def permutation(seed: int, epoch: int, size: int) -> torch.Tensor:
 
 
 @contextmanager
-def preserved_streams() -> Iterator[None]:
-    """Put Python's, NumPy's and torch's CPU streams back as they were, also after an exception."""
+def preserved_streams(device: torch.device | None = None) -> Iterator[None]:
+    """Put Python's, NumPy's and torch's streams of the CPU and of `device` back, also after an exception."""
     python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    gpu = torch.cuda.default_generators[device.index or 0] if device is not None and device.type == "cuda" else None
+    on_gpu = None if gpu is None else gpu.get_state()
     try:
         yield
     finally:
+        if gpu is not None and on_gpu is not None:
+            gpu.set_state(on_gpu)
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(torch_)

@@ -120,7 +120,7 @@ class Transform:
         """
         before = _first_length(data)
         draws = Draws(self.seed, epoch, observations, self.device)
-        with preserved_streams():
+        with preserved_streams(self.device):
             seed_transform(self.seed, epoch, start, self.device)
             changed = self.change(data, draws)
         after = _first_length(changed)

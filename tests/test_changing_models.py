@@ -96,7 +96,7 @@ def count(world: dl.World, folder: str, each: bool, keywords: dict[str, Any]) ->
 
 @pytest.mark.covers("D6")
 def test_an_integer_buffer_that_shards_change_differently_is_refused_by_name(refused: Refused) -> None:
-    said = r'a buffer of the rule "same" must be changed alike .* model\.seen .* was changed by 2, 2, 1, 0?'
+    said = r'a buffer of the rule "same" must be changed alike .* model\.seen .* was changed by 2, 2, 1, 1:'
     refused(3, count, True, {"shards": 4}, kind="ValueError", said=said, by=ALL)
 
 

@@ -200,7 +200,7 @@ def trained_with_recomputation(reentrant: bool | None) -> list[torch.Tensor]:
             for inputs in step:
                 step.backward(model(inputs.requires_grad_(), reentrant))
             step.fold()
-        return [tensor.detach().double() for tensor in [*model.state_dict().values()]]
+        return [tensor.detach().double() for tensor in model.state_dict().values()]
 
 
 @pytest.mark.covers("D4")
