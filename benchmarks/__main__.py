@@ -1,33 +1,34 @@
-"""Run the benchmarks and print a report for docs/benchmarks: `python -m benchmarks [NETWORK ...]`."""
+"""Run benchmarks and print a report for docs/benchmarks: `python -m benchmarks [TOPIC [PART ...]]`."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import sys
 
-import ddp_loop as dl
-from benchmarks.measuring import hardware
-from benchmarks.steps import JOBS, measure
+from benchmarks import accuracy, peers, reading, steps
+from benchmarks.measuring import RANKS, hardware
 
-RANKS = 2
+TOPICS = {
+    "steps": (steps.report, steps.JOBS),
+    "reading": (reading.report, reading.PARTS),
+    "peers": (peers.report, peers.PARTS),
+    "accuracy": (accuracy.report, accuracy.SETTINGS),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("networks", nargs="*", help=f"of {', '.join(JOBS)}; by default all")
-    names = parser.parse_args().networks or list(JOBS)
-    print(f"Command: `{' '.join(['python -m benchmarks', *sys.argv[1:]])}`")
-    print(f"Hardware: {hardware()}; {RANKS} gloo ranks of 1 thread.\nDate: {datetime.date.today()}.\n")
-    print("| network | what | median | quartiles | ms | pairs | goal |\n|---|---|--:|--:|--:|--:|--:|")
-    for name in names:
-        for what, ratio in dl.launch(measure, RANKS, name)[0].items():
-            goal = f"{JOBS[name].goal:.2f}" if what == "ours / DDP" else ""
-            print(
-                f"| {name} | {what} | {ratio.median:.3f} | {ratio.lower:.3f} to {ratio.upper:.3f} | "
-                f"{ratio.one_ms:.3f} / {ratio.other_ms:.3f} | {ratio.pairs} | {goal} |",
-                flush=True,
-            )
+    parser.add_argument("topic", nargs="?", choices=TOPICS, help="by default all but accuracy, which takes an hour")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="of a topic, by default all")
+    arguments = parser.parse_args()
+    for topic in [arguments.topic] if arguments.topic else [topic for topic in TOPICS if topic != "accuracy"]:
+        report, parts = TOPICS[topic]
+        if unknown := set(arguments.parts) - set(parts):
+            parser.error(f"the parts of {topic} are {', '.join(parts)}; got {', '.join(unknown)}")
+        print(f"Command: `{' '.join(['python -m benchmarks', topic, *arguments.parts])}`  ")
+        print(f"Hardware: {hardware()}; {RANKS} gloo ranks of 1 thread where nothing else is said.  ")
+        print(f"Date: {datetime.date.today()}.\n")
+        report(arguments.parts)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 Step = Callable[[], None]
+RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,18 @@ class Ratio:
     one_ms: float
     other_ms: float
     pairs: int
+
+    @classmethod
+    def of(cls, ones: list[float], others: list[float]) -> Ratio:
+        """Of times in seconds, pair by pair."""
+        lower, median, upper = statistics.quantiles([a / b for a, b in zip(ones, others, strict=True)], n=4)
+        return cls(median, lower, upper, 1e3 * statistics.median(ones), 1e3 * statistics.median(others), len(ones))
+
+    def columns(self) -> tuple[str, ...]:
+        """Median, quartiles, both times in ms, and the number of pairs, for a table."""
+        digits = 3 if self.other_ms < 100 else 0
+        times = f"{self.one_ms:.{digits}f} / {self.other_ms:.{digits}f}"
+        return f"{self.median:.3f}", f"{self.lower:.3f} to {self.upper:.3f}", times, str(self.pairs)
 
 
 def block(step: Step, steps: int) -> float:
@@ -50,9 +63,16 @@ def compare(one: Step, other: Step, *, pairs: int, steps: int) -> Ratio:
     for number in range(pairs):
         for step, times in ((one, ones), (other, others))[:: 1 if number % 2 == 0 else -1]:
             times.append(block(step, steps))
-    ratios = [a / b for a, b in zip(ones, others, strict=True)]
-    lower, median, upper = statistics.quantiles(ratios, n=4)
-    return Ratio(median, lower, upper, 1e3 * statistics.median(ones), 1e3 * statistics.median(others), pairs)
+    return Ratio.of(ones, others)
+
+
+def print_table(head: str, rows: Iterable[Iterable[object]], words: int = 1) -> None:
+    """A Markdown table, its first columns words and the others numbers, line by line as they come."""
+    columns = head.split(" | ")
+    print(f"| {head} |\n|{'|'.join(['---'] * words + ['--:'] * (len(columns) - words))}|")
+    for row in rows:
+        print(f"| {' | '.join(map(str, row))} |", flush=True)
+    print()
 
 
 def hardware() -> str:

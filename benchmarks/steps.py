@@ -1,6 +1,6 @@
 """The whole step of `Loop`, as a user gets it, over that of torch's DDP as people write it, on CPU ranks.
 
-    python -m benchmarks [NETWORK ...]
+    python -m benchmarks steps [NETWORK ...]
 
 Both take the same kernels, dtype, memory format, threads and input tensors. Ours writes rows.jsonl, folds
 statistics and metrics and draws its own random streams. DDP's has default buffers and buckets and reduces
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_loop as dl
-from benchmarks.measuring import Ratio, Step, compare
+from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
 from ddp_loop import networks
 
 MINI_BATCH = 128
@@ -54,7 +54,7 @@ JOBS = {
     "20-layer MLP": Job(lambda: mlp(32, 19), (32,), 200, 5, 0.85),
     "digit network": Job(networks.digit_classifier, (1, 28, 28), 100, 2, 0.95),
     "512-wide MLP": Job(lambda: mlp(512, 2), (32,), 200, 5, 0.95),
-    "25 M parameters": Job(lambda: mlp(2480, 4, 512), (512,), 40, 1, 1.00),
+    "25 M parameters": Job(lambda: mlp(2800, 4, 512), (512,), 40, 1, 1.00),
 }
 
 
@@ -160,3 +160,16 @@ def measure(name: str) -> dict[str, Ratio]:
             "DDP / DDP": compare(again, ddp, pairs=few, steps=job.steps),
             "ours / no communication": compare(ours, local, pairs=few, steps=job.steps),
         }
+
+
+def report(names: Iterable[str]) -> None:
+    """Print the table of these networks, by default of all."""
+    names = list(names) or list(JOBS)
+    head = "network | what | median | quartiles | ms | pairs | goal"
+    print_table(head, (row for name in names for row in _rows(name)), words=2)
+
+
+def _rows(name: str) -> Iterator[tuple[object, ...]]:
+    for what, ratio in dl.launch(measure, RANKS, name)[0].items():
+        goal = f"{JOBS[name].goal:.2f}" if what == "ours / DDP" else ""
+        yield name, what, *ratio.columns(), goal

@@ -1,0 +1,54 @@
+"""The job with ddp_loop."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import ddp_loop as dl
+from benchmarks.jobs import MINI_BATCH, MOMENTUM, RATE, read_arguments, read_material, show
+
+
+def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(1) == labels
+
+
+class Ours:
+    """The digit network in the hands of a `Loop`."""
+
+    def __init__(
+        self, world: dl.World, model: nn.Module, train: TensorDataset, test: TensorDataset, epochs: int
+    ) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+        self.test = dl.Batches(test, 1000, world, shuffle=False)
+        state = {"model": model, "optimizer": self.optimizer}
+        self.loop = dl.Loop(dl.Batches(train, MINI_BATCH, world), epochs, state=state, progress=False)
+
+    def epoch(self) -> dict[str, float]:
+        totals, observations = torch.zeros(2), 0
+        for step in self.loop.epoch():
+            for images, labels in step:
+                logits = self.model(images)
+                step.backward(cross_entropy(logits, labels), accuracy=hits(logits, labels))
+            row = step.fold()
+            self.optimizer.step()
+            totals += row.observations * torch.stack([row.loss, row.metrics["accuracy"]])
+            observations += row.observations
+        loss, accuracy = (totals / observations).tolist()
+        return {"loss": loss, "accuracy": accuracy, "observations": observations}
+
+    def evaluate(self) -> dict[str, float]:
+        return dl.evaluate(self.model, self.test, accuracy=hits)
+
+
+def main() -> None:
+    arguments = read_arguments()
+    with dl.join_world(device="cpu") as world:
+        show(Ours(world, *read_material(arguments), arguments.epochs), arguments)
+
+
+if __name__ == "__main__":
+    main()

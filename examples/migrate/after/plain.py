@@ -1,0 +1,77 @@
+"""Tell handwritten digits apart."""
+
+import argparse
+
+import ddp_loop as dl
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
+from torch.utils import data
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 16, kernel_size=3)
+        self.linear = nn.Linear(16 * 6 * 6, 10)
+
+    def forward(self, images):
+        return self.linear(torch.relu(self.convolution(images)).flatten(1))
+
+
+def read_digits():
+    images, labels = load_digits(return_X_y=True)
+    images, labels = torch.tensor(images / 16).float().view(-1, 1, 8, 8), torch.tensor(labels)
+    return data.TensorDataset(images[:1600], labels[:1600]), data.TensorDataset(images[1600:], labels[1600:])
+
+
+def read_arguments():
+    parser = argparse.ArgumentParser(description="Tell handwritten digits apart.")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=64)
+    return vars(parser.parse_args())
+
+
+def train(model, device, loader, optimizer, epoch):
+    model.train()
+    for step in loader.epoch():
+        optimizer.zero_grad()
+        for images, labels in step:
+            step.backward(cross_entropy(model(images), labels))
+        step.fold()
+        optimizer.step()
+
+
+def test(model, device, loader):
+    model.eval()
+    totals = torch.zeros(2, device=device)
+    with torch.no_grad():
+        for images, labels in loader:
+            images, labels = images.to(device), labels.to(device)
+            logits = model(images)
+            totals[0] += cross_entropy(logits, labels, reduction="sum")
+            totals[1] += (logits.argmax(1) == labels).sum()
+    world.print("Test loss and accuracy:", (world.sum(totals) / loader.length).tolist())
+
+
+def main(epochs, batch_size):
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    train_set, test_set = read_digits()
+    model = Network().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = StepLR(optimizer, step_size=4, gamma=0.5)
+    batches = dl.Batches(train_set, batch_size, world)
+    loader = dl.Loop(batches, epochs, state=dict(model=model, optimizer=optimizer))
+    test_loader = dl.Batches(test_set, 100, world, shuffle=False)
+    for epoch in range(1, epochs + 1):
+        train(model, device, loader, optimizer, epoch)
+        test(model, device, test_loader)
+        schedule.step()
+
+
+if __name__ == "__main__":
+    world = dl.join_world()
+    main(**read_arguments())

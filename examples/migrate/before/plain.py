@@ -1,0 +1,75 @@
+"""Tell handwritten digits apart."""
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
+from torch.utils import data
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 16, kernel_size=3)
+        self.linear = nn.Linear(16 * 6 * 6, 10)
+
+    def forward(self, images):
+        return self.linear(torch.relu(self.convolution(images)).flatten(1))
+
+
+def read_digits():
+    images, labels = load_digits(return_X_y=True)
+    images, labels = torch.tensor(images / 16).float().view(-1, 1, 8, 8), torch.tensor(labels)
+    return data.TensorDataset(images[:1600], labels[:1600]), data.TensorDataset(images[1600:], labels[1600:])
+
+
+def read_arguments():
+    parser = argparse.ArgumentParser(description="Tell handwritten digits apart.")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=64)
+    return vars(parser.parse_args())
+
+
+def train(model, device, loader, optimizer, epoch):
+    model.train()
+    for images, labels in loader:
+        optimizer.zero_grad()
+        images, labels = images.to(device), labels.to(device)
+        loss = cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+    print(f"Epoch: {epoch}, Loss of its last mini-batch: {loss.item():.4f}")
+
+
+def test(model, device, loader):
+    model.eval()
+    totals = torch.zeros(2, device=device)
+    with torch.no_grad():
+        for images, labels in loader:
+            images, labels = images.to(device), labels.to(device)
+            logits = model(images)
+            totals[0] += cross_entropy(logits, labels, reduction="sum")
+            totals[1] += (logits.argmax(1) == labels).sum()
+    print("Test loss and accuracy:", (totals / len(loader.dataset)).tolist())
+
+
+def main(epochs, batch_size):
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    train_set, test_set = read_digits()
+    model = Network().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = StepLR(optimizer, step_size=4, gamma=0.5)
+    loader = data.DataLoader(train_set, batch_size, shuffle=True)
+    test_loader = data.DataLoader(test_set, batch_size=100)
+    for epoch in range(1, epochs + 1):
+        train(model, device, loader, optimizer, epoch)
+        test(model, device, test_loader)
+        schedule.step()
+
+
+if __name__ == "__main__":
+    main(**read_arguments())
