@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from operator import index
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from ddp_loop.determinism import permutation
 from ddp_loop.places import Places, as_places
-from ddp_loop.reading import Reader, Request, TensorReader, make_reader
+from ddp_loop.reading import Reader, Request, TensorReader, is_stream, make_reader
 from ddp_loop.shards import MiniBatch, Shard, cut, split_range, split_sizes
+from ddp_loop.streams import Cut, StreamReader
 from ddp_loop.transforms import Draws, Transform
 from ddp_loop.world import World
 
@@ -72,8 +75,10 @@ class Batches:
 
     Args:
         data: tensors or arrays (one, a tuple or a dict of them, or what has `tensors`), kept on the device
-            where they fit; a map-style data set, read by `DataLoader`; or a source without a length, which
-            gives observation number i by `source[i]` or `source(i)` and is numbered on from epoch to epoch.
+            where they fit; a map-style data set, read by `DataLoader`; a source without a length, which
+            gives observation number i by `source[i]` or `source(i)` and is numbered on from epoch to epoch; or a
+            stream (an `IterableDataset`, what has `__iter__` alone), which every rank reads from its beginning in
+            each epoch, keeping its own shards.
         batch_size: B, the observations of a mini-batch over all ranks (see `scale_batch_size`).
         world: from `join_world`.
         shuffle: a new order each epoch; by default wherever the data have a length.
@@ -112,15 +117,15 @@ class Batches:
         **loader: Any,
     ) -> None:
         self.world = world
-        self.drop_last = drop_last
         self._order: tuple[int, torch.Tensor] | None = None
-        self._cuts: dict[tuple[int, ...], tuple[int, tuple[Shard, ...]]] = {}
+        self._cuts: dict[int, tuple[tuple[int, ...], tuple[Shard, ...]]] = {}  # by observations
         problem: Exception | None = None
         try:
             self.batch_size = _whole("batch_size", batch_size, 1)
             self.shards = world.size if shards is None else _whole("shards", shards, 1)
             self.seed = world.seed if seed is None else _whole("seed", seed)
-            self._reader, self.length = self._open(data, length, as_places(devices, world.device), loader)
+            self.drop_last = drop_last
+            self._open(data, length, as_places(devices, world.device), loader)
             self.shuffle = self._has_length if shuffle is None else shuffle
             self._check_epoch()
             self._transform = None if transform is None else Transform(transform, self.seed, world.device)
@@ -129,12 +134,30 @@ class Batches:
         world.agree(problem)
         world.check_same("the data's length, batch_size, shards, drop_last, shuffle and seed", self._facts())
 
-    def _open(self, data: Any, length: int | None, places: Places, loader: dict[str, Any]) -> tuple[Reader, int | None]:
-        reader, own_length = make_reader(data, self.seed, places, loader)
-        self._has_length = own_length is not None
+    def _open(self, data: Any, length: int | None, places: Places, loader: dict[str, Any]) -> None:
+        self._reader: Reader | StreamReader
+        self.length: int | None = None
+        if is_stream(data):
+            if length is not None:
+                raise ValueError(f"an epoch of a stream ends where the stream does; got length={length}: leave it out")
+            self._reader = self._open_stream(data, places, loader)
+        else:
+            self._reader, self.length = make_reader(data, self.seed, places, loader)
+        self._has_length = self.length is not None
         if self._has_length and length is not None:
-            raise ValueError(f"length is for data without one; these have {own_length} observations, got {length}")
-        return reader, own_length if length is None else _whole("length", length, 1)
+            raise ValueError(f"length is for data without one; these have {self.length} observations, got {length}")
+        if length is not None:
+            self.length = _whole("length", length, 1)
+
+    def _open_stream(self, data: Any, places: Places, loader: dict[str, Any]) -> StreamReader:
+        if unknown := sorted(set(loader) - {"collate_fn"}):
+            raise TypeError(
+                f"a stream is read in this process, of DataLoader's keywords it takes collate_fn; got {unknown}: leave "
+                "the others out"
+            )
+        collate = loader.get("collate_fn") or default_collate
+        mine = split_range(self.shards, self.world.size, self.world.rank)
+        return StreamReader(Cut(data, self.batch_size, self.drop_last, self.shards, mine, collate), self.seed, places)
 
     def _check_epoch(self) -> None:
         if self.length is not None and self.length < 1:
@@ -160,31 +183,42 @@ class Batches:
         whole, rest = divmod(self.length, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
+    @property
+    def ends(self) -> bool:
+        """Whether an epoch has an end; a stream's is where the stream ends, whenever that is."""
+        return self.length is not None or isinstance(self._reader, StreamReader)
+
     def __len__(self) -> int:
         if self.steps is None:
-            raise TypeError("an epoch of this source never ends: give Batches a length, or Loop its steps")
+            raise TypeError(
+                "nobody knows how many mini-batches a stream has: go through it"
+                if self.ends
+                else "an epoch of this source never ends: give Batches a length, or Loop its steps"
+            )
         return self.steps
 
     def sizes(self, position: int) -> tuple[int, ...]:
         """The observations of each of the S shards of mini-batch number `position` of an epoch."""
-        observations = self.batch_size
-        if self.length is not None:
-            observations = min(self.batch_size, self.length - position * self.batch_size)
-        return split_sizes(observations, self.shards)
+        return split_sizes(self._observations(position), self.shards)
+
+    def _observations(self, position: int) -> int:
+        if self.length is None:
+            return self.batch_size
+        return min(self.batch_size, self.length - position * self.batch_size)
 
     # -- mini-batches --------------------------------------------------------------------------------------
 
     def mini_batch(self, epoch: int, position: int) -> MiniBatch:
         """Mini-batch number `position` of an epoch as this rank sees it."""
-        sizes = self.sizes(position)
-        if sizes not in self._cuts:  # an epoch's mini-batches have two different sizes at most
-            mine = split_range(self.shards, self.world.size, self.world.rank)
-            self._cuts[sizes] = sum(sizes), cut(sizes, mine)
-        observations, shards = self._cuts[sizes]
+        observations = self._observations(position)
+        if observations not in self._cuts:  # an epoch's mini-batches have two different sizes at most
+            sizes = split_sizes(observations, self.shards)
+            self._cuts[observations] = sizes, cut(sizes, split_range(self.shards, self.world.size, self.world.rank))
+        sizes, shards = self._cuts[observations]
         return MiniBatch(epoch, position, position * self.batch_size, observations, sizes, shards)
 
-    def indices(self, epoch: int, start: int, count: int) -> torch.Tensor:
-        """Which observations of the data are number `start` .. `start + count - 1` of an epoch; int64.
+    def indices(self, epoch: int, start: int, number: int) -> torch.Tensor:
+        """Which observations of the data are number `start` .. `start + number - 1` of an epoch; int64.
 
         They lie where the data lie, if these are tensors.
         """
@@ -192,12 +226,15 @@ class Batches:
             if self._order is None or self._order[0] != epoch:
                 order = permutation(self.seed, epoch, self.length)
                 self._order = (epoch, order.to(self._reader.place) if isinstance(self._reader, TensorReader) else order)
-            return self._order[1][start : start + count]
+            return self._order[1][start : start + number]
         before = 0 if self._has_length else epoch * (self.length or 0)
-        return torch.arange(before + start, before + start + count)
+        return torch.arange(before + start, before + start + number)
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Loaded, None, None]:
         """The mini-batches of an epoch from position `start` on, with this rank's data."""
+        if isinstance(self._reader, StreamReader):
+            yield from self._stream_epoch(self._reader, epoch, start)
+            return
         # Two plans: readers may run ahead, and on a rank without shards they never start.
         stream = self._reader(self._requests(self._plan(epoch, start)))
         for mini_batch in self._plan(epoch, start):
@@ -205,6 +242,37 @@ class Batches:
             yield loaded
             loaded.finish_reading()
         stream.close()  # ends its workers, also while the last mini-batch is still held
+
+    def _stream_epoch(self, stream: StreamReader, epoch: int, start: int) -> Generator[Loaded, None, None]:
+        for position, piece in enumerate(stream(epoch)):
+            if position >= start:
+                first, sizes = position * self.batch_size, split_sizes(piece.observations, self.shards)
+                mini_batch = MiniBatch(
+                    epoch, position, first, piece.observations, sizes, piece.shards, ends_stream=piece.last
+                )
+                yield Loaded(mini_batch, iter(piece.data), self._changed)
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        """This rank's shards of the data, gone through once in their order: for an evaluation loop of your own.
+
+        Each observation comes once, on one rank; what is counted there is added up afterwards:
+
+            for images, labels in test_batches:
+                right += (model(images).argmax(1) == labels).sum()
+            world.sum(right)
+
+        Raises:
+            ValueError: batches that shuffle, as for training: there a `Loop` goes through them; data that never end.
+        """
+        if self.shuffle or not self.ends:
+            raise ValueError(
+                "a plain `for` over Batches goes through the data once and in order, to evaluate; "
+                + ("these shuffle" if self.shuffle else "these never end")
+                + ": make them with shuffle=False and a length, or train on them: for step in dl.Loop(batches, ...)"
+            )
+        for loaded in self.epoch(0):
+            for number in range(len(loaded.mini_batch.shards)):
+                yield loaded.data(number)
 
     def _changed(self, mini_batch: MiniBatch, shard: Shard, data: Any) -> Any:
         if self._transform is None:
@@ -214,10 +282,8 @@ class Batches:
         return self._transform(mini_batch.epoch, start, observations, data)
 
     def _plan(self, epoch: int, start: int) -> Iterator[MiniBatch]:
-        position = start
-        while self.steps is None or position < self.steps:
+        for position in count(start) if self.steps is None else range(start, self.steps):
             yield self.mini_batch(epoch, position)
-            position += 1
 
     def _requests(self, plan: Iterator[MiniBatch]) -> Iterator[Request]:
         for mini_batch in plan:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,6 +52,10 @@ class Buffer:
     def changed(self) -> bool:
         """Whether it was written since it was last alike on all ranks."""
         return self.silent or self.now is not self.tensor or self.tensor._version != self.version
+
+    def replace(self) -> None:
+        """Make it what it was when the step opened, in another tensor: a graph goes on to hold the one it used."""
+        self.owner._buffers[self.key] = self.opened.clone()
 
     @torch.no_grad()
     def put_back(self, value: torch.Tensor) -> None:
@@ -116,8 +121,11 @@ class Buffers:
                 buffer.version = buffer.tensor._version
 
     @torch.no_grad()
-    def take(self) -> dict[str, torch.Tensor]:
-        """End a shard: what it changed, by name; the buffers are put back as they stood when the step opened."""
+    def take(self, *, graph_goes_on: bool = False) -> dict[str, torch.Tensor]:
+        """End a shard: what it changed, by name; the buffers are put back as they stood when the step opened.
+
+        Where its backward comes later, in other tensors: until the fold, which puts the modules' own back.
+        """
         taken: dict[str, torch.Tensor] = {}
         for buffer in self.found.values():
             if not buffer.changed:
@@ -129,8 +137,25 @@ class Buffers:
                     f'{None if value is None else tuple(value.shape)}: give Loop buffers={{"{buffer.name}": "local"}}'
                 )
             taken[buffer.name] = self._travelling(buffer, value.detach().clone())
-            buffer.put_back(buffer.opened)
+            if graph_goes_on:
+                buffer.replace()
+            else:
+                buffer.put_back(buffer.opened)
         return taken
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Put back what is changed inside, and only that."""
+        before = [(buffer, tensor, tensor.clone(), tensor._version) for buffer in self.found.values()
+                  if (tensor := buffer.now) is not None]  # fmt: skip
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, tensor, value, version in before:
+                    if buffer.now is not tensor or buffer.silent or tensor._version != version:
+                        buffer.owner._buffers[buffer.key] = tensor
+                        tensor.copy_(value)
 
     @staticmethod
     def _travelling(buffer: Buffer, value: torch.Tensor) -> torch.Tensor:

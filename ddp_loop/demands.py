@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from ddp_loop.batches import Batches
+from ddp_loop.finite import NOT_FINITE
 from ddp_loop.replicas import find_modules
 
 
@@ -48,8 +49,14 @@ def check_extent(batches: Batches, epochs: int | None, steps: int | None, bucket
             raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}")
     if epochs is None and steps is None:
         raise ValueError("a Loop needs an end; give epochs or steps")
-    if batches.steps is None and steps is None:
+    if not batches.ends and steps is None:
         raise ValueError("an epoch of these data never ends; give Batches a length, or Loop its steps")
+
+
+def check_rule(not_finite: str) -> None:
+    """Raise ValueError unless there is such a rule for losses that are not finite."""
+    if not_finite not in NOT_FINITE:
+        raise ValueError(f"not_finite must be one of {NOT_FINITE}; got {not_finite!r}")
 
 
 def check_rows(batches: Batches, state: Mapping[str, object]) -> None:

@@ -25,11 +25,16 @@ def stream_key(*words: int) -> int:
     """
     key = 0
     for word in words:
-        key = (key + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
-        key ^= key >> 31
+        key = next_key(key, word)
     return key
+
+
+def next_key(key: int, word: int) -> int:
+    """`stream_key` of the words of `key` and one more."""
+    key = (key + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+    key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
+    return key ^ (key >> 31)
 
 
 def seed_everything(seed: int) -> None:
@@ -37,6 +42,13 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def seed_process(key: int) -> None:
+    """Seed Python's, NumPy's and torch's generators of this process, the CPU's alone."""
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    torch.default_generator.manual_seed(key)
 
 
 def seed_torch(key: int, device: torch.device) -> None:
@@ -60,14 +72,6 @@ def seed_shard(seed: int, step: int, shard: int, device: torch.device, again: in
 def seed_step(seed: int, step: int, device: torch.device) -> None:
     """Start what follows the shards of update number `step` on a stream that all ranks share."""
     seed_torch(stream_key(seed, STEP, step), device)
-
-
-def seed_observation(seed: int, epoch: int, index: int) -> None:
-    """Start the reading of one observation on its own stream, for Python, NumPy and torch on the CPU."""
-    key = stream_key(seed, OBSERVATION, epoch, index)
-    random.seed(key)
-    np.random.seed(key % 2**32)
-    torch.default_generator.manual_seed(key)
 
 
 def seed_transform(seed: int, epoch: int, start: int, device: torch.device) -> None:

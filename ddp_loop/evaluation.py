@@ -48,11 +48,15 @@ def _forward_first(model: nn.Module, data: Any) -> Any:
 
 def _shards(batches: Batches) -> Generator[tuple[int, Shard, Any], None, None]:
     batches.world.demand_free()
-    if batches.length is None:
+    if not batches.ends:
         raise ValueError("evaluation goes through the data once; these never end: give Batches a length")
+    observations = 0
     for loaded in batches.epoch(0):
+        observations += loaded.mini_batch.observations
         for number, shard in enumerate(loaded.mini_batch.shards):
             yield loaded.mini_batch.start, shard, loaded.data(number)
+    if batches.length is None:
+        batches.world.check_same("the observations of a stream", observations)
 
 
 def evaluate(
@@ -127,6 +131,8 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
         PeerFailed: another rank failed.
     """
     world = batches.world
+    if batches.length is None and batches.ends:
+        raise ValueError("predictions have a row per observation; nobody knows how many a stream has: give a data set")
     if batches.drop_last:
         raise ValueError("predictions are for every observation; these batches drop some: make them drop_last=False")
     forms: list[tuple[tuple[int, ...], torch.dtype]] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ from ddp_loop.values import Weight
 from ddp_loop.world import World
 
 _OPEN = "between a step's first shard and its fold the ranks are not at the same place: call this after step.fold()"
-_PROBLEM, _NEW, _CONTROL = 0, 1, 2  # places in the control word; behind them, which parameters got a gradient
+_PROBLEM, _NEW, _ENDS, _CONTROL = 0, 1, 2, 3  # of the control word; behind them, which parameters got a gradient
 
 
 def nothing() -> None:
@@ -46,11 +47,15 @@ class Folded:
         metrics: their names.
         values: loss and metrics, (1 + metrics,).
         weight: the sum of the shards' weights, (); None where these are their observations.
+        losses: of each shard, (S,).
+        share: each shard's part of the means, (S,).
     """
 
     metrics: tuple[str, ...]
     values: torch.Tensor
     weight: torch.Tensor | None
+    losses: torch.Tensor
+    share: torch.Tensor
 
 
 class Fold:
@@ -110,10 +115,30 @@ class Fold:
         self.records.append(record)
         return record
 
-    def close_shard(self, record: Record) -> None:
-        """End a shard, and put the buffers back."""
+    def close_shard(self, record: Record, *, graph_goes_on: bool = False) -> None:
+        """End a shard, and put the buffers back; its backward may come later."""
         self.statistics.stop()
-        record.taken = self.buffers.take()
+        record.taken = self.buffers.take(graph_goes_on=graph_goes_on)
+
+    @contextmanager
+    def among_the_shards(self) -> Iterator[None]:
+        """Collectives that all ranks make between their shards and the fold."""
+        self._world.set_busy(None)
+        try:
+            yield
+        finally:
+            self._world.set_busy(_OPEN)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Backward outside of a shard: what it computes again leaves no trace in statistics and buffers."""
+        self.statistics.recording()
+        self.statistics.discard()
+        try:
+            with self.buffers.untouched():
+                yield
+        finally:
+            self.statistics.stop()
 
     # -- the fold ------------------------------------------------------------------------------------------
 
@@ -142,9 +167,11 @@ class Fold:
         slots = self._slots(len(given), len(mini_batch.sizes))
         if problem is None and not new:
             self._pack(slots, layout)
-        said = self._sum(given, problem is not None, new, meanwhile)
+        said = self._sum((problem is not None, new, mini_batch.ends_stream, *given), meanwhile)
         if said[_PROBLEM]:
             self._world.agree(problem)
+        if said[_ENDS]:
+            self.check_end(int(said[_ENDS]), mini_batch)
         if said[_NEW]:
             layout, slots = self._renegotiate(seen, layout, len(mini_batch.sizes))
         self.gradients.close([count > 0 for count in said[_CONTROL:]])
@@ -169,7 +196,7 @@ class Fold:
         def tell() -> None:
             self._world.set_busy(None)
             if layout is not None:
-                word = torch.tensor([1, 0, *(0 for _ in layout.parameters)], dtype=torch.int32)
+                word = torch.tensor([1, *[0] * (_CONTROL - 1 + len(layout.parameters))], dtype=torch.int32)
                 work = None if self._rides else self._world.start_sum(word)
                 # Zeros: what was handed out stays as it is.
                 flats = [torch.zeros(length, dtype=dtype, device=device) for length, dtype, device in outline]
@@ -217,9 +244,21 @@ class Fold:
         tail.zero_()
         return tail[_CONTROL + flags :].view(shards, -1) if self._rides else tail.view(shards, -1)
 
-    def _sum(self, given: list[bool], problem: bool, new: bool, meanwhile: Callable[[], None]) -> list[float]:
-        """Sum everything up; returns the control word over all ranks: problem, new, and a count per parameter."""
-        word = (problem, new, *given)
+    def check_end(self, ranks: int, mini_batch: MiniBatch) -> None:
+        """Raise ValueError on every rank unless a stream that ended on so many `ranks` did so on all, alike.
+
+        Every rank must call this.
+        """
+        if ranks != self._world.size:
+            raise ValueError(
+                f"a stream must give every rank the same observations; in mini-batch {mini_batch.position + 1} of "
+                f"epoch {mini_batch.epoch + 1} it ended on {ranks} of {self._world.size} ranks: give all ranks the "
+                "whole of it, Batches makes the shards"
+            )
+        self._world.check_same("the observations of a stream's last mini-batch", mini_batch.observations)
+
+    def _sum(self, word: tuple[bool, ...], meanwhile: Callable[[], None]) -> list[float]:
+        """Sum everything up; returns the control word over all ranks: problem, new, end, a count per parameter."""
         if self._rides:
             place = self.gradients.tail[: len(word)]
             if word not in self._words:  # nearly always the same one
@@ -273,7 +312,7 @@ class Fold:
         else:
             share = self._share(mini_batch.sizes, slots)
         means = weighted_mean(values[:, 1:], share, guarded=layout.weighted)
-        folded = Folded(layout.metrics or (), means, total)
+        folded = Folded(layout.metrics or (), means, total, values[:, 1], share)
         if any(widths[1:]):
             _, statistics, buffers = slots.split(widths, dim=1)
             self.statistics.apply(statistics, layout.calls)

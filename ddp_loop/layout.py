@@ -14,6 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+GATHER_EVERYWHERE = (
+    "step.gather is called on every rank or on none; some ranks fold without it: call it also where a rank has no shard"
+)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -49,7 +53,10 @@ def agreed(seen: Sequence[Layout], former: Layout | None) -> Layout:
 
     Raises:
         ValueError: metric names, or the parameters that want a gradient, differ between ranks.
+        RuntimeError: other ranks gather where this one folds.
     """
+    if not all(isinstance(one, Layout) for one in seen):
+        raise RuntimeError(GATHER_EVERYWHERE)
     for rank, one in enumerate(seen):
         if one.parameters != seen[0].parameters:
             differing = sorted(set(one.parameters) ^ set(seen[0].parameters)) or "their order"

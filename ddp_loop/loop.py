@@ -12,10 +12,13 @@ from torch.optim import Optimizer
 
 from ddp_loop.batches import Batches, Loaded
 from ddp_loop.buffers import Policy
-from ddp_loop.demands import check_extent, check_rows, check_state, make_folder
+from ddp_loop.demands import check_extent, check_rows, check_rule, check_state, make_folder
+from ddp_loop.finite import Guard, NotFinite
 from ddp_loop.folding import Fold, Folded
+from ddp_loop.gathering import Gathering
 from ddp_loop.progress import Rows
 from ddp_loop.replicas import check_structure, find_modules, find_parameters, find_tensors, make_equal
+from ddp_loop.shards import MiniBatch
 from ddp_loop.step import Step
 
 MIB = 2**20
@@ -30,7 +33,8 @@ class Loop:
             row = step.fold()
             optimizer.step()
 
-    The model stays the user's own and is not wrapped. Rank 0's parameters and buffers are given to all.
+    A script that goes by epochs says `for step in loop.epoch():` in each of them. The model stays the user's own and is
+    not wrapped. Rank 0's parameters and buffers are given to all.
 
     Args:
         batches: the mini-batches.
@@ -45,6 +49,7 @@ class Loop:
         bucket_mib: size of the buckets in which gradients are summed, in MiB.
         allow_one_row: take shards of one observation also if the model has BatchNorm1d layers, which cannot
             normalise one value (but can, if their inputs have positions).
+        not_finite: "raise" where a mini-batch's loss is NaN or infinite, on all ranks alike; or "allow" it.
 
     Raises:
         ValueError: neither or no sensible epochs and steps, a state without parameters, one-row shards under
@@ -65,19 +70,24 @@ class Loop:
         buffers: Mapping[str, Policy] | None = None,
         bucket_mib: float = 8.0,
         allow_one_row: bool = False,
+        not_finite: NotFinite = "raise",
     ) -> None:
         self.batches, self.world = batches, batches.world
         self.epochs, self.steps = epochs, steps
         self.iteration = 0
         self._state = check_state(state)
-        self._begun = False
+        self._epochs_made = 0
+        self._begun: str | None = None  # the epoch that is gone through now, or was left
         self._rows: Rows | None = None
+        self._gathering = Gathering(self.world)
+        self._guard = Guard(not_finite, batches.indices)
         self._stream: Iterator[Loaded] = iter(())
-        self._ahead: list[Loaded | None] = []  # the next mini-batch, if it was looked for already
+        self._ahead: list[Loaded | Exception | None] = []  # the next mini-batch, if it was looked for already
         self.world.on_leaving(self.close)
         problem: Exception | None = None
         try:
             check_extent(batches, epochs, steps, bucket_mib)
+            check_rule(not_finite)
             if not allow_one_row:
                 check_rows(batches, self._state)
             self._make_fold(bucket_mib, buffers or {})
@@ -86,7 +96,7 @@ class Loop:
             problem = error
         try:
             self.world.agree(problem)
-            self.world.check_same("epochs, steps and bucket_mib", (epochs, steps, bucket_mib))
+            self.world.check_same("epochs, steps, bucket_mib, not_finite", (epochs, steps, bucket_mib, not_finite))
             tensors = find_tensors(self._state)
             check_structure(tensors, self.world)
             make_equal(tensors, self.world)
@@ -124,29 +134,47 @@ class Loop:
     # -- going through it ----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
-        if self._begun:
-            raise RuntimeError("a Loop is gone through once; this one was begun before: make another")
-        self._begun = True
-        try:
-            yield from self._all_steps()
-        finally:
-            self.close()
+        """The steps of all epochs that are still to be made. Every rank must call this."""
+        yield from self.epoch()
+        while not self._is_done:
+            yield from self.epoch()
 
-    def _all_steps(self) -> Iterator[Step]:
-        epoch = 0
-        while (self.epochs is None or epoch < self.epochs) and not self._has_made_all:
-            with closing(self.batches.epoch(epoch)) as self._stream:
+    def epoch(self) -> Iterator[Step]:
+        """The steps of the epoch that comes next. Every rank must call this.
+
+            for epoch in range(epochs):
+                for step in loop.epoch():
+                    ...
+                print(dl.evaluate(model, test_batches, accuracy=hits))
+
+        An epoch is gone through to its end: who leaves it, leaves the loop.
+
+        Raises:
+            RuntimeError: all epochs were made, or the one before was left.
+        """
+        if self._begun or self._is_done:
+            why = f"has made its {self.iteration} steps" if self._is_done else f"began {self._begun} before"
+            raise RuntimeError(f"a Loop is gone through once, each epoch to its end; this one {why}: make another")
+        self._begun = f"epoch {self._epochs_made + 1}"
+        try:
+            with closing(self.batches.epoch(self._epochs_made)) as self._stream:
                 while (loaded := self._take_next()) is not None:
                     yield from self._one_step(loaded)
                     if self._has_made_all:
                         break
-            epoch += 1
+            self._guard.settle()
+            self._epochs_made += 1
+            self._begun = None
+        finally:
+            if self._begun or self._is_done:
+                self.close()
 
     def _one_step(self, loaded: Loaded) -> Iterator[Step]:
         self.iteration += 1
-        ends_epoch = loaded.mini_batch.position + 1 == self.batches.steps
+        ends_epoch = loaded.mini_batch.ends_stream or loaded.mini_batch.position + 1 == self.batches.steps
         step = Step(
             self.fold,
+            self._gathering,
             self.world,
             loaded,
             self.iteration,
@@ -169,17 +197,28 @@ class Loop:
         if self._rows is not None:
             self._rows.hand_on()
         if not self._ahead and not self._has_made_all:
-            loaded = next(self._stream, None)
+            try:
+                loaded = next(self._stream, None)
+            except Exception as error:  # of the next step's data, not of this one's
+                self._ahead.append(error)
+                return
             if loaded is not None:
                 loaded.read_ahead()
             self._ahead.append(loaded)
 
     def _take_next(self) -> Loaded | None:
-        return self._ahead.pop() if self._ahead else next(self._stream, None)
+        loaded = self._ahead.pop() if self._ahead else next(self._stream, None)
+        if isinstance(loaded, Exception):
+            raise loaded
+        return loaded
 
     @property
     def _has_made_all(self) -> bool:
         return self.steps is not None and self.iteration >= self.steps
+
+    @property
+    def _is_done(self) -> bool:
+        return self._has_made_all or self._epochs_made == self.epochs
 
     def _count(self) -> list[int]:
         return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -189,13 +228,14 @@ class Loop:
             self._known = known
             self.fold.gradients.add(find_parameters(self._state))
 
-    def _report(self, step: Step, folded: Folded) -> None:
+    def _report(self, step: Step, mini_batch: MiniBatch, folded: Folded) -> None:
         if self._rows is not None and step.passes == 1:
             ends = step.ends_epoch or self._has_made_all
             names, values = ("loss", *folded.metrics), folded.values
             if folded.weight is not None:
                 names, values = ("weight", *names), torch.cat([folded.weight.reshape(1), values])
             self._rows.add(step.epoch, step.iteration, step.observations, ends, names, values)
+        self._guard.look(step.iteration, mini_batch, folded.values[0], folded.losses, folded.share)
 
     def close(self) -> None:
         """Hand the last rows on, close the run's files and take all hooks off the model."""

@@ -73,5 +73,7 @@ def check_structure(tensors: Mapping[str, torch.Tensor], world: World) -> None:
 def make_equal(tensors: Mapping[str, torch.Tensor], world: World) -> None:
     """Give every rank the values of rank 0. Every rank must call this."""
     for tensor in tensors.values():
-        value = tensor.detach().clone(memory_format=torch.contiguous_format)
-        tensor.copy_(world.broadcast(value))
+        if tensor.is_contiguous():
+            world.broadcast(tensor.detach())
+        else:
+            tensor.copy_(world.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format)))

@@ -66,6 +66,7 @@ class MiniBatch:
         observations: R, how many it has over all ranks.
         sizes: the observations of each of its S shards; some may be 0.
         shards: those of this rank that are not empty, in order.
+        ends_stream: whether the data are a stream that ends here, as all ranks' must.
     """
 
     epoch: int
@@ -74,6 +75,7 @@ class MiniBatch:
     observations: int
     sizes: tuple[int, ...]
     shards: tuple[Shard, ...]
+    ends_stream: bool = False
 
 
 def cut(sizes: tuple[int, ...], mine: range) -> tuple[Shard, ...]:

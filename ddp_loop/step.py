@@ -12,7 +12,9 @@ import torch
 from ddp_loop.batches import Loaded
 from ddp_loop.determinism import seed_shard, seed_step
 from ddp_loop.folding import Fold, Folded, Record
+from ddp_loop.gathering import Gathering, Held, check_outputs
 from ddp_loop.gradients import Gradients
+from ddp_loop.shards import MiniBatch
 from ddp_loop.values import Value, Weight, as_mean, check_loss, check_names, check_weight
 from ddp_loop.words import PeerFailed
 from ddp_loop.world import World
@@ -79,19 +81,20 @@ class Step:
     def __init__(
         self,
         fold: Fold,
+        gathering: Gathering,
         world: World,
         loaded: Loaded,
         iteration: int,
         ends_epoch: bool,
         begin: Callable[[], None],
         meanwhile: Callable[[], None],
-        report: Callable[[Step, Folded], None],
+        report: Callable[[Step, MiniBatch, Folded], None],
     ) -> None:
         self.epoch = loaded.mini_batch.epoch + 1
         self.iteration = iteration
         self.observations = loaded.mini_batch.observations
         self.ends_epoch = ends_epoch
-        self._fold, self._world, self._loaded = fold, world, loaded
+        self._fold, self._gathering, self._world, self._loaded = fold, gathering, world, loaded
         self._call_begin, self._meanwhile, self._call_report = begin, meanwhile, report
         self._record: Record | None = None
         self._open = False
@@ -114,12 +117,13 @@ class Step:
                 yield data
             finally:
                 self._record = None
-                self._fold.close_shard(record)
+                self._fold.close_shard(record, graph_goes_on=self._gathering.holds(shard))
 
     def _begin(self) -> None:
         self._open = True
         self._call_begin()
         self._fold.open()
+        self._gathering.open()
 
     def backward(
         self,
@@ -130,7 +134,7 @@ class Step:
         more: bool = False,
         **metrics: Value,
     ) -> None:
-        """Backpropagate the loss of the shard at hand, by its share of the mini-batch.
+        """Backpropagate the loss of the shard at hand, by its share of the mini-batch; after `gather`, that of all.
 
         The gradient of the mini-batch is sum_s(w_s g_s) / sum_s(w_s), g_s being that of shard s's mean loss.
         The loss is scaled by w_s / R before backward, R the mini-batch's observations: exactly 1 for one shard.
@@ -150,6 +154,9 @@ class Step:
             ValueError: a loss that is no scalar or needs no gradient, a bad weight or metric.
         """
         record = self._record
+        if record is None and self._gathering.whole is not None:
+            self._backward_whole(loss, metrics, plain=weight is None and reduction == "mean" and not more)
+            return
         if record is None or record.done:
             why = "is outside of `for ... in step`" if record is None else "is its second: say more=True in the first"
             raise RuntimeError(f"step.backward is called once for each shard; this call {why}")
@@ -179,6 +186,82 @@ class Step:
         if more:
             self._fold.statistics.go_on(record.captures)
 
+    def hold(self, *outputs: torch.Tensor) -> None:
+        """Keep outputs of the shard at hand for a loss of the whole mini-batch; instead of `backward`.
+
+            for images, labels in step:
+                step.hold(model(images), labels)
+            embeddings, labels = step.gather()  # of the whole mini-batch, on every rank
+            step.backward(contrastive(embeddings, labels))
+            row = step.fold()
+
+        Args:
+            outputs: with a row per observation each, (n, ...); their graphs are kept until the backward.
+
+        Raises:
+            RuntimeError: no shard is at hand, or it has held outputs or had its backward before.
+            ValueError: something else than rows.
+        """
+        record = self._record
+        if record is None or record.done or record.losses or self._gathering.holds(record.shard):
+            raise RuntimeError(
+                "step.hold is called once for each shard, instead of step.backward; this call "
+                + ("is outside of `for ... in step`" if record is None else "comes after another one")
+            )
+        self._gathering.held.append(Held(record.shard, check_outputs(outputs, record.shard.observations)))
+
+    def gather(self) -> Any:
+        """What all shards held, side by side in the mini-batch's order, on every rank. Every rank must call this.
+
+        The loss made of it must be the same on every rank, as it is if it follows from it alone; `backward` then takes
+        it as that of the whole mini-batch. Random numbers drawn behind it are the same on every rank.
+
+        Returns:
+            (R, ...) for what each `hold` was given: a tensor, or a tuple of several.
+
+        Raises:
+            RuntimeError: a shard held nothing.
+            ValueError: outputs that differ between shards in number, shape or dtype.
+            PeerFailed: another rank has such a problem, or failed.
+        """
+        mini_batch = self._loaded.mini_batch
+        if self._record is not None or self._gathering.whole is not None or (mini_batch.shards and not self._open):
+            raise RuntimeError(
+                "step.gather comes once, between the shards and the fold: after `for ... in step`, not inside of it"
+            )
+        problem = None
+        if without := [shard.number for shard in mini_batch.shards if not self._gathering.holds(shard)]:
+            problem = RuntimeError(
+                f"step.gather needs what every shard holds; step {self.iteration} has nothing of {without} of its "
+                f"{len(mini_batch.sizes)} shards: call step.hold for each, and step.backward only after step.gather"
+            )
+        if not self._open:
+            self._begin()
+        with self._fold.among_the_shards():
+            whole = self._gathering.gather(mini_batch, problem, self._fold.check_end)
+        seed_shard(self._world.seed, self.iteration, len(mini_batch.sizes), self._world.device, self.passes)
+        return whole if len(whole) > 1 else whole[0]
+
+    def _backward_whole(self, loss: torch.Tensor, metrics: dict[str, Value], *, plain: bool) -> None:
+        if not plain:
+            raise ValueError(
+                "the loss after step.gather is that of the whole mini-batch, given once; it takes no weight, no "
+                "reduction and no more=: put them into the loss itself"
+            )
+        loss = check_loss(loss)
+        check_names(metrics)
+        value = loss.detach()
+        means = {name: as_mean(name, metric, self.observations, value) for name, metric in metrics.items()}
+
+        def go_back(one: torch.Tensor, last: bool) -> None:
+            with self._fold.recomputing():
+                self._fold.gradients.backward(one, 1.0, last=last)
+
+        self._gathering.backward(loss, go_back)
+        self._gathering.release()
+        for record in self._fold.records:
+            record.losses, record.metrics, record.done = [value], means, True
+
     def _factor(self, size: Weight, reduction: str) -> Weight:
         """What the loss is multiplied by: w_s / R of a mean, 1 / R of a sum; of an only shard 1, 1 / w_s."""
         whole = size if len(self._loaded.mini_batch.sizes) == 1 else self.observations
@@ -196,6 +279,7 @@ class Step:
         Raises:
             RuntimeError: a shard had no backward, or there was no pass over the shards since the last fold.
             ValueError: shards that differ in metrics, or in how they changed a buffer of the rule "same".
+            FloatingPointError: the mini-batch's loss is not finite; on a GPU one step later. On every rank.
             PeerFailed: another rank has such a problem, or failed.
         """
         problem = self._incomplete()
@@ -215,6 +299,8 @@ class Step:
 
         def tell_quietly() -> None:
             with suppress(_Left, PeerFailed):
+                self._gathering.open()
+                self._gathering.pass_over(_Left(why))
                 tell()
 
         self._world.owe(tell_quietly)
@@ -253,9 +339,11 @@ class Step:
     def _close(self, problem: Exception | None) -> Row:
         self._open = False
         self._broken = True
+        self._world.set_busy(None)
+        self._gathering.pass_over()
         folded = self._fold.close(self._loaded.mini_batch, problem, self._meanwhile)
         self._broken = False
         self.passes += 1
         seed_step(self._world.seed, self.iteration, self._world.device)
-        self._call_report(self, folded)
+        self._call_report(self, self._loaded.mini_batch, folded)
         return Row(self.epoch, self.iteration, self.observations, folded, self._fold.gradients)

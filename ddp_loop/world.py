@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -75,9 +77,21 @@ class World:
                 f"the process group must be that of the launcher; it has rank {dist.get_rank()} of "
                 f"{dist.get_world_size()}, the environment says {place.rank} of {place.size}"
             )
-        self._group = dist.group.WORLD
+        self._group = dist.distributed_c10d._get_default_group()
+        self._demand_cpu_sums(self._group)
         store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
         self._words = Words(store, self.rank, self.size)
+
+    @staticmethod
+    def _demand_cpu_sums(group: dist.ProcessGroup) -> None:
+        try:
+            group._get_backend(torch.device("cpu"))
+        except RuntimeError as error:
+            raise ValueError(
+                "the process group must have a backend for the CPU too, over which the ranks agree; this one has "
+                f'{dist.get_backend_config(group)}: init_process_group("cpu:gloo,cuda:nccl"), or leave it out: '
+                "join_world makes a group"
+            ) from error
 
     def _start_group(self, place: Place) -> None:
         timeout = timedelta(seconds=self.timeout_s)
@@ -260,6 +274,28 @@ class World:
         finally:
             self.leave(failed=error is not None)
 
+    def leave_at_exit(self) -> None:
+        """Leave when the interpreter ends, unless that was done before; an uncaught exception is told the peers."""
+        usual = sys.excepthook
+
+        def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if not self.is_left:
+                self.__exit__(kind, error, trace)
+            usual(kind, error, trace)
+
+        def end() -> None:
+            if not self.is_left:
+                self.__exit__(None, None, None)
+
+        def forget() -> None:
+            atexit.unregister(end)
+            if sys.excepthook is tell:
+                sys.excepthook = usual
+
+        sys.excepthook = tell
+        atexit.register(end)
+        self.on_leaving(forget)
+
     def leave(self, *, failed: bool = False) -> None:
         """Leave the ranks: close what was opened, the group and the connections, put the thread count back.
 
@@ -330,7 +366,8 @@ class World:
 def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout_s: float = 60.0) -> World:
     """Join the ranks that torchrun or `launch` started; alone, be a world of one. Every rank must call this.
 
-    Use it in a `with`: an exception inside is told to the other ranks, and leaving cleans up.
+    Use it in a `with`: an exception inside is told to the other ranks, and leaving cleans up. A script that was not
+    written so may call it alone: then its world is left, and what ended the script told, when the interpreter ends.
 
         with dl.join_world(seed=0) as world:
             model = Network().to(world.device)
@@ -356,4 +393,6 @@ def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout
     if chosen.type == "cuda":
         torch.cuda.init()  # else there are no generators to seed before the first tensor on the device
         torch.cuda.set_device(chosen)
-    return World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s)
+    world = World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s)
+    world.leave_at_exit()
+    return world

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import ddp_loop as dl
 from tests.harness import FAULT_S, OnRanks
+from tests.refusals import Refused
 from tests.sources import Drawn, numbers, places, squares
 
 
@@ -56,7 +57,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     "nothing": (None, 2, {}, TypeError, "got NoneType"),
     "a set": ({1, 2}, 2, {}, TypeError, "got set"),
     "an iterator": (iter([1, 2]), 2, {}, TypeError, "got list_iterator"),
-    "an iterable data set": (Endless(), 2, {}, TypeError, "got Endless"),
+    "a stream with a length": (Endless(), 2, {"length": 4}, ValueError, "ends where the stream does; got length=4"),
     "a DataLoader": (torch.utils.data.DataLoader(Drawn()), 2, {}, TypeError, "got DataLoader"),
     "shuffling without a length": (squares, 2, {"shuffle": True}, ValueError, "shuffle needs data with a length"),
     "shuffling with a given length": (
@@ -209,3 +210,31 @@ def refusal_of_the_unmounted(bad: int) -> str:
 def test_a_length_that_cannot_be_told_on_one_rank_ends_all(on_ranks: OnRanks) -> None:
     own = "OSError: the disk is not there"
     assert on_ranks(2, refusal_of_the_unmounted, 1) == [f"PeerFailed: rank 1 failed: {own}", own]
+
+
+class Ragged(Dataset[torch.Tensor]):
+    """Observation 5 is longer than the others."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(4 if index == 5 else 3)
+
+
+def read_ragged(world: dl.World, folder: str, data: Any) -> None:
+    for loaded in dl.Batches(data, 6, world, shuffle=False).epoch(0):
+        loaded.finish_reading()
+    world.agree(None)
+
+
+class RaggedStream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (Ragged()[index] for index in range(12))
+
+
+@pytest.mark.covers("D10")
+@pytest.mark.parametrize("data", [Ragged(), RaggedStream()], ids=["a data set", "a stream"])
+def test_observations_of_unequal_sizes_are_refused_with_the_remedy(data: Any, refused: Refused) -> None:
+    results = refused(2, read_ragged, data, kind="RuntimeError", said="equal size", by=1)
+    assert "give a collate_fn that pads those of unequal sizes" in results[0].text  # a peer is told the notes too

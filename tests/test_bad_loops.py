@@ -201,7 +201,7 @@ def go_through_twice(world: dl.World, folder: str) -> None:
 
 
 def test_a_loop_is_gone_through_once(refused: Refused) -> None:
-    refused(2, go_through_twice, kind="RuntimeError", said="a Loop is gone through once; .* make another", by=ALL)
+    refused(2, go_through_twice, kind="RuntimeError", said="a Loop is gone through once, .* make another", by=ALL)
 
 
 def want_a_gpu() -> Caught:

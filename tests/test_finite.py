@@ -1,0 +1,117 @@
+"""Losses that are not finite: found on all ranks in the same step, laid at an observation's door."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import ddp_loop as dl
+from ddp_loop.finite import Guard
+from ddp_loop.shards import MiniBatch
+from tests.comparing import is_same, values_of
+from tests.harness import OnRanks
+from tests.refusals import ALL, Refused, network, observations
+
+pytestmark = pytest.mark.covers("D10")
+
+BAD = 17  # the observation whose label is no number
+COUNT, SIZE = 24, 6
+
+
+def data(bad: float) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = observations(COUNT)
+    labels = inputs.sum(1, keepdim=True)
+    labels[BAD] = bad
+    return inputs, labels
+
+
+def train_on_a_bad_label(world: dl.World, folder: str, bad: float, shards: int | None, **keywords: Any) -> nn.Module:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = dl.Batches(data(bad), SIZE, world, shards=shards)
+    state = {"model": model, "optimizer": optimizer}
+    for step in dl.Loop(batches, 1, state=state, run=folder, progress=False, **keywords):
+        for inputs, labels in step:
+            step.backward(mse_loss(model(inputs), labels))
+        before = values_of(model)
+        try:
+            step.fold()
+        except FloatingPointError:
+            assert is_same(values_of(model), before)  # the optimizer never saw it
+            raise
+        optimizer.step()
+    return model
+
+
+def step_of_the_bad_label() -> tuple[int, list[int]]:
+    """In which step the observation comes, and the mini-batch of it."""
+    with dl.join_world() as world:
+        batches = dl.Batches(torch.arange(COUNT), SIZE, world, shards=1)
+        for number, loaded in enumerate(batches.epoch(0), 1):
+            rows = loaded.data(0).tolist()
+            if BAD in rows:
+                return number, rows
+    raise AssertionError("every observation comes once an epoch")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 3), (3, None), (2, 3), (3, 8)])
+def test_a_label_that_is_no_number_is_named_on_every_rank(
+    ranks: int, shards: int | None, bad: float, refused: Refused
+) -> None:
+    number, rows = step_of_the_bad_label()
+    sizes = dl.split_sizes(SIZE, shards or ranks)
+    shard = next(n for n, size in enumerate(sizes) if rows.index(BAD) < sum(sizes[:n]) + size)
+    mine = rows[sum(sizes[:shard]) :][: sizes[shard]]
+    said = (
+        f"that of step {number} is (nan|inf), from shard {shard} of {len(sizes)}, observations "
+        f'{", ".join(map(str, mine))} of the data: look for NaN .* not_finite="allow"'
+    )
+    refused(ranks, train_on_a_bad_label, bad, shards, kind="FloatingPointError", said=said, by=ALL)
+
+
+def allow_it() -> int:
+    with dl.join_world() as world:
+        model = network()
+        batches = dl.Batches(data(math.nan), SIZE, world)
+        losses = []
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False, not_finite="allow"):
+            for inputs, labels in step:
+                step.backward(mse_loss(model(inputs), labels))
+            losses.append(step.fold().loss.item())
+        return sum(map(math.isnan, losses))
+
+
+def test_a_loop_that_can_bear_it_goes_on(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, allow_it) == [1, 1]
+
+
+def want_another_rule(world: dl.World, folder: str) -> None:
+    train_on_a_bad_label(world, folder, 0.0, None, not_finite="ignore")
+
+
+def disagree_on_the_rule(world: dl.World, folder: str) -> None:
+    train_on_a_bad_label(world, folder, 0.0, None, not_finite="allow" if world.rank else "raise")
+
+
+def test_a_rule_that_is_none_is_refused(refused: Refused) -> None:
+    refused(2, want_another_rule, kind="ValueError", said="not_finite must be one of .* got 'ignore'", by=ALL)
+    refused(2, disagree_on_the_rule, kind="ValueError", said="not_finite must be the same on every rank", by=ALL)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_next_step_says_it() -> None:
+    device = torch.device("cuda")
+    guard = Guard("raise", lambda epoch, start, count: torch.arange(start, start + count))
+    mini_batch = MiniBatch(0, 0, 0, 4, (2, 2), ())
+    share = torch.full((2,), 0.5, device=device)
+    guard.look(1, mini_batch, torch.tensor(math.nan, device=device), torch.tensor([1, math.nan], device=device), share)
+    with pytest.raises(FloatingPointError, match="step 1 is nan, from shard 1 of 2, observations 2, 3 of the data"):
+        guard.look(2, mini_batch, torch.ones((), device=device), torch.ones(2, device=device), share)
+    guard.look(3, mini_batch, torch.ones((), device=device), torch.ones(2, device=device), share)
+    guard.settle()
