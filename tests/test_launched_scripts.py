@@ -106,8 +106,9 @@ def test_functions_of_a_notebook_without_cloudpickle_get_the_install_command(sta
 def test_ctrl_c_in_the_parent_reaches_a_rank_once_and_lets_it_end_well(
     start_python: StartPython, tmp_path: Path
 ) -> None:
+    # A suite that runs in the background of a shell finds Ctrl-C ignored, and so would the script.
     script = """
-import threading
+import signal, threading
 from ddp_loop.launching import launch
 
 def wait():
@@ -118,6 +119,7 @@ def wait():
         print("checkpoint written", flush=True)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     launch(wait, 1)
 """
     process = start_python(write(tmp_path, script))
