@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+from collections.abc import Callable, Collection, Iterable
 
-from benchmarks import accuracy, peers, reading, steps
+from benchmarks import accuracy, order, peers, reading, steps
 from benchmarks.measuring import RANKS, hardware
 
-TOPICS = {
+TOPICS: dict[str, tuple[Callable[[Iterable[str]], None], Collection[str]]] = {
     "steps": (steps.report, steps.JOBS),
+    "order": (order.report, order.PARTS),
     "reading": (reading.report, reading.PARTS),
     "peers": (peers.report, peers.PARTS),
     "accuracy": (accuracy.report, accuracy.SETTINGS),

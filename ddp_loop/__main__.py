@@ -1,21 +1,84 @@
-"""The command line: `python -m ddp_loop devices`."""
+"""The command line: `python -m ddp_loop devices | verify | diff`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from ddp_loop.devices import describe_devices
+from ddp_loop.differing import compare_runs
+from ddp_loop.verifying import CannotVerify, Job, verify
+
+EQUAL, UNEQUAL, FAILED = 0, 1, 2  # exit codes
+
+
+def _ranks(said: str) -> list[int]:
+    try:
+        ranks = [int(one) for one in said.split(",")]
+    except ValueError:
+        ranks = []
+    if len(ranks) < 2 or min(ranks) < 1 or len(set(ranks)) < len(ranks):
+        raise argparse.ArgumentTypeError(
+            f"at least two different numbers of ranks, 1 or more, such as 1,2,3; got {said}"
+        )
+    return ranks
+
+
+def _above_0(said: str) -> int:
+    if not said.isdecimal() or int(said) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number, 1 or more; got {said}")
+    return int(said)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ddp_loop", description="Custom data-parallel training loops.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("devices", help="what this machine has for ranks")
+    one = commands.add_parser(
+        "verify",
+        usage="python -m ddp_loop verify SCRIPT [--ranks 1,2,3] [--steps K] [--timeout-s S] [-- SCRIPT'S ARGUMENTS]",
+        help="run a script on several numbers of ranks, and say whether its numbers are the same",
+        epilog=f"Exit codes: {EQUAL} equal, {UNEQUAL} unequal, {FAILED} the script failed or made no step.",
+    )
+    one.add_argument("script", type=Path, metavar="SCRIPT")
+    one.add_argument("--ranks", type=_ranks, default=[1, 2, 3], metavar="1,2,3", help="the first is the reference")
+    one.add_argument("--steps", type=_above_0, default=5, metavar="K", help="of each Loop (default: 5)")
+    one.add_argument("--timeout-s", type=_above_0, default=600, metavar="S", help="for each run, in seconds (600)")
+    two = commands.add_parser(
+        "diff",
+        help="the first step and tensor where two runs part",
+        epilog=f"Exit codes: {EQUAL} the same bits, {UNEQUAL} not, {FAILED} they cannot be compared.",
+    )
+    two.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run folders of Loop(run=..., trace=True)")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m ddp_loop", description="Custom data-parallel training loops.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("devices", help="what this machine has for ranks")
-    parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    end = given.index("--") if "--" in given else len(given)  # what is behind it belongs to the script
+    said = _parser().parse_args(given[:end])
+    try:
+        if said.command == "verify":
+            if not said.script.is_file():
+                raise CannotVerify(f"SCRIPT must be a file with Python in it; there is no {said.script}")
+            job = Job(said.script, given[end + 1 :], said.steps, said.timeout_s)
+            equal = verify(job, said.ranks, _say)
+            return EQUAL if equal else UNEQUAL
+        if said.command == "diff":
+            equal, lines = compare_runs(*said.runs)
+            print("\n".join(lines))
+            return EQUAL if equal else UNEQUAL
+    except (CannotVerify, ValueError) as error:
+        print(f"ddp_loop {said.command}: {error}", file=sys.stderr)
+        return FAILED
     print(describe_devices())
     return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

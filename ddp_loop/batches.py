@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from ddp_loop.determinism import permutation
-from ddp_loop.places import Places, as_places
+from ddp_loop.places import Places, as_places, map_tensors
 from ddp_loop.reading import Reader, Request, TensorReader, is_stream, make_reader
 from ddp_loop.shards import MiniBatch, Shard, cut, split_range, split_sizes
 from ddp_loop.streams import Cut, StreamReader
@@ -39,6 +39,7 @@ class Loaded:
     mini_batch: MiniBatch
     _stream: Iterator[Any]
     _change: Callable[[MiniBatch, Shard, Any], Any]
+    _read_nothing: Callable[[MiniBatch], Any]
     _data: list[Any] = field(default_factory=list)
     _error: Exception | None = None
 
@@ -50,6 +51,10 @@ class Loaded:
             at_hand = self.mini_batch.shards[len(self._data)]
             self._data.append(self._change(self.mini_batch, at_hand, next(self._stream)))
         return self._data[shard]
+
+    def nothing(self) -> Any:
+        """What a shard without observations would be handed: tensors of no rows, (0, ...)."""
+        return self._read_nothing(self.mini_batch)
 
     def read_ahead(self) -> None:
         """Read the first shard's data already; what is wrong with them is said when they are asked for."""
@@ -122,6 +127,7 @@ class Batches:
         problem: Exception | None = None
         try:
             self.batch_size = _whole("batch_size", batch_size, 1)
+            self.fixed_shards = shards is not None
             self.shards = world.size if shards is None else _whole("shards", shards, 1)
             self.seed = world.seed if seed is None else _whole("seed", seed)
             self.drop_last = drop_last
@@ -238,7 +244,7 @@ class Batches:
         # Two plans: readers may run ahead, and on a rank without shards they never start.
         stream = self._reader(self._requests(self._plan(epoch, start)))
         for mini_batch in self._plan(epoch, start):
-            loaded = Loaded(mini_batch, stream, self._changed)
+            loaded = Loaded(mini_batch, stream, self._changed, self._nothing)
             yield loaded
             loaded.finish_reading()
         stream.close()  # ends its workers, also while the last mini-batch is still held
@@ -250,7 +256,7 @@ class Batches:
                 mini_batch = MiniBatch(
                     epoch, position, first, piece.observations, sizes, piece.shards, ends_stream=piece.last
                 )
-                yield Loaded(mini_batch, iter(piece.data), self._changed)
+                yield Loaded(mini_batch, iter(piece.data), self._changed, self._nothing)
 
     def __iter__(self) -> Generator[Any, None, None]:
         """This rank's shards of the data, gone through once in their order: for an evaluation loop of your own.
@@ -280,6 +286,17 @@ class Batches:
         start = mini_batch.start + shard.start
         observations = self.indices(mini_batch.epoch, start, shard.observations)
         return self._transform(mini_batch.epoch, start, observations, data)
+
+    def _nothing(self, mini_batch: MiniBatch) -> Any:
+        """The mini-batch's first observation without its rows: so the parts, shapes and types are right."""
+        if isinstance(self._reader, StreamReader):
+            raise ValueError(
+                "with synced batch norm a rank without observations takes part with tensors of no rows, which are made "
+                "of an observation read by its index; a stream has none: give a data set, or larger mini-batches"
+            )
+        index = int(self.indices(mini_batch.epoch, mini_batch.start, 1))
+        data = self._changed(mini_batch, Shard(0, 0, 1), self._reader.one(mini_batch.epoch, index))
+        return map_tensors(lambda tensor: tensor[:0] if tensor.dim() else tensor, data)
 
     def _plan(self, epoch: int, start: int) -> Iterator[MiniBatch]:
         for position in count(start) if self.steps is None else range(start, self.steps):

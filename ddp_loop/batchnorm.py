@@ -24,13 +24,21 @@ BatchNorm = _BatchNorm
 _SPARE = ("running_mean", "running_var", "num_batches_tracked")
 
 
+def is_synced(layer: nn.Module) -> bool:
+    """Whether a layer takes its statistics from all ranks itself."""
+    return bool(getattr(layer, "is_synced", False))
+
+
 def batch_norm_layers(modules: Mapping[str, nn.Module]) -> dict[str, BatchNorm]:
     """All layers below `modules` that keep running batch-norm statistics, by name."""
     return {
         name: layer
         for prefix, module in modules.items()
         for name, layer in module.named_modules(prefix=prefix)
-        if isinstance(layer, BatchNorm) and layer.track_running_stats and layer.running_mean is not None
+        if isinstance(layer, BatchNorm)
+        and layer.track_running_stats
+        and layer.running_mean is not None
+        and not is_synced(layer)
     }
 
 
@@ -112,6 +120,10 @@ class BatchNormStatistics:
     def before(self, number: int, layer: BatchNorm) -> None:
         """Give a layer its spare buffers, if its shard is watched."""
         mean = layer.running_mean
+        if is_synced(layer):
+            raise RuntimeError(
+                "a model is synced before its Loop is made; this one was after it: sync_batch_norm first"
+            )
         if not (self._active and layer.training) or number in self._spared or mean is None:
             return
         buffers = layer._buffers

@@ -5,15 +5,23 @@ strides (contiguous views under channels_last and a fused optimizer gave silentl
 in the reverse order of the parameters, which is about the order in which backward finishes them, and never
 change while the set of parameters that want a gradient stays: torch's DDP rebuilds its own after the first
 step, and a resumed run differs. Sums start strictly in bucket order, the same on every rank.
+
+[Note: Shard by shard] Where the order of the shards is that of a tree, each shard's gradients are taken out of the
+parameters when its backward has ended: copied for a left half, added for a right one. So k shards on a rank have
+log2(k) further buffers at most, and what autograd makes for the shard under way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.nn import Parameter
+
+from ddp_loop.order import Order
+from ddp_loop.summing import IDENTITY, Summing, merge, padded
+from ddp_loop.world import World
 
 
 def grouped(parameters: list[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
@@ -43,61 +51,211 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Flat:
+    """A flat tensor, its part for gradients, and a view into that for each parameter."""
+
+    whole: torch.Tensor
+    gradients: torch.Tensor
+    views: list[torch.Tensor]
+
+
 class Bucket:
-    """Neighbouring parameters' gradients in one flat tensor, and behind them `tail` elements for other sums."""
+    """Neighbouring parameters' gradients in one flat tensor, and behind them `tail` elements for other sums.
 
-    def __init__(self, parameters: list[Parameter], tail: int, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        parameters: of one dtype and device.
+        tail: room for so many other values.
+        dtype, device: of the parameters.
+        world: from `join_world`.
+        order: in which shards are added up.
+    """
+
+    def __init__(
+        self,
+        parameters: list[Parameter],
+        tail: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        world: World,
+        order: Order,
+    ) -> None:
         self.parameters = parameters
-        length = sum(parameter.numel() for parameter in parameters)
-        self.flat = torch.zeros(length + tail, dtype=dtype, device=device)
-        self.gradients, self.tail = self.flat[:length], self.flat[length:]
-        self.views = list(self._views())
         self.given = [False] * len(parameters)
-        self._version = self.flat._version
         self.missing = set(parameters)  # those that the backward under way has not reached
-        self.work: dist.Work | None = None
+        self._places = {parameter: place for place, parameter in enumerate(parameters)}
+        self.length = sum(parameter.numel() for parameter in parameters)
+        self._dtype, self._device, self._world, self._order = dtype, device, world, order
+        self._sums: list[Flat | None] = []  # of the pass's shards so far, by the order; of no gradient: None
+        self._shards = 0  # that ended in this pass
+        self._spare: list[Flat] = []
+        self._kept: list[tuple[torch.Tensor | None, int]] = []  # gradients of a shard that has another loss to come
+        self.resize(tail)
 
-    def _views(self) -> Iterator[torch.Tensor]:
+    def resize(self, tail: int) -> None:
+        """Have room for `tail` other values; gradients that were collected stay."""
+        length = padded(self.length + tail, self._order)
+        self.summing = Summing(self._world, self._order, length, self._dtype, self._device)
+        self._length, self._spare = length, []
+        sums = [None if one is None else self._moved(one) for one in self._sums]
+        self._sums = sums
+        self.own = next((one for one in sums if one is not None), None) or self._make()
+        self.tail = self.own.whole[self.length : self.length + tail]
+        self._show(self.own)
+
+    def _make(self) -> Flat:
+        whole = torch.full((self._length,), IDENTITY, dtype=self._dtype, device=self._device)
+        gradients = whole[: self.length]
+        return Flat(whole, gradients, list(self._views(gradients)))
+
+    def _moved(self, flat: Flat) -> Flat:
+        new = self._make()
+        new.gradients.copy_(flat.gradients)
+        return new
+
+    def _views(self, gradients: torch.Tensor) -> Iterator[torch.Tensor]:
         offset = 0
         for parameter in self.parameters:
-            piece = self.flat[offset : offset + parameter.numel()]
+            piece = gradients[offset : offset + parameter.numel()]
             dense = is_dense(parameter)
             yield (piece.as_strided(parameter.shape, parameter.stride()) if dense else piece.view(parameter.shape))
             offset += parameter.numel()
 
     def open(self) -> None:
         """Begin a pass over the shards: nothing is collected."""
-        self.work = None
         self.given = [False] * len(self.parameters)
-        self._version = self.flat._version
+        self._spare += [one for one in self._sums if one is not None and one is not self.own]
+        self._sums, self._shards, self._kept = [], 0, []
+        self._show(self.own)
 
-    def collect(self) -> None:
+    # -- a shard's gradients -------------------------------------------------------------------------------
+
+    def _show(self, flat: Flat) -> None:
+        """Note in which tensor the parameters' gradients are now, for `taken_away`."""
+        self._shown, self._version = flat, flat.whole._version
+
+    def begin_backward(self) -> None:
+        """Have autograd make the gradients of the next shard beside those of the others."""
+        if not self._order.in_place:
+            for parameter, view in zip(self.parameters, self._shown.views, strict=True):
+                if parameter.grad is view:
+                    parameter.grad = None
+
+    def end_backward(self) -> None:
+        """Keep the gradients of a shard that has another loss to come."""
+        if self._order.in_place:
+            self._collect()
+        else:
+            found = [parameter.grad for parameter in self.parameters]
+            self._kept = [(gradient, 0 if gradient is None else gradient._version) for gradient in found]
+
+    def end_shard(self, number: int) -> None:
+        """Take the gradients of this rank's shard number `number`, counted from 1, unless that was done."""
+        if self._order.in_place:
+            self._collect()
+        elif self._shards < number:
+            self._kept = []
+            new = [(self._places[parameter], _dense(gradient)) for parameter, gradient in self.fresh()]
+            for place, _ in new:
+                self.given[place] = True
+            self._add(new)
+            self._show(self._sums[-1] or self._shown)
+            for parameter, view, given in zip(self.parameters, self._shown.views, self.given, strict=True):
+                parameter.grad = view if given else None
+
+    def fresh(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
+        """What autograd made beside the gradients of the shards before."""
+        for parameter, view in zip(self.parameters, self._shown.views, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and gradient is not view:
+                yield parameter, gradient
+
+    def _add(self, pairs: list[tuple[int, torch.Tensor]]) -> None:
+        """Put one more shard's gradients to the others, in the tree's order."""
+        merges = self._order.merges[self._shards]
+        self._shards += 1
+        last = self._sums[-1] if self._sums else None
+        if not pairs:
+            self._sums.append(None)
+        elif merges and last is not None:
+            torch._foreach_add_([last.views[number] for number, _ in pairs], [one for _, one in pairs])
+            merges -= 1
+        else:
+            self._sums.append(self._filled(pairs))
+        self._spare += merge(self._sums, merges, lambda left, right: left.gradients.add_(right.gradients))
+
+    def _filled(self, pairs: list[tuple[int, torch.Tensor]]) -> Flat:
+        if all(one is None for one in self._sums):
+            flat = self.own
+        else:
+            flat = self._spare.pop() if self._spare else self._make()
+        if len(pairs) < len(self.parameters):
+            flat.gradients.fill_(IDENTITY)
+        torch._foreach_copy_([flat.views[number] for number, _ in pairs], [one for _, one in pairs])
+        return flat
+
+    def _collect(self) -> None:
         """Bring the parameters' gradients in: one copy for those that autograd made elsewhere."""
         views, gradients = [], []
-        for number, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+        for number, (parameter, view) in enumerate(zip(self.parameters, self.own.views, strict=True)):
             gradient = parameter.grad
             self.given[number] = gradient is not None
             if gradient is view:
                 continue
             if gradient is None:
-                view.zero_()
+                view.fill_(IDENTITY)
                 continue
-            if gradient.is_sparse:
-                raise ValueError(
-                    "gradients must be dense to be folded; a parameter of shape "
-                    f"{tuple(parameter.shape)} got a sparse one: make the embedding with sparse=False"
-                )
             views.append(view)
-            gradients.append(gradient)
+            gradients.append(_dense(gradient))
             parameter.grad = view
         if views:
             torch._foreach_copy_(views, gradients)
-        self._version = self.flat._version
+        self._show(self.own)
+
+    def end_shards(self) -> None:
+        """End the rank's shards: those that never came, since they are empty, add nothing."""
+        if self._order.in_place:
+            self._collect()
+            return
+        while self._shards < len(self._order.merges):
+            self._add([])
+        if all(one is None for one in self._sums):
+            self.own.gradients.fill_(IDENTITY)
+            self._sums[:1] = [self.own]
+        elif self._sums[0] is None:  # the sum will be in the first one
+            place = self._sums.index(self.own)
+            self._sums[place] = self._moved(self.own)
+            self.own.gradients.fill_(IDENTITY)
+            self._sums[0] = self.own
+
+    def start(self) -> None:
+        """Start the sum over the ranks. Every rank must call this."""
+        rows = [self.own] if self._order.in_place else [one or self._make() for one in self._sums]
+        self.summing.start([row.whole for row in rows])
+
+    def hand_out(self, given: list[bool]) -> None:
+        """Give the parameters the sum as `.grad`, where a shard of any rank gave one; else None."""
+        for parameter, view, there in zip(self.parameters, self.own.views, given, strict=True):
+            parameter.grad = view if there else None
 
     def taken_away(self) -> Parameter | None:
         """A parameter whose gradient was collected and is not there any more, or not as it was; None if all are."""
-        for parameter, view, given in zip(self.parameters, self.views, self.given, strict=True):
+        for parameter, (gradient, version) in zip(self.parameters, self._kept, strict=False):
+            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
+                return parameter
+        if self._kept:
+            return None
+        for parameter, view, given in zip(self.parameters, self._shown.views, self.given, strict=True):
             if given and parameter.grad is not view:
                 return parameter
-        changed = self.work is None and self.flat._version != self._version
+        changed = not self.summing.under_way and self._shown.whole._version != self._version
         return self.parameters[0] if changed and self.parameters else None
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.is_sparse:
+        raise ValueError(
+            "gradients must be dense to be folded; a parameter of shape "
+            f"{tuple(gradient.shape)} got a sparse one: make the embedding with sparse=False"
+        )
+    return gradient

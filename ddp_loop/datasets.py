@@ -18,8 +18,18 @@ from ddp_loop import drawing
 from ddp_loop.folders import ImageFolder
 from ddp_loop.idx import holds_idx, idx_folder, read_idx
 from ddp_loop.labelled import LabelledImages
+from ddp_loop.noise import noisy_pairs
 
-__all__ = ["ImageFolder", "LabelledImages", "digits", "handwritten", "holds_idx", "idx_folder", "read_idx"]
+__all__ = [
+    "ImageFolder",
+    "LabelledImages",
+    "digits",
+    "handwritten",
+    "holds_idx",
+    "idx_folder",
+    "noisy_pairs",
+    "read_idx",
+]
 
 DIGIT_NAMES = tuple("0123456789")
 

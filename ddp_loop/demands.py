@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from ddp_loop.batches import Batches
 from ddp_loop.finite import NOT_FINITE
 from ddp_loop.replicas import find_modules
+from ddp_loop.syncing import Talk
 
 
 def check_state(state: object) -> dict[str, object]:
@@ -57,6 +58,16 @@ def check_rule(not_finite: str) -> None:
     """Raise ValueError unless there is such a rule for losses that are not finite."""
     if not_finite not in NOT_FINITE:
         raise ValueError(f"not_finite must be one of {NOT_FINITE}; got {not_finite!r}")
+
+
+def check_synced(batches: Batches, talks: Sequence[Talk]) -> None:
+    """Raise ValueError if a rank has several shards under synced batch norm."""
+    if talks and batches.shards > batches.world.size:
+        raise ValueError(
+            "synced batch norm normalises by what all ranks compute at the same time, so that a rank can have one "
+            f"shard; got {batches.shards} shards on {batches.world.size} ranks: leave shards= out, or "
+            "local_batch_norm(model), whose running statistics are those of the whole mini-batch all the same"
+        )
 
 
 def check_rows(batches: Batches, state: Mapping[str, object]) -> None:

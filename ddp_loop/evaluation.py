@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ddp_loop.batches import Batches
-from ddp_loop.shards import Shard
+from ddp_loop.shards import MiniBatch, Shard
+from ddp_loop.world import World
 
 Forward = Callable[[nn.Module, Any], Any]
 Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float]
@@ -46,7 +47,7 @@ def _forward_first(model: nn.Module, data: Any) -> Any:
     return model(inputs)
 
 
-def _shards(batches: Batches) -> Generator[tuple[int, Shard, Any], None, None]:
+def _shards(batches: Batches) -> Generator[tuple[MiniBatch, Shard, Any], None, None]:
     batches.world.demand_free()
     if not batches.ends:
         raise ValueError("evaluation goes through the data once; these never end: give Batches a length")
@@ -54,7 +55,7 @@ def _shards(batches: Batches) -> Generator[tuple[int, Shard, Any], None, None]:
     for loaded in batches.epoch(0):
         observations += loaded.mini_batch.observations
         for number, shard in enumerate(loaded.mini_batch.shards):
-            yield loaded.mini_batch.start, shard, loaded.data(number)
+            yield loaded.mini_batch, shard, loaded.data(number)
     if batches.length is None:
         batches.world.check_same("the observations of a stream", observations)
 
@@ -64,8 +65,8 @@ def evaluate(
 ) -> dict[str, float]:
     """The mean of each metric over all observations, exact on any number of ranks. Every rank must call this.
 
-    sum_i(metric_i) / n in float64, in evaluation mode, each observation once; the model is put back in the mode
-    it was in.
+    sum_i(metric_i) / n in float64, in evaluation mode, each observation once, added up in the order of the shards; the
+    model is put back in the mode it was in.
 
     Args:
         model: the same on every rank.
@@ -87,16 +88,27 @@ def evaluate(
         raise ValueError('the result\'s "observations" is their number; give the metric of this name another one')
     world = batches.world
     world.check_same("the names of the metrics", list(metrics))
-    sums = torch.zeros(len(metrics) + 1, dtype=torch.float64, device=world.device)
+    rows: dict[int, torch.Tensor] = {}  # by the shard's number in the epoch
     with evaluating(model), closing(_shards(batches)) as shards:
-        for _, shard, data in shards:
+        for mini_batch, shard, data in shards:
             output = (forward or _forward_first)(model, data)
-            sums[0] += shard.observations
-            for number, (name, metric) in enumerate(metrics.items(), 1):
-                sums[number] += _total(name, metric(output, *_split(data)[1]), shard.observations)
-    observations, *totals = world.sum(sums).tolist()
+            row = torch.empty(1 + len(metrics), dtype=torch.float64, device=world.device)
+            row[0] = shard.observations
+            for place, (name, metric) in enumerate(metrics.items(), 1):
+                row[place] = _total(name, metric(output, *_split(data)[1]), shard.observations)
+            rows[mini_batch.position * batches.shards + shard.number] = row
+    observations, *totals = _added_up(rows, 1 + len(metrics), world).tolist()
     means = {name: total / observations for name, total in zip(metrics, totals, strict=True)}
     return {**means, "observations": int(observations)}
+
+
+def _added_up(rows: dict[int, torch.Tensor], width: int, world: World) -> torch.Tensor:
+    """The sum of all shards' rows, (width,), in the shards' order, whichever ranks they are on."""
+    there = max(world.gather(max(rows, default=-1))) + 1
+    whole = torch.zeros(there, width, dtype=torch.float64, device=world.device)
+    for number, row in rows.items():
+        whole[number] = row
+    return world.sum(whole).sum(0)
 
 
 def _total(name: str, value: Any, observations: int) -> torch.Tensor:
@@ -138,7 +150,7 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
     forms: list[tuple[tuple[int, ...], torch.dtype]] = []
     whole: torch.Tensor | None = None
     with evaluating(model), closing(_shards(batches)) as shards:
-        for start, shard, data in shards:
+        for mini_batch, shard, data in shards:
             output = (forward or _forward_first)(model, data)
             if not isinstance(output, torch.Tensor) or output.shape[:1] != (shard.observations,):
                 what = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
@@ -149,7 +161,7 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
             if whole is None:
                 whole = _zeros(batches, form)
             if form == forms[0]:  # copied at once: a model may use one buffer for all its outputs
-                at = batches.indices(0, start + shard.start, shard.observations)
+                at = batches.indices(0, mini_batch.start + shard.start, shard.observations)
                 whole[at.to(world.device)] = output.to(world.device)
     told = dict.fromkeys(form for forms in world.gather(forms) for form in forms)
     if len(told) > 1:

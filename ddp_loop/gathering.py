@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -31,6 +32,12 @@ class Form:
 
 
 Forms = tuple[Form, ...]
+
+
+class GoBack(Protocol):
+    """Backpropagates a tensor: of a shard that has another one (`more`), of the rank's last shard (`last`)."""
+
+    def __call__(self, one: torch.Tensor, /, *, more: bool, last: bool) -> None: ...
 
 
 @dataclass(slots=True)
@@ -174,17 +181,25 @@ class Gathering:
                 held.rows_of(rows).copy_(output.detach())
         return whole
 
-    def backward(self, loss: torch.Tensor, scaled: Callable[[torch.Tensor, bool], None]) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        go_back: GoBack,
+        leave_out: Callable[[], None],
+        take_part: Callable[[torch.Tensor], None],
+    ) -> None:
         """Backpropagate a loss of the whole mini-batch: into its own parameters once, into each held shard's outputs.
 
         Args:
             loss: shape (), the same on every rank.
-            scaled: backpropagates a tensor as it is, given whether it is this rank's last one.
+            go_back: backpropagates a tensor as it is.
+            leave_out: ends a shard whose outputs got no gradient.
+            take_part: goes back through what has no observations.
         """
         leaves = [rows for rows in self.whole or () if rows.requires_grad]
         gradients: list[torch.Tensor | None] = []
         if self.world.rank == 0:  # the loss's own parameters count once, not once a rank; rank 0 has the first shard
-            scaled(loss, False)
+            go_back(loss, more=True, last=False)
             gradients = [leaf.grad for leaf in leaves]
         elif leaves:
             gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))
@@ -192,8 +207,14 @@ class Gathering:
             ends = [output for output in held.outputs if output.requires_grad]
             pairs = zip(ends, gradients, strict=True)
             parts = [_with_gradient(end, held.rows_of(g)) for end, g in pairs if g is not None]
-            if parts:
-                scaled(torch.stack(parts).sum() if len(parts) > 1 else parts[0], held is self.held[-1])
+            if not held.shard.observations:
+                for part in parts:
+                    take_part(part)
+            elif parts:
+                whole = torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+                go_back(whole, more=False, last=held is self.held[-1])
+            else:
+                leave_out()
 
 
 def _with_gradient(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -13,25 +13,29 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from ddp_loop.buckets import Bucket, grouped
+from ddp_loop.order import Order
+from ddp_loop.summing import Summing, finish_all
 from ddp_loop.world import World
 
 
 class Gradients:
     """The gradients of `parameters`, folded over shards and ranks.
 
-    A pass: `open`, then `backward` for each shard, `collect`, fill `tail`, `sum_up`, `close`. Nothing starts early
-    before `plan` was told the tail's length.
+    A pass: `open`, then `backward` or `leave_out` for each shard, `collect`, fill `tail`, `sum_up`, `close`. Nothing
+    starts early before `plan` was told the tail's length.
 
     Args:
         parameters: by name, in an order that is the same on every rank.
         world: from `join_world`.
         bucket_bytes: a bucket's size; a network that fits into one is summed in one collective.
+        order: in which shards are added up.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], world: World, bucket_bytes: int) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], world: World, bucket_bytes: int, order: Order) -> None:
         self.buckets: list[Bucket] = []
+        self._later: list[Bucket] = []  # of parameters that were unfrozen or added since the buckets were planned
         self._world = world
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._order = bucket_bytes, order
         self._names: dict[Parameter, str] = {parameter: name for name, parameter in parameters.items()}
         self._asks: list[bool] = []
         self.wanted: tuple[str, ...] = ()  # those that want a gradient, with their shapes
@@ -41,6 +45,9 @@ class Gradients:
         self._hooks: list[RemovableHandle] = []
         self._next = 0  # the first bucket whose sum has not started
         self._in_backward = self._in_last = False
+        self._shards = 0  # that ended in this pass
+        self.overlaps = True  # whether sums may start during backward
+        self.watch: Callable[[int, dict[str, torch.Tensor]], None] | None = None  # is given each shard's gradients
 
     def add(self, parameters: Mapping[str, Parameter]) -> None:
         """Fold these from now on too."""
@@ -54,17 +61,19 @@ class Gradients:
 
     def plan(self, tail: int) -> None:
         """Lay the buckets out for the parameters that want a gradient now, with room for `tail` more values."""
-        self.release()
         self._tail = tail
+        if self.buckets:
+            self.buckets[-1].resize(tail)
+            return
         wanted = [parameter for parameter in self._names if parameter.requires_grad]
         device, dtype = self._world.device, self.slot_dtype
         groups = grouped(wanted[::-1], self._bucket_bytes)
         if not groups or (groups[-1][0].dtype, groups[-1][0].device) != (dtype, device):
             groups.append([])  # the tail cannot ride with gradients of another type
         for group in groups:
-            last = group is groups[-1]
             kind, place = (group[0].dtype, group[0].device) if group else (dtype, device)
-            self.buckets.append(Bucket(group, tail if last else 0, kind, place))
+            room = tail if group is groups[-1] else 0
+            self.buckets.append(Bucket(group, room, kind, place, self._world, self._order))
         self._planned = {parameter: (parameter.dtype, parameter.stride()) for parameter in wanted}
         for bucket in self.buckets[:-1]:
             for parameter in bucket.parameters:
@@ -75,7 +84,7 @@ class Gradients:
         """Give the buckets and the hooks up; gradients that were handed out stay."""
         for hook in self._hooks:
             hook.remove()
-        self.buckets, self._hooks, self._home, self._planned = [], [], {}, {}
+        self.buckets, self._later, self._hooks, self._home, self._planned = [], [], [], {}, {}
 
     # -- one pass over the shards --------------------------------------------------------------------------
 
@@ -101,14 +110,28 @@ class Gradients:
             self.wanted = tuple(f"{name} {tuple(p.shape)}" for p, name in self._names.items() if p.requires_grad)
         if not self.buckets:
             self.plan(0)
-        self._next = 0
-        for bucket in self.buckets:
+        self._next = self._shards = 0
+        self._meet_later()
+        for bucket in self._all:
             bucket.open()
 
-    def backward(
-        self, loss: torch.Tensor, factor: float | torch.Tensor, *, last: bool, retain_graph: bool = False
-    ) -> None:
+    @property
+    def _all(self) -> list[Bucket]:
+        return [*self.buckets, *self._later]
+
+    def _meet_later(self) -> None:
+        """Buckets for the parameters that want a gradient and have no place; what is in them is sent once all agree."""
+        later = [parameter for parameter in self._names if parameter.requires_grad and parameter not in self._planned]
+        if later != [parameter for bucket in self._later for parameter in bucket.parameters]:
+            self._later = [
+                Bucket(group, 0, group[0].dtype, group[0].device, self._world, self._order)
+                for group in grouped(later, self._bucket_bytes)
+            ]
+
+    def backward(self, loss: torch.Tensor, factor: float | torch.Tensor, *, last: bool, more: bool = False) -> None:
         """Backpropagate `factor` times the loss of one shard; `last` says that the rank has no further one.
+
+        With `more` the shard has another loss, on the same graph perhaps.
 
         A factor that is a tensor (a weight known on the device alone) and 0 adds exactly 0, never 0 * nan.
 
@@ -116,21 +139,47 @@ class Gradients:
             RuntimeError: the gradients of an earlier shard are gone, or a second gradient came too late.
         """
         self._check_kept()
+        for bucket in self._open:
+            bucket.begin_backward()
         if isinstance(factor, torch.Tensor):
-            self._backward_masked(loss, factor, retain_graph)
+            self._backward_masked(loss, factor, more)
         else:
             for bucket in self.buckets[:-1]:
                 bucket.missing.update(bucket.parameters)
-            self._in_backward, self._in_last = True, last and self._tail > 0
+            self._in_backward, self._in_last = True, last and self._tail > 0 and self.overlaps
             try:
-                loss.backward(loss.new_full((), factor), retain_graph=retain_graph)
+                loss.backward(loss.new_full((), factor), retain_graph=more)
             finally:
                 self._in_backward = self._in_last = False
-        for bucket in self.buckets[self._next :]:
-            bucket.collect()  # a further shard's are added in place: one set in memory, not two
+        if more:
+            for bucket in self._open:
+                bucket.end_backward()
+        else:
+            self.leave_out()
+
+    def backward_for_the_others(self, loss: torch.Tensor, *, more: bool) -> None:
+        """Go back through a loss of no observations, for the collectives in it; no gradient is left."""
+        before = {parameter: parameter.grad for parameter in self._names}
+        loss.backward(torch.zeros_like(loss), retain_graph=more)
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+
+    def leave_out(self) -> None:
+        """End a shard of this rank with the gradients that it has; it may have none."""
+        if self.watch is not None:
+            fresh = [pair for bucket in self._open for pair in bucket.fresh()]
+            self.watch(self._shards, {self._names[parameter]: gradient for parameter, gradient in fresh})
+        self._shards += 1
+        for bucket in self._open:
+            bucket.end_shard(self._shards)
+
+    @property
+    def _open(self) -> list[Bucket]:
+        """Those whose sums have not begun."""
+        return [*self.buckets[self._next :], *self._later]
 
     def _check_kept(self) -> None:
-        for bucket in self.buckets:
+        for bucket in self._all:
             lost = bucket.taken_away()
             if lost is not None:
                 raise RuntimeError(
@@ -139,11 +188,11 @@ class Gradients:
                     "scale after step.fold()"
                 )
 
-    def _backward_masked(self, loss: torch.Tensor, factor: torch.Tensor, retain_graph: bool) -> None:
+    def _backward_masked(self, loss: torch.Tensor, factor: torch.Tensor, more: bool) -> None:
         before = {parameter: parameter.grad for parameter in self._names}
         for parameter in self._names:
             parameter.grad = None
-        loss.backward(factor.to(loss.dtype).reshape(loss.shape), retain_graph=retain_graph)
+        loss.backward(factor.to(loss.dtype).reshape(loss.shape), retain_graph=more)
         for parameter, gradient in before.items():
             if parameter.grad is not None:
                 parameter.grad.masked_fill_(factor == 0, 0.0)
@@ -154,21 +203,19 @@ class Gradients:
         if not self._in_backward:
             return  # a backward of the user's own, outside a step
         bucket = self._home[parameter]
-        if bucket.work is not None or self.buckets.index(bucket) < self._next:
+        if self.buckets.index(bucket) < self._next:
             raise RuntimeError(
                 f"a parameter gets its gradient once in a shard's last backward; {self._names[parameter]} got a "
                 "second one after its sum over the ranks had begun (reentrant checkpointing of a shared weight "
                 "does this): checkpoint with use_reentrant=False, or give Loop a bucket_mib larger than the network"
             )
         bucket.missing.discard(parameter)
-        if not bucket.missing:
-            bucket.collect()
-            while self._in_last and self._next < len(self.buckets) - 1 and not self.buckets[self._next].missing:
-                self._start(self.buckets[self._next])
-
-    def _start(self, bucket: Bucket) -> None:
-        self._next += 1
-        bucket.work = self._world.start_sum(bucket.flat)
+        while self._in_last and self._next < len(self.buckets) - 1 and not self.buckets[self._next].missing:
+            first = self.buckets[self._next]
+            self._next += 1
+            first.end_shard(self._shards + 1)
+            first.end_shards()
+            first.start()
 
     def collect(self, tail: int) -> list[bool]:
         """End this rank's shards, with room for `tail` more values.
@@ -185,15 +232,18 @@ class Gradients:
         finally:
             if tail != self._tail:
                 self.plan(tail)
-        for bucket in self.buckets[self._next :]:
-            bucket.collect()
+        for bucket in self._open:
+            bucket.end_shards()
         return [given for bucket in self.buckets for given in bucket.given]
 
-    def outline(self, tail: int) -> list[tuple[int, torch.dtype, torch.device]]:
-        """The length and kind of each sum that the fold has still to start, with room for `tail` more values."""
+    def outline(self, tail: int) -> list[tuple[Summing, int]]:
+        """Each sum that the fold has still to start, and how many gradients it carries.
+
+        The last one has room for `tail` more values behind them.
+        """
         if tail != self._tail or not self.buckets:
             self.plan(tail)
-        return [(bucket.flat.numel(), bucket.flat.dtype, bucket.flat.device) for bucket in self.buckets[self._next :]]
+        return [(bucket.summing, bucket.length) for bucket in self.buckets[self._next :]]
 
     @property
     def planned(self) -> int:
@@ -211,40 +261,38 @@ class Gradients:
         Every rank must call this.
         """
         for bucket in self.buckets[self._next :]:
-            self._start(bucket)
-        meanwhile()
-        for bucket in self.buckets:
-            self._world.finish(bucket.work)
+            bucket.start()
+        finish_all([bucket.summing for bucket in self.buckets], meanwhile)
 
     def sum_unplanned(self) -> None:
         """Sum the gradients of parameters that want one but are in no bucket yet (unfrozen or added since).
 
         Rank 0's values are given to all. Every rank must call this.
         """
-        for parameter in self._names:
-            if parameter.requires_grad and parameter not in self._planned:
+        for bucket in self._later:
+            for parameter in bucket.parameters:
                 self._world.broadcast(parameter.data)
-                there = torch.zeros((), device=self._world.device).fill_(parameter.grad is not None)
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                self._world.sum(there)
-                self._world.sum(gradient)
-                parameter.grad = gradient if there.item() else None
+            given = torch.tensor(bucket.given, dtype=torch.int32)
+            self._world.sum(given)
+            bucket.start()
+            finish_all([bucket.summing])
+            bucket.hand_out([count > 0 for count in given.tolist()])
 
     def close(self, given: list[bool]) -> None:
         """End a pass: hand the sums out as `.grad`, where a shard of any rank gave one (None stays None)."""
         self._next = 0
         given_next = iter(given)
         for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view if next(given_next) else None
+            bucket.hand_out([next(given_next) for _ in bucket.parameters])
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients by `factor`, shape ()."""
-        for bucket in self.buckets:
-            bucket.gradients.mul_(factor)
-        for parameter in self._names:
-            if parameter not in self._planned and parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        for bucket in self._all:
+            bucket.own.gradients.mul_(factor)
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The gradients as they are now, by the parameters' names; without those that are None."""
+        return {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
 
     def norm(self) -> torch.Tensor:
         """The Euclidean norm of all gradients as they are now; shape ()."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,7 +41,14 @@ class Request:
     indices: torch.Tensor
 
 
-Reader = Callable[[Iterable[Request]], Generator[Any, None, None]]
+class Reader(Protocol):
+    """Reads shards by the indices of their observations."""
+
+    def __call__(self, requests: Iterable[Request], /) -> Generator[Any, None, None]:
+        """The shards' data, one for each request."""
+
+    def one(self, epoch: int, index: int, /) -> Any:
+        """A shard of a single observation."""
 
 
 # -- tensors -----------------------------------------------------------------------------------------------
@@ -127,6 +134,10 @@ class TensorReader:
         for request in requests:
             yield self._take(request.indices)
 
+    def one(self, epoch: int, index: int) -> Any:
+        """A shard of a single observation."""
+        return self._take(torch.tensor([index]))
+
     def _take(self, indices: torch.Tensor) -> Any:
         if self._tensors and indices.device == self.place:  # the usual case, in half the time
             return tuple([_rows(tensor, indices) for tensor in self._tensors])
@@ -171,10 +182,11 @@ class LoaderReader:
         self._passes = 0
         keywords = {"pin_memory": any(device.type == "cuda" for device in devices_in(places)), **options}
         collate = keywords.pop("collate_fn", None) or default_collate
+        self._keyed = Keyed(source, seed, collate)
         make: Any = DataLoader
         self._make_loader: Callable[[], DataLoader[Any]] = partial(
             make,
-            Keyed(source, seed, collate),
+            self._keyed,
             sampler=self._sampler,
             batch_size=None,  # shards are made in Keyed
             collate_fn=_as_it_is,
@@ -182,6 +194,11 @@ class LoaderReader:
             **keywords,
         )
         self._loader = self._make_loader()
+
+    def one(self, epoch: int, index: int) -> Any:
+        """A shard of a single observation, read in this process."""
+        with preserved_streams():
+            return moved(self._keyed[epoch, [index]], self._places)
 
     def __call__(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
         self._passes += 1

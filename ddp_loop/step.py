@@ -4,57 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from ddp_loop.batches import Loaded
 from ddp_loop.determinism import seed_shard, seed_step
+from ddp_loop.digests import Leaf
 from ddp_loop.folding import Fold, Folded, Record
 from ddp_loop.gathering import Gathering, Held, check_outputs
-from ddp_loop.gradients import Gradients
+from ddp_loop.row import Row
 from ddp_loop.shards import MiniBatch
+from ddp_loop.tracing import Tracer
 from ddp_loop.values import Value, Weight, as_mean, check_loss, check_names, check_weight
 from ddp_loop.words import PeerFailed
 from ddp_loop.world import World
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What a step gave, of the whole mini-batch and the same on every rank; still on the device.
-
-    Attributes:
-        epoch, iteration: counted from 1; the iteration goes on from epoch to epoch.
-        observations: R, of the mini-batch.
-    """
-
-    epoch: int
-    iteration: int
-    observations: int
-    _folded: Folded
-    _gradients: Gradients
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """The weighted mean over the shards; shape ()."""
-        return self._folded.values[0]
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """What the means are over, sum_s(w_s): by default the observations; shape ()."""
-        weight = self._folded.weight
-        return self._folded.values.new_tensor(self.observations) if weight is None else weight
-
-    @property
-    def metrics(self) -> dict[str, torch.Tensor]:
-        """Likewise each metric, by name; shape () each."""
-        return dict(zip(self._folded.metrics, self._folded.values[1:].unbind(), strict=True))
-
-    @property
-    def gradient_norm(self) -> torch.Tensor:
-        """The Euclidean norm of the gradients as they are when it is asked for; shape ()."""
-        return self._gradients.norm()
 
 
 class _Left(RuntimeError):
@@ -89,6 +53,7 @@ class Step:
         begin: Callable[[], None],
         meanwhile: Callable[[], None],
         report: Callable[[Step, MiniBatch, Folded], None],
+        tracer: Tracer | None = None,
     ) -> None:
         self.epoch = loaded.mini_batch.epoch + 1
         self.iteration = iteration
@@ -96,7 +61,9 @@ class Step:
         self.ends_epoch = ends_epoch
         self._fold, self._gathering, self._world, self._loaded = fold, gathering, world, loaded
         self._call_begin, self._meanwhile, self._call_report = begin, meanwhile, report
+        self._tracer = tracer
         self._record: Record | None = None
+        self._empty: Record | None = None
         self._open = False
         self._broken = False  # a fold raised: the ranks may be at different places
         self.passes = 0
@@ -110,6 +77,8 @@ class Step:
         self._begin()
         for number, shard in enumerate(self._loaded.mini_batch.shards):
             data = self._loaded.data(number)
+            if self._tracer is not None:
+                self._tracer.data(shard.number, data)
             seed_shard(self._world.seed, self.iteration, shard.number, self._world.device, self.passes)
             record = self._fold.open_shard(shard)
             self._record = record
@@ -118,12 +87,25 @@ class Step:
             finally:
                 self._record = None
                 self._fold.close_shard(record, graph_goes_on=self._gathering.holds(shard))
+        if self._fold.talks and not self._loaded.mini_batch.shards:
+            yield from self._without_observations()
+
+    def _without_observations(self) -> Iterator[Any]:
+        """Tensors of no rows, since a rank without a shard takes part in synced batch norm; nothing of it counts."""
+        self._empty = self._record = self._fold.open_without_observations()
+        try:
+            yield self._loaded.nothing()
+        finally:
+            self._record = None
+            self._fold.close_shard(self._empty, graph_goes_on=self._gathering.holds(self._empty.shard))
 
     def _begin(self) -> None:
-        self._open = True
+        self._open, self._empty = True, None
         self._call_begin()
         self._fold.open()
         self._gathering.open()
+        if self._tracer is not None:
+            self._tracer.begin(self._loaded.mini_batch, self.passes)
 
     def backward(
         self,
@@ -161,9 +143,29 @@ class Step:
             why = "is outside of `for ... in step`" if record is None else "is its second: say more=True in the first"
             raise RuntimeError(f"step.backward is called once for each shard; this call {why}")
         loss = check_loss(loss)
+        if record is self._empty:
+            self._fold.statistics.discard()
+            self._fold.gradients.backward_for_the_others(loss, more=more)
+            record.done = not more
+            return
+        size = self._note(record, loss.detach(), check_weight(weight), reduction, metrics)
+        last = not more and record.shard is self._loaded.mini_batch.shards[-1]
+        self._fold.statistics.discard()
+        if isinstance(size, torch.Tensor) or size != 0:
+            factor = self._factor(size, reduction)
+            self._fold.gradients.backward(loss, factor, last=last, more=more)
+        elif not more:
+            self._fold.gradients.leave_out()
+        record.done = not more  # not before: what an error leaves behind, caught or not, does not count
+        if more:
+            self._fold.statistics.go_on(record.captures)
+
+    def _note(
+        self, record: Record, value: torch.Tensor, weight: Weight | None, reduction: str, metrics: dict[str, Value]
+    ) -> Weight:
+        """Keep what a shard was given with; returns what its loss is a mean over, or a sum."""
         if reduction not in ("mean", "sum"):
             raise ValueError(f'reduction must be "mean" or "sum"; got {reduction!r}')
-        weight = check_weight(weight)
         check_names(metrics)
         if record.losses and not _same(weight, record.weight):
             raise ValueError(
@@ -172,19 +174,14 @@ class Step:
             )
         observations = record.shard.observations
         size = observations if weight is None else weight
-        value = loss.detach()
         for name, metric in metrics.items():
             record.metrics[name] = as_mean(name, metric, observations, value)
         record.losses.append(value if reduction == "mean" else value / size)
         record.weight = weight
-        last = not more and record.shard is self._loaded.mini_batch.shards[-1]
-        self._fold.statistics.discard()
-        if isinstance(weight, torch.Tensor) or weight != 0:
-            factor = self._factor(size, reduction)
-            self._fold.gradients.backward(loss, factor, last=last, retain_graph=more)
-        record.done = not more  # not before: what an error leaves behind, caught or not, does not count
-        if more:
-            self._fold.statistics.go_on(record.captures)
+        if self._tracer is not None:
+            said: dict[str, Leaf] = {"loss": record.losses[-1], "weight": float(size), **record.metrics}
+            self._tracer.forward(record.shard.number, said)
+        return size
 
     def hold(self, *outputs: torch.Tensor) -> None:
         """Keep outputs of the shard at hand for a loss of the whole mini-batch; instead of `backward`.
@@ -209,6 +206,8 @@ class Step:
                 + ("is outside of `for ... in step`" if record is None else "comes after another one")
             )
         self._gathering.held.append(Held(record.shard, check_outputs(outputs, record.shard.observations)))
+        if self._tracer is not None:
+            self._tracer.forward(record.shard.number, {f"output {n}": one for n, one in enumerate(outputs)})
 
     def gather(self) -> Any:
         """What all shards held, side by side in the mini-batch's order, on every rank. Every rank must call this.
@@ -237,6 +236,7 @@ class Step:
             )
         if not self._open:
             self._begin()
+        self._fold.meet()
         with self._fold.among_the_shards():
             whole = self._gathering.gather(mini_batch, problem, self._fold.check_end)
         seed_shard(self._world.seed, self.iteration, len(mini_batch.sizes), self._world.device, self.passes)
@@ -253,13 +253,16 @@ class Step:
         value = loss.detach()
         means = {name: as_mean(name, metric, self.observations, value) for name, metric in metrics.items()}
 
-        def go_back(one: torch.Tensor, last: bool) -> None:
+        def go_back(one: torch.Tensor, *, more: bool, last: bool) -> None:
             with self._fold.recomputing():
-                self._fold.gradients.backward(one, 1.0, last=last)
+                self._fold.gradients.backward(one, 1.0, last=last, more=more)
 
-        self._gathering.backward(loss, go_back)
+        def take_part(one: torch.Tensor) -> None:
+            self._fold.gradients.backward_for_the_others(one, more=True)
+
+        self._gathering.backward(loss, go_back, self._fold.gradients.leave_out, take_part)
         self._gathering.release()
-        for record in self._fold.records:
+        for record in (*self._fold.records, *([] if self._empty is None else [self._empty])):
             record.losses, record.metrics, record.done = [value], means, True
 
     def _factor(self, size: Weight, reduction: str) -> Weight:
@@ -328,6 +331,11 @@ class Step:
             )
         without = [shard.number for shard in shards[len(self._fold.records) :]] if self._open else []
         without = [record.shard.number for record in self._fold.records if not record.done] + without
+        if self._empty is not None and not self._empty.done:
+            return RuntimeError(
+                "with synced batch norm step.backward is called also for the tensors of no rows that a rank without "
+                f"observations is handed; step {self.iteration} left it out: call it whatever their length is"
+            )
         if not self._open or not without:
             return None
         return RuntimeError(
@@ -340,9 +348,12 @@ class Step:
         self._open = False
         self._broken = True
         self._world.set_busy(None)
+        self._fold.meet()
         self._gathering.pass_over()
         folded = self._fold.close(self._loaded.mini_batch, problem, self._meanwhile)
         self._broken = False
+        if self._tracer is not None:
+            self._tracer.folded(folded, self._fold.gradients.named())
         self.passes += 1
         seed_step(self._world.seed, self.iteration, self._world.device)
         self._call_report(self, self._loaded.mini_batch, folded)

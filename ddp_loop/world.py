@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from math import isfinite
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -24,7 +22,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from ddp_loop.connections import cut, free_kept, keep_while_busy, open_sockets
 from ddp_loop.determinism import seed_everything
-from ddp_loop.devices import Place, choose_device, find_place
+from ddp_loop.devices import Place
+from ddp_loop.switches import demand_pinned
 from ddp_loop.words import PeerFailed, Words, own_keys, said
 
 Value = TypeVar("Value")
@@ -81,6 +80,7 @@ class World:
         self._demand_cpu_sums(self._group)
         store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
         self._words = Words(store, self.rank, self.size)
+        demand_pinned(str(dist.get_backend_config(self._group)))
 
     @staticmethod
     def _demand_cpu_sums(group: dist.ProcessGroup) -> None:
@@ -120,12 +120,30 @@ class World:
 
     def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
         """Start to add `tensor` up over all ranks, in place; `finish` waits. Every rank must call this."""
+        return self._start(lambda group: group.allreduce([tensor]))
+
+    def start_exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, from_each: list[int], to_each: list[int]
+    ) -> dist.Work | None:
+        """Start to send each rank its rows of `sent`, and to receive what all send here. Every rank must call this.
+
+        Args:
+            received, sent: (rows, K) each, contiguous, in the order of the ranks.
+            from_each, to_each: how many rows, for each rank.
+        """
+        return self._start(lambda group: group.alltoall_base(received, sent, from_each, to_each))
+
+    def start_gather(self, whole: torch.Tensor, part: torch.Tensor) -> dist.Work | None:
+        """Start to put every rank's `part`, (K,), side by side into `whole`, (size * K,). Every rank must call this."""
+        return self._start(lambda group: group._allgather_base(whole, part))
+
+    def _start(self, collective: Callable[[dist.ProcessGroup], dist.Work]) -> dist.Work | None:
         if self._refusal is not None:
             raise RuntimeError(self._refusal)
         if self._group is None:
             return None
         try:  # written out here and in `finish`: a context manager takes 2 microseconds
-            work = self._group.allreduce([tensor])
+            work = collective(self._group)
         except RuntimeError as error:
             raise self._words.peer_failure(error, self.timeout_s) from error
         self._sums.add(work)
@@ -161,7 +179,10 @@ class World:
                 work.wait(_SLICE)
                 return
             except RuntimeError:
-                if work.is_completed() or self._words.has_failure() or time.monotonic() > deadline:
+                if work.is_completed():  # perhaps since the slice ran out, and then it only seems to have failed
+                    work.wait()  # at once; raises what ended it, if something did
+                    return
+                if self._words.has_failure() or time.monotonic() > deadline:
                     raise
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -361,38 +382,3 @@ class World:
             yield
         except RuntimeError as error:
             raise self._words.peer_failure(error, self.timeout_s) from error
-
-
-def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout_s: float = 60.0) -> World:
-    """Join the ranks that torchrun or `launch` started; alone, be a world of one. Every rank must call this.
-
-    Use it in a `with`: an exception inside is told to the other ranks, and leaving cleans up. A script that was not
-    written so may call it alone: then its world is left, and what ended the script told, when the interpreter ends.
-
-        with dl.join_world(seed=0) as world:
-            model = Network().to(world.device)
-
-    Args:
-        device: "auto" takes a GPU if there is one, "cpu", or "gpu". Each local rank gets its own GPU (NCCL);
-            where there are fewer GPUs than ranks they are shared, and sums go over gloo.
-        seed: for Python's, NumPy's and torch's generators, and for every stream of the loop.
-        threads: CPU threads of torch on each rank. Fixed, since 1 and 2 threads give different bits: torchrun
-            sets 1 and plain Python takes all cores.
-        timeout_s: how long a collective waits for the slowest rank, in seconds.
-
-    Raises:
-        ValueError: WORLD_SIZE without RANK or the reverse, a device that is not there, or ranks that disagree.
-        PeerFailed: not all ranks came within the timeout.
-    """
-    if not isinstance(seed, int) or not isinstance(threads, int) or threads < 1:
-        raise ValueError(f"seed and threads must be whole numbers, threads 1 or more; got {seed=}, {threads=}")
-    if not (isfinite(timeout_s) and timeout_s > 0):
-        raise ValueError(f"timeout_s must be a finite number of seconds, more than 0; got {timeout_s=}")
-    place = find_place(dict(os.environ))
-    chosen = choose_device(device, torch.cuda.device_count(), place.local_rank)
-    if chosen.type == "cuda":
-        torch.cuda.init()  # else there are no generators to seed before the first tensor on the device
-        torch.cuda.set_device(chosen)
-    world = World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s)
-    world.leave_at_exit()
-    return world

@@ -30,7 +30,7 @@ def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: d
     """Train as `Loop` does, one part after the other."""
     world = batches.world
     parameters = dict(model.named_parameters(prefix="model"))
-    fold = dl.Fold({"model": model}, parameters, world, pooling=batches.shards > 1)
+    fold = dl.Fold({"model": model}, parameters, world, shards=batches.shards, ordered=batches.fixed_shards)
     iteration = 0
     for epoch in range(epochs):
         for loaded in batches.epoch(epoch):

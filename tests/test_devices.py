@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddp_loop.devices import Place, choose_device, describe_devices, find_place, scale_batch_size
-from ddp_loop.world import join_world
+from ddp_loop.joining import join_world
 
 CPU = torch.device("cpu")
 

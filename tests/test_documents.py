@@ -61,13 +61,21 @@ def make_targets_in(document: str) -> set[str]:
 
 
 def tree_in(document: str) -> dict[str, str]:
-    """Path -> clause, from the fenced block in which every line is `path  clause` and one is of ddp_loop/."""
-    for block in fenced_blocks(document):
-        lines = [re.fullmatch(r"(\S+) {2,}(\S.*)", line) for line in block.splitlines() if line.strip()]
-        entries = {line[1]: line[2] for line in lines if line}
-        if len(entries) == len(lines) and any(path.startswith("ddp_loop/") for path in entries):
-            return entries
-    raise ValueError("no fenced block whose lines are `path  clause`, once each, ddp_loop/ among them")
+    """Path -> clause, from the fenced block that begins with `ddp_loop/`: `folder/ name clause; name clause`.
+
+    A line without a folder goes on with that of the line above; of other folders the whole line is the clause.
+    """
+    found = (block for block in fenced_blocks(document) if block.startswith("ddp_loop/"))
+    folder, tree = "", dict[str, str]()
+    for line in next(found).splitlines():
+        head, _, rest = line.partition(" ")
+        folder = head or folder
+        if folder == "ddp_loop/":
+            parts = [part.strip().partition(" ") for part in rest.rstrip(";").split("; ")]
+            tree.update({folder + name: clause for name, _, clause in parts if clause})
+        else:
+            tree[folder] = rest.strip()
+    return tree
 
 
 def links_in(document: str) -> set[str]:
@@ -93,8 +101,9 @@ python -m ddp_loop devices --all
 python -m ddp_loop neither
 ```
 ```
-README.md       this
-ddp_loop/a.py   an idea
+ddp_loop/   a.py an idea; b.py another;
+            c.py a third
+docs/       this; that
 ```
 """
 
@@ -106,7 +115,12 @@ def test_the_state_of_each_capability_is_read() -> None:
 def test_commands_targets_tree_and_links_are_read() -> None:
     assert commands_in(README) == {"devices"}
     assert make_targets_in(README) == {"test", "train"}
-    assert tree_in(README) == {"README.md": "this", "ddp_loop/a.py": "an idea"}
+    assert tree_in(README) == {
+        "ddp_loop/a.py": "an idea",
+        "ddp_loop/b.py": "another",
+        "ddp_loop/c.py": "a third",
+        "docs/": "this; that",
+    }
     assert links_in(README) == {"docs/design.md"}
 
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_loop.joining import join_world
 from ddp_loop.launching import Pool, RankFailed, launch
-from ddp_loop.world import join_world
 from tests.harness import FAULT_S
 
 pytestmark = pytest.mark.covers("C7")

@@ -1,0 +1,188 @@
+"""What the same bits cost: the ordered fold, several shards a rank, a deterministic block, synced batch norm.
+
+    python -m benchmarks order [PART ...]
+
+Each ratio is of two whole steps of `Loop` in one process group, which differ in the one thing that is named. The plain
+accumulation is DDP's own, `no_sync` for all but the last piece, with the same pieces of the same mini-batch.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import ddp_loop as dl
+from benchmarks.measuring import Ratio, Step, compare, print_table
+from benchmarks.steps import mlp
+from ddp_loop import networks
+
+CLASSES = 10
+OBSERVATIONS = 1280
+MINI_BATCH = 128
+
+
+class Transformer(nn.Module):
+    """A mean over the positions of four layers of width 128; 0.8 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(16, 128)
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.out = nn.Linear(128, CLASSES)
+
+    def forward(self, sequences: torch.Tensor) -> torch.Tensor:
+        return self.out(self.encoder(self.into(sequences)).mean(1))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A network, the shape of its inputs, and how long to measure it."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    pairs: int
+    steps: int
+
+
+JOBS = {
+    "digit network": Job(networks.digit_classifier, (1, 28, 28), 60, 2),
+    "512-wide MLP": Job(lambda: mlp(512, 2), (32,), 100, 5),
+    "transformer": Job(Transformer, (32, 16), 30, 1),
+}
+
+
+def make(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = job.build()
+    return model, torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+
+
+def make_data(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(OBSERVATIONS, *job.shape, generator=generator)
+    return inputs, torch.randint(CLASSES, (OBSERVATIONS,), generator=generator)
+
+
+def loop_step(
+    job: Job,
+    world: dl.World,
+    ending: ExitStack,
+    *,
+    shards: int | None = None,
+    ordered: bool | None = None,
+    synced: bool = False,
+    block: bool = False,
+) -> Step:
+    """A step of a Loop; `block`: inside a deterministic block."""
+    model, optimizer = make(job)
+    if synced:
+        dl.sync_batch_norm(model, world)
+    batches = dl.Batches(make_data(job), MINI_BATCH, world, shards=shards)
+    folder = ending.enter_context(tempfile.TemporaryDirectory())
+    state = {"model": model, "optimizer": optimizer}
+    steps = iter(dl.Loop(batches, 10**6, state=state, run=folder, progress=False, ordered=ordered))
+
+    def step() -> None:
+        with dl.deterministic(seed=None) if block else nullcontext():
+            step = next(steps)
+            for inputs, labels in step:
+                step.backward(cross_entropy(model(inputs), labels))
+            step.fold()
+            optimizer.step()
+
+    return step
+
+
+def accumulating_step(job: Job, world: dl.World, pieces: int) -> Step:
+    """DDP's own accumulation over `pieces` of this rank's part of the mini-batch."""
+    model, optimizer = make(job)
+    wrapped = DistributedDataParallel(model)
+    inputs, labels = make_data(job)
+    state = {"order": torch.randperm(OBSERVATIONS), "at": torch.tensor(0)}
+    size = MINI_BATCH // world.size
+
+    def step() -> None:
+        start = int(state["at"]) + world.rank * size
+        state["at"] = (state["at"] + MINI_BATCH) % OBSERVATIONS
+        mine = state["order"][start : start + size].chunk(pieces)
+        optimizer.zero_grad()
+        for number, indices in enumerate(mine):
+            with wrapped.no_sync() if number + 1 < pieces else nullcontext():
+                loss = cross_entropy(wrapped(inputs.index_select(0, indices)), labels.index_select(0, indices))
+                (loss / pieces).backward()
+        optimizer.step()
+
+    return step
+
+
+def fold(name: str, ranks: int) -> dict[str, Ratio]:
+    """The ordered fold against the plain sum, one shard per rank."""
+    job = JOBS[name]
+    with dl.join_world(seed=0) as world, ExitStack() as ending:
+        ordered, plain, again = (
+            loop_step(job, world, ending, shards=ranks, ordered=one) for one in (True, False, False)
+        )
+        pairs = job.pairs if ranks == 2 else job.pairs // 2
+        return {
+            f"{ranks} ranks: ordered / plain": compare(ordered, plain, pairs=pairs, steps=job.steps),
+            f"{ranks} ranks: plain / plain": compare(again, plain, pairs=pairs // 2, steps=job.steps),
+        }
+
+
+def accumulate(name: str) -> dict[str, Ratio]:
+    """Eight shards on two ranks against an accumulation of four pieces on each."""
+    job = JOBS[name]
+    with dl.join_world(seed=0) as world, ExitStack() as ending:
+        ordered = loop_step(job, world, ending, shards=8)
+        plain = loop_step(job, world, ending, shards=8, ordered=False)
+        by_ddp = accumulating_step(job, world, 4)
+        return {
+            "8 shards on 2 ranks, ordered / DDP's accumulation of 4": compare(
+                ordered, by_ddp, pairs=job.pairs // 2, steps=job.steps
+            ),
+            "8 shards on 2 ranks, ordered / in place": compare(ordered, plain, pairs=job.pairs // 2, steps=job.steps),
+        }
+
+
+def deterministic(name: str) -> dict[str, Ratio]:
+    """A step in a deterministic block against one outside."""
+    job = JOBS[name]
+    with dl.join_world(seed=0) as world, ExitStack() as ending:
+        inside, outside = (loop_step(job, world, ending, block=one) for one in (True, False))
+        return {"2 ranks: deterministic / not": compare(inside, outside, pairs=job.pairs // 2, steps=job.steps)}
+
+
+def synced(name: str, ranks: int) -> dict[str, Ratio]:
+    """Synced batch norm against local."""
+    job = JOBS[name]
+    with dl.join_world(seed=0) as world, ExitStack() as ending:
+        one, other = (loop_step(job, world, ending, synced=synced) for synced in (True, False))
+        ratio = compare(one, other, pairs=job.pairs // 2, steps=job.steps)
+        return {f"{ranks} ranks: synced batch norm / local": ratio}
+
+
+PARTS: dict[str, Callable[[], Iterator[tuple[str, dict[str, Ratio]]]]] = {
+    "fold": lambda: ((name, dl.launch(fold, ranks, name, ranks)[0]) for ranks in (2, 4) for name in JOBS),
+    "accumulation": lambda: ((name, dl.launch(accumulate, 2, name)[0]) for name in JOBS),
+    "deterministic": lambda: ((name, dl.launch(deterministic, 2, name)[0]) for name in JOBS),
+    "synced": lambda: (("digit network", dl.launch(synced, ranks, "digit network", ranks)[0]) for ranks in (2, 4)),
+}
+
+
+def report(parts: Iterable[str]) -> None:
+    """Print the table of these parts, by default of all."""
+    rows = (
+        (name, what, *ratio.columns())
+        for part in list(parts) or PARTS
+        for name, ratios in PARTS[part]()
+        for what, ratio in ratios.items()
+    )
+    print_table("network | what | median | quartiles | ms | pairs", rows, words=2)

@@ -1,0 +1,344 @@
+"""Batch norm over the whole mini-batch, synced in every forward: a model's layers converted, and converted back.
+
+[Note: One length] gloo ends the process (SIGABRT) when ranks meet in sums of different sizes. So all messages of a
+model have the length that its widest layer needs, also its words; ranks that call their layers differently
+then meet in a sum all the same, and its header tells them apart.
+
+[Note: Rows of a message] A message has a row for each rank; a rank fills its own, and -0.0 in all others, since
+adding that leaves every bit as it is. So the sum brings the rows together, and each rank merges them in rank order:
+all have the same bits. A row is `what the rank is at, how many values are behind each channel | the layer's values`.
+
+[Note: Late] On a GPU to read a header would hold the host up. There headers are kept on the device, the first wrong
+one of many, until `check` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from ddp_loop.pooling import pooled
+from ddp_loop.synced_statistics import Normalisation, dense, statistics, statistics_dtype
+from ddp_loop.world import World
+
+_OWN = ("_talk", "_number", "_origin")  # what a synced layer has besides
+_KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+FORWARD, BACKWARD = 0, 1
+ENDS_PASS, ENDS_LOOP = WORDS = ("the end of its pass", "the end of its loop")
+_KINDS = 2 + len(WORDS)
+_HEADER = 2
+_MANY = 256  # headers kept on a GPU before the first wrong one is looked for there
+
+
+class Talk:
+    """What the ranks of `world` tell each other inside one synced model.
+
+    A copy of the model, by deepcopy, uses the same one. Pickled it is None: an unpickled model has no world.
+
+    Args:
+        world: from `join_world`.
+        names: of the model's layers, the same on every rank.
+        channels: of the widest one.
+        late: whether what is wrong is told by `check` alone, not at once; by default on a GPU.
+    """
+
+    def __init__(self, world: World, names: Sequence[str], channels: int, *, late: bool | None = None) -> None:
+        self.size = world.size
+        self.device = world.device
+        self.length = _HEADER + 2 * channels  # of a row
+        self._world = world
+        self._names = tuple(names)
+        self._late = world.device.type != "cpu" if late is None else late
+        self._calls = 0
+        self._noted: list[torch.Tensor] = []
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Talk:
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def name(self, layer: int) -> str:
+        """The name of a layer."""
+        return self._names[layer]
+
+    def next_call(self) -> int:
+        """The number of a layer's call in this pass; its backward says the same one."""
+        self._calls += 1
+        return self._calls
+
+    def send(
+        self, layer: int, call: int, count: int, kind: int, *values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tell all ranks a layer's values and hear theirs. Every rank must call this.
+
+        Args:
+            layer: its number among the names.
+            call: from `next_call`.
+            count: the values behind each channel on this rank.
+            kind: FORWARD or BACKWARD.
+            values: K tensors, (C,) each.
+
+        Returns:
+            The counts of all ranks, (size, 1), and their values, (size, K, C), in rank order, float64.
+
+        Raises:
+            RuntimeError: the ranks are not at the same place, or the world was left.
+            ValueError: not more than one value is behind a channel, on all ranks together.
+            PeerFailed: another rank failed.
+        """
+        if self._world.is_left:
+            raise RuntimeError(
+                "synced batch norm trains inside the world that its model was synced in; this one was left: "
+                "local_batch_norm(model) first, model.eval(), or sync_batch_norm(model, world) with a new world"
+            )
+        message = torch.full((self.size, self.length), -0.0, dtype=torch.float64, device=self.device)
+        own = message[self._world.rank]
+        own[0] = (call * len(self._names) + layer) * _KINDS + kind
+        own[1] = count
+        wide = sum(len(value) for value in values)
+        if wide:
+            own[_HEADER : _HEADER + wide].copy_(torch.cat(values))
+        self._world.finish(self._world.start_sum(message))
+        head = message[:, :_HEADER]
+        if self._late:
+            self._note(head)
+        else:
+            self._demand_alike(head.tolist())
+        rows = message[:, _HEADER : _HEADER + wide].view(self.size, len(values), -1) if wide else message[:, :0]
+        return head[:, 1:], rows
+
+    def word(self, what: str = ENDS_PASS) -> None:
+        """Say where this rank is, outside of the layers. Every rank must call this.
+
+        To be said before the ranks meet in a sum of another length, so that a rank that called fewer layers is told.
+
+        Args:
+            what: one of WORDS.
+
+        Raises:
+            RuntimeError: another rank is elsewhere.
+        """
+        if what not in WORDS:
+            raise ValueError(f"a word must be one of {WORDS}; got {what!r}")
+        self._calls = 0
+        self.send(0, 0, 2, 2 + WORDS.index(what))
+
+    def check(self) -> None:
+        """Raise what was found wrong on a GPU since the last check, as `send` would; it waits for the device."""
+        if self._noted:
+            self._latch()
+            self._demand_alike(self._noted.pop().tolist())
+
+    def _note(self, head: torch.Tensor) -> None:
+        self._noted.append(head.clone())
+        if len(self._noted) == _MANY:
+            self._latch()
+
+    def _latch(self) -> None:
+        """Keep the first header that is wrong, or any if none is; nothing is read from the device."""
+        noted = torch.stack(self._noted)
+        places, counts = noted.unbind(2)
+        wrong = (places != places[:, :1]).any(1) | (counts.sum(1) < 2)
+        self._noted = list(noted.index_select(0, wrong.long().argmax().view(1)))
+
+    def _demand_alike(self, heads: list[list[float]]) -> None:
+        """Raise on every rank the same, unless all are at the same place, with more than one value."""
+        first = heads[0][0]
+        for rank, (place, _) in enumerate(heads):
+            if place != first:
+                raise RuntimeError(
+                    f"rank 0 is at {self._place(first)}, rank {rank} at {self._place(place)}: every rank must call the "
+                    "layers of a synced model alike, forward and backward, also ranks without observations"
+                )
+        counts = [int(count) for _, count in heads]
+        if sum(counts) < 2:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, over all ranks together; got {counts} at "
+                f"{self._place(first)}: give a larger mini-batch, or set the layer to eval()"
+            )
+
+    def _place(self, place: float) -> str:
+        if not place.is_integer():
+            return "another collective"
+        number, kind = divmod(int(place), _KINDS)
+        if kind >= 2:
+            return WORDS[kind - 2]
+        call, layer = divmod(number, len(self._names))
+        return f"the {'backward' if kind else 'forward'} of layer `{self._names[layer]}` (call {call} of its pass)"
+
+
+class SyncedBatchNorm(_BatchNorm):
+    """Batch norm by the statistics of the values of all ranks; made by `sync_batch_norm`.
+
+    While training, forward and backward are each one collective. In evaluation, in a world of one, and unpickled it is
+    torch's own.
+    """
+
+    _talk: Talk | None = None
+    _number = 0  # among the layers of the talk
+    _origin: type[_BatchNorm] | None = None
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether other ranks take part in its forward while it trains."""
+        return self._talk is not None and self._talk.size > 1
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
+        (self._origin or nn.SyncBatchNorm)._check_input_dim(self, input)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        """Normalise, (N, C, ...); N may be 0 on some ranks. Every rank must call this, while training."""
+        if self.training and self._talk is not None and self._talk.size > 1:
+            return self.normalise(input, self._talk)
+        return super().forward(input)
+
+    def normalise(self, values: torch.Tensor, talk: Talk) -> torch.Tensor:
+        """Normalise by the statistics of all ranks' values, and move the running ones. Every rank must call this.
+
+        Raises:
+            ValueError: values that do not fit the layer, or one value behind a channel, or none, on all ranks together.
+        """
+        self._check(values, talk)
+        values = dense(values)
+        send = partial(talk.send, self._number, talk.next_call(), values.numel() // self.num_features)
+        with torch.no_grad():
+            counts, rows = send(FORWARD, *statistics(values))
+            mean, variance = pooled(counts, rows[:, 0], rows[:, 1])
+            total = counts.sum(0)
+            self._move(mean, variance * (total / (total - 1).clamp(min=1)))
+            kind = statistics_dtype(values)
+            given = mean.to(kind), (variance + self.eps).rsqrt().to(kind), total
+        result: torch.Tensor = Normalisation.apply(  # type: ignore[no-untyped-call]
+            values, self.weight, self.bias, *given, lambda *sums: send(BACKWARD, *sums)[1]
+        )
+        return result
+
+    def _check(self, values: torch.Tensor, talk: Talk) -> None:
+        self._check_input_dim(values)
+        name = talk.name(self._number)
+        if values.shape[1] != self.num_features:
+            raise ValueError(
+                f"layer `{name}` takes {self.num_features} channels, (N, {self.num_features}, ...); got "
+                f"{tuple(values.shape)}: give it such values, also where there are no observations"
+            )
+        if values.device != talk.device:
+            raise ValueError(
+                f"a synced model computes where its world does; layer `{name}` got values on {values.device}, the "
+                f"world is on {talk.device}: move the model and its data with .to(world.device)"
+            )
+
+    def _move(self, mean: torch.Tensor, unbiased: torch.Tensor) -> None:
+        """Move the running statistics as torch does."""
+        if not self.track_running_stats:
+            return
+        factor: float | torch.Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / self.num_batches_tracked.double()
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            if running is not None:
+                share = factor.to(running.dtype) if isinstance(factor, torch.Tensor) else factor
+                running.lerp_(new.to(running.dtype), share)
+
+
+def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
+    """Make each batch norm below `model` normalise by the values of all ranks, in place. Every rank must call this.
+
+    nn.BatchNorm1d, 2d and 3d, and nn.SyncBatchNorm, are replaced in their parents by layers that share their
+    parameters, buffers and hooks, so an optimizer made before stays right, and the names in the state dict stay.
+    A reference of your own to such a layer, outside of the model's modules, still is the local one. Several
+    models that call each other are converted together, `sync_batch_norm(nn.ModuleList([one, other]), world)`.
+
+    While they train, every rank calls the layers alike, with an input of no rows, (0, C, ...), where it has none.
+
+    Returns:
+        `model`; where it is such a layer itself, the new one.
+
+    Raises:
+        ValueError: a lazy layer without a shape, a batch norm of another class, or other layers on other ranks.
+    """
+    problem: ValueError | None = None
+    layers: dict[str, _BatchNorm] = {}
+    try:
+        layers = _find(model)
+    except ValueError as error:
+        problem = error
+    world.agree(problem)
+    world.check_same("the batch-norm layers of a synced model", [_said(*item) for item in layers.items()])
+    talk = Talk(world, list(layers), max((layer.num_features for layer in layers.values()), default=0))
+    return _replace(model, {layer: _synced(layer, talk, number) for number, layer in enumerate(layers.values())})
+
+
+def local_batch_norm(model: nn.Module) -> nn.Module:
+    """Turn the layers that `sync_batch_norm` made back into what they were, with the same tensors, in place.
+
+    Returns:
+        `model`; where it is such a layer itself, the local one.
+    """
+    return _replace(model, {layer: _local(layer) for layer in model.modules() if isinstance(layer, SyncedBatchNorm)})
+
+
+def find_talks(modules: Iterable[nn.Module]) -> list[Talk]:
+    """The talks of all synced layers below these modules, each once, in the order in which they are met."""
+    found = {
+        id(layer._talk): layer._talk
+        for module in modules
+        for layer in module.modules()
+        if isinstance(layer, SyncedBatchNorm) and layer._talk is not None
+    }
+    return list(found.values())
+
+
+def _find(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The layers to be synced, each once, by name."""
+    layers: dict[str, _BatchNorm] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        said = name or "the model itself"
+        if isinstance(layer, LazyModuleMixin):
+            raise ValueError(
+                f"a batch norm must have its shape before it is synced; `{said}` is a lazy one: run the model once"
+            )
+        if type(layer) not in (*_KNOWN, SyncedBatchNorm):
+            raise ValueError(
+                f"a synced batch norm must be an nn.BatchNorm1d, 2d, 3d or nn.SyncBatchNorm; `{said}` is a "
+                f"{type(layer).__name__}, whose forward is its own: use one of these there, or sync the parts beside it"
+            )
+        layers[said] = layer
+    return layers
+
+
+def _said(name: str, layer: _BatchNorm) -> str:
+    return f"{name}: {layer.num_features}, {layer.eps}, {layer.momentum}, {layer.affine}, {layer.track_running_stats}"
+
+
+def _synced(layer: _BatchNorm, talk: Talk, number: int) -> SyncedBatchNorm:
+    synced = SyncedBatchNorm.__new__(SyncedBatchNorm)
+    synced.__dict__.update(layer.__dict__)  # the very same parameters, buffers and hooks, in the same dictionaries
+    origin = layer._origin if isinstance(layer, SyncedBatchNorm) else type(layer)
+    synced._talk, synced._number, synced._origin = talk, number, origin
+    return synced
+
+
+def _local(layer: SyncedBatchNorm) -> _BatchNorm:
+    origin = layer._origin or SyncedBatchNorm
+    local = origin.__new__(origin)
+    local.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in _OWN})
+    return local
+
+
+def _replace(model: nn.Module, made: Mapping[_BatchNorm, nn.Module]) -> nn.Module:
+    """Put what was made where the keys stand, below `model`."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if isinstance(child, _BatchNorm) and child in made:
+                module._modules[name] = made[child]
+    return made.get(model, model) if isinstance(model, _BatchNorm) else model

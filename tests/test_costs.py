@@ -1,0 +1,33 @@
+"""What the same bits cost is measured: the benchmark runs, and its table is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from benchmarks import order
+from benchmarks.measuring import Ratio
+from tests.harness import OnRanks
+
+TINY = order.Job(
+    lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 10)), (1, 4, 4), 4, 1
+)
+
+
+def measure_all() -> dict[str, Ratio]:
+    order.JOBS["tiny"] = TINY
+    try:
+        return {**order.fold("tiny", 2), **order.accumulate("tiny"), **order.deterministic("tiny"),
+                **order.synced("tiny", 2)}  # fmt: skip
+    finally:
+        del order.JOBS["tiny"]
+
+
+@pytest.mark.covers("H5")
+def test_every_cost_is_measured_and_stands_in_the_table(on_ranks: OnRanks) -> None:
+    table = (Path(__file__).parents[1] / "docs" / "benchmarks" / "order.md").read_text()
+    for what, ratio in on_ranks(2, measure_all)[0].items():
+        assert 0 < ratio.lower <= ratio.median <= ratio.upper
+        assert f" | {what} | " in table

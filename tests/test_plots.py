@@ -1,0 +1,116 @@
+"""Pictures: what is drawn, where the file lies, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from matplotlib import font_manager
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from PIL import Image
+
+from ddp_loop import plots
+
+
+@pytest.fixture(autouse=True)
+def closes_fonts() -> Iterator[None]:
+    """matplotlib keeps the files of its fonts open; they may lie below the working folder."""
+    yield
+    font_manager._get_font.cache_clear()  # type: ignore[attr-defined]
+
+
+def read(path: Path) -> np.ndarray:
+    """A PNG as grey values in [0, 1], from 0 for black."""
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("L"), dtype=np.float32) / 255
+
+
+@pytest.mark.covers("A15")
+def test_eight_pairs_are_drawn_noisy_left_and_clean_right(tmp_path: Path) -> None:
+    # The k-th pair is grey k / 10 on the left and white on the right.
+    noisy = (torch.arange(8) / 10).view(8, 1, 1, 1).expand(8, 1, 32, 32)
+    path = plots.pairs(noisy, torch.ones(8, 1, 32, 32), tmp_path / "new" / "pairs.png")
+    assert path == tmp_path / "new" / "pairs.png"
+    picture = read(path)
+    height, width = picture.shape
+    for number in range(8):
+        row, column = divmod(number, 4)
+        at = int(height * (0.3 + 0.45 * row)), int(width * (column + 0.25) / 4)
+        assert abs(picture[at] - number / 10) < 0.01
+        assert picture[at[0], int(width * (column + 0.75) / 4)] == 1.0
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_other_numbers_of_pairs_are_drawn_too_and_bytes_as_well(count: int, tmp_path: Path) -> None:
+    images = torch.full((count, 1, 28, 28), 51, dtype=torch.uint8)
+    picture = read(plots.pairs(images, images, tmp_path / "pairs.png", names=("Noisy", "Cleaned")))
+    share = float((abs(picture - 0.2) < 0.01).mean())
+    assert 0.6 * count / (4 * -(-count // 4) if count > 4 else count) < share < 1
+
+
+@pytest.mark.covers("H4")
+def test_the_72_differences_are_drawn_as_bars(tmp_path: Path) -> None:
+    values = torch.zeros(8, 1, 3, 3)
+    values[0, 0, 0, 0], values[-1, 0, 2, 2] = 1.0, -1.0
+    picture = read(plots.differences(values, tmp_path / "bars.png"))
+    empty = read(plots.differences(0 * values, tmp_path / "empty.png", reach=1.05))
+    same_scale = read(plots.differences(values, tmp_path / "scaled.png", reach=10.0))
+    inked = picture != read(plots.differences(torch.zeros(72), tmp_path / "none.png", reach=1.1))
+    bars = np.argwhere(inked & (picture < 0.6) & (picture > 0.3))
+    height, width = picture.shape
+    left, right = bars[bars[:, 1] < width / 2], bars[bars[:, 1] > width / 2]
+    assert left[:, 0].mean() < height / 2 < right[:, 0].mean()  # the first one up, the last one down
+    assert empty.shape == same_scale.shape == picture.shape
+    assert (same_scale != picture).any()
+
+
+def test_the_words_beside_the_bars_are_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def note(figure: Figure, *arguments: object, **keywords: object) -> None:
+        written.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", note)
+    plots.differences(torch.arange(-2.0, 3.0), tmp_path / "bars.png", title="One less another", reach=4.0)
+    (axes,) = written[0].axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("Learnable Parameter Number", "Difference in Weight Value")
+    assert axes.get_title() == "One less another"
+    bars = [bar for bar in axes.patches if isinstance(bar, Rectangle)]
+    assert [bar.get_height() for bar in bars] == [-2, -1, 0, 1, 2]
+    assert [round(bar.get_x() + bar.get_width() / 2) for bar in bars] == [1, 2, 3, 4, 5]
+    assert axes.get_ylim() == (-4.0, 4.0)
+
+
+def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
+    loaded, settings = "matplotlib.pyplot" in sys.modules, matplotlib.rcParams.copy()
+    plots.differences(torch.ones(3), tmp_path / "bars.png")
+    plots.pairs(torch.ones(2, 1, 4, 4), torch.ones(2, 1, 4, 4), tmp_path / "pairs.png")
+    assert ("matplotlib.pyplot" in sys.modules) == loaded
+    assert matplotlib.rcParams.copy() == settings
+
+
+@pytest.mark.parametrize(
+    ("noisy", "clean"),
+    [((8, 1, 4, 4), (7, 1, 4, 4)), ((8, 3, 4, 4), (8, 3, 4, 4)), ((8, 4, 4),) * 2, ((0, 1, 4, 4),) * 2],
+)
+def test_what_are_no_pairs_is_refused(noisy: tuple[int, ...], clean: tuple[int, ...], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"two sets of grey pictures, \(n, 1, H, W\) with n of 1 or more; got"):
+        plots.pairs(torch.zeros(noisy), torch.zeros(clean), tmp_path / "pairs.png")
+    with pytest.raises(ValueError, match="differences are drawn of one value or more; got none"):
+        plots.differences(torch.zeros(0), tmp_path / "bars.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'matplotlib, which is missing: pip install "ddp_loop\[digits\]"'):
+        plots.differences(torch.ones(3), tmp_path / "bars.png")

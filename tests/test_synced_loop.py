@@ -1,0 +1,181 @@
+"""Synced batch norm in a Loop: one device on the whole mini-batch, whatever the ranks have of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import ddp_loop as dl
+from tests.cases import CLASSES, TwiceUsed, make_data
+from tests.harness import OnRanks
+from tests.refusals import ALL, Refused
+
+# A step's rounding, amplified by 6 steps.
+TOLERANCE = 1e-10
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 2),
+        nn.BatchNorm2d(4, momentum=None),
+        nn.Flatten(),
+        nn.Linear(4, CLASSES),
+        nn.BatchNorm1d(CLASSES, affine=False),
+    )
+
+
+NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "convolutions": (convolutions, (2, 4, 4)),
+    "a layer used twice": (TwiceUsed, (2, 4)),
+}
+Tensors = dict[str, torch.Tensor]
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(7)
+    return NETWORKS[name][0]().double()  # type: ignore[no-any-return]
+
+
+def plain(name: str, observations: int, batch_size: int) -> tuple[list[float], Tensors]:
+    """One device: torch's own loop on the same mini-batches."""
+    model = make(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data, losses = make_data(NETWORKS[name][1], observations), []
+    for _ in range(2):
+        for start in range(0, observations, batch_size):
+            inputs, labels = (one[start : start + batch_size] for one in data)
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def synced(
+    name: str, observations: int, batch_size: int, shards: int | None = None, gathered: bool = False, mib: float = 8.0
+) -> tuple[list[float], Tensors]:
+    """The same through a Loop, its layers synced."""
+    with dl.join_world(seed=0) as world:
+        model = dl.sync_batch_norm(make(name), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        data = make_data(NETWORKS[name][1], observations)
+        batches = dl.Batches(data, batch_size, world, shuffle=False, shards=shards)
+        state = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(batches, 2, state=state, progress=False, bucket_mib=mib, allow_one_row=True)
+        losses = []
+        for step in loop:
+            for inputs, labels in step:
+                if gathered:
+                    step.hold(model(inputs), labels)
+                else:
+                    step.backward(cross_entropy(model(inputs), labels))
+            if gathered:
+                step.backward(cross_entropy(*step.gather()))
+            losses.append(step.fold().loss.item())
+            optimizer.step()
+        return losses, dl.local_batch_norm(model).state_dict()
+
+
+def distance(found: Tensors, expected: Tensors) -> float:
+    assert list(found) == list(expected)
+    pairs = [(found[name].double(), one.double()) for name, one in expected.items()]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in pairs)
+
+
+@pytest.mark.covers("D5")
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_loop_with_synced_layers_is_one_device_on_the_whole_mini_batch(
+    name: str, ranks: int, on_ranks: OnRanks
+) -> None:
+    losses, state = plain(name, 14, 6)  # the last mini-batch has 2: on 3 and 4 ranks some have none
+    results = on_ranks(ranks, synced, name, 14, 6)
+    for found, tensors in results:
+        assert found == pytest.approx(losses, rel=TOLERANCE)
+        assert distance(tensors, state) < TOLERANCE
+        assert all(torch.equal(one, tensors[key]) for key, one in results[0][1].items())
+
+
+@pytest.mark.covers("D5", "D13")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_it_also_is_with_a_loss_of_gathered_outputs(ranks: int, on_ranks: OnRanks) -> None:
+    losses, state = plain("convolutions", 14, 6)
+    for found, tensors in on_ranks(ranks, synced, "convolutions", 14, 6, None, True):
+        assert found == pytest.approx(losses, rel=TOLERANCE)
+        assert distance(tensors, state) < TOLERANCE
+
+
+@pytest.mark.parametrize(("shards", "mib"), [(2, 8.0), (None, 0.0001)])
+def test_fewer_shards_than_ranks_and_many_buckets_change_nothing(
+    shards: int | None, mib: float, on_ranks: OnRanks
+) -> None:
+    losses, state = plain("convolutions", 14, 6)
+    for found, tensors in on_ranks(3, synced, "convolutions", 14, 6, shards, False, mib):
+        assert found == pytest.approx(losses, rel=TOLERANCE)
+        assert distance(tensors, state) < TOLERANCE
+
+
+def several_shards(world: dl.World, folder: str) -> None:
+    model = dl.sync_batch_norm(make("convolutions"), world)
+    dl.Loop(dl.Batches(make_data((2, 4, 4), 12), 6, world, shards=4), 1, state={"model": model}, progress=False)
+
+
+def test_several_shards_on_a_rank_are_refused_with_the_remedy(refused: Refused) -> None:
+    refused(2, several_shards, kind="ValueError", said=r"can have one shard; got 4 shards .* local_batch_norm", by=ALL)
+
+
+def train(world: dl.World, folder: str, fault: str) -> None:
+    model = dl.sync_batch_norm(make("convolutions"), world)
+    batches = dl.Batches(make_data((2, 4, 4), 14), 6, world, shuffle=False)
+    loop = dl.Loop(batches, 2, state={"model": model}, run=folder, progress=False, allow_one_row=True)
+    for step in loop:
+        for inputs, labels in step:
+            if fault == "no rows are left out" and not len(inputs):
+                continue
+            if fault == "one rank evaluates" and world.rank == 1 and step.iteration == 2:
+                model.eval()
+            if fault == "one rank raises" and world.rank == 1 and step.iteration == 2:
+                raise LookupError("a bad image")
+            step.backward(cross_entropy(model(inputs), labels))
+        if fault == "one rank leaves" and world.rank == 1 and step.iteration == 2:
+            step.fold()
+            break
+        step.fold()
+    world.sum(torch.ones(1))
+
+
+@pytest.mark.covers("D10")
+@pytest.mark.parametrize(
+    ("fault", "kind", "said"),
+    [
+        ("no rows are left out", "RuntimeError", "at the end of its pass|also for the tensors of no rows"),
+        ("one rank evaluates", "RuntimeError", "rank 1 at the end of its pass"),
+        ("one rank leaves", "RuntimeError", "rank 1 at the end of its loop"),
+        ("one rank raises", "LookupError", "a bad image"),
+    ],
+)
+def test_ranks_that_part_ways_are_told_so(fault: str, kind: str, said: str, refused: Refused) -> None:
+    refused(3, train, fault, kind=kind, said=said, by=None)
+
+
+def sync_too_late(world: dl.World, folder: str) -> None:
+    model = make("convolutions")
+    batches = dl.Batches(make_data((2, 4, 4), 12), 6, world)
+    loop = dl.Loop(batches, 1, state={"model": model}, progress=False)
+    dl.sync_batch_norm(model, world)
+    for step in loop:
+        for inputs, labels in step:
+            step.backward(cross_entropy(model(inputs), labels))
+        step.fold()
+
+
+def test_a_model_that_is_synced_after_its_loop_was_made_is_refused(refused: Refused) -> None:
+    refused(2, sync_too_late, kind="RuntimeError", said="synced before its Loop is made", by=None)
