@@ -10,7 +10,7 @@ from ddp_loop.devices import describe_devices
 from ddp_loop.differing import compare_runs
 from ddp_loop.verifying import CannotVerify, Job, verify
 
-EQUAL, UNEQUAL, FAILED = 0, 1, 2  # exit codes
+EQUAL, UNEQUAL, FAILED, INTERRUPTED = 0, 1, 2, 130  # exit codes
 
 
 def _ranks(said: str) -> list[int]:
@@ -31,13 +31,24 @@ def _above_0(said: str) -> int:
     return int(said)
 
 
+def _fraction(said: str) -> float:
+    try:
+        number = float(said)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1:
+        raise argparse.ArgumentTypeError(f"a number between 0 and 1, such as 0.02 for bfloat16; got {said}")
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ddp_loop", description="Custom data-parallel training loops.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("devices", help="what this machine has for ranks")
     one = commands.add_parser(
         "verify",
-        usage="python -m ddp_loop verify SCRIPT [--ranks 1,2,3] [--steps K] [--timeout-s S] [-- SCRIPT'S ARGUMENTS]",
+        usage="python -m ddp_loop verify SCRIPT [--ranks 1,2,3] [--steps K] [--tolerance T] [--timeout-s S] "
+        "[-- SCRIPT'S ARGUMENTS]",
         help="run a script on several numbers of ranks, and say whether its numbers are the same",
         epilog=f"Exit codes: {EQUAL} equal, {UNEQUAL} unequal, {FAILED} the script failed or made no step.",
     )
@@ -45,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--ranks", type=_ranks, default=[1, 2, 3], metavar="1,2,3", help="the first is the reference")
     one.add_argument("--steps", type=_above_0, default=5, metavar="K", help="of each Loop (default: 5)")
     one.add_argument("--timeout-s", type=_above_0, default=600, metavar="S", help="for each run, in seconds (600)")
+    one.add_argument("--tolerance", type=_fraction, metavar="T", help="relative, for all values (by their types)")
     two = commands.add_parser(
         "diff",
         help="the first step and tensor where two runs part",
@@ -63,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         if said.command == "verify":
             if not said.script.is_file():
                 raise CannotVerify(f"SCRIPT must be a file with Python in it; there is no {said.script}")
-            job = Job(said.script, given[end + 1 :], said.steps, said.timeout_s)
+            job = Job(said.script, given[end + 1 :], said.steps, said.timeout_s, said.tolerance)
             equal = verify(job, said.ranks, _say)
             return EQUAL if equal else UNEQUAL
         if said.command == "diff":
@@ -73,6 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (CannotVerify, ValueError) as error:
         print(f"ddp_loop {said.command}: {error}", file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
     print(describe_devices())
     return 0
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from ddp_loop.pooling import rest_of_mean
+from ddp_loop.pooling import refined
 from ddp_loop.running import Group
 
 BatchNorm = _BatchNorm
@@ -144,7 +144,9 @@ class BatchNormStatistics:
             return  # forward raised
         if self._captures is not None:
             count = output.numel() // output.shape[1]
-            rest = rest_of_mean(inputs, mean, variance)
+            rest, biased = refined(inputs, mean, variance)
+            if biased is not None:
+                variance = biased * (count / max(count - 1, 1))
             self._captures[number].append(Capture(count, mean, rest, variance))
 
     # -- rows ----------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class Bucket:
         return Flat(whole, gradients, list(self._views(gradients)))
 
     def _moved(self, flat: Flat) -> Flat:
-        new = self._make()
+        new = self._spare.pop() if self._spare else self._make()
         new.gradients.copy_(flat.gradients)
         return new
 

@@ -30,30 +30,44 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, list[str]]:
     before = [step for step, _ in found if step < first.step]
     if before:
         lines.append(f"The same bits from step {before[0]} to step {before[-1]}.")
-    lines += [describe(first), *_afterwards(found, first.step)]
+    lines += [describe(first, traces[0].head["shards"] == traces[1].head["shards"]), *_afterwards(found, first.step)]
     return False, lines
 
 
 def _said(trace: Trace) -> str:
     head, steps = trace.head, trace.numbers
     extent = f"steps {steps[0]} to {steps[-1]}" if steps else "no whole step"
-    return f"{trace.folder}: {head['ranks']} ranks, {head['shards']} shards, {extent}"
+    return f"{trace.folder}: {counted(head['ranks'], 'rank')}, {counted(head['shards'], 'shard')}, {extent}"
 
 
-def describe(difference: Difference) -> str:
+def counted(number: int, what: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def describe(difference: Difference, same_shards: bool = True) -> str:
     """A difference, and what it means that it comes first."""
     others = ""
     if difference.others:
         shown = ", ".join(f"`{name}`" for name in difference.others[:_SHOWN])
         more = len(difference.others) - _SHOWN
         others = f" (and in the same stage {shown}{f' and {more} more' if more > 0 else ''})"
-    where = "Before the first step" if difference.stage == "start" else f"Step {difference.step}, {difference.stage}"
-    return (
-        f"{where}: `{difference.name}` differs first{others}.\nWhat came before it is the same: {_meaning(difference)}."
-    )
+    if difference.stage == "start":
+        return f"Before the first step: `{difference.name}` differs first{others}: {MEANING['start']}."
+    verb = "is in one run only, and is the first difference" if difference.is_missing else "differs first"
+    where = f"Step {difference.step}, {difference.stage}: `{difference.name}` {verb}{others}."
+    return f"{where}\nWhat came before it is the same: {_meaning(difference, same_shards)}."
 
 
-def _meaning(difference: Difference) -> str:
+def _meaning(difference: Difference, same_shards: bool) -> str:
+    """By the stage alone; in `forward` also by whether the loss is among what differs."""
+    if difference.is_missing:
+        return "one run computes what the other does not"
+    if difference.stage == "fold" and not same_shards:
+        return "from the same observations, parameters and buffers other shards gave something else"
+    names = (difference.name, *difference.others)
+    if difference.stage == "forward" and not any(name.endswith((", loss", "output 0")) for name in names):
+        return "the losses are the same too, what was given beside them is not"
     return MEANING[difference.stage]
 
 

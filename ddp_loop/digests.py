@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
 
 Leaf = torch.Tensor | float | str | bytes | None
@@ -22,12 +23,14 @@ def digest(value: Leaf) -> str:
 
 
 def leaves(name: str, value: object) -> Iterator[tuple[str, Leaf]]:
-    """The tensors, numbers and words below a nest of dicts, lists and tuples, each with its name."""
+    """The tensors, arrays, numbers and words below a nest of dicts, lists and tuples, each with its name."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             yield from leaves(f"{name}.{key}", one)
     elif isinstance(value, list | tuple):
         for key, one in enumerate(value):
             yield from leaves(f"{name}.{key}", one)
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        yield name, torch.from_numpy(np.array(value))
     elif value is None or isinstance(value, torch.Tensor | float | int | str | bytes):
         yield name, value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +36,7 @@ class Record:
     weight: Weight | None = None
     taken: dict[str, torch.Tensor] = field(default_factory=dict)
     done: bool = False  # its last backward was made
+    failed: bool = False  # a backward raised, and may have left parts of its gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Fold:
         policies: Mapping[str, Policy] | None = None,
     ) -> None:
         layers = batch_norm_layers(modules) if shards > 1 else {}
+        self.is_ordered = ordered
         order = (tree_order if ordered else open_order)(shards, world.size, world.rank)
         self.gradients = Gradients(parameters, world, bucket_bytes, order)
         self.statistics = BatchNormStatistics(layers)
@@ -91,8 +93,7 @@ class Fold:
         self.talks = [talk for talk in find_talks(modules.values()) if talk.size > 1]
         synced = {layer for module in modules.values() for layer in module.modules() if is_synced(layer)}
         self.buffers = Buffers(find_buffers(modules, {*layers.values(), *synced}, policies or {}))
-        self.gradients.overlaps = not self.talks
-        self._met = False
+        self.gradients.ranks_talk, self.gradients.overlaps = bool(self.talks), not self.talks
         self._world = world
         # On the CPU a few integers ride in the step's own sum (a group of their own took a small step from
         # 2.65 to 4.34 times local); on a GPU reading them there would hold the host up, so they go over gloo.
@@ -114,7 +115,6 @@ class Fold:
         self._world.demand_free()
         self._world.set_busy(_OPEN)
         self.records = []
-        self._met = False
         self.gradients.open()
         self.buffers.open()
 
@@ -134,15 +134,30 @@ class Fold:
         record.taken = self.buffers.take(graph_goes_on=graph_goes_on)
 
     def meet(self) -> None:
-        """Be told if another rank called the layers of synced batch norm otherwise. Every rank must call this, once.
+        """Be told if another rank called the layers of synced batch norm otherwise. Every rank must call this.
 
-        No sum of another length comes before it: see [Note: One length]. Nor do the gradients' own sums begin before
-        backward has ended, so that all ranks make their collectives in one order.
+        Before each collective of another length that follows the layers': see [Note: One length]. Nor do the gradients'
+        own sums begin before backward has ended, so that all ranks make their collectives in one order.
         """
-        if not self._met:
-            self._met = True
+        for talk in self.talks:
+            talk.word()
+
+    def leave(self, why: Exception) -> None:
+        """Say in such a word that this rank goes through the layers no more; raises `why` if others do."""
+        self._world.set_busy(None)
+        try:
             for talk in self.talks:
-                talk.word()
+                talk.word(ENDS_LOOP)
+        except RuntimeError:
+            raise why from None  # the others have been told
+
+    @contextmanager
+    def masking(self, factor: Weight) -> Iterator[None]:
+        """A backward inside, whose loss is multiplied by `factor`, adds nothing to others' sums where that is 0."""
+        with ExitStack() as ending:
+            for talk in self.talks:
+                ending.enter_context(talk.masking(torch.as_tensor(factor) == 0))
+            yield
 
     @contextmanager
     def among_the_shards(self) -> Iterator[None]:
@@ -167,13 +182,19 @@ class Fold:
     # -- the fold ------------------------------------------------------------------------------------------
 
     def close(
-        self, mini_batch: MiniBatch, problem: Exception | None = None, meanwhile: Callable[[], None] = nothing
+        self,
+        mini_batch: MiniBatch,
+        problem: Exception | None = None,
+        meanwhile: Callable[[], None] = nothing,
+        *,
+        met: bool = False,
     ) -> Folded:
         """End the pass: `.grad`, statistics and buffers become the whole mini-batch's. Every rank must call this.
 
         Args:
             mini_batch: of which the records are.
             problem: what this rank found wrong; then it raises that here, and the others raise PeerFailed.
+            met: whether `meet` was called after the last backward.
             meanwhile: called while the sums are under way, for work that would otherwise come after them.
 
         Raises:
@@ -181,7 +202,8 @@ class Fold:
             PeerFailed: another rank has a problem.
         """
         self._world.set_busy(None)
-        self.meet()
+        if not met:
+            self.meet()
         seen, problem = self._see(problem)
         if self._layout is None:
             self._world.agree(problem)
@@ -205,7 +227,9 @@ class Fold:
         folded = self._unpack(slots, layout, mini_batch)
         if said[_NEW]:
             self._layout = layout
-            self.gradients.release()  # the next fold plans buckets with the new layout's room
+            # Planned now, when all ranks agree: at the next pass something may be unfrozen.
+            self.gradients.release()
+            self.gradients.plan(self._tail(layout, len(mini_batch.sizes)))
         return folded
 
     def leaving(self, shards: int, problem: Exception) -> Callable[[], None]:
@@ -217,14 +241,10 @@ class Fold:
         layout = self._layout
         tail = 0 if layout is None else self._tail(layout, shards)
         outline = [] if layout is None else self.gradients.outline(tail)
+        begun = [] if layout is None else self.gradients.begun
 
         def tell() -> None:
             self._world.set_busy(None)
-            try:
-                for talk in self.talks:
-                    talk.word(ENDS_LOOP)
-            except RuntimeError:
-                raise problem from None  # the others have been told
             if layout is not None:
                 word = torch.tensor([1, *[0] * (_CONTROL - 1 + len(layout.parameters))], dtype=torch.int32)
                 work = None if self._rides else self._world.start_sum(word)
@@ -233,7 +253,7 @@ class Fold:
                     if self._rides and summing is outline[-1][0]:
                         rows[0][length + _PROBLEM] = 1
                     summing.start(rows)
-                finish_all([summing for summing, _ in outline])
+                finish_all([*begun, *(summing for summing, _ in outline)])
                 self._world.finish(work)
             self._world.agree(problem)
 
@@ -247,6 +267,11 @@ class Fold:
             if metrics is not None and metrics != names and problem is None:
                 problem = metrics_differ("an earlier shard", metrics, f"shard {record.shard.number}", names)
             metrics = names
+        if problem is None and (name := self.gradients.changed_since_opened()) is not None:
+            problem = RuntimeError(
+                f"parameters stay as they are from a step's first shard to its fold; {name} was written in between (an "
+                "Embedding with max_norm does this in its forward; an optimizer's step?): do it after step.fold()"
+            )
         calls = [tuple(map(len, record.captures)) for record in self.records] or [(0,) * len(self.statistics.layers)]
         layout = Layout(
             metrics=metrics,

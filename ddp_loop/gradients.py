@@ -38,6 +38,7 @@ class Gradients:
         self._bucket_bytes, self._order = bucket_bytes, order
         self._names: dict[Parameter, str] = {parameter: name for name, parameter in parameters.items()}
         self._asks: list[bool] = []
+        self._versions: list[int] = []  # of the parameters, when the pass opened
         self.wanted: tuple[str, ...] = ()  # those that want a gradient, with their shapes
         self._tail = 0
         self._planned: dict[Parameter, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -47,6 +48,7 @@ class Gradients:
         self._in_backward = self._in_last = False
         self._shards = 0  # that ended in this pass
         self.overlaps = True  # whether sums may start during backward
+        self.ranks_talk = False  # whether there are other collectives in backward
         self.watch: Callable[[int, dict[str, torch.Tensor]], None] | None = None  # is given each shard's gradients
 
     def add(self, parameters: Mapping[str, Parameter]) -> None:
@@ -102,6 +104,7 @@ class Gradients:
                     f"strides {parameter.stride()}: convert the model before the Loop is made"
                 )
         asks = []
+        self._versions = [parameter._version for parameter in self._names]
         for parameter in self._names:
             parameter.grad = None
             asks.append(parameter.requires_grad)
@@ -195,9 +198,18 @@ class Gradients:
         loss.backward(factor.to(loss.dtype).reshape(loss.shape), retain_graph=more)
         for parameter, gradient in before.items():
             if parameter.grad is not None:
-                parameter.grad.masked_fill_(factor == 0, 0.0)
+                parameter.grad.masked_fill_(self._is_void(parameter.grad, factor), 0.0)
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+    def _is_void(self, gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """What of a gradient is to be 0 since the shard's factor is.
+
+        With synced batch norm the other shards' losses depend on this one's values too, and what comes from there
+        counts: only what its own loss made of 0 does not.
+        """
+        void = factor == 0
+        return void & ~gradient.isfinite() if self.ranks_talk else void
 
     def _arrived(self, parameter: Parameter) -> None:
         if not self._in_backward:
@@ -246,6 +258,11 @@ class Gradients:
         return [(bucket.summing, bucket.length) for bucket in self.buckets[self._next :]]
 
     @property
+    def begun(self) -> list[Summing]:
+        """The sums that began during backward."""
+        return [bucket.summing for bucket in self.buckets[: self._next]]
+
+    @property
     def planned(self) -> int:
         """The number of parameters in buckets."""
         return len(self._planned)
@@ -289,6 +306,11 @@ class Gradients:
         """Multiply all gradients by `factor`, shape ()."""
         for bucket in self._all:
             bucket.own.gradients.mul_(factor)
+
+    def changed_since_opened(self) -> str | None:
+        """The name of a parameter that was written since the pass opened; None without one."""
+        pairs = zip(self._names.items(), self._versions, strict=False)
+        return next((name for (parameter, name), version in pairs if parameter._version != version), None)
 
     def named(self) -> dict[str, torch.Tensor]:
         """The gradients as they are now, by the parameters' names; without those that are None."""

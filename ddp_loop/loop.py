@@ -82,7 +82,8 @@ class Loop:
     ) -> None:
         self.batches, self.world = batches, batches.world
         self.epochs, self.steps = epochs, steps
-        self.iteration = 0
+        self.iteration = self._went_on_at = 0
+        self._cut_short = False
         self._state = check_state(state)
         self._epochs_made = self._position = 0  # whole epochs, and mini-batches of the one at hand
         self._begun: str | None = None  # the epoch that is gone through now, or was left
@@ -151,12 +152,12 @@ class Loop:
         if watch is not None:
             watch.loops += 1
             folder = watch.folder / f"loop-{watch.loops:03}"
-            self.steps = min(watch.steps, self.steps or watch.steps)
+            self.steps, self._cut_short = min(watch.steps, self.steps or watch.steps), True
         elif trace and run is not None:
             folder = Path(run) / FOLDER
         else:
             return
-        self._tracer = Tracer(folder, self.batches, self._state, values=watch is not None)
+        self._tracer = Tracer(folder, self.batches, self._state, ordered=self.fold.is_ordered, values=watch is not None)
         self.fold.gradients.watch, self.fold.gradients.overlaps = self._tracer.backward, False
 
     # -- going through it ----------------------------------------------------------------------------------
@@ -180,6 +181,8 @@ class Loop:
         Raises:
             RuntimeError: all epochs were made, or the one before was left.
         """
+        if self._is_done and not self._begun and (self._cut_short or self.iteration == self._went_on_at):
+            return  # there was nothing left to do where it went on, or a watch lets it make no more
         if self._begun or self._is_done:
             why = f"has made its {self.iteration} steps" if self._is_done else f"began {self._begun} before"
             raise RuntimeError(f"a Loop is gone through once, each epoch to its end; this one {why}: make another")
@@ -260,7 +263,7 @@ class Loop:
 
     @property
     def _is_done(self) -> bool:
-        return self._has_made_all or self._epochs_made == self.epochs
+        return self._has_made_all or (self.epochs is not None and self._epochs_made >= self.epochs)
 
     # -- where it is ---------------------------------------------------------------------------------------
 
@@ -287,6 +290,7 @@ class Loop:
         self.world.agree(problem)
         self.world.check_same("where the loop goes on", dict(state))
         self.iteration, self._epochs_made, self._position = state["iteration"], state["epoch"], state["position"]
+        self._went_on_at = self.iteration
         if self._position and self._position == self.batches.steps:
             self._epochs_made, self._position = self._epochs_made + 1, 0
 

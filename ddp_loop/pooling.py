@@ -35,15 +35,19 @@ def pooled(counts: torch.Tensor, means: torch.Tensor, variances: torch.Tensor) -
     return mean, (counts * (variances + (means - mean) ** 2)).sum(0) / total
 
 
-def rest_of_mean(values: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-    """What rounding took from the mean of each channel, (C,); 0 where it does not matter, and on a GPU.
+def refined(
+    values: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What rounding took from the mean of each channel, (C,), and the biased variance taken in a second pass, (C,).
 
-    On a GPU asking would hold the host up.
+    Where the mean lies not far, and on a GPU (asking would hold the host up), these are 0 and None.
     """
     if values.device.type != "cpu" or mean.dtype != torch.float32 or not _is_far(mean, variance):
-        return torch.zeros_like(mean)
-    rows = values.detach().transpose(0, 1).reshape(len(mean), -1)
-    return (rows - mean.unsqueeze(1)).mean(1).to(mean.dtype)
+        return torch.zeros_like(mean), None
+    rows = values.detach().transpose(0, 1).reshape(len(mean), -1) - mean.unsqueeze(1)
+    rest = rows.mean(1, keepdim=True)
+    # torch's own is that around the rounded mean with channels_last: off by 1e-3 at mean 10,000, deviation 1.
+    return rest.squeeze(1).to(mean.dtype), (rows - rest).square_().mean(1).to(mean.dtype)
 
 
 def _is_far(mean: torch.Tensor, variance: torch.Tensor) -> bool:

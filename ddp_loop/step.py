@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Literal
 
 import torch
@@ -142,23 +142,36 @@ class Step:
         if record is None or record.done:
             why = "is outside of `for ... in step`" if record is None else "is its second: say more=True in the first"
             raise RuntimeError(f"step.backward is called once for each shard; this call {why}")
-        loss = check_loss(loss)
+        loss = self._check_first(record, loss)
         if record is self._empty:
             self._fold.statistics.discard()
             self._fold.gradients.backward_for_the_others(loss, more=more)
             record.done = not more
             return
         size = self._note(record, loss.detach(), check_weight(weight), reduction, metrics)
+        record.failed = True  # until it has not
         last = not more and record.shard is self._loaded.mini_batch.shards[-1]
         self._fold.statistics.discard()
+        if self._fold.talks and not isinstance(size, torch.Tensor) and size == 0:
+            size = torch.zeros(())  # masked, not left out: in its backward ranks talk
         if isinstance(size, torch.Tensor) or size != 0:
             factor = self._factor(size, reduction)
-            self._fold.gradients.backward(loss, factor, last=last, more=more)
+            with self._fold.masking(factor) if self._fold.talks else nullcontext():
+                self._fold.gradients.backward(loss, factor, last=last, more=more)
         elif not more:
             self._fold.gradients.leave_out()
-        record.done = not more  # not before: what an error leaves behind, caught or not, does not count
+        record.done, record.failed = not more, False
         if more:
             self._fold.statistics.go_on(record.captures)
+
+    @staticmethod
+    def _check_first(record: Record, loss: torch.Tensor) -> torch.Tensor:
+        if record.failed:
+            raise RuntimeError(
+                f"a shard's backward is made once; that of shard {record.shard.number} raised, and may have left parts "
+                "of its gradients: leave the loop, or take smaller shards"
+            )
+        return check_loss(loss)
 
     def _note(
         self, record: Record, value: torch.Tensor, weight: Weight | None, reduction: str, metrics: dict[str, Value]
@@ -299,10 +312,12 @@ class Step:
         if self._broken or self._world.is_left:
             return
         tell = self._fold.leaving(len(self._loaded.mini_batch.sizes), _Left(why))
+        if not self._open:
+            self._gathering.open()  # the next pass had no word yet
 
         def tell_quietly() -> None:
             with suppress(_Left, PeerFailed):
-                self._gathering.open()
+                self._fold.leave(_Left(why))
                 self._gathering.pass_over(_Left(why))
                 tell()
 
@@ -350,7 +365,7 @@ class Step:
         self._world.set_busy(None)
         self._fold.meet()
         self._gathering.pass_over()
-        folded = self._fold.close(self._loaded.mini_batch, problem, self._meanwhile)
+        folded = self._fold.close(self._loaded.mini_batch, problem, self._meanwhile, met=True)
         self._broken = False
         if self._tracer is not None:
             self._tracer.folded(folded, self._fold.gradients.named())

@@ -6,8 +6,8 @@ two for the gradient, where torch's takes one that cannot be given the sums of o
 of torch's SyncBatchNorm.
 
 [Note: float32 by columns] Where the channels lie innermost (channels last, or no positions) torch's CPU kernel adds
-float32 values one by one: of 36,864 with mean 1,000 and deviation 1 the mean is off by 5e-3. `rest_of_mean` finds
-that, as it finds what is lost in rounding the mean; the variance is that around the mean that was off.
+float32 values one by one: of 36,864 with mean 1,000 and deviation 1 the mean is off by 5e-3. `refined` finds
+that, as it finds what is lost in rounding the mean, and the variance around the true one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ddp_loop.pooling import rest_of_mean
+from ddp_loop.pooling import refined
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
@@ -50,8 +50,8 @@ def statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if values.dtype != statistics_dtype(values):  # without it the CPU's kernel rounds the statistics to bfloat16
         spare = values.new_zeros(channels, dtype=torch.float32)
     mean, variance = torch.batch_norm_update_stats(values, spare, spare, 0.0)
-    rest = rest_of_mean(values, mean, variance).double()
-    return mean.double() + rest, (variance.double() - rest * rest).clamp_(min=0)
+    rest, biased = refined(values, mean, variance)
+    return mean.double() + rest, (variance if biased is None else biased).double()
 
 
 def normalised(
@@ -151,14 +151,16 @@ class Normalisation(torch.autograd.Function):
         deviation_inverse: torch.Tensor,
         total: torch.Tensor,
         tell: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        masked: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """Normalise.
 
         Args:
             total: the values behind a channel on all ranks, (1,) float64.
             tell: takes this rank's `sums_of_gradient`, gives those of all, (ranks, 2, C) float64 in rank order.
+            masked: gives what counts of a gradient.
         """
-        ctx.tell = tell
+        ctx.tell, ctx.masked = tell, masked
         ctx.save_for_backward(values, weight, mean, deviation_inverse, total)
         return normalised(values, weight, bias, mean, deviation_inverse)
 
@@ -167,7 +169,7 @@ class Normalisation(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Every rank must call this, where the values want a gradient."""
         values, weight, mean, deviation_inverse, total = ctx.saved_tensors
-        gradient = gradient.contiguous(memory_format=_format(values))
+        gradient = ctx.masked(gradient).contiguous(memory_format=_format(values))
         alone, by_values = sums_of_gradient(gradient, values, mean, deviation_inverse)
         of_values = None
         if ctx.needs_input_grad[0]:
@@ -175,4 +177,4 @@ class Normalisation(torch.autograd.Function):
             of_values = gradient_of_values(gradient, values, weight, mean, deviation_inverse, sums, total)
         of_weight = by_values * deviation_inverse if ctx.needs_input_grad[1] else None
         of_bias = alone if ctx.needs_input_grad[2] else None
-        return of_values, of_weight, of_bias, None, None, None, None  # autograd gives them their parameters' types
+        return of_values, of_weight, of_bias, *(None,) * 5  # autograd gives them their parameters' types

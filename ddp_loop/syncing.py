@@ -14,7 +14,8 @@ one of many, until `check` reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -55,6 +56,7 @@ class Talk:
         self._names = tuple(names)
         self._late = world.device.type != "cpu" if late is None else late
         self._calls = 0
+        self._mask: torch.Tensor | None = None
         self._noted: list[torch.Tensor] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> Talk:
@@ -66,6 +68,21 @@ class Talk:
     def name(self, layer: int) -> str:
         """The name of a layer."""
         return self._names[layer]
+
+    @contextmanager
+    def masking(self, mask: torch.Tensor) -> Iterator[None]:
+        """Where `mask`, shape () bool, is true, a backward inside adds nothing to all ranks' sums, not even NaN."""
+        self._mask = mask
+        try:
+            yield
+        finally:
+            self._mask = None
+
+    def masked(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What counts of a gradient: where the rank's own loss counts nothing, what comes of the others' does."""
+        if self._mask is None:
+            return gradient
+        return gradient.masked_fill(self._mask.to(gradient.device) & ~gradient.isfinite(), 0.0)
 
     def next_call(self) -> int:
         """The number of a layer's call in this pass; its backward says the same one."""
@@ -215,7 +232,7 @@ class SyncedBatchNorm(_BatchNorm):
             kind = statistics_dtype(values)
             given = mean.to(kind), (variance + self.eps).rsqrt().to(kind), total
         result: torch.Tensor = Normalisation.apply(  # type: ignore[no-untyped-call]
-            values, self.weight, self.bias, *given, lambda *sums: send(BACKWARD, *sums)[1]
+            values, self.weight, self.bias, *given, lambda *sums: send(BACKWARD, *sums)[1], talk.masked
         )
         return result
 

@@ -73,6 +73,7 @@ class Difference:
     stage: str
     name: str
     others: tuple[str, ...]
+    is_missing: bool = False  # in one of the two
 
 
 def is_of_a_shard(name: str) -> bool:
@@ -94,31 +95,27 @@ def read_trace(run: Path) -> Trace:
         ValueError: there is none, a file of a rank is missing, or it is not a trace.
     """
     folder = run / FOLDER if (run / FOLDER).is_dir() else run
-    files = {path.stem: path for path in folder.glob("rank-*.jsonl")}
-    if "rank-0" not in files:
+    if not (folder / "rank-0.jsonl").is_file():
         raise ValueError(f"a run has a trace if its Loop was made with trace=True; {run} has none: run it again so")
-    heads, steps = zip(*(_read(path) for _, path in sorted(files.items(), key=_rank)), strict=True)
-    if len(files) != heads[0]["ranks"]:
-        raise ValueError(
-            f"a trace has a file for each rank; {folder} has {len(files)} of {heads[0]['ranks']}: copy all of them"
-        )
-    return Trace(folder, heads[0], list(steps))
-
-
-def _rank(item: tuple[str, Path]) -> int:
-    return int(item[0].removeprefix("rank-"))
+    head, first = _read(folder / "rank-0.jsonl")
+    others = [folder / f"rank-{rank}.jsonl" for rank in range(1, head["ranks"])]  # more are of a run before
+    if missing := [path.name for path in others if not path.is_file()]:
+        raise ValueError(f"a trace has a file for each rank; {folder} lacks {', '.join(missing)}: copy all of them")
+    return Trace(folder, head, [first, *(_read(path)[1] for path in others)])
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[int, Entries]]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        head, *rest = [json.loads(line) for line in lines[:-1]]  # behind the last line's end there is nothing
-        if head["version"] != VERSION:
+        whole, _, _ = path.read_bytes().rpartition(b"\n")  # a killed run leaves the beginning of a line behind that
+        if not whole:
+            raise ValueError("the run ended before its first line did")
+        head, *rest = [json.loads(line) for line in whole.decode().split("\n")]
+        if head["version"] != VERSION or not {"ranks", "shards", "ordered", "tensors"} <= set(head):
             raise ValueError(f"version {head['version']}")
         return head, {
             line["step"]: in_order({(stage, name): one for stage, name, one in line["entries"]}) for line in rest
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a trace has lines of JSON, version {VERSION}; {path} cannot be read ({error})") from error
 
 
@@ -128,7 +125,8 @@ def first_difference(step: int, one: Entries, other: Entries) -> Difference | No
         keys = dict.fromkeys(key for entries in (one, other) for key in entries if key[0] == stage)
         differing = [name for _, name in (key for key in keys if one.get(key) != other.get(key))]
         if differing:
-            return Difference(step, stage, differing[0], tuple(differing[1:]))
+            key = (stage, differing[0])
+            return Difference(step, stage, differing[0], tuple(differing[1:]), (key in one) != (key in other))
     return None
 
 

@@ -64,12 +64,18 @@ def current_watch() -> Watch | None:
     return _WATCH.get()
 
 
+def _is_long(value: torch.Tensor | float) -> bool:
+    """Whether a whole number fits no tensor; such a one is compared as a word."""
+    return isinstance(value, int) and abs(value) >= 2**63
+
+
 class Tracer:
     """Writes the trace of one rank of one loop.
 
     Args:
         folder: where rank-K.jsonl is written.
         batches, state: of the loop.
+        ordered: whether the loop's fold is.
         values: whether rank 0 also keeps what is of the whole mini-batch itself, not just digests.
     """
 
@@ -79,6 +85,7 @@ class Tracer:
         batches: Batches,
         state: Mapping[str, object],
         *,
+        ordered: bool,
         values: bool,
     ) -> None:
         world = batches.world
@@ -99,13 +106,14 @@ class Tracer:
             "ranks": world.size,
             "rank": world.rank,
             "shards": batches.shards,
+            "ordered": ordered,
             "tensors": tensors,
         }
         self._file.write(json.dumps(head) + "\n")
 
     def _note(self, stage: str, name: str, value: Leaf, *, keep: bool = False) -> None:
         self._entries.append((stage, f"{self._pass}{name}", digest(value)))
-        if keep and self._values is not None and not isinstance(value, str | bytes | None):
+        if keep and self._values is not None and not isinstance(value, str | bytes | None) and not _is_long(value):
             there = (
                 value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=self._number(value))
             )

@@ -9,9 +9,10 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from math import isinf
 from pathlib import Path
 
-from ddp_loop.differing import describe
+from ddp_loop.differing import counted, describe
 from ddp_loop.distances import Largest, Unequal, compare_values
 from ddp_loop.launching import RankFailed, launch
 from ddp_loop.traces import MEANING, Trace, check_comparable, differences, first_difference, read_trace
@@ -29,13 +30,13 @@ def run_watched(script: str, arguments: Sequence[str], folder: str, steps: int) 
     """Run a script on this rank as its launcher would, leaving traces in `folder`."""
     rank, before = os.environ["RANK"], (sys.argv, list(sys.path))
     sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).resolve().parent)]
-    printed = (Path(folder) / f"output-{rank}.txt").open("w", encoding="utf-8", buffering=1)
+    printed = (Path(folder) / f"output-{rank}.txt").open("w", encoding="utf-8", errors="backslashreplace", buffering=1)
     with printed, redirect_stdout(printed), redirect_stderr(printed), watching(Watch(Path(folder), steps)):
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as ending:
             if ending.code not in (None, 0):
-                raise RuntimeError(f"the script ended with exit code {ending.code}") from ending
+                raise RuntimeError(f"the script ended by sys.exit({ending.code!r})") from None
         finally:
             sys.argv, sys.path[:] = before
 
@@ -48,6 +49,7 @@ class Job:
         script, arguments: the user's.
         steps: of each Loop, at most.
         timeout_s: for each run, in seconds.
+        tolerance: for all values, relative; by default it follows from their types.
         start: calls a function on so many ranks, as `launch` does.
     """
 
@@ -55,6 +57,7 @@ class Job:
     arguments: Sequence[str] = ()
     steps: int = 5
     timeout_s: float = 600.0
+    tolerance: float | None = None
     start: Callable[..., list[None]] = launch
 
 
@@ -71,10 +74,12 @@ def run_on(ranks: int, job: Job, folder: Path) -> list[Trace]:
     except RankFailed as error:
         raise CannotVerify(f"{job.script} fails on {_said(ranks)}:\n{error}\n{_printed(folder)}") from error
     traces = [read_trace(loop) for loop in sorted(folder.glob("loop-*"))]
+    traces = [trace for trace in traces if trace.numbers]  # without those that were made and never gone through
     if not any(trace.numbers[1:] for trace in traces):
         raise CannotVerify(
             f"a script is verified by the steps of its Loop; {job.script} made none on {_said(ranks)}: does it need "
-            f"arguments (verify SCRIPT -- ARGUMENTS), or is its training under a condition?\n{_printed(folder)}"
+            "arguments (verify SCRIPT -- ARGUMENTS), train without dl.Loop, or start ranks of its own (dl.launch), "
+            f"which verify must do itself?\n{_printed(folder)}"
         )
     return traces
 
@@ -86,11 +91,7 @@ def _printed(folder: Path, lines: int = 12) -> str:
 
 
 def _said(ranks: int) -> str:
-    return _counted(ranks, "rank")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
+    return counted(ranks, "rank")
 
 
 # -- verdicts ----------------------------------------------------------------------------------------------
@@ -99,34 +100,45 @@ def _counted(number: int, what: str) -> str:
 def verify(job: Job, ranks: Sequence[int], say: Callable[[str], None]) -> bool:
     """Run a script on each number of ranks, say how they differ, and return whether they are equal.
 
-    Equal are runs whose differences stay within the tolerances. The first number of ranks is what the others are held
-    against; inside each run its ranks are held against each other.
+    With the same shards in an ordered fold equal are runs of the same bits, else those whose differences stay within
+    the tolerances. The first number of ranks is what the others are held against; inside each run its ranks are.
 
     Raises:
         CannotVerify: the script fails on some number of ranks, or made no step.
     """
-    equal, same_bits = True, True
+    equal, same_bits, steps = True, True, 0
     with tempfile.TemporaryDirectory(prefix="ddp_loop-verify-") as folder:
         reference: list[Trace] = []
         for number in ranks:
             found = run_on(number, job, Path(folder) / str(number))
-            heading = (
-                f"{_said(number)}, {_counted(found[0].head['shards'], 'shard')}, {len(found[0].numbers) - 1} steps"
-            )
-            problem = next(filter(None, map(_replicas, found)), None)
-            if problem is None and reference:
-                problem, lines, bits = _against(reference, found)
-                heading += f", against {_said(ranks[0])}: " + ("the same bits" if bits else "\n  ".join(["", *lines]))
-                same_bits = same_bits and bits
-            say(heading)
-            if problem is not None:
-                say(f"\nUNEQUAL on {_said(number)}. {problem}\n")
+            steps = max(len(trace.numbers) - 1 for trace in found)
+            heading = f"{_said(number)}, {counted(found[0].head['shards'], 'shard')}, {counted(steps, 'step')}"
+            verdict = _Verdict(next(filter(None, map(_replicas, found)), None))
+            if verdict.problem is None and reference:
+                verdict = _against(reference, found, ranks[0], job.tolerance)
+                same_bits = same_bits and verdict.same_bits
+                heading += f", against {_said(ranks[0])}" + (": the same bits" if verdict.same_bits else "")
+            say("\n  ".join([heading, *verdict.lines]))
+            if verdict.problem is not None:
+                say(f"\nUNEQUAL on {_said(number)}. {verdict.problem}\n")
                 equal = False
             reference = reference or found
     if equal:
-        said = ", ".join(map(str, ranks))
-        say(f"\nEQUAL on {said} ranks: " + ("the same bits." if same_bits else "the same numbers, up to rounding."))
+        what = "the same bits" if same_bits else "the same numbers, up to rounding"
+        say(
+            f"\nEQUAL on {', '.join(map(str, ranks))} ranks: {what}, in what the state holds after "
+            f"{counted(steps, 'step')}."
+        )
     return equal
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What is wrong with a run, lines with its largest differences, and whether it has the reference's bits."""
+
+    problem: str | None
+    lines: tuple[str, ...] = ()
+    same_bits: bool = False
 
 
 def _replicas(trace: Trace) -> str | None:
@@ -142,52 +154,56 @@ def _replicas(trace: Trace) -> str | None:
     return None
 
 
-def _against(reference: list[Trace], found: list[Trace]) -> tuple[str | None, list[str], bool]:
-    """What is wrong with a run, lines with its largest differences, and whether it has the same bits."""
+def _against(reference: list[Trace], found: list[Trace], first: int, tolerance: float | None) -> _Verdict:
+    """A run held against that on the `first` number of ranks."""
     if len(reference) != len(found):
-        return (
-            f"The script makes {len(reference)} Loops on the first number of ranks, and {len(found)} here.",
-            [],
-            False,
-        )
+        made = counted(len(reference), "Loop")
+        return _Verdict(f"The script goes through {made} on {_said(first)}, and through {len(found)} here.")
     lines: list[str] = []
     same = True
-    for one, other in zip(reference, found, strict=True):
-        check_comparable(one, other)
+    for number, (one, other) in enumerate(zip(reference, found, strict=True), 1):
+        try:
+            check_comparable(one, other)
+        except ValueError as error:
+            return _Verdict(f"{str(error).replace(str(one.folder), _said(first)).replace(str(other.folder), 'here')}.")
         if one.numbers != other.numbers:
-            made, here = len(one.numbers) - 1, len(other.numbers) - 1
-            return f"The loop makes {made} steps on the first number of ranks, and {here} here.", [], False
-        parting = next((found for _, found in differences(one, other) if found is not None), None)
+            made = counted(len(one.numbers) - 1, "step")
+            return _Verdict(f"The Loop makes {made} on {_said(first)}, and {len(other.numbers) - 1} here.")
+        parting = next((each for _, each in differences(one, other) if each is not None), None)
         if parting is None:
             continue
         same = False
-        unequal, largest = compare_values(one, other)
-        lines += [f"{kind}: {_measured(each)}" for kind, each in largest.items()]
+        unequal, largest = compare_values(one, other, tolerance)
+        which = f"Loop {number}, " if len(found) > 1 else ""
+        lines += [f"{which}{kind}: {_measured(each)}" for kind, each in largest.items()]
+        if one.head["shards"] == other.head["shards"] and one.head["ordered"] and other.head["ordered"]:
+            rule = "With fixed shards, in an ordered fold, every number of ranks must give the same bits."
+            return _Verdict(f"{rule} {describe(parting)}", tuple(lines))
         if unequal is not None:
-            return _why(one, other, unequal), lines, False
-    return None, lines, same
+            return _Verdict(_why(one, other, unequal), tuple(lines))
+    return _Verdict(None, tuple(lines), same)
 
 
 def _why(one: Trace, other: Trace, unequal: Unequal) -> str:
-    """What differs, in which stage, and what that means.
+    """What is off, in which stage, and what that means.
 
-    The cause follows from the first digest that differs alone, and from whether the shards are the same.
+    The cause follows from the first value that is off alone, and from whether the shards are the same.
     """
-    times = "" if unequal.tolerances == float("inf") else f" by {unequal.tolerances:.3g} times the tolerance"
+    times = "" if isinf(unequal.tolerances) else f" by {unequal.tolerances:.3g} times the tolerance"
     step, shards = unequal.step, (one.head["shards"], other.head["shards"])
+    said = f"Step {step}, {unequal.stage}: `{unequal.name}` is off{times}"
     if shards[0] == shards[1]:
         found = first_difference(step, one.whole(step), other.whole(step))
-        said = describe(found) if found is not None else ""
-        return f"Step {step}: `{unequal.name}` is off{times}. {said}"
-    said = f"Step {step}, {unequal.stage}: `{unequal.name}` is off{times}, before it nothing is."
+        return f"{said}. {describe(found)}" if found is not None else said
+    said += "; what came before it agrees, up to rounding."
     if unequal.stage != "fold":
-        return f"{said} {MEANING[unequal.stage].capitalize()}."
+        return f"{said} So {MEANING[unequal.stage]}."
     return (
-        f"{said} The runs cut a mini-batch into {shards[0]} and {_counted(shards[1], 'shard')}, and what was computed "
+        f"{said} The runs cut a mini-batch into {shards[0]} and {counted(shards[1], 'shard')}, and what was computed "
         "in a shard depends on how it is cut: statistics of the shard (batch norm), random numbers of the shard "
-        "(dropout), a loss that is no mean over its observations. Fix the shards, by "
-        f"dl.Batches(..., shards={max(shards)}) say, in this script perhaps --shards; or give step.backward the weight "
-        "that the loss is a mean over."
+        "(dropout), a loss that is no mean over its observations, or the shorter numbers of mixed precision. Fix the "
+        f"shards, by dl.Batches(..., shards={max(shards)}) say, in this script perhaps --shards; or give step.backward "
+        "the weight that the loss is a mean over; or, for mixed precision, verify --tolerance 0.02."
     )
 
 

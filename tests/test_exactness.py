@@ -153,29 +153,35 @@ def test_one_shard_reaches_the_ranks_that_have_none(on_ranks: OnRanks) -> None:
         assert differences(outcomes, expect(CASES["batch norm 2d"], 8, 1), BOUND) == []
 
 
-def statistics_at_mean_1000(shards: int) -> tuple[torch.Tensor, torch.Tensor]:
+def far_from_0(mean: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return (mean + torch.randn(100, 6, 4, 4, generator=generator, dtype=torch.float64)).float()
+
+
+def statistics_far_from_0(mean: float, memory_format: torch.memory_format) -> tuple[torch.Tensor, torch.Tensor]:
     with dl.join_world(seed=0) as world:
-        generator = torch.Generator().manual_seed(5)
-        inputs = 1000 + torch.randn(100, 6, generator=generator, dtype=torch.float64)
-        model = torch.nn.Sequential(torch.nn.BatchNorm1d(6, momentum=1.0), torch.nn.Linear(6, 1))
-        batches = dl.Batches(inputs.float(), 100, world, shards=shards, shuffle=False)
+        norm = torch.nn.BatchNorm2d(6, momentum=1.0)
+        model = torch.nn.Sequential(norm, torch.nn.Flatten(), torch.nn.Linear(96, 1))
+        inputs = far_from_0(mean).contiguous(memory_format=memory_format)
+        batches = dl.Batches(inputs, 100, world, shards=5, shuffle=False)
         for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
             for rows in step:
                 step.backward(model(rows).mean())
             step.fold()
-        variance, mean = model[0].running_var, model[0].running_mean
-        return torch.as_tensor(mean).double(), torch.as_tensor(variance).double()
+        return torch.as_tensor(norm.running_mean).double(), torch.as_tensor(norm.running_var).double()
 
 
 @pytest.mark.covers("D4")
-def test_the_variance_at_mean_1000_and_deviation_1_does_not_cancel_in_float32(on_ranks: OnRanks) -> None:
-    inputs = 1000 + torch.randn(100, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    expected = inputs.float().double()
-    for mean, variance in on_ranks(3, statistics_at_mean_1000, 5):
-        # float32 rounds the shards' means at 6e-8 * 1000 = 6e-5, whose square is far below 1e-5; sums of
-        # squares would be off by 6e-8 * 1e6 = 6e-2 here.
-        assert is_close(mean, expected.mean(0), 1e-7)
-        assert is_close(variance, expected.var(0), 1e-5)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("mean", [1e3, 1e4])
+def test_the_variance_far_from_0_does_not_cancel_in_float32(
+    mean: float, memory_format: torch.memory_format, on_ranks: OnRanks
+) -> None:
+    expected = far_from_0(mean).double().movedim(1, 0).flatten(1)
+    for found, variance in on_ranks(3, statistics_far_from_0, mean, memory_format):
+        # float32 rounds the shards' means at 6e-8 * 1e4 = 6e-4; sums of squares would be off by 6e-8 * 1e8 = 6 there.
+        assert is_close(found, expected.mean(1), 1e-7)
+        assert is_close(variance, expected.var(1), 1e-5)
 
 
 class Recomputed(nn.Module):

@@ -123,6 +123,34 @@ def test_fewer_shards_than_ranks_and_many_buckets_change_nothing(
         assert distance(tensors, state) < TOLERANCE
 
 
+def weighted(kind: str) -> Tensors:
+    """Rank 1's shard has weight 0, and a loss that is not a number."""
+    with dl.join_world(seed=0) as world:
+        model = dl.sync_batch_norm(make("convolutions"), world)
+        batches = dl.Batches(make_data((2, 4, 4), 9), 9, world, shuffle=False)
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for inputs, labels in step:
+                loss, weight = cross_entropy(model(inputs), labels), torch.tensor(1.0 + world.rank)
+                if world.rank == 1:
+                    loss, weight = loss / 0 - loss / 0, torch.tensor(0.0)
+                step.backward(loss, weight=weight if kind == "tensor" else float(weight))
+            step.fold()
+        return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.covers("D5", "D11")
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_a_shard_of_weight_0_still_is_part_of_the_statistics(kind: str, on_ranks: OnRanks) -> None:
+    model = make("convolutions")
+    inputs, labels = make_data((2, 4, 4), 9)
+    outputs = model(inputs)
+    losses = [cross_entropy(outputs[rows], labels[rows]) for rows in (slice(0, 3), slice(6, 9))]
+    ((losses[0] + 3 * losses[1]) / 4).backward()
+    expected = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    for found in on_ranks(3, weighted, kind):
+        assert distance(found, expected) < TOLERANCE
+
+
 def several_shards(world: dl.World, folder: str) -> None:
     model = dl.sync_batch_norm(make("convolutions"), world)
     dl.Loop(dl.Batches(make_data((2, 4, 4), 12), 6, world, shards=4), 1, state={"model": model}, progress=False)
@@ -145,6 +173,8 @@ def train(world: dl.World, folder: str, fault: str) -> None:
             if fault == "one rank raises" and world.rank == 1 and step.iteration == 2:
                 raise LookupError("a bad image")
             step.backward(cross_entropy(model(inputs), labels))
+        if fault == "one rank leaves before the fold" and world.rank == 1 and step.iteration == 2:
+            break
         if fault == "one rank leaves" and world.rank == 1 and step.iteration == 2:
             step.fold()
             break
@@ -159,6 +189,7 @@ def train(world: dl.World, folder: str, fault: str) -> None:
         ("no rows are left out", "RuntimeError", "at the end of its pass|also for the tensors of no rows"),
         ("one rank evaluates", "RuntimeError", "rank 1 at the end of its pass"),
         ("one rank leaves", "RuntimeError", "rank 1 at the end of its loop"),
+        ("one rank leaves before the fold", "RuntimeError", "rank 1 at the end of its loop"),
         ("one rank raises", "LookupError", "a bad image"),
     ],
 )

@@ -172,7 +172,7 @@ def test_a_killed_run_is_compared_as_far_as_it_came(
     path.unlink()
     code, _, errors = said_of(capsys, tmp_path, tmp_path)
     assert code == 2
-    assert "a file for each rank" in errors
+    assert "lacks rank-1.jsonl: copy all of them" in errors
 
 
 def trace_nowhere(world: dl.World, folder: str) -> None:

@@ -1,0 +1,193 @@
+"""What goes wrong in an ordered fold is said on every rank; what is left out, or gone on with, does no harm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import ddp_loop as dl
+from ddp_loop.digests import digest
+from tests.cases import make_data
+from tests.harness import OnRanks
+from tests.refusals import ALL, Refused
+
+TINY_MIB = 0.0001  # a bucket for each parameter
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def begin(world: dl.World, model: nn.Module, **options: Any) -> tuple[dl.Loop, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = dl.Batches(make_data((6,), 64), 16, world, shards=options.pop("shards", 4))
+    state = {"model": model, "optimizer": optimizer}
+    return dl.Loop(batches, options.pop("epochs", 2), state=state, progress=False, **options), optimizer
+
+
+def leave(world: dl.World, folder: str, where: str) -> None:
+    model = network()
+    loop, optimizer = begin(world, model, bucket_mib=TINY_MIB, run=folder)
+    for step in loop:
+        leaves = world.rank == 1 and step.iteration == 3
+        for inputs, labels in step:
+            if where == "between gather and fold":
+                step.hold(model(inputs), labels)
+            else:
+                step.backward(cross_entropy(model(inputs), labels))
+        if where == "between gather and fold":
+            outputs, labels = step.gather()
+            if leaves:
+                break
+            step.backward(cross_entropy(outputs, labels))
+        if leaves:
+            break
+        step.fold()
+        optimizer.step()
+    world.sum(torch.ones(1))
+
+
+@pytest.mark.covers("D10")
+@pytest.mark.parametrize("where", ["after the last backward", "between gather and fold"])
+def test_a_rank_that_leaves_when_sums_have_begun_is_told_of(where: str, refused: Refused) -> None:
+    refused(3, leave, where, kind="PeerFailed", said="rank|left", by=None)
+
+
+def unfreeze_twice() -> str:
+    with dl.join_world(seed=1) as world:
+        model = network()
+        model[0].requires_grad_(False)
+        model[2].requires_grad_(False)
+        loop, optimizer = begin(world, model, shards=8)
+        for step in loop:
+            model[2].requires_grad_(step.iteration >= 3)  # in two steps that follow each other
+            model[0].requires_grad_(step.iteration >= 4)
+            for inputs, labels in step:
+                step.backward(cross_entropy(model(inputs), labels))
+            step.fold()
+            optimizer.step()
+        return digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
+
+
+@pytest.mark.covers("H7")
+def test_layers_unfrozen_one_after_the_other_have_the_same_bits_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
+    assert len({one for ranks in (1, 2, 3) for one in on_ranks(ranks, unfreeze_twice)}) == 1
+
+
+def normalise_in_forward(world: dl.World, folder: str) -> None:
+    table = nn.Embedding(8, 3, max_norm=0.5)
+    batches = dl.Batches(torch.arange(16) % 8, 8, world)
+    for step in dl.Loop(batches, 1, state={"table": table}, run=folder, progress=False):
+        for rows in step:
+            step.backward(table(rows).square().mean())
+        step.fold()
+
+
+def test_a_forward_that_changes_parameters_is_refused(refused: Refused) -> None:
+    refused(2, normalise_in_forward, kind="RuntimeError", said="table.weight was written .* max_norm", by=None)
+
+
+def try_again(world: dl.World, folder: str) -> None:
+    model, failed = network(), list[bool]()
+    loop, _ = begin(world, model, run=folder)
+
+    def fail_once(gradient: torch.Tensor) -> torch.Tensor:
+        if not failed:
+            failed.append(True)
+            raise MemoryError("no room")
+        return gradient
+
+    model[0].weight.register_hook(fail_once)  # type: ignore[operator]
+    for step in loop:
+        for inputs, labels in step:
+            try:
+                step.backward(cross_entropy(model(inputs), labels))
+            except MemoryError:
+                step.backward(cross_entropy(model(inputs), labels))
+        step.fold()
+
+
+def test_a_backward_that_failed_is_not_made_again(refused: Refused) -> None:
+    refused(2, try_again, kind="RuntimeError", said="that of shard [02] raised, and may have left parts", by=None)
+
+
+def spare_buffers() -> list[int]:
+    with dl.join_world(seed=1) as world:
+        model = network()
+        loop, _ = begin(world, model, shards=8)
+        kept = []
+        for step in loop:
+            for number, (inputs, labels) in enumerate(step):
+                step.backward(cross_entropy(model(inputs), labels), weight=len(inputs) if number else 0)
+            step.fold()
+            kept.append(sum(len(bucket._spare) for bucket in loop.fold.gradients.buckets))
+        return kept
+
+
+def test_no_step_leaves_more_memory_behind_than_the_one_before(on_ranks: OnRanks) -> None:
+    for kept in on_ranks(3, spare_buffers):
+        assert kept[2:] == kept[2:3] * 6
+
+
+# -- going on ----------------------------------------------------------------------------------------------
+
+
+def go_on(state: dict[str, int], epochs: int) -> int:
+    with dl.join_world(seed=1) as world:
+        model = network()
+        loop, _ = begin(world, model, epochs=epochs)
+        loop.load_state_dict(state)
+        steps = 0
+        for step in loop:
+            for inputs, labels in step:
+                step.backward(cross_entropy(model(inputs), labels))
+            step.fold()
+            steps += 1
+        return steps
+
+
+@pytest.mark.parametrize(
+    ("state", "left"),
+    [
+        ({"iteration": 0, "epoch": 0, "position": 0}, 12),
+        ({"iteration": 5, "epoch": 1, "position": 1}, 7),
+        ({"iteration": 4, "epoch": 0, "position": 4}, 8),  # at the very end of an epoch
+        ({"iteration": 12, "epoch": 3, "position": 0}, 0),  # a finished run
+        ({"iteration": 20, "epoch": 5, "position": 0}, 0),  # and one of a longer loop
+    ],
+)
+def test_a_loop_makes_the_steps_that_are_left(state: dict[str, int], left: int, on_ranks: OnRanks) -> None:
+    assert on_ranks(2, go_on, state, 3) == [left, left]
+
+
+def load(world: dl.World, folder: str, state: dict[str, int]) -> None:
+    begin(world, network())[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"iteration": 5, "epoch": 1, "position": 2},
+        {"iteration": 5, "epoch": 0, "position": 5},
+        {"iteration": -1, "epoch": 0, "position": -1},
+        {"epoch": 0, "position": 1},
+        {},
+    ],
+)
+def test_a_state_that_no_loop_gave_is_refused(state: dict[str, int], refused: Refused) -> None:
+    refused(2, load, state, kind="ValueError", said="got .* (Batches with the data|keep that)", by=ALL)
+
+
+def load_twice(world: dl.World, folder: str) -> None:
+    loop, _ = begin(world, network())
+    next(iter(loop))
+    loop.load_state_dict(loop.state_dict())
+
+
+def test_a_loop_that_has_begun_goes_on_nowhere_else(refused: Refused) -> None:
+    refused(1, load_twice, kind="RuntimeError", said="this one has begun: make another", by=ALL)
