@@ -1,15 +1,15 @@
 """How far two runs' values are apart.
 
-[Note: Units] A difference is measured against the largest value of its tensor, in all steps for rows and numbers of the
-state. Of gradients, parameters and buffers it is a hundredth of the largest one of its kind where that is more. The
-tolerance is what a few steps make of a sum's rounding: 1e-9 in float64, 1e-4 in float32, 2e-2 in narrower types, 0 for
-whole numbers. So a gradient that is off by a percent is off by 100 tolerances. "Bits" are the last ones of that largest
-value which the difference reaches.
+[Note: Units] A difference is measured against the largest value of its tensor, in all steps for rows and numbers of
+the state. Of gradients, parameters and buffers it is a hundredth of the largest one of its kind where that is more.
+The tolerance is what a few steps make of a sum's rounding: 1e-9 in float64, 1e-4 in float32, 2e-2 in narrower types,
+0 for whole numbers. So a gradient that is off by a percent is off by 100 tolerances. "Bits" are the last ones of that
+largest value which the difference reaches.
 
 [Note: Void gradients] The gradient of a bias in front of a batch norm is rounding and nothing else, and Adam makes a
 whole step of it. So elements of a parameter whose gradient was within the tolerance of 0 in every step do not count,
-nor do they in what an optimizer keeps of them; and where there are such, running statistics do not, as long as all rows and
-gradients agree.
+nor do they in what an optimizer keeps of them; and where there are such, running statistics do not, as long as all
+rows and gradients agree.
 """
 
 from __future__ import annotations
