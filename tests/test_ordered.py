@@ -218,14 +218,16 @@ def test_the_bits_are_the_same_when_the_number_of_ranks_changes_in_mid_run(name:
     assert changed == undisturbed
 
 
-def test_a_plain_sum_gives_other_bits_on_three_ranks(on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize("name", JOBS)
+def test_a_plain_sum_gives_other_bits_on_three_ranks(name: str, on_ranks: OnRanks) -> None:
     # Else the test above would prove nothing: it is the order that makes the bits the same.
-    one, three = (on_ranks(ranks, train, "digit network", 8, 10, ordered=False)[0] for ranks in (1, 3))
+    one, three = (on_ranks(ranks, train, name, 8, 10, ordered=False)[0] for ranks in (1, 3))
     assert one != three
 
 
-def test_a_random_stream_that_does_not_follow_the_shards_gives_other_bits(on_ranks: OnRanks) -> None:
-    one, three = (on_ranks(ranks, train, "digit network", 8, 10, shared_stream=True)[0] for ranks in (1, 3))
+@pytest.mark.parametrize("name", JOBS)
+def test_a_random_stream_that_does_not_follow_the_shards_gives_other_bits(name: str, on_ranks: OnRanks) -> None:
+    one, three = (on_ranks(ranks, train, name, 8, 10, shared_stream=True)[0] for ranks in (1, 3))
     assert one != three
 
 
@@ -243,11 +245,14 @@ def test_evaluation_gives_the_same_bits_on_any_number_of_ranks(on_ranks: OnRanks
 
 
 @pytest.mark.covers("H7")
-@pytest.mark.parametrize(("shards", "numbers"), [(8, (1, 2, 3, 4, 6, 8)), (12, (1, 3, 4, 5))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "numbers", "bucket_mib"), [(8, (1, 2, 3, 4, 6, 8), 8.0), (12, (1, 3, 4, 5), 0.02)])
 @pytest.mark.parametrize("name", JOBS)
 def test_the_bits_are_the_same_on_any_number_of_ranks(
-    name: str, shards: int, numbers: tuple[int, ...], on_ranks: OnRanks
+    name: str, shards: int, numbers: tuple[int, ...], bucket_mib: float, on_ranks: OnRanks
 ) -> None:
-    digests = {ranks: set(on_ranks(ranks, train, name, shards, timeout_s=120)) for ranks in numbers}
+    digests = {
+        ranks: set(on_ranks(ranks, train, name, shards, bucket_mib=bucket_mib, timeout_s=120)) for ranks in numbers
+    }
     assert set.union(*digests.values()) == digests[1]
     assert len(digests[1]) == 1

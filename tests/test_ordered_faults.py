@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import ddp_loop as dl
 from ddp_loop.digests import digest
 from tests.cases import make_data
-from tests.harness import OnRanks
+from tests.harness import FAULT_S, OnRanks, caught
 from tests.refusals import ALL, Refused
 
 TINY_MIB = 0.0001  # a bucket for each parameter
@@ -50,6 +51,34 @@ def leave(world: dl.World, folder: str, where: str) -> None:
         step.fold()
         optimizer.step()
     world.sum(torch.ones(1))
+
+
+def train_but_leave_on_rank_3(began: list[float]) -> None:
+    with dl.join_world(seed=1, timeout_s=20) as world:
+        loop, optimizer = begin(world, model := network(), shards=3)
+        for step in loop:
+            began.append(time.monotonic())
+            if world.rank == 3 and step.iteration == 3:
+                break
+            for inputs, labels in step:
+                step.backward(cross_entropy(model(inputs), labels))
+            step.fold()
+            optimizer.step()
+
+
+def what_leaving_gives() -> tuple[str, str, float]:
+    began: list[float] = []
+    kind, text, _ = caught(train_but_leave_on_rank_3, began)
+    return kind, text, time.monotonic() - began[-1]
+
+
+@pytest.mark.covers("D10")
+def test_a_rank_without_a_shard_that_leaves_is_told_of(on_ranks: OnRanks) -> None:
+    *others, leaver = on_ranks(4, what_leaving_gives)
+    assert leaver[0] == ""
+    for kind, text, took_s in others:
+        assert (kind, "rank 3 failed" in text, "left the loop in step 3" in text) == ("PeerFailed", True, True), text
+        assert took_s < FAULT_S
 
 
 @pytest.mark.covers("D10")
@@ -132,6 +161,27 @@ def spare_buffers() -> list[int]:
 def test_no_step_leaves_more_memory_behind_than_the_one_before(on_ranks: OnRanks) -> None:
     for kept in on_ranks(3, spare_buffers):
         assert kept[2:] == kept[2:3] * 6
+
+
+def momentum_of_negative_zeros(observations: int) -> str:
+    """Gradients of -0.0, which a sum with zeros would make 0.0."""
+    with dl.join_world(seed=1) as world:
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        batches = dl.Batches(torch.ones(observations, 2), observations, world, shards=4)
+        for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
+            for _ in step:
+                step.backward(model.weight.sum() * -0.0)
+            step.fold()
+            optimizer.step()
+        return digest(optimizer.state[model.weight]["momentum_buffer"])
+
+
+@pytest.mark.covers("H7")
+@pytest.mark.parametrize("observations", [1, 3, 4])
+def test_an_empty_shard_leaves_the_sign_of_a_zero_alone(observations: int, on_ranks: OnRanks) -> None:
+    digests = {one for ranks in (1, 2, 3, 5) for one in on_ranks(ranks, momentum_of_negative_zeros, observations)}
+    assert digests == {digest(torch.full((1, 2), -0.0))}
 
 
 # -- going on ----------------------------------------------------------------------------------------------
