@@ -29,5 +29,5 @@ def measure_all() -> dict[str, Ratio]:
 def test_every_cost_is_measured_and_stands_in_the_table(on_ranks: OnRanks) -> None:
     table = (Path(__file__).parents[1] / "docs" / "benchmarks" / "order.md").read_text()
     for what, ratio in on_ranks(2, measure_all)[0].items():
-        assert 0 < ratio.lower <= ratio.median <= ratio.upper
+        assert min(ratio.median, ratio.one_ms, ratio.other_ms) > 0  # of two pairs quartiles say nothing
         assert f" | {what} | " in table
