@@ -293,7 +293,8 @@ class Step:
             The row; its values are on the device and the same on every rank.
 
         Raises:
-            RuntimeError: a shard had no backward, or there was no pass over the shards since the last fold.
+            RuntimeError: a shard had no backward, there was no pass over the shards since the last fold, or a
+                parameter was written in between.
             ValueError: shards that differ in metrics, or in how they changed a buffer of the rule "same".
             FloatingPointError: the mini-batch's loss is not finite; on a GPU one step later. On every rank.
             PeerFailed: another rank has such a problem, or failed.
