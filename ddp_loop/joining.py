@@ -8,6 +8,7 @@ from math import isfinite
 import torch
 
 from ddp_loop.devices import choose_device, find_place
+from ddp_loop.launchers import end_with_torchrun
 from ddp_loop.world import World
 
 
@@ -37,6 +38,7 @@ def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout
     if not (isfinite(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a finite number of seconds, more than 0; got {timeout_s=}")
     place = find_place(dict(os.environ))
+    end_with_torchrun(os.environ)
     chosen = choose_device(device, torch.cuda.device_count(), place.local_rank)
     if chosen.type == "cuda":
         torch.cuda.init()  # else there are no generators to seed before the first tensor on the device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import importlib.util
 import io
@@ -27,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_loop.connections import keeps_a_group
+from ddp_loop.launchers import PEER_FAILED_EXIT, end_with_parent
+from ddp_loop.words import PeerFailed, Stopped
 
-_PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_S = 1.0
 _START_S = 120.0  # 4 workers start in 4 s on two idle cores; busy ones may be many times slower
 _END_S = 10.0  # for what tasks registered with atexit; without any a worker ends in milliseconds
@@ -182,7 +182,11 @@ class Worker:
         except (EOFError, OSError):
             self._process.join(_STACK_S)
             alive = False
-        return None if alive else Failure(Blame.DIED, _cause_of_death(self._process.exitcode))
+        if alive:
+            return None
+        if self._process.exitcode == PEER_FAILED_EXIT:
+            return Failure(Blame.PEER_FAILED, "was ended, since another rank failed and it could not be interrupted")
+        return Failure(Blame.DIED, _cause_of_death(self._process.exitcode))
 
     def stuck(self, headline: str) -> Failure:
         """The failure of a worker that does not come back, with its stack."""
@@ -275,11 +279,9 @@ def _flush() -> None:
 
 
 def _end_with(parent: int, main_thread: bool) -> None:
-    # The kernel's signal at the parent's death comes at the death of the parent's *thread* that started this
-    # process. So it serves the main thread only; otherwise a thread of this process watches.
-    asked = False
-    if main_thread and sys.platform == "linux":
-        asked = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
+    # The kernel's signal comes at the death of the parent's *thread* that started this process. So it serves the main
+    # thread only; otherwise a thread of this process watches.
+    asked = main_thread and end_with_parent()
     if not asked:
         threading.Thread(target=_watch, args=(parent,), name="ddp_loop-parent-watch", daemon=True).start()
     if os.getppid() != parent:  # it died before we asked
@@ -312,7 +314,10 @@ def _run(task: Task, threads: int) -> Answer:
         _surround(task, threads)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         function, arguments, keywords = pickle.loads(task.call)
-        answer = _returned(function(*arguments, **keywords))
+        result = None
+        with suppress(Stopped):  # asked to stop, it did in good order, and has no result
+            result = function(*arguments, **keywords)
+        answer = _returned(result)
         _leave_group(failed=False)
     except BaseException as error:
         # SystemExit and KeyboardInterrupt too: no task ends a worker of the pool.
@@ -350,11 +355,9 @@ def _raised(error: BaseException) -> Failure:
 def _another_failed(error: BaseException) -> bool:
     """Whether a rank raised this because another one failed.
 
-    The world's PeerFailed is known by its name, since its module stands no lower than this one; gloo says
-    "Connection closed by peer" or "Connection reset by peer" in a plain RuntimeError.
+    gloo says "Connection closed by peer" or "Connection reset by peer" in a plain RuntimeError.
     """
-    named = any(kind.__name__ == "PeerFailed" for kind in type(error).__mro__)
-    return named or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+    return isinstance(error, PeerFailed) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def _leave_group(*, failed: bool) -> None:

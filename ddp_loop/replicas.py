@@ -69,11 +69,6 @@ def check_structure(tensors: Mapping[str, torch.Tensor], world: World) -> None:
         )
 
 
-@torch.no_grad()
 def make_equal(tensors: Mapping[str, torch.Tensor], world: World) -> None:
     """Give every rank the values of rank 0. Every rank must call this."""
-    for tensor in tensors.values():
-        if tensor.is_contiguous():
-            world.broadcast(tensor.detach())
-        else:
-            tensor.copy_(world.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format)))
+    world.broadcast_all(list(tensors.values()))

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import atexit
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
-# The default group is a default argument there. Imported later (the first optimizer does, by way of
-# torch._dynamo), it would hold the group for ever: then the connections of a rank that failed stay open, and
-# its peers wait for the timeout instead of 0.1 s.
-import torch.distributed.nn.functional
-from torch.distributed.rendezvous import rendezvous
-
-from ddp_loop.connections import cut, free_kept, keep_while_busy, open_sockets
+from ddp_loop.collectives import Collectives
 from ddp_loop.determinism import seed_everything
 from ddp_loop.devices import Place
+from ddp_loop.groups import Groups
 from ddp_loop.switches import demand_pinned
-from ddp_loop.words import PeerFailed, Words, own_keys, said
+from ddp_loop.watcher import Watcher
+from ddp_loop.words import PeerFailed, Stopped, Where, Words, said
 
 Value = TypeVar("Value")
 _LEFT = "a world is used inside its `with`, until it is left; this one was left: join_world() again"
-_SLICE = timedelta(seconds=0.5)
 _FIRST = "inside `with world.first()` the ranks are not at the same place, so no collective can be made: put it behind"
 
 
@@ -41,6 +34,9 @@ class World:
         device: where this rank computes.
         seed: what all random streams start from; the same on every rank.
         timeout_s: how long a collective waits for the slowest rank, in seconds.
+        ended_by: the exception by which it is being left.
+        stage, step: where this rank is, as a Loop keeps it: data, forward, backward, fold, optimizer (what follows the
+            fold), ...; and the iteration. A rank that fails tells it.
     """
 
     def __init__(self, place: Place, device: torch.device, *, seed: int, threads: int, timeout_s: float) -> None:
@@ -52,15 +48,19 @@ class World:
         self._busy: str | None = None  # why none but the step's own can
         self._owed: Callable[[], None] | None = None  # what comes before the next collective
         self._threads_before = torch.get_num_threads()
-        self._owns_group = False
-        self._connections: dict[int, str] = {}
-        self._sums: set[dist.Work] = set()  # those under way
-        # A world of one has no group and a store of its own: every line above `start_sum` is the same for it.
-        self._group: dist.ProcessGroup | None = None
+        self._groups: Groups | None = None
+        # A world of one has no groups and a store of its own: every line above these is the same for it.
         self._words = Words(dist.HashStore(), self.rank, self.size)
+        self._collectives = Collectives(None, None, self._words, device, timeout_s)
+        self._watcher: Watcher | None = None
+        self.stage, self.step = "", 0
+        self._stop_here: Callable[[], None] | None = None
+        self.ended_by: BaseException | None = None
         try:
             if place.size > 1 or dist.is_initialized():
                 self._join(place)
+            self._watcher = Watcher(self._words_aside(), self.rank, lambda: self.where)
+            self._watcher.start()
             self.check_same("seed, threads and timeout_s", (seed, threads, timeout_s))
             torch.set_num_threads(threads)
             seed_everything(seed)
@@ -69,52 +69,26 @@ class World:
             raise
 
     def _join(self, place: Place) -> None:
-        if not dist.is_initialized():
-            self._start_group(place)
-        elif (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
-            raise ValueError(
-                f"the process group must be that of the launcher; it has rank {dist.get_rank()} of "
-                f"{dist.get_world_size()}, the environment says {place.rank} of {place.size}"
-            )
-        self._group = dist.distributed_c10d._get_default_group()
-        self._demand_cpu_sums(self._group)
-        store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
-        self._words = Words(store, self.rank, self.size)
-        demand_pinned(str(dist.get_backend_config(self._group)))
+        self._groups = Groups(place, self.device, self.timeout_s)
+        self._words = Words(self._groups.store, self.rank, self.size)
+        self._collectives = Collectives(
+            self._groups.steps, self._groups.others, self._words, self.device, self.timeout_s
+        )
+        demand_pinned(self._groups.backends)
 
-    @staticmethod
-    def _demand_cpu_sums(group: dist.ProcessGroup) -> None:
-        try:
-            group._get_backend(torch.device("cpu"))
-        except RuntimeError as error:
-            raise ValueError(
-                "the process group must have a backend for the CPU too, over which the ranks agree; this one has "
-                f'{dist.get_backend_config(group)}: init_process_group("cpu:gloo,cuda:nccl"), or leave it out: '
-                "join_world makes a group"
-            ) from error
+    def _words_aside(self) -> Words:
+        """The same words through a connection of its own: whoever waits at the store in the main one blocks that."""
+        return self._words if self._groups is None else Words(self._groups.store_aside(), self.rank, self.size)
 
-    def _start_group(self, place: Place) -> None:
-        timeout = timedelta(seconds=self.timeout_s)
-        own_gpu = self.device.type == "cuda" and place.local_size <= torch.cuda.device_count()
-        try:
-            store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
-            store.set_timeout(timeout)
-            free_kept()
-            before = open_sockets()
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
-                timeout=timeout,
-                store=own_keys(store, place.rank),
-                rank=place.rank,
-                world_size=place.size,
-            )
-        except RuntimeError as error:
-            raise PeerFailed(
-                f"all {place.size} ranks must join within timeout_s={self.timeout_s:g}; rank {place.rank} did not "
-                f"meet them all: look at what the others printed, and at MASTER_ADDR and MASTER_PORT: {error}"
-            ) from error
-        self._owns_group = True
-        self._connections = {number: name for number, name in open_sockets().items() if before.get(number) != name}
+    @property
+    def words(self) -> Words:
+        """What the ranks tell each other through the launcher's store."""
+        return self._words
+
+    @property
+    def where(self) -> Where:
+        """Where this rank is: what it tells the others when it fails, or is asked."""
+        return Where(self.stage, self.step, self._collectives.waits)
 
     # -- sums and words between the ranks ------------------------------------------------------------------
 
@@ -140,14 +114,7 @@ class World:
     def _start(self, collective: Callable[[dist.ProcessGroup], dist.Work]) -> dist.Work | None:
         if self._refusal is not None:
             raise RuntimeError(self._refusal)
-        if self._group is None:
-            return None
-        try:  # written out here and in `finish`: a context manager takes 2 microseconds
-            work = collective(self._group)
-        except RuntimeError as error:
-            raise self._words.peer_failure(error, self.timeout_s) from error
-        self._sums.add(work)
-        return work
+        return self._collectives.start(collective)
 
     def finish(self, work: dist.Work | None) -> None:
         """Wait for a sum that `start_sum` began.
@@ -158,75 +125,52 @@ class World:
             PeerFailed: a rank failed, or did not come within the world's timeout.
         """
         if work is not None:
-            try:
-                self._wait(work)
-            except RuntimeError as error:
-                raise self._words.peer_failure(error, self.timeout_s) from error
-            self._sums.discard(work)
-
-    def _wait(self, work: dist.Work) -> None:
-        """Wait for a sum; on the CPU look now and then whether a rank failed, since gloo does not always say so.
-
-        With several sums under way a peer's closed connection ended them all in 9 of 10 failures, else one was not
-        woken before its timeout.
-        """
-        if self.device.type != "cpu":
-            work.wait()
-            return
-        deadline = time.monotonic() + self.timeout_s
-        while True:
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError:
-                if work.is_completed():  # perhaps since the slice ran out, and then it only seems to have failed
-                    work.wait()  # at once; raises what ended it, if something did
-                    return
-                if self._words.has_failure() or time.monotonic() > deadline:
-                    raise
+            self._collectives.finish(work)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add `tensor` up over all ranks, in place, and return it. Every rank must call this."""
         self.demand_free()
-        self.finish(self.start_sum(tensor))
+        self._collectives.sum(tensor, self.where)
         return tensor
 
-    def gather(self, value: Value) -> list[Value]:
+    def gather(self, value: Value, what: str = "a value") -> list[Value]:
         """Every rank's `value`, in rank order. Every rank must call this.
 
         For a few words at the start of things: it pickles, and takes two collectives on the CPU.
+
+        Args:
+            value: this rank's.
+            what: it is; ranks that gather something else at the same time are told so.
         """
         self.demand_free()
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        with self._naming_the_culprit(), torch.device("cpu"):
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+        return self._collectives.gather(value, what, self.where)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make `tensor` on every rank what it is on rank 0, in place. Every rank must call this."""
-        self.demand_free()
-        if self._group is not None:
-            with self._naming_the_culprit():
-                dist.broadcast(tensor, src=0, group=self._group)
+        self.broadcast_all([tensor])
         return tensor
+
+    def broadcast_all(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make these contiguous tensors on every rank what they are on rank 0. Every rank must call this."""
+        self.demand_free()
+        self._collectives.broadcast(tensors, self.where)
 
     def agree(self, problem: Exception | None) -> None:
         """Raise on every rank if one of them has a problem: there its own, elsewhere `PeerFailed`.
 
         Every rank must call this.
         """
-        told = self.gather(None if problem is None else said(problem))
+        told = self.gather(None if problem is None else (said(problem), self.where), "problems")
         if problem is not None:
             raise problem
-        for rank, text in enumerate(told):
-            if text is not None:
-                raise PeerFailed(f"rank {rank} failed: {text}", rank)
+        for rank, one in enumerate(told):
+            if one is not None:
+                text, where = one
+                raise PeerFailed(f"rank {rank} failed{where}: {text}", rank, where.stage, where.step)
 
     def check_same(self, what: str, value: Value) -> None:
         """Raise ValueError on every rank unless `value` is the same on all. Every rank must call this."""
-        values = self.gather(value)
+        values = self.gather(value, what)
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
@@ -274,6 +218,77 @@ class World:
             if self.rank == 0:
                 self._words.tell(key, told)
 
+    def once(self, function: Callable[[], Value], *, timeout_s: float = 1800.0) -> Value:
+        """Call `function` on rank 0 alone; every rank gets its result, or fails with it. Every rank must call this.
+
+            folder = world.once(lambda: make_folder("runs"))
+
+        Args:
+            function: makes no collective; what it returns is pickled for the others.
+            timeout_s: how long the others wait for rank 0, in seconds.
+
+        Raises:
+            Exception: on rank 0, whatever the function raises.
+            PeerFailed: on the others.
+        """
+        self.demand_free()
+        self._firsts += 1
+        result, problem, key = [], None, f"first/{self._firsts}"
+        if self.rank == 0:
+            self._refusal = _FIRST
+            try:
+                result = [function()]
+            except Exception as error:
+                problem = error
+            finally:
+                self._refusal = None
+            self._words.tell(key, "")
+        else:
+            self._words.await_first(key, timeout_s)
+        self.agree(problem)
+        found: Value = self.gather(result, "what rank 0 found")[0][0]
+        return found
+
+    # -- stopping ------------------------------------------------------------------------------------------
+
+    @property
+    def stop_asked(self) -> str | None:
+        """Why the ranks are asked to stop, as far as this one knows; None if they are not."""
+        return None if self._watcher is None else self._watcher.stop
+
+    def take_requests(self, elsewhere: Callable[[], str | None], stop_here: Callable[[], None]) -> None:
+        """Take SIGINT and SIGTERM as requests to stop, and what `elsewhere` finds; `stop_here` keeps what was made."""
+        if self._watcher is not None:
+            self._watcher.look_for_stop, self._watcher.say = elsewhere, self._say
+            self._watcher.signals.take()
+            self._stop_here = stop_here
+
+    def give_requests_back(self) -> None:
+        """Put the handlers back that were there."""
+        if self._watcher is not None:
+            self._watcher.look_for_stop = lambda: None
+            self._watcher.signals.put_back()
+            self._stop_here = None
+
+    def stop_followed(self) -> None:
+        """The request was followed."""
+        if self._watcher is not None:
+            self._watcher.stop = None
+
+    def agree_to_stop(self, seen: bool) -> None:
+        """Leave on every rank if one has `seen` a request to stop outside of a step. Every rank must call this.
+
+        Raises:
+            Stopped: what was made is kept.
+        """
+        if self._stop_here is not None and any(self.gather(seen, "requests to stop")):
+            self._stop_here()
+            raise Stopped
+
+    def _say(self, line: str) -> None:
+        if self.rank == 0:
+            sys.stderr.write(f"ddp_loop: {line}\n")
+
     # -- leaving -------------------------------------------------------------------------------------------
 
     def on_leaving(self, close: Callable[[], None]) -> None:
@@ -287,13 +302,19 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Stopped):
+            error = None  # on all ranks, in good order
+        self.ended_by = error
+        if self._watcher is not None:
+            self._watcher.leaving(failed=error is not None)
         if error is not None and not isinstance(error, PeerFailed):
-            self._words.tell_failure(error)
+            self._words.tell_failure(error, self.where)
         try:
             if error is None:
                 self._pay()
         finally:
             self.leave(failed=error is not None)
+            self.ended_by = None  # its traceback holds all that was at hand
 
     def leave_at_exit(self) -> None:
         """Leave when the interpreter ends, unless that was done before; an uncaught exception is told the peers."""
@@ -326,24 +347,25 @@ class World:
             return
         self._refusal = _LEFT
         with ExitStack() as ending:  # the last one first, and each also if one before it raises
+            if self._watcher is not None:
+                ending.callback(self._watcher.end)
             ending.callback(torch.set_num_threads, self._threads_before)
-            ending.callback(self._leave_group, failed)
+            ending.callback(self._leave_groups, failed)
             for close in self._closers:
                 ending.callback(close)
-            if failed and self._owns_group and dist.is_initialized():
-                ending.callback(dist.distributed_c10d._get_default_group().abort)
-                ending.callback(cut, self._connections)
+            if failed and self._groups is not None:
+                ending.callback(self._groups.cut_off)
         self._closers = []
 
-    def _leave_group(self, failed: bool) -> None:
-        if self._group is not None and not failed:
-            with suppress(RuntimeError):  # the store is gone with the launcher
-                self._words.tell_end()
-        if self._group is not None and failed and self._owns_group:
-            keep_while_busy(self._group, self._sums)
-        self._group, self._sums = None, set()
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+    def _leave_groups(self, failed: bool) -> None:
+        if self._groups is not None:
+            if not failed:
+                with suppress(RuntimeError):  # the store is gone with the launcher
+                    self._words.tell_end()
+            under_way = self._collectives.under_way
+            self._collectives = Collectives(None, None, self._words, self.device, self.timeout_s)
+            self._groups.leave(under_way, failed=failed)  # their last references
+        self._groups = None
 
     @property
     def is_left(self) -> bool:
@@ -373,12 +395,3 @@ class World:
         why = self._refusal or self._busy
         if why is not None:
             raise RuntimeError(why)
-
-    # -- failures ------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _naming_the_culprit(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise self._words.peer_failure(error, self.timeout_s) from error

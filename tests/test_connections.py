@@ -90,10 +90,13 @@ def leave_a_sum_behind(wait: bool) -> bool:
     store, before = None, threads()
     with suppress(LookupError), dl.join_world(timeout_s=SUM_S) as world:
         store = dist.distributed_c10d._get_default_store()
-        world._connections = {}  # nothing is shut down
+        assert world._groups is not None
+        world._groups.connections = {}  # nothing is shut down
         if world.rank == 0:
             world.start_sum(torch.ones(()))
         else:
+            assert world._watcher is not None
+            world._watcher.leaving(failed=True)  # so it is not interrupted
             store.wait(["left"], timedelta(seconds=20))  # its connection stays open until then
         raise LookupError
     if world.rank == 0:

@@ -20,15 +20,12 @@ import torch.distributed as dist
 
 from ddp_loop.joining import join_world
 from ddp_loop.launching import Pool, RankFailed, launch
+from ddp_loop.words import PeerFailed
 from tests.harness import FAULT_S
 
 pytestmark = pytest.mark.covers("C7")
 
 ROOT = Path(__file__).parents[1]
-
-
-class PeerFailed(RuntimeError):
-    """Named as the exception of `ddp_loop.world`, which is known by this name."""
 
 
 class Unspeakable(Exception):

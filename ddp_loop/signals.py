@@ -1,0 +1,82 @@
+"""SIGINT and SIGTERM taken as requests: a descriptor is told of them at once, also while a collective blocks.
+
+A Python handler runs in the main thread alone, between two of its instructions, so not while a collective blocks; the
+number that the C handler writes to the wakeup descriptor is there at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+REQUESTS = (signal.SIGINT, signal.SIGTERM)
+_taken: list[Signals] = []  # by this process; what a fork must undo
+
+
+class Signals:
+    """Takes the signals, and puts the handlers back that were there.
+
+    Args:
+        descriptor: each signal's number is written there, in a byte; it must not block.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._before: dict[int, Any] = {}
+        self._wakeup_before = -1
+
+    def take(self) -> bool:
+        """Take them from now on; False outside of the main thread, where Python takes none."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        if not self._before:
+            self._wakeup_before = signal.set_wakeup_fd(self._descriptor, warn_on_full_buffer=False)
+            self._before = {number: signal.signal(number, _note) for number in REQUESTS}
+            _undo_in_forks()
+            _taken.append(self)
+        return True
+
+    def put_back(self) -> None:
+        """Give them back."""
+        if not self._before or threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in self._before.items():
+            if signal.getsignal(number) is _note:  # else somebody took it since
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        now = signal.set_wakeup_fd(-1)
+        with suppress(ValueError, OSError):  # it was closed since
+            signal.set_wakeup_fd(self._wakeup_before if now == self._descriptor else now)
+        self._before = {}
+        _taken.remove(self)
+
+    def pass_on(self, number: int) -> None:
+        """Hand a signal that is no request to whom signals were told before, such as an event loop."""
+        if self._wakeup_before != -1:
+            with suppress(OSError):
+                os.write(self._wakeup_before, bytes([number]))
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """The descriptor was told already."""
+
+
+def _undo_in_forks() -> None:
+    """In a forked process (a worker of a DataLoader) signals are not the run's: its descriptor is the parent's own.
+
+    Ctrl-C reaches all of a terminal's processes; the step under way needs its workers until it is over.
+    """
+
+    def undo() -> None:
+        if _taken:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            _taken.clear()
+
+    if not getattr(_undo_in_forks, "done", False):
+        os.register_at_fork(after_in_child=undo)
+        _undo_in_forks.done = True  # type: ignore[attr-defined]
