@@ -182,8 +182,12 @@ class BatchNormStatistics:
             self._counts[counts] = torch.tensor(counts, dtype=like.dtype).to(like.device)
         return self._counts[counts]
 
-    def apply(self, rows: torch.Tensor, calls: tuple[int, ...]) -> None:
-        """Move the running statistics by the pooled ones of all shards, rows (S, width), one call after another."""
+    def apply(self, rows: torch.Tensor, calls: tuple[int, ...], keep: torch.Tensor | None = None) -> None:
+        """Move the running statistics by the pooled ones of all shards, rows (S, width), one call after another.
+
+        Args:
+            keep: whether they stay as they are, shape (), bool.
+        """
         groups = self._groups(calls)
         for group, columns in zip(groups, rows.split([group.width for group in groups], dim=1), strict=True):
-            group.move(columns)
+            group.move(columns, keep)

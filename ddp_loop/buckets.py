@@ -238,6 +238,14 @@ class Bucket:
         for parameter, view, there in zip(self.parameters, self.own.views, given, strict=True):
             parameter.grad = view if there else None
 
+    def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The least and the largest element of the gradients, one of them NaN if one is; shape () each.
+
+        `vector_norm(..., inf)` says it in one value, and takes 13 times as long on the CPU.
+        """
+        flat = self.own.gradients
+        return torch.aminmax(torch.view_as_real(flat) if flat.is_complex() else flat)
+
     def taken_away(self) -> Parameter | None:
         """A parameter whose gradient was collected and is not there any more, or not as it was; None if all are."""
         for parameter, (gradient, version) in zip(self.parameters, self._kept, strict=False):

@@ -176,13 +176,26 @@ class Buffers:
         if pieces:
             torch.cat(pieces, out=row)
 
+    def put_back(self, names: frozenset[str]) -> None:
+        """Make the buffers `names` what they were when the step opened."""
+        for name in names:
+            self.found[name].put_back(self.found[name].opened)
+
     @torch.no_grad()
-    def apply(self, rows: torch.Tensor, names: frozenset[str], share: torch.Tensor, full: list[int]) -> None:
+    def apply(
+        self,
+        rows: torch.Tensor,
+        names: frozenset[str],
+        share: torch.Tensor,
+        full: list[int],
+        keep: torch.Tensor | None = None,
+    ) -> None:
         """Give the buffers `names` the value that the rule makes of the shards' rows, (S, width).
 
         Args:
             share: each shard's part of the observations, (S,).
             full: the numbers of the shards that have observations.
+            keep: whether they stay as they were, shape (), bool.
 
         Raises:
             ValueError: shards changed a buffer of the rule "same" differently.
@@ -197,11 +210,13 @@ class Buffers:
             else:
                 merged = values[full[0]]
                 if buffer.policy == "same" and len(full) > 1:
-                    self._doubts.append((buffer, values[full]))
+                    doubts = values[full]
+                    self._doubts.append((buffer, doubts if keep is None else torch.where(keep, 0.0, doubts)))
             merged = merged.reshape(buffer.tensor.shape)
             if not buffer.tensor.is_floating_point():
                 merged = buffer.opened.long() + merged.long()
-            buffer.put_back(merged.to(buffer.tensor.dtype))
+            merged = merged.to(buffer.tensor.dtype)
+            buffer.put_back(merged if keep is None else torch.where(keep, buffer.opened, merged))
             buffer.opened.copy_(buffer.tensor)
         if rows.device.type == "cpu":
             self._settle()

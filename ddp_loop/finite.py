@@ -1,88 +1,230 @@
-"""A mini-batch's loss that is not a finite number: every rank finds it alike, and names the observations."""
+"""A mini-batch's loss or gradients that are not finite: every rank finds it alike, and raises, skips, or allows it.
+
+[Note: Skipping] A step that is skipped leaves everything as it was. Where the values are on the host anyway, the
+gradients become None, which torch's optimizers leave alone. On a GPU asking would hold the host up: there the
+optimizers are told by `found_inf`, a tensor that their fused kernels look at themselves, as torch's GradScaler does.
+Where one of them does not know it, or a parameter is in none of them, the host waits for each step's value. With a
+GradScaler the gradients of such a step are made NaN, and the scaler skips it: it refuses gradients that are all None.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
+from torch.optim import SGD, Optimizer
 
 from ddp_loop.shards import MiniBatch
 
-NotFinite = Literal["raise", "allow"]
-NOT_FINITE = ("raise", "allow")
+NotFinite = Literal["raise", "skip", "allow"]
+NOT_FINITE = ("raise", "skip", "allow")
+IN_A_ROW = 100  # so many skipped steps end the run: what comes after is NaN too
 _SHOWN = 8
+
+
+class FoldedGradients(Protocol):
+    """What is asked of a step's gradients after the fold, when they are the same on every rank."""
+
+    def extremes(self) -> list[torch.Tensor]:
+        """Values that are all finite exactly if all gradients are, shape () each, of one dtype and device."""
+
+    def first_not_finite(self, *, written: bool) -> str | None:
+        """The name of the first parameter whose gradient is not finite; once it was written, of the first such one."""
+
+    def are_of(self, optimizers: list[Optimizer]) -> bool:
+        """Whether each parameter with a gradient is in one of these."""
+
+    def drop(self) -> None:
+        """Make all gradients None."""
+
+    def spoil(self, where: torch.Tensor | bool) -> None:
+        """Make all gradients NaN, if `where`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """A step's losses on their way to the host: the mini-batch's, then each shard's, then each one's share of it."""
+    """A step's losses, perhaps on their way to the host.
+
+    Attributes:
+        values: whether the step is bad, the mini-batch's loss, then each shard's, then each one's share of it.
+        late: whether parameters may have been written since.
+    """
 
     iteration: int
     mini_batch: MiniBatch
     values: torch.Tensor
     event: torch.cuda.Event | None
+    late: bool
 
 
 class Guard:
-    """Looks at each step's loss: on the CPU at once, on a GPU when the next step's is looked at, so that nobody waits.
+    """Looks at each step's loss and gradients: at once, or when the next step's are looked at, so that nobody waits.
 
     Args:
-        rule: "raise", or "allow" to look at nothing.
+        rule: "raise", "skip", or "allow" to look at nothing.
         indices: which observations of the data are number `start` .. `start + count - 1` of an epoch.
+        state: the job's; its optimizers are told of a step to skip.
+        late: whether values stay on their device until the next step's are there, as they should on a GPU.
     """
 
-    def __init__(self, rule: NotFinite, indices: Callable[[int, int, int], torch.Tensor]) -> None:
-        self._allows, self._indices = rule == "allow", indices
+    def __init__(
+        self,
+        rule: NotFinite,
+        indices: Callable[[int, int, int], torch.Tensor],
+        state: Mapping[str, object] | None = None,
+        *,
+        late: bool = False,
+    ) -> None:
+        values = list((state or {}).values())
+        self._allows, self.skips, self._indices, self.late = rule == "allow", rule == "skip", indices, late
+        self._optimizers = [value for value in values if isinstance(value, Optimizer)]
+        self._scaled = any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in values)
+        self._gradients: FoldedGradients | None = None
+        self._bad: torch.Tensor | bool = False
         self._late: _Look | None = None
+        self._skipped = self._in_a_row = self._last = 0
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were left out; a GPU is waited for."""
+        if self.skips:
+            self.settle()
+        return self._skipped
+
+    # -- the fold ------------------------------------------------------------------------------------------
+
+    def judge(self, loss: torch.Tensor, gradients: FoldedGradients) -> torch.Tensor | bool:
+        """Whether a step's values are not finite and it must move nothing; its gradients are taken care of.
+
+        Every rank gives the same values, since they come out of the fold, so all say the same.
+
+        Args:
+            loss: the mini-batch's, shape ().
+            gradients: the mini-batch's.
+
+        Returns:
+            A tensor of shape () where the host does not know it.
+        """
+        if self._allows:
+            return False
+        self._gradients = gradients
+        if not self.late:
+            self._bad = not math.isfinite(loss.item()) or not (
+                self._scaled or all(math.isfinite(one.item()) for one in gradients.extremes())
+            )
+        else:
+            looked_at = [loss] if self._scaled else [loss, *(one.to(loss) for one in gradients.extremes())]
+            self._bad = ~torch.stack(looked_at).isfinite().all()
+        if self.skips:
+            self._skip(gradients)
+            return self._bad
+        return self._bad is True
+
+    def _skip(self, gradients: FoldedGradients) -> None:
+        if self._scaled:
+            if self._bad is not False:
+                gradients.spoil(self._bad)
+            return
+        if isinstance(self._bad, torch.Tensor):
+            if _know_found_inf(self._optimizers) and gradients.are_of(self._optimizers):
+                found = self._bad.float()
+                for optimizer in self._optimizers:
+                    optimizer.found_inf = found  # type: ignore[attr-defined]  # of torch's protocol with GradScaler
+                return
+            self._bad = bool(self._bad)
+        self.release()
+        if self._bad:
+            gradients.drop()
+
+    def release(self) -> None:
+        """Tell the optimizers nothing any more."""
+        for optimizer in self._optimizers:
+            optimizer.__dict__.pop("found_inf", None)
+
+    # -- what is said --------------------------------------------------------------------------------------
 
     def look(
         self, iteration: int, mini_batch: MiniBatch, loss: torch.Tensor, losses: torch.Tensor, share: torch.Tensor
     ) -> None:
-        """Raise FloatingPointError if a step's loss is not finite.
-
-        Every rank gives the same values, since they come out of the fold, so all raise or none.
+        """Raise FloatingPointError if the step that was judged is not finite; or count it, if such ones are skipped.
 
         Args:
             iteration: of the step.
             mini_batch: its observations.
             loss: the mini-batch's, shape ().
             losses, share: the shards' and their part of it, shape (S,) each.
+
+        Raises:
+            FloatingPointError: too many steps were skipped, one after the other; or none may be.
         """
-        if self._allows:
-            return
-        if loss.device.type == "cpu":
-            if not math.isfinite(loss.item()):
-                self._refuse(_Look(iteration, mini_batch, torch.cat([loss.reshape(1), losses, share]), None))
-            return
         self.settle()
-        values = torch.cat([loss.reshape(1), losses, share])
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._late = _Look(iteration, mini_batch, host, event)
+        bad = self._bad
+        if bad is False:
+            return
+        values = torch.cat([torch.as_tensor(bad).to(loss).reshape(1), loss.reshape(1), losses, share])
+        if not isinstance(bad, torch.Tensor):
+            self._say(_Look(iteration, mini_batch, values, None, late=False))
+            return
+        event = None
+        if values.device.type == "cuda":
+            values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._late = _Look(iteration, mini_batch, values, event, late=True)
 
     def settle(self) -> None:
         """Look at what a GPU was still to say."""
         late, self._late = self._late, None
-        if late is not None and late.event is not None:
-            late.event.synchronize()
-            if not math.isfinite(late.values[0].item()):
-                self._refuse(late)
+        if late is not None:
+            if late.event is not None:
+                late.event.synchronize()
+            if late.values[0].item():
+                self._say(late)
 
-    def _refuse(self, look: _Look) -> None:
-        value, *rest = look.values.tolist()
+    def _say(self, look: _Look) -> None:
+        if not self.skips:
+            raise FloatingPointError(self._told(look))
+        if look.iteration == self._last:  # a further pass of the same step
+            return
+        self._in_a_row = self._in_a_row + 1 if look.iteration == self._last + 1 else 1
+        self._last, self._skipped = look.iteration, self._skipped + 1
+        if self._in_a_row >= IN_A_ROW:
+            raise FloatingPointError(
+                f'with not_finite="skip" steps are left out, but not {IN_A_ROW} in a row; step {look.iteration} is the '
+                f"last of as many: {self._told(look)}"
+            )
+
+    def _told(self, look: _Look) -> str:
+        _, value, *rest = look.values.tolist()
+        if math.isfinite(value):
+            return self._told_of_gradients(look, value)
         shards = len(look.mini_batch.sizes)
         full = [number for number, share in enumerate(rest[shards:]) if share]
         culprits = [number for number in full if not math.isfinite(rest[number])]
         told = culprits[:1] if len(culprits) < len(full) or len(full) == 1 else []  # else it is the whole's
-        raise FloatingPointError(
+        return (
             f"a mini-batch's loss must be a finite number; that of step {look.iteration} is {value}"
             + "".join(self._said(look.mini_batch, number) for number in told)
             + ": look for NaN among these data and their labels, and at the learning rate; a loop that can bear it is "
-            'given not_finite="allow"'
+            'given not_finite="skip" or not_finite="allow"'
+        )
+
+    def _told_of_gradients(self, look: _Look, loss: float) -> str:
+        name = None if self._gradients is None else self._gradients.first_not_finite(written=look.late)
+        if look.late:
+            found = f" ({name} is the first parameter that is not finite since)" if name else ""
+            said = f"in step {look.iteration} one is not{found}"
+        else:
+            said = f"in step {look.iteration} that of {name or 'a parameter'} is not"
+        return (
+            f"a mini-batch's gradients must be finite numbers; {said}, though the loss is, {loss:g}: look for what has "
+            "no slope there (the root of 0, a norm of zeros, 0 / 0 behind a torch.where), and at the learning rate; a "
+            "GradScaler goes into Loop's state, and skips such steps itself; a loop that can bear it is given "
+            'not_finite="skip" or not_finite="allow"'
         )
 
     def _said(self, mini_batch: MiniBatch, number: int) -> str:
@@ -91,3 +233,23 @@ class Guard:
         more = f" and {size - _SHOWN} more" if size > _SHOWN else ""
         said = ", ".join(str(index) for index in indices[:_SHOWN])
         return f", from shard {number} of {len(mini_batch.sizes)}, observations {said}{more} of the data"
+
+
+def _know_found_inf(optimizers: list[Optimizer]) -> bool:
+    """Whether there are optimizers, and the next step of each looks at its `found_inf`."""
+    return bool(optimizers) and all(map(_knows_found_inf, optimizers))
+
+
+def _knows_found_inf(optimizer: Optimizer) -> bool:
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if not all(group.get("fused", True) for group in optimizer.param_groups):
+        return False
+    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        return False  # the protocol before this one
+    # A first step that is skipped would leave torch's fused SGD a momentum that nobody ever wrote.
+    return not isinstance(optimizer, SGD) or all(
+        not group["momentum"] or parameter.grad is None or "momentum_buffer" in optimizer.state.get(parameter, {})
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )

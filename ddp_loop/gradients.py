@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn import Parameter
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ddp_loop.buckets import Bucket, grouped
@@ -306,6 +307,41 @@ class Gradients:
         """Multiply all gradients by `factor`, shape ()."""
         for bucket in self._all:
             bucket.own.gradients.mul_(factor)
+
+    # -- after the fold ------------------------------------------------------------------------------------
+
+    def extremes(self) -> list[torch.Tensor]:
+        """The least and the largest element of each bucket; of `slot_dtype`, shape () each.
+
+        Finite exactly if all gradients are: NaN is carried on, and nothing overflows. What is None is a zero here.
+        """
+        found = [bucket.extremes() for bucket in self._all if bucket.length]
+        dtype = self.slot_dtype if len(found) > 1 else None  # one bucket's are of one
+        return [one if dtype is None else one.to(self._world.device, dtype) for pair in found for one in pair]
+
+    def first_not_finite(self, *, written: bool) -> str | None:
+        """The name of the first parameter whose gradient is not finite; with `written`, that is not itself."""
+        for parameter, name in self._names.items():
+            value = parameter if written else parameter.grad
+            if value is not None and not bool(value.detach().isfinite().all()):
+                return name
+        return None
+
+    def are_of(self, optimizers: list[Optimizer]) -> bool:
+        """Whether each parameter with a gradient is in one of these."""
+        known = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+        return all(parameter in known for parameter in self._names if parameter.grad is not None)
+
+    def drop(self) -> None:
+        """Make all gradients None."""
+        for parameter in self._names:
+            parameter.grad = None
+
+    def spoil(self, where: torch.Tensor | bool) -> None:
+        """Make all gradients NaN, if `where`, shape ()."""
+        for bucket in self._all:
+            flat = bucket.own.gradients
+            flat.masked_fill_(torch.as_tensor(where, device=flat.device), torch.nan)
 
     def changed_since_opened(self) -> str | None:
         """The name of a parameter that was written since the pass opened; None without one."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ddp_loop.folding import Folded
 from ddp_loop.gradients import Gradients
+from ddp_loop.records import Folded
 
 
 @dataclass(frozen=True, slots=True)

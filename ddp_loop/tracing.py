@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ddp_loop.batches import Batches
-from ddp_loop.digests import Leaf, digest, leaves
-from ddp_loop.folding import Folded
+from ddp_loop.digests import Leaf, digest
 from ddp_loop.places import tensors_in
+from ddp_loop.records import Folded
 from ddp_loop.replicas import find_parameters, find_tensors
+from ddp_loop.replication import kept_by
 from ddp_loop.shards import MiniBatch
 from ddp_loop.traces import VERSION
 
@@ -179,26 +179,12 @@ class Tracer:
     def _note_state(self, stage: str) -> None:
         names: dict[torch.Tensor, str] = {one: name for name, one in find_parameters(self._state).items()}
         for prefix, value in self._state.items():  # before the parameters, which follow from them
-            for name, leaf in self._kept_by(prefix, value, names):
+            for name, leaf in kept_by(prefix, value, names):
                 self._note(stage, name, leaf, keep=True)
         for parameter, name in names.items():
             self._note(stage, f"parameter {name}", parameter, keep=True)
         for name, buffer in self._buffers():
             self._note(stage, f"buffer {name}", buffer, keep=True)
-
-    def _kept_by(self, prefix: str, value: object, names: Mapping[torch.Tensor, str]) -> Iterator[tuple[str, Leaf]]:
-        if isinstance(value, nn.Module):
-            return
-        if not isinstance(value, Optimizer):
-            yield from leaves(prefix, value.state_dict() if hasattr(value, "state_dict") else value)
-            return
-        for number, group in enumerate(value.param_groups):
-            settings = {name: setting for name, setting in group.items() if name != "params"}
-            yield from leaves(f"{prefix}, group {number}", settings)
-        for parameter, kept in value.state.items():
-            owner = names.get(parameter, "a parameter")
-            for name, leaf in leaves("", kept):
-                yield f"{prefix}, {name.removeprefix('.')} of {owner}", leaf
 
     # -- files ---------------------------------------------------------------------------------------------
 

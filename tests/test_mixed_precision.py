@@ -108,7 +108,12 @@ def train_scaled(way: str, shards: int, batch_size: int) -> Scaled:
         scaler.scale(torch.zeros((), device=world.device))  # makes the scale, also where the first step has no shard
         batches = dl.Batches(with_an_enormous_one(batch_size), batch_size, world, shards=shards, shuffle=False)
         ran = Scaled([], [], [])
-        for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
+        state = {
+            "model": model,
+            "optimizer": optimizer,
+            "scaler": scaler,
+        }  # which sees to gradients that are not finite
+        for step in dl.Loop(batches, 1, state=state, progress=False):
             for rows in step:
                 with torch.autocast(world.device.type, dtype=torch.float16):
                     loss = loss_of(model, rows)
