@@ -1,4 +1,4 @@
-"""The command line: `python -m ddp_loop devices | verify | diff`."""
+"""The command line: `python -m ddp_loop devices | verify | diff | checkpoints | stop`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from ddp_loop.devices import describe_devices
 from ddp_loop.differing import compare_runs
+from ddp_loop.listing import list_checkpoints
+from ddp_loop.runs import stop_and_wait
 from ddp_loop.verifying import CannotVerify, Job, verify
 
 EQUAL, UNEQUAL, FAILED, INTERRUPTED = 0, 1, 2, 130  # exit codes
@@ -63,6 +65,19 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Exit codes: {EQUAL} the same bits, {UNEQUAL} not, {FAILED} they cannot be compared.",
     )
     two.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run folders of Loop(run=..., trace=True)")
+    three = commands.add_parser(
+        "checkpoints",
+        help="the checkpoints of a run, verified",
+        epilog=f"Exit codes: {EQUAL} all are valid, {UNEQUAL} one is not or there is none, {FAILED} no run folder.",
+    )
+    three.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run=...)")
+    four = commands.add_parser(
+        "stop",
+        help="end a run after the step under way, with a checkpoint",
+        epilog=f"Exit codes: {EQUAL} it stopped or was done, {UNEQUAL} it did not, {FAILED} no run is under way there.",
+    )
+    four.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run=...)")
+    four.add_argument("--timeout-s", type=_above_0, default=600, metavar="S", help="to wait for it, in seconds (600)")
     return parser
 
 
@@ -82,6 +97,12 @@ def main(arguments: list[str] | None = None) -> int:
             equal, lines = compare_runs(*said.runs)
             print("\n".join(lines))
             return EQUAL if equal else UNEQUAL
+        if said.command == "checkpoints":
+            valid, lines = list_checkpoints(said.run)
+            print("\n".join(lines))
+            return EQUAL if valid else UNEQUAL
+        if said.command == "stop":
+            return EQUAL if stop_and_wait(said.run, said.timeout_s, _say) else UNEQUAL
     except (CannotVerify, ValueError) as error:
         print(f"ddp_loop {said.command}: {error}", file=sys.stderr)
         return FAILED

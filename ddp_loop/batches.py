@@ -176,6 +176,18 @@ class Batches:
                 "and drop_last=True leave none: take a smaller batch_size or drop_last=False"
             )
 
+    @property
+    def facts(self) -> dict[str, object]:
+        """What a run over them is a run of."""
+        return {
+            "observations": self.length,
+            "batch_size": self.batch_size,
+            "shards": self.shards if self.fixed_shards else None,
+            "drop_last": self.drop_last,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
+
     def _facts(self) -> tuple[int | bool | None, ...]:
         return self.length, self.batch_size, self.shards, self.drop_last, self.shuffle, self.seed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from torch import nn
 
@@ -27,20 +26,6 @@ def check_state(state: object) -> dict[str, object]:
     return dict(state)
 
 
-def make_folder(folder: Path) -> None:
-    """Make the run folder, unless it is there.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise type(error)(
-            f"the run folder must be one that can be made and written; {folder} is not ({error}): give another run="
-        ) from error
-
-
 def check_extent(batches: Batches, epochs: int | None, steps: int | None, bucket_mib: float) -> None:
     """Raise ValueError unless the loop has an end, and its buckets a size."""
     if not bucket_mib > 0:
@@ -55,9 +40,18 @@ def check_extent(batches: Batches, epochs: int | None, steps: int | None, bucket
 
 
 def check_rule(not_finite: str) -> None:
-    """Raise ValueError unless there is such a rule for losses that are not finite."""
+    """Raise ValueError unless there is such a rule for losses and gradients that are not finite."""
     if not_finite not in NOT_FINITE:
         raise ValueError(f"not_finite must be one of {NOT_FINITE}; got {not_finite!r}")
+
+
+def check_interval(check_replicas: object) -> None:
+    """Raise ValueError unless it is a number of steps, or 0."""
+    if isinstance(check_replicas, bool) or not isinstance(check_replicas, int) or check_replicas < 0:
+        raise ValueError(
+            "check_replicas must be a whole number, the steps from one comparison of all ranks to the next, or 0 for "
+            f"none; got {check_replicas!r}"
+        )
 
 
 def check_synced(batches: Batches, talks: Sequence[Talk]) -> None:

@@ -80,6 +80,7 @@ def evaluate(
         The means by name, and the number of `observations` that they are over; the same on every rank.
 
     Raises:
+        Stopped: all ranks are asked to stop, in the middle of a loop; it ends the script, what was made is kept.
         ValueError: a metric of another shape, or named "observations", or not the same ones on every rank; data
             that never end.
         PeerFailed: another rank failed.
@@ -89,6 +90,7 @@ def evaluate(
     world = batches.world
     world.check_same("the names of the metrics", list(metrics))
     rows: dict[int, torch.Tensor] = {}  # by the shard's number in the epoch
+    stage, world.stage = world.stage, "evaluate"
     with evaluating(model), closing(_shards(batches)) as shards:
         for mini_batch, shard, data in shards:
             output = (forward or _forward_first)(model, data)
@@ -97,8 +99,12 @@ def evaluate(
             for place, (name, metric) in enumerate(metrics.items(), 1):
                 row[place] = _total(name, metric(output, *_split(data)[1]), shard.observations)
             rows[mini_batch.position * batches.shards + shard.number] = row
+            if world.stop_asked is not None:
+                break
+    world.agree_to_stop(world.stop_asked is not None)
     observations, *totals = _added_up(rows, 1 + len(metrics), world).tolist()
     means = {name: total / observations for name, total in zip(metrics, totals, strict=True)}
+    world.stage = stage
     return {**means, "observations": int(observations)}
 
 
@@ -149,6 +155,7 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
         raise ValueError("predictions are for every observation; these batches drop some: make them drop_last=False")
     forms: list[tuple[tuple[int, ...], torch.dtype]] = []
     whole: torch.Tensor | None = None
+    stage, world.stage = world.stage, "predict"
     with evaluating(model), closing(_shards(batches)) as shards:
         for mini_batch, shard, data in shards:
             output = (forward or _forward_first)(model, data)
@@ -163,6 +170,9 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
             if form == forms[0]:  # copied at once: a model may use one buffer for all its outputs
                 at = batches.indices(0, mini_batch.start + shard.start, shard.observations)
                 whole[at.to(world.device)] = output.to(world.device)
+            if world.stop_asked is not None:
+                break
+    world.agree_to_stop(world.stop_asked is not None)
     told = dict.fromkeys(form for forms in world.gather(forms) for form in forms)
     if len(told) > 1:
         raise ValueError(
@@ -170,6 +180,7 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
         )
     whole = _zeros(batches, next(iter(told))) if whole is None else whole
     world.sum(whole.view(torch.uint8))
+    world.stage = stage
     return whole
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
-from ddp_loop.batchnorm import BatchNormStatistics, Capture, batch_norm_layers, is_synced
+from ddp_loop.batchnorm import BatchNormStatistics, batch_norm_layers, is_synced
 from ddp_loop.buffers import Buffers, Policy, find_buffers
+from ddp_loop.control import LENGTH, PROBLEM, Said, no_requests, word
+from ddp_loop.finite import Guard
 from ddp_loop.gradients import Gradients
 from ddp_loop.layout import Layout, agreed, metrics_differ, shares, weighted_mean
 from ddp_loop.order import open_order, tree_order
+from ddp_loop.records import Folded, Record
+from ddp_loop.running import Kept
 from ddp_loop.shards import MiniBatch, Shard
 from ddp_loop.summing import IDENTITY, finish_all, nothing
 from ddp_loop.syncing import ENDS_LOOP, find_talks
@@ -22,40 +25,7 @@ from ddp_loop.values import Weight
 from ddp_loop.world import World
 
 _OPEN = "between a step's first shard and its fold the ranks are not at the same place: call this after step.fold()"
-_PROBLEM, _NEW, _ENDS, _CONTROL = 0, 1, 2, 3  # of the control word; behind them, which parameters got a gradient
-
-
-@dataclass(slots=True)
-class Record:
-    """What one shard leaves behind for the fold, beside its gradients."""
-
-    shard: Shard
-    captures: list[list[Capture]]
-    losses: list[torch.Tensor] = field(default_factory=list)
-    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-    weight: Weight | None = None
-    taken: dict[str, torch.Tensor] = field(default_factory=dict)
-    done: bool = False  # its last backward was made
-    failed: bool = False  # a backward raised, and may have left parts of its gradients
-
-
-@dataclass(frozen=True, slots=True)
-class Folded:
-    """The whole mini-batch's values, still on the device.
-
-    Attributes:
-        metrics: their names.
-        values: loss and metrics, (1 + metrics,).
-        weight: the sum of the shards' weights, (); None where these are their observations.
-        losses: of each shard, (S,).
-        share: each shard's part of the means, (S,).
-    """
-
-    metrics: tuple[str, ...]
-    values: torch.Tensor
-    weight: torch.Tensor | None
-    losses: torch.Tensor
-    share: torch.Tensor
+_WORDS = 1024  # control words that are kept as tensors; most are one of 256
 
 
 class Fold:
@@ -71,6 +41,7 @@ class Fold:
             ranks; else in the one that costs least.
         bucket_bytes: the size of a gradient bucket.
         policies: rules for single buffers, by name.
+        guard: says whether a mini-batch's values are finite; by default nobody asks.
     """
 
     def __init__(
@@ -83,6 +54,7 @@ class Fold:
         ordered: bool = False,
         bucket_bytes: int = 8 * 2**20,
         policies: Mapping[str, Policy] | None = None,
+        guard: Guard | None = None,
     ) -> None:
         layers = batch_norm_layers(modules) if shards > 1 else {}
         self.is_ordered = ordered
@@ -92,6 +64,8 @@ class Fold:
         # Synced layers move their running statistics themselves, alike on all ranks.
         self.talks = [talk for talk in find_talks(modules.values()) if talk.size > 1]
         synced = {layer for module in modules.values() for layer in module.modules() if is_synced(layer)}
+        self._guard = guard
+        self._kept = Kept(synced if guard is not None and guard.skips else [])
         self.buffers = Buffers(find_buffers(modules, {*layers.values(), *synced}, policies or {}))
         self.gradients.ranks_talk, self.gradients.overlaps = bool(self.talks), not self.talks
         self._world = world
@@ -100,7 +74,9 @@ class Fold:
         self._rides = world.device.type == "cpu"
         self._layout: Layout | None = None
         self._shares: dict[tuple[int, ...], torch.Tensor] = {}
-        self._words: dict[tuple[bool, ...], torch.Tensor] = {}
+        self._words: dict[tuple[int, ...], torch.Tensor] = {}
+        self.requests = no_requests  # what this rank asks of all, at each fold
+        self.said: Said | None = None  # what all ranks said at the last one
         self.records: list[Record] = []
 
     def release(self) -> None:
@@ -117,6 +93,7 @@ class Fold:
         self.records = []
         self.gradients.open()
         self.buffers.open()
+        self._kept.note()
 
     def open_shard(self, shard: Shard) -> Record:
         """Begin a shard, from the buffers as they stood when the pass opened."""
@@ -204,7 +181,8 @@ class Fold:
         self._world.set_busy(None)
         if not met:
             self.meet()
-        seen, problem = self._see(problem)
+        asked = self.requests()
+        seen, problem = self._see(problem or asked.problem)
         if self._layout is None:
             self._world.agree(problem)
             self._layout = agreed(self._world.gather(seen), None)
@@ -214,18 +192,22 @@ class Fold:
         slots = self._slots(len(given), len(mini_batch.sizes))
         if problem is None and not new:
             self._pack(slots, layout)
-        said = self._sum((problem is not None, new, mini_batch.ends_stream, *given), meanwhile)
-        if said[_PROBLEM]:
+        control = word(mini_batch, problem=problem is not None, new=new, asked=asked)
+        sums = self._sum((*control, *given), meanwhile)
+        said = self.said = Said.of(sums, self._world.size)
+        if said.problem:
             self._world.agree(problem)
-        if said[_ENDS]:
-            self.check_end(int(said[_ENDS]), mini_batch)
-        if said[_NEW]:
+        if said.parted:
+            self._world.check_same("epoch and position of a step's mini-batch", (mini_batch.epoch, mini_batch.position))
+        if said.ends:
+            self.check_end(said.ends, mini_batch)
+        if said.new:
             layout, slots = self._renegotiate(seen, layout, len(mini_batch.sizes))
-        self.gradients.close([count > 0 for count in said[_CONTROL:]])
-        if said[_NEW]:
+        self.gradients.close([count > 0 for count in sums[LENGTH:]])
+        if said.new:
             self.gradients.sum_unplanned()
         folded = self._unpack(slots, layout, mini_batch)
-        if said[_NEW]:
+        if said.new:
             self._layout = layout
             # Planned now, when all ranks agree: at the next pass something may be unfrozen.
             self.gradients.release()
@@ -246,12 +228,12 @@ class Fold:
         def tell() -> None:
             self._world.set_busy(None)
             if layout is not None:
-                word = torch.tensor([1, *[0] * (_CONTROL - 1 + len(layout.parameters))], dtype=torch.int32)
+                word = torch.tensor([1, *[0] * (LENGTH - 1 + len(layout.parameters))], dtype=torch.int32)
                 work = None if self._rides else self._world.start_sum(word)
                 for summing, length in outline:
                     rows = summing.nothing()  # new ones: what was handed out stays as it is
                     if self._rides and summing is outline[-1][0]:
-                        rows[0][length + _PROBLEM] = 1
+                        rows[0][length + PROBLEM] = 1
                     summing.start(rows)
                 finish_all([*begun, *(summing for summing, _ in outline)])
                 self._world.finish(work)
@@ -284,7 +266,7 @@ class Fold:
 
     def _tail(self, layout: Layout, shards: int) -> int:
         """How many values ride behind the gradients: the control word, and a row for each shard."""
-        control = _CONTROL + len(layout.parameters) if self._rides else 0
+        control = LENGTH + len(layout.parameters) if self._rides else 0
         return control + shards * self._width(layout)
 
     def _collect(self, layout: Layout, shards: int, problem: Exception | None) -> tuple[list[bool], Exception | None]:
@@ -297,7 +279,7 @@ class Fold:
         """The rows of all shards, (S, width), in the tail of the step's sum; they add nothing yet."""
         tail = self.gradients.tail
         tail.fill_(IDENTITY)
-        return tail[_CONTROL + flags :].view(shards, -1) if self._rides else tail.view(shards, -1)
+        return tail[LENGTH + flags :].view(shards, -1) if self._rides else tail.view(shards, -1)
 
     def check_end(self, ranks: int, mini_batch: MiniBatch) -> None:
         """Raise ValueError on every rank unless a stream that ended on so many `ranks` did so on all, alike.
@@ -312,13 +294,15 @@ class Fold:
             )
         self._world.check_same("the observations of a stream's last mini-batch", mini_batch.observations)
 
-    def _sum(self, word: tuple[bool, ...], meanwhile: Callable[[], None]) -> list[float]:
-        """Sum everything up; returns the control word over all ranks: problem, new, end, a count per parameter."""
+    def _sum(self, word: tuple[int, ...], meanwhile: Callable[[], None]) -> list[float]:
+        """Sum everything up; returns the control word over all ranks, and a count per parameter."""
         if self._rides:
             place = self.gradients.tail[: len(word)]
-            if word not in self._words:  # nearly always the same one
-                self._words = {word: torch.tensor(word, dtype=place.dtype)}
-            place.copy_(self._words[word])
+            if (kept := self._words.get(word)) is None:
+                if len(self._words) > _WORDS:
+                    self._words.clear()
+                kept = self._words[word] = torch.tensor(word, dtype=place.dtype)
+            place.copy_(kept)
             self.gradients.sum_up(meanwhile)
             said: list[float] = place.tolist()
             return said
@@ -368,13 +352,19 @@ class Fold:
         else:
             share = self._share(mini_batch.sizes, slots)
         means = weighted_mean(values[:, 1:], share, guarded=layout.weighted)
-        folded = Folded(layout.metrics or (), means, total, values[:, 1], share)
-        if any(widths[1:]):
+        bad = False if self._guard is None else self._guard.judge(means[0], self.gradients)
+        folded = Folded(layout.metrics or (), means, total, values[:, 1], share, bad)
+        if bad is not False:
+            self._kept.put_back(bad)
+        if bad is True:
+            self.buffers.put_back(layout.buffers)
+        elif any(widths[1:]):
             _, statistics, buffers = slots.split(widths, dim=1)
-            self.statistics.apply(statistics, layout.calls)
+            keep = None if bad is False else bad
+            self.statistics.apply(statistics, layout.calls, keep)
             full = [number for number, size in enumerate(mini_batch.sizes) if size]
             # By observations also where losses have weights of the user's own: forward saw them all.
-            self.buffers.apply(buffers, layout.buffers, self._share(mini_batch.sizes, slots), full)
+            self.buffers.apply(buffers, layout.buffers, self._share(mini_batch.sizes, slots), full, keep)
         return folded
 
     def _share(self, sizes: tuple[int, ...], slots: torch.Tensor) -> torch.Tensor:

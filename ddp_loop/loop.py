@@ -7,23 +7,35 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from ddp_loop.batches import Batches, Loaded
 from ddp_loop.buffers import Policy
-from ddp_loop.demands import check_extent, check_rows, check_rule, check_state, check_synced, make_folder
+from ddp_loop.chronicle import Chronicle, open_trace
+from ddp_loop.demands import (
+    check_extent,
+    check_interval,
+    check_rows,
+    check_rule,
+    check_state,
+    check_synced,
+)
 from ddp_loop.finite import Guard, NotFinite
-from ddp_loop.folding import Fold, Folded
+from ddp_loop.folding import Fold
 from ddp_loop.gathering import Gathering
-from ddp_loop.progress import Rows
+from ddp_loop.keeping import Keeper, Keeping
+from ddp_loop.positions import Position
+from ddp_loop.records import Folded
 from ddp_loop.replicas import check_structure, find_modules, find_parameters, find_tensors, make_equal
+from ddp_loop.replication import Replicas
+from ddp_loop.saving import OnSaveError
 from ddp_loop.shards import MiniBatch
 from ddp_loop.step import Step
-from ddp_loop.traces import FOLDER
-from ddp_loop.tracing import Tracer, Watch, current_watch
+from ddp_loop.tracing import Watch, current_watch
 
 MIB = 2**20
+_SAME = "epochs, steps, bucket_mib, check_replicas, not_finite, ordered, run, resume, save_every"
+_SAME = "epochs, steps, bucket_mib, check_replicas, not_finite, ordered, run, resume, save_every"
 
 
 class Loop:
@@ -43,7 +55,15 @@ class Loop:
         epochs: how often to go through the data; or
         steps: how many updates to make, at most.
         state: what the job is made of, by name: modules and optimizers (what they hold is folded).
-        run: a folder for what the run leaves behind; rank 0 appends a line per update to its rows.jsonl.
+        run: a folder for what the run leaves behind: checkpoints, from the newest of which it goes on when it is
+            started again, on any number of ranks; a line per update in rows.jsonl; how it ended in status.json.
+        resume: whether to go on with a run that is in the folder: None if its script, arguments and data are the same,
+            else refuse; True in any case; False to begin anew, what is there being moved to `before/`.
+        save_every: a checkpoint after so many steps; by default after each epoch. Always when asked to stop and at the
+            end; and where
+        save_every_s: so many seconds have passed since the last one.
+        keep: how many of the last checkpoints stay, beside the best (see `save`).
+        on_save_error: "raise" on all ranks where a checkpoint cannot be written, or "warn" and go on.
         on_row: called on rank 0 with each update's row, a dict of numbers, while training goes on. Where a step has
             several passes, its row is that of the first one.
         progress: print a line per epoch, from rank 0.
@@ -55,12 +75,17 @@ class Loop:
             of shards gives the same bits on any number of ranks; by default where `batches` was given `shards`.
         trace: leave a digest of every tensor of every step in the run folder, for `python -m ddp_loop diff`; some
             milliseconds a step for a small network, seconds for a large one.
-        not_finite: "raise" where a mini-batch's loss is NaN or infinite, on all ranks alike; or "allow" it.
+        not_finite: where a mini-batch's loss or gradients are NaN or infinite, on all ranks alike: "raise"; "skip" the
+            step, which leaves parameters, buffers and optimizers as they were, but not 100 times in a row; or "allow"
+            it. With a GradScaler in `state` the gradients are its business, and only the loss is looked at.
+        check_replicas: after how many steps all ranks' parameters, buffers and optimizer states are compared, by
+            checksums; 0 for never. One rank has nothing to compare.
 
     Raises:
         ValueError: neither or no sensible epochs and steps, a state without parameters, one-row shards under
             BatchNorm1d, or structures that differ between ranks.
         PeerFailed: another rank has such a problem.
+        ReplicasDiffer: while it is gone through: a rank's parameters, buffers or optimizer states became others.
     """
 
     def __init__(
@@ -71,52 +96,74 @@ class Loop:
         state: Mapping[str, object],
         steps: int | None = None,
         run: str | Path | None = None,
+        resume: bool | None = None,
+        save_every: int | None = None,
+        save_every_s: float = 600.0,
+        keep: int = 3,
+        on_save_error: OnSaveError = "raise",
         on_row: Callable[[dict[str, Any]], None] | None = None,
         progress: bool = True,
         buffers: Mapping[str, Policy] | None = None,
         bucket_mib: float = 8.0,
         allow_one_row: bool = False,
         not_finite: NotFinite = "raise",
+        check_replicas: int = 100,
         ordered: bool | None = None,
         trace: bool = False,
     ) -> None:
         self.batches, self.world = batches, batches.world
-        self.epochs, self.steps = epochs, steps
-        self.iteration = self._went_on_at = 0
-        self._cut_short = False
+        self.epochs = epochs
+        self._where, self._cut_short = Position(batches, epochs, steps), False
         self._state = check_state(state)
-        self._epochs_made = self._position = 0  # whole epochs, and mini-batches of the one at hand
         self._begun: str | None = None  # the epoch that is gone through now, or was left
-        self._rows: Rows | None = None
-        self._tracer: Tracer | None = None
+        watch = current_watch()
+        folder = None if run is None else Path(run)
+        keeping = Keeping(save_every, save_every_s, keep, on_save_error)
+        self._chronicle = self._make_chronicle(folder if watch is None else None, keeping, buffers or {})
         self._gathering = Gathering(self.world)
-        self._guard = Guard(not_finite, batches.indices)
+        self._guard = Guard(not_finite, batches.indices, self._state, late=self.world.device.type != "cpu")
         self._stream: Iterator[Loaded] = iter(())
         self._ahead: list[Loaded | Exception | None] = []  # the next mini-batch, if it was looked for already
-        self.world.on_leaving(self.close)
+        self.world.on_leaving(self._leave)
+        self.world.stage = "start"
         problem: Exception | None = None
         try:
             check_extent(batches, epochs, steps, bucket_mib)
             check_rule(not_finite)
+            check_interval(check_replicas)
             if not allow_one_row:
                 check_rows(batches, self._state)
             self._make_fold(bucket_mib, buffers or {}, ordered)
-            watch = current_watch()
+            self._replicas = Replicas(self._state, self.world, check_replicas, buffers or {})
             check_synced(self.batches, self.fold.talks)
-            self._open_rows(run if watch is None else None, on_row, progress)
-            self._open_trace(run, trace, watch)
+            self._open_trace(folder, trace, watch)
         except (ValueError, OSError) as error:
             problem = error
         try:
             self.world.agree(problem)
-            facts = (epochs, steps, bucket_mib, not_finite, ordered)
-            self.world.check_same("epochs, steps, bucket_mib, not_finite, ordered", facts)
-            tensors = find_tensors(self._state)
-            check_structure(tensors, self.world)
-            make_equal(tensors, self.world)
+            facts = (epochs, steps, bucket_mib, check_replicas, not_finite, ordered, run is None, resume, save_every)
+            self.world.check_same(_SAME, facts)
+            self._begin(resume, on_row, progress)
         except BaseException:
-            self.close()
+            self._leave()
             raise
+        self.world.stage = ""
+
+    def _make_chronicle(self, folder: Path | None, keeping: Keeping, buffers: Mapping[str, Policy]) -> Chronicle:
+        keeper = None
+        if folder is not None:
+            local = [name for name, policy in buffers.items() if policy == "local"]
+            keeper = Keeper(folder, self.world, self._state, keeping, local)
+        return Chronicle(self.world, self._where, keeper)
+
+    def _begin(self, resume: bool | None, on_row: Callable[[dict[str, Any]], None] | None, progress: bool) -> None:
+        """Make the replicas equal, and go on where the run folder stands."""
+        tensors = find_tensors(self._state)
+        check_structure(tensors, self.world)
+        make_equal(tensors, self.world)
+        if (there := self._chronicle.open(self.batches.facts, resume)) is not None:
+            self.load_state_dict(there)
+        self._chronicle.open_rows(on_row, progress=progress)
 
     def _make_fold(self, bucket_mib: float, buffers: Mapping[str, Policy], ordered: bool | None) -> None:
         parameters = find_parameters(self._state)
@@ -135,89 +182,111 @@ class Loop:
             policies=buffers,
             shards=self.batches.shards,
             ordered=self.batches.fixed_shards if ordered is None else ordered,
+            guard=self._guard,
         )
 
-    def _open_rows(
-        self, run: str | Path | None, on_row: Callable[[dict[str, Any]], None] | None, progress: bool
-    ) -> None:
-        if self.world.rank == 0 and (run is not None or on_row is not None or progress):
-            folder = None if run is None else Path(run)
-            if folder is not None:
-                make_folder(folder)
-            self._rows = Rows(folder, on_row, self.world.print if progress else None)
-
-    def _open_trace(self, run: str | Path | None, trace: bool, watch: Watch | None) -> None:
-        if trace and run is None:
-            raise ValueError("a trace is left in the run folder; got trace=True without one: give run=")
+    def _open_trace(self, run: Path | None, trace: bool, watch: Watch | None) -> None:
+        tracer = open_trace(run, self.batches, self._state, watch, trace=trace, ordered=self.fold.is_ordered)
         if watch is not None:
-            watch.loops += 1
-            folder = watch.folder / f"loop-{watch.loops:03}"
-            self.steps, self._cut_short = min(watch.steps, self.steps or watch.steps), True
-        elif trace and run is not None:
-            folder = Path(run) / FOLDER
-        else:
-            return
-        self._tracer = Tracer(folder, self.batches, self._state, ordered=self.fold.is_ordered, values=watch is not None)
-        self.fold.gradients.watch, self.fold.gradients.overlaps = self._tracer.backward, False
+            self._where.most_steps, self._cut_short = min(watch.steps, self._where.most_steps or watch.steps), True
+        if tracer is not None:
+            self._chronicle.tracer = tracer
+            self.fold.gradients.watch, self.fold.gradients.overlaps = tracer.backward, False
 
     # -- going through it ----------------------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int:
+        """Of the step at hand, counted from 1."""
+        return self._where.iteration
+
+    @property
+    def epochs_made(self) -> int:
+        """How many epochs were gone through, also before it went on: `for epoch in range(loop.epochs_made, epochs)`."""
+        return self._where.epochs
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the loop was asked to stop, and did; None if it was not."""
+        return self._chronicle.stopped
+
+    def stop(self) -> None:
+        """Ask all ranks to end the loop after the step at hand, with a checkpoint. One rank may call this."""
+        self._chronicle.asks_stop = True
+
+    def save(self, score: float | None = None) -> None:
+        """Ask for a checkpoint after the step at hand. Every rank must call this.
+
+        Args:
+            score: the lower the better, such as a validation loss; the checkpoint with the lowest one stays.
+        """
+        if (keeper := self._chronicle.keeper) is not None:
+            keeper.asked, keeper.score = True, None if score is None else float(score)
 
     def __iter__(self) -> Iterator[Step]:
         """The steps of all epochs that are still to be made. Every rank must call this."""
         yield from self.epoch()
-        while not self._is_done:
+        while not self._is_over:
             yield from self.epoch()
 
     def epoch(self) -> Iterator[Step]:
         """The steps of the epoch that comes next. Every rank must call this.
 
-            for epoch in range(epochs):
+            for epoch in range(loop.epochs_made, epochs):
                 for step in loop.epoch():
                     ...
                 print(dl.evaluate(model, test_batches, accuracy=hits))
 
-        An epoch is gone through to its end: who leaves it, leaves the loop.
+        An epoch is gone through to its end: who leaves it, leaves the loop. After a stop there are no more steps.
 
         Raises:
             RuntimeError: all epochs were made, or the one before was left.
         """
-        if self._is_done and not self._begun and (self._cut_short or self.iteration == self._went_on_at):
+        where = self._where
+        if self.stopped is not None:
+            return
+        if where.is_done and not self._begun and (self._cut_short or self.iteration == where.went_on_at):
+            self._leave()
             return  # there was nothing left to do where it went on, or a watch lets it make no more
-        if self._begun or self._is_done:
-            why = f"has made its {self.iteration} steps" if self._is_done else f"began {self._begun} before"
+        if self._begun or where.is_done:
+            why = f"has made its {self.iteration} steps" if where.is_done else f"began {self._begun} before"
             raise RuntimeError(f"a Loop is gone through once, each epoch to its end; this one {why}: make another")
-        self._begun = f"epoch {self._epochs_made + 1}"
-        if self._tracer is not None and self._tracer.is_new:
-            self._tracer.start(self.iteration)
+        self._begun = f"epoch {where.epochs + 1}"
+        self.fold.requests = self._chronicle.requests
+        self._chronicle.take_requests()
+        if (tracer := self._chronicle.tracer) is not None and tracer.is_new:
+            tracer.start(self.iteration)
         try:
-            with closing(self.batches.epoch(self._epochs_made, self._position)) as self._stream:
+            with closing(self.batches.epoch(where.epochs, where.at)) as self._stream:
                 while (loaded := self._take_next()) is not None:
                     yield from self._one_step(loaded)
-                    if self._has_made_all:
+                    if where.has_made_all or self.stopped is not None:
                         break
             self._guard.settle()
-            if loaded is None or self._ends_epoch(loaded.mini_batch):
-                self._epochs_made, self._position = self._epochs_made + 1, 0
+            self._replicas.settle()
+            if self.stopped is None and (loaded is None or where.ends_epoch(loaded.mini_batch)):
+                where.end_epoch()
             self._begun = None
         finally:
-            if self._begun or self._is_done:
+            if self._begun or self._is_over:
                 self.close()
+            if self._is_over and not self._begun:
+                self._chronicle.end()  # else why it was left is known when the world is
 
     def _one_step(self, loaded: Loaded) -> Iterator[Step]:
-        self.iteration += 1
-        self._position = loaded.mini_batch.position + 1
-        ends_epoch = self._ends_epoch(loaded.mini_batch)
+        self._where.begin(loaded.mini_batch)
+        self.world.step = self.iteration
         step = Step(
             self.fold,
             self._gathering,
             self.world,
             loaded,
             self.iteration,
-            ends_epoch,
+            self._where.ends_epoch(loaded.mini_batch),
             begin=self._meet_new_parameters,
             meanwhile=self._use_the_wait,
             report=self._report,
-            tracer=self._tracer,
+            tracer=self._chronicle.tracer,
         )
         try:
             yield step
@@ -227,18 +296,19 @@ class Loop:
             raise
         step.demand_fold()
         self._end_trace_of(step)
-        if self._has_made_all or (ends_epoch and step.epoch == self.epochs):
+        self._chronicle.end_step(loaded.mini_batch, self.fold.said)
+        if self._is_over or self._where.ends_all(loaded.mini_batch):
             step.leave(f"it ended the loop after step {self.iteration}")  # a peer that left it before is found out
+        self.world.stage = "data"
 
     def _end_trace_of(self, step: Step) -> None:
-        if self._tracer is not None and step.passes:
-            self._tracer.end(step.iteration)
+        if step.passes:
+            self._chronicle.end_trace(step.iteration)
 
     def _use_the_wait(self) -> None:
         """While the sums are under way: the rows before this one, and the data of the next mini-batch."""
-        if self._rows is not None:
-            self._rows.hand_on()
-        if not self._ahead and not self._has_made_all:
+        self._chronicle.hand_on()
+        if not self._ahead and not self._where.has_made_all:
             try:
                 loaded = next(self._stream, None)
             except Exception as error:  # of the next step's data, not of this one's
@@ -254,25 +324,23 @@ class Loop:
             raise loaded
         return loaded
 
-    def _ends_epoch(self, mini_batch: MiniBatch) -> bool:
-        return mini_batch.ends_stream or mini_batch.position + 1 == self.batches.steps
-
     @property
-    def _has_made_all(self) -> bool:
-        return self.steps is not None and self.iteration >= self.steps
-
-    @property
-    def _is_done(self) -> bool:
-        return self._has_made_all or (self.epochs is not None and self._epochs_made >= self.epochs)
+    def _is_over(self) -> bool:
+        return self._where.is_done or self.stopped is not None
 
     # -- where it is ---------------------------------------------------------------------------------------
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were left out so far, since their loss or gradients were not finite; a GPU is waited for."""
+        return self._guard.skipped
 
     def state_dict(self) -> dict[str, int]:
         """Where the loop is, to go on from there: in another process, on another number of ranks.
 
-        After a step's fold that step counts as made. What the job's state holds is not in it.
+        From its fold on a step counts as made. What the job's state holds is not in it.
         """
-        return {"iteration": self.iteration, "epoch": self._epochs_made, "position": self._position}
+        return self._where.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where another loop over the same batches was. Every rank must call this.
@@ -286,32 +354,16 @@ class Loop:
             RuntimeError: this loop has begun.
             ValueError: other keys, or numbers that these batches cannot have made, or that differ between ranks.
         """
-        problem = self._cannot_go_on(state)
+        problem: Exception | None = None
+        if self._begun or self.iteration != self._where.went_on_at:
+            problem = RuntimeError(
+                "a Loop is told where to go on before its first step; this one has begun: make another"
+            )
+        elif (why := self._where.why_not(state)) is not None:
+            problem = ValueError(why)
         self.world.agree(problem)
         self.world.check_same("where the loop goes on", dict(state))
-        self.iteration, self._epochs_made, self._position = state["iteration"], state["epoch"], state["position"]
-        self._went_on_at = self.iteration
-        if self._position and self._position == self.batches.steps:
-            self._epochs_made, self._position = self._epochs_made + 1, 0
-
-    def _cannot_go_on(self, state: Mapping[str, int]) -> Exception | None:
-        if self._begun or self.iteration:
-            return RuntimeError("a Loop is told where to go on before its first step; this one has begun: make another")
-        if set(state) != {"iteration", "epoch", "position"}:
-            return ValueError(
-                "where a Loop goes on is what its state_dict() gave, iteration, epoch and position; got "
-                f"{sorted(state)}: keep that"
-            )
-        steps, numbers = self.batches.steps, [state[name] for name in ("iteration", "epoch", "position")]
-        whole = all(isinstance(number, int) and number >= 0 for number in numbers)
-        iteration, epoch, position = numbers
-        if not whole or (steps is not None and (position > steps or epoch * steps + position != iteration)):
-            said = "an epoch of these has no end" if steps is None else f"an epoch of these has {steps}"
-            return ValueError(
-                "iteration is the mini-batches of the whole epochs and those of the one at hand, position; got "
-                f"{dict(state)}, {said}: make Batches with the data and the batch_size that the other loop had"
-            )
-        return None
+        self._where.go_on_from(state)
 
     def _count(self) -> list[int]:
         return [len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -322,21 +374,20 @@ class Loop:
             self.fold.gradients.add(find_parameters(self._state))
 
     def _report(self, step: Step, mini_batch: MiniBatch, folded: Folded) -> None:
-        if self._rows is not None and step.passes == 1:
-            ends = step.ends_epoch or self._has_made_all
-            names, values = ("loss", *folded.metrics), folded.values
-            if folded.weight is not None:
-                names, values = ("weight", *names), torch.cat([folded.weight.reshape(1), values])
-            self._rows.add(step.epoch, step.iteration, step.observations, ends, names, values)
+        self._where.is_folded = True
+        if step.passes == 1:
+            self._chronicle.add_row(mini_batch, folded, skips=self._guard.skips)
         self._guard.look(step.iteration, mini_batch, folded.values[0], folded.losses, folded.share)
+        if step.passes == 1:
+            self._replicas.look(step.iteration)
 
     def close(self) -> None:
         """Hand the last rows on, close the run's files and take all hooks off the model."""
+        self._guard.release()
         if hasattr(self, "fold"):
             self.fold.release()
-        if self._rows is not None:
-            self._rows.close()
-            self._rows = None
-        if self._tracer is not None:
-            self._tracer.close()
-            self._tracer = None
+        self._chronicle.close()
+
+    def _leave(self) -> None:
+        self.close()
+        self._chronicle.end()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -70,6 +72,26 @@ def jsonl_line(moment: Moment, values: dict[str, float]) -> str:
     )
 
 
+def _keep_rows(path: Path, after: int) -> float:
+    """Leave in a file of rows those up to iteration `after`, whole lines alone; returns the last one's elapsed_s."""
+    if not path.exists():
+        return 0.0
+    kept, size, elapsed_s = 0, path.stat().st_size, 0.0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+                if not line.endswith(b"\n") or row["iteration"] > after:
+                    break
+                elapsed_s = float(row["elapsed_s"])
+            except (ValueError, KeyError, TypeError):
+                break
+            kept += len(line)
+    if kept < size:
+        os.truncate(path, kept)
+    return elapsed_s
+
+
 class Rows:
     """Takes a run's rows on rank 0 and hands each on, in order; on other ranks it is not made.
 
@@ -77,6 +99,10 @@ class Rows:
         run: the run folder, where rows.jsonl is appended; None writes nothing.
         on_row: called with each row, a dict, soon after its update.
         say: prints a line, at the end of each epoch; None prints nothing.
+        after: the iteration that the run goes on from; rows of later ones, of steps that are made again, are taken out.
+
+    Raises:
+        OSError: the file cannot be written.
     """
 
     def __init__(
@@ -84,14 +110,18 @@ class Rows:
         run: Path | None,
         on_row: Callable[[dict[str, Any]], None] | None,
         say: Callable[[str], None] | None,
+        after: int = 0,
     ) -> None:
+        elapsed_s = 0.0 if run is None else _keep_rows(run / "rows.jsonl", after)
         self._file = None if run is None else (run / "rows.jsonl").open("a", encoding="utf-8")
         self._on_row, self._say = on_row, say
         self._arrivals = Arrivals()
         self._lines: list[str] = []
-        self._flushed = self._began = time.monotonic()
+        self._flushed = time.monotonic()
+        self._began = self._flushed - elapsed_s
         self._sums: dict[str, float] = {}
         self._weight = 0.0
+        self._skipped = 0
 
     def add(self, epoch: int, iteration: int, observations: int, ends_epoch: bool,
             names: tuple[str, ...], values: torch.Tensor) -> None:  # fmt: skip
@@ -108,11 +138,15 @@ class Rows:
         if time.monotonic() - self._flushed > FLUSH_S:
             self._flush()
 
-    def close(self) -> None:
-        """Hand on what is still on its way, and close the file."""
+    def hand_on_all(self) -> None:
+        """Hand on what is still on its way too, and write it: before a checkpoint, whose rows must be there."""
         for row in self._arrivals.take(wait=True):
             self._hand_on(*row)
         self._flush()
+
+    def close(self) -> None:
+        """Hand on what is still on its way, and close the file."""
+        self.hand_on_all()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -134,14 +168,19 @@ class Rows:
 
     def _add_up(self, moment: Moment, values: dict[str, float]) -> None:
         weight = values.pop("weight", float(moment.observations))  # as the step's own means are weighted
-        for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + weight * value
-        self._weight += weight
+        if values.pop("skipped", 0.0):
+            self._skipped += 1
+        else:
+            for name, value in values.items():
+                self._sums[name] = self._sums.get(name, 0.0) + weight * value
+            self._weight += weight
         if moment.ends_epoch and self._say is not None:
             means = {name: total / self._weight if self._weight else nan for name, total in self._sums.items()}
             said = ", ".join(f"{name.capitalize()}: {mean:.4f}" for name, mean in means.items())
+            if self._skipped:
+                said += f"{', ' if said else ''}{self._skipped} steps skipped, not finite"
             self._say(f"Epoch: {moment.epoch}, {said}")
-            self._sums, self._weight = {}, 0.0
+            self._sums, self._weight, self._skipped = {}, 0.0, 0
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()

@@ -11,8 +11,9 @@ import torch
 from ddp_loop.batches import Loaded
 from ddp_loop.determinism import seed_shard, seed_step
 from ddp_loop.digests import Leaf
-from ddp_loop.folding import Fold, Folded, Record
+from ddp_loop.folding import Fold
 from ddp_loop.gathering import Gathering, Held, check_outputs
+from ddp_loop.records import Folded, Record
 from ddp_loop.row import Row
 from ddp_loop.shards import MiniBatch
 from ddp_loop.tracing import Tracer
@@ -76,12 +77,14 @@ class Step:
             )
         self._begin()
         for number, shard in enumerate(self._loaded.mini_batch.shards):
+            self._world.stage = "data"
             data = self._loaded.data(number)
             if self._tracer is not None:
                 self._tracer.data(shard.number, data)
             seed_shard(self._world.seed, self.iteration, shard.number, self._world.device, self.passes)
             record = self._fold.open_shard(shard)
             self._record = record
+            self._world.stage = "forward"
             try:
                 yield data
             finally:
@@ -93,8 +96,11 @@ class Step:
     def _without_observations(self) -> Iterator[Any]:
         """Tensors of no rows, since a rank without a shard takes part in synced batch norm; nothing of it counts."""
         self._empty = self._record = self._fold.open_without_observations()
+        self._world.stage = "data"
+        nothing = self._loaded.nothing()
+        self._world.stage = "forward"
         try:
-            yield self._loaded.nothing()
+            yield nothing
         finally:
             self._record = None
             self._fold.close_shard(self._empty, graph_goes_on=self._gathering.holds(self._empty.shard))
@@ -136,6 +142,7 @@ class Step:
             ValueError: a loss that is no scalar or needs no gradient, a bad weight or metric.
         """
         record = self._record
+        self._world.stage = "backward"
         if record is None and self._gathering.whole is not None:
             self._backward_whole(loss, metrics, plain=weight is None and reduction == "mean" and not more)
             return
@@ -250,6 +257,7 @@ class Step:
         if not self._open:
             self._begin()
         self._fold.meet()
+        self._world.stage = "gather"
         with self._fold.among_the_shards():
             whole = self._gathering.gather(mini_batch, problem, self._fold.check_end)
         seed_shard(self._world.seed, self.iteration, len(mini_batch.sizes), self._world.device, self.passes)
@@ -296,7 +304,10 @@ class Step:
             RuntimeError: a shard had no backward, there was no pass over the shards since the last fold, or a
                 parameter was written in between.
             ValueError: shards that differ in metrics, or in how they changed a buffer of the rule "same".
-            FloatingPointError: the mini-batch's loss is not finite; on a GPU one step later. On every rank.
+            FloatingPointError: the mini-batch's loss or a gradient is not finite; on a GPU one step later. On every
+                rank.
+            ReplicasDiffer: a rank's parameters, buffers or optimizer states became others; on a GPU one step later.
+                On every rank.
             PeerFailed: another rank has such a problem, or failed.
         """
         problem = self._incomplete()
@@ -363,6 +374,7 @@ class Step:
     def _close(self, problem: Exception | None) -> Row:
         self._open = False
         self._broken = True
+        self._world.stage = "fold"
         self._world.set_busy(None)
         self._fold.meet()
         self._gathering.pass_over()
@@ -373,4 +385,5 @@ class Step:
         self.passes += 1
         seed_step(self._world.seed, self.iteration, self._world.device)
         self._call_report(self, self._loaded.mini_batch, folded)
+        self._world.stage = "optimizer"
         return Row(self.epoch, self.iteration, self.observations, folded, self._fold.gradients)

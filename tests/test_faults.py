@@ -25,7 +25,14 @@ from tests.refusals import (
     on_this_rank,
 )
 
-PLACES = ["before the step", "forward", "before fold", "after fold", "evaluate"]
+WHERE = {
+    "before the step": " in data of step 3",
+    "forward": " in forward of step 3",
+    "before fold": " in backward of step 3",
+    "after fold": " in optimizer of step 3",
+    "evaluate": " in evaluate of step 3",
+}
+PLACES = list(WHERE)
 
 
 def fail_at(
@@ -68,7 +75,8 @@ def test_an_exception_in_one_ranks_loop_ends_all(place: str, bucket_mib: float, 
     results = refused(3, fail_at, *arguments, kind="LookupError", said=said, by=culprit)
     for rank, result in enumerate(results):
         if rank != culprit:
-            assert result.text.startswith(f"rank {culprit} failed: LookupError: a fault at the third step")
+            said_first = result.text.splitlines()[0]
+            assert said_first == f"rank {culprit} failed{WHERE[place]}: LookupError: a fault at the third step"
             assert re.search(r"Traceback \(most recent call last\):\n.*in fail_here\n", result.text, re.DOTALL)
 
 

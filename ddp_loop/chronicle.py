@@ -1,0 +1,181 @@
+"""What a loop leaves behind while it is gone through: rows, a trace, checkpoints; and the requests that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_loop.batches import Batches
+from ddp_loop.control import NOTHING, Requests, Said
+from ddp_loop.keeping import Keeper
+from ddp_loop.positions import Position
+from ddp_loop.progress import Rows
+from ddp_loop.records import Folded
+from ddp_loop.shards import MiniBatch
+from ddp_loop.traces import FOLDER
+from ddp_loop.tracing import Tracer, Watch
+from ddp_loop.world import World
+
+OnRow = Callable[[dict[str, Any]], None]
+
+
+def open_trace(
+    run: Path | None, batches: Batches, state: Mapping[str, object], watch: Watch | None, *, trace: bool, ordered: bool
+) -> Tracer | None:
+    """The trace that is asked for, by the user or by whoever watches this process; None without one.
+
+    Raises:
+        ValueError: there is no folder for it.
+        OSError: it cannot be written.
+    """
+    if trace and run is None:
+        raise ValueError("a trace is left in the run folder; got trace=True without one: give run=")
+    if watch is not None:
+        watch.loops += 1
+        folder = watch.folder / f"loop-{watch.loops:03}"
+    elif trace and run is not None:
+        folder = run / FOLDER
+    else:
+        return None
+    return Tracer(folder, batches, state, ordered=ordered, values=watch is not None)
+
+
+class Chronicle:
+    """Keeps what a loop leaves behind, and says what is asked of it.
+
+    Args:
+        world: from `join_world`.
+        where: the loop's position.
+        keeper: of the run folder; None without one.
+
+    Attributes:
+        tracer: of the trace; None without one.
+        stopped: why the loop was asked to stop, and did.
+        asks_stop: whether this rank's script asks for a stop.
+    """
+
+    def __init__(self, world: World, where: Position, keeper: Keeper | None) -> None:
+        self._world, self._where, self.keeper = world, where, keeper
+        self._rows: Rows | None = None
+        self.tracer: Tracer | None = None
+        self.stopped: str | None = None
+        self.asks_stop = False
+        self._saved = -1  # the iteration of the last checkpoint
+
+    def open(self, facts: Mapping[str, object], resume: bool | None) -> dict[str, int] | None:
+        """Take the run folder, and put the newest checkpoint's state back. Every rank must call this.
+
+        Returns:
+            Where the loop goes on; None if it begins.
+        """
+        return None if self.keeper is None else self.keeper.open(facts, resume)
+
+    def open_rows(self, on_row: OnRow | None, *, progress: bool) -> None:
+        """Begin to take rows, behind those that are there. Every rank must call this."""
+        folder = None if self.keeper is None else self.keeper.folder
+        after = self._where.iteration
+        if progress and folder is not None and after:
+            what = "nothing is left to do" if self._where.is_done else "goes on"
+            self._world.print(f"{folder}: {what} after step {after}")
+
+        def begin() -> None:
+            if folder is not None or on_row is not None or progress:
+                self._rows = Rows(folder, on_row, self._world.print if progress else None, after=after)
+
+        self._world.once(begin)
+
+    # -- a step --------------------------------------------------------------------------------------------
+
+    def take_requests(self) -> None:
+        """From now on signals and the run folder can ask for a stop."""
+        asked = (lambda: None) if self.keeper is None else self.keeper.asked_to_stop
+        self._world.take_requests(asked, self._stop_here)
+
+    def requests(self) -> Requests:
+        """What this rank asks of all in a fold."""
+        stop = self.asks_stop or self._world.stop_asked is not None
+        if self.keeper is None:
+            return Requests(stop) if stop else NOTHING
+        return Requests(stop, self.keeper.is_due, self.keeper.problem())
+
+    def hand_on(self) -> None:
+        """Hand on the rows that have arrived, while the ranks wait for each other."""
+        if self._rows is not None:
+            stage, self._world.stage = self._world.stage, "rows"
+            self._rows.hand_on()
+            self._world.stage = stage
+
+    def add_row(self, mini_batch: MiniBatch, folded: Folded, *, skips: bool) -> None:
+        """A step was folded."""
+        if self._rows is None:
+            return
+        names, values = ("loss", *folded.metrics), folded.values
+        if folded.weight is not None:
+            names, values = ("weight", *names), torch.cat([folded.weight.reshape(1), values])
+        if skips:
+            names, values = (*names, "skipped"), torch.cat([values, torch.as_tensor(folded.bad).to(values).reshape(1)])
+        ends = self._where.ends_epoch(mini_batch) or self._where.has_made_all
+        self._rows.add(mini_batch.epoch + 1, self._where.iteration, mini_batch.observations, ends, names, values)
+
+    def end_trace(self, iteration: int) -> None:
+        """A step is over."""
+        if self.tracer is not None:
+            self.tracer.end(iteration)
+
+    def end_step(self, mini_batch: MiniBatch, said: Said | None) -> None:
+        """A step is over: a checkpoint where one is due, the end where a stop was asked for. Every rank must call this.
+
+        Args:
+            mini_batch: of the step.
+            said: what all ranks said in its fold.
+        """
+        stop, due = said is not None and said.stop, said is not None and said.save
+        ends = self._where.ends_all(mini_batch)
+        if self.keeper is not None:
+            ends_epoch = self._where.ends_epoch(mini_batch)
+            if stop or due or ends or self.keeper.is_due_after(self._where.iteration, ends_epoch=ends_epoch):
+                self._save()
+            if stop or ends:
+                self.keeper.finish()
+        if stop:
+            self.stopped = self._world.stop_asked or "loop.stop()"
+            self._world.stop_followed()
+
+    def _save(self) -> None:
+        position = self._where.state_dict()
+        if self.keeper is None or position["iteration"] == self._saved:
+            return
+        self._world.stage = "save"
+        self._saved = position["iteration"]
+        if self._rows is not None:
+            self._rows.hand_on_all()
+        self.keeper.save(position)
+
+    def _stop_here(self) -> None:
+        """Keep what was made: all ranks stop between two steps, or behind a fold. Every rank must call this."""
+        self.stopped = self._world.stop_asked or "a stop"
+        if self.keeper is not None:
+            self._save()
+            self.keeper.finish()
+
+    # -- the end -------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Hand the last rows on, close the files, give the signals back."""
+        self._world.give_requests_back()
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
+        if self.tracer is not None:
+            self.tracer.close()
+            self.tracer = None
+
+    def end(self) -> None:
+        """Say how the run ended, and let others into its folder."""
+        if self.keeper is not None:
+            status = "stopped" if self.stopped is not None else "done" if self._where.is_done else "left"
+            made = self._where.state_dict()["iteration"]
+            self.keeper.end(status, self._world.ended_by, made, self.stopped)

@@ -1,0 +1,169 @@
+"""What a run keeps: its folder, its checkpoints and when they are written, and how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_loop.checkpoints import Checkpoints
+from ddp_loop.restoring import check_restorable
+from ddp_loop.runs import STATUS, RunFolder, write_whole
+from ddp_loop.saving import ON_SAVE_ERROR, OnSaveError, Saver
+from ddp_loop.words import PeerFailed, said
+from ddp_loop.world import World
+
+_WORDS = 2000  # of why a run failed, in status.json
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """When checkpoints are written, and which stay.
+
+    Attributes:
+        every: after so many steps; None for each epoch's end.
+        every_s: and when so many seconds have passed since the last one began.
+        last: how many of the last ones stay, beside the best.
+        on_error: what a save that fails does.
+    """
+
+    every: int | None = None
+    every_s: float = 600.0
+    last: int = 3
+    on_error: OnSaveError = "raise"
+
+    def check(self) -> None:
+        """Raise ValueError unless these make sense."""
+        for name, value in (("save_every", self.every), ("keep", self.last)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}")
+        if not self.every_s > 0:
+            raise ValueError(f"save_every_s must be a number of seconds, more than 0; got {self.every_s!r}")
+        if self.on_error not in ON_SAVE_ERROR:
+            raise ValueError(f"on_save_error must be one of {ON_SAVE_ERROR}; got {self.on_error!r}")
+
+
+class Keeper:
+    """Keeps a run, from all ranks; the files are rank 0's.
+
+    Args:
+        folder: of the run.
+        world: from `join_world`.
+        state: of the job.
+        keeping: when and what.
+        without: names of the buffers that each rank has its own of.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        state: Mapping[str, object],
+        keeping: Keeping,
+        without: Collection[str] = (),
+    ) -> None:
+        self.folder, self._world, self._keeping = folder, world, keeping
+        self._state, self._without = state, without
+        self._run: RunFolder | None = None
+        self._saver: Saver | None = None
+        self._ended = False
+        self._began = time.monotonic()
+        self.score: float | None = None
+        self.asked = False  # for a checkpoint after the step at hand, on every rank
+
+    def open(self, facts: Mapping[str, object], resume: bool | None) -> dict[str, int] | None:
+        """Take the folder, and put the newest checkpoint's state back. Every rank must call this.
+
+        Returns:
+            Where the run goes on; None if it begins.
+
+        Raises:
+            OSError, RuntimeError, ValueError: the folder cannot be had, or what is in it does not fit.
+            PeerFailed: so on another rank.
+        """
+        checkpoints: Checkpoints | None = None
+
+        def take() -> None:
+            nonlocal checkpoints
+            self._keeping.check()
+            check_restorable(self._state)
+            self._run = RunFolder(self.folder, facts, resume)
+            checkpoints = Checkpoints(self.folder, self._run.id, self._keeping.last)
+            checkpoints.clean()
+            for line in self._run.news:
+                self._world.print(f"ddp_loop: {line}")
+
+        self._world.once(take)
+        self._saver = Saver(
+            self._state, self._world, checkpoints, without=self._without, on_error=self._keeping.on_error
+        )
+        position = self._saver.restore()
+        self.tell("running", iteration=position["iteration"] if position else 0)
+        return position
+
+    def asked_to_stop(self) -> str | None:
+        """Why the run is asked to stop by a file in its folder; on rank 0."""
+        return None if self._run is None else self._run.asked_to_stop()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for a checkpoint, on rank 0's clock."""
+        return self._run is not None and time.monotonic() - self._began > self._keeping.every_s
+
+    def is_due_after(self, iteration: int, *, ends_epoch: bool) -> bool:
+        """Whether a checkpoint is written after this step; the same on every rank."""
+        every = self._keeping.every
+        return self.asked or (ends_epoch if every is None else iteration % every == 0)
+
+    def save(self, position: Mapping[str, int]) -> None:
+        """Begin a checkpoint. Every rank must call this."""
+        if self._saver is not None:
+            self._began, self.asked = time.monotonic(), False
+            self._saver.save(position, self.score)
+            self.score = None
+
+    def problem(self) -> Exception | None:
+        """What went wrong in an earlier save."""
+        return None if self._saver is None else self._saver.problem()
+
+    def finish(self) -> None:
+        """Wait until what was saved is durable. Every rank must call this."""
+        if self._saver is not None:
+            self._saver.finish()
+
+    # -- how it ended --------------------------------------------------------------------------------------
+
+    def tell(self, status: str, **facts: object) -> None:
+        """Say what becomes of the run; it is no error if that cannot be written."""
+        if self._run is not None:
+            kept = None if self._saver is None else self._saver.last or None
+            with suppress(OSError):
+                self._run.tell(status, ranks=self._world.size, device=str(self._world.device), checkpoint=kept, **facts)
+
+    def end(self, status: str, error: BaseException | None, iteration: int, why: str | None) -> None:
+        """The loop ends: say how, and let others into the folder."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._saver is not None:
+            self._saver.wait()
+        facts: dict[str, object] = {"iteration": iteration} | ({"why": why} if why else {})
+        if error is not None:
+            where = self._world.where
+            rank, stage, step = self._world.rank, where.stage, where.step
+            if isinstance(error, PeerFailed):
+                rank, stage, step = (-1 if error.rank is None else error.rank), error.stage, error.step
+            status = "failed"
+            facts |= {"rank": rank, "stage": stage, "step": step, "why": said(error)[:_WORDS]}
+            if rank == 0 and self._world.rank == 1 and self.folder.is_dir():  # rank 0 may be gone without a word
+                with suppress(OSError):
+                    write_whole(self.folder / STATUS, {"status": status, "at": time.time(), **facts})
+        self.tell(status, **facts)
+        if self._run is not None:
+            if status != "failed":
+                self._run.forget_stop()
+            self._run.close()

@@ -1,0 +1,97 @@
+"""The job's state as plain values, and live objects made what those say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+
+def state_of(value: object) -> object:
+    """What is kept of one object of the state."""
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def check_restorable(state: Mapping[str, object]) -> None:
+    """Raise TypeError unless everything in the state can be kept and put back."""
+    for name, value in state.items():
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            continue
+        if not isinstance(value, MutableMapping):
+            raise TypeError(
+                "a checkpoint keeps what has state_dict and load_state_dict, and dicts of plain values; "
+                f"state[{name!r}] is a {type(value).__name__}: give it these, put it into a dict, or leave run= out"
+            )
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Where this process's generators are: Python's, NumPy's, torch's."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state = {
+        "python": random.getstate(),
+        "numpy": [str(kind), np.asarray(keys), int(position), int(has_gauss), float(gauss)],
+        "torch": torch.get_rng_state(),
+    }
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def put_random_state_back(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put the generators there."""
+    random.setstate(state["python"])
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def put_back(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:
+    """Make the live objects of `state` what `kept` says, to the bit.
+
+    Raises:
+        ValueError: other names, or what does not fit an object.
+    """
+    if state.keys() != kept.keys():
+        raise ValueError(
+            f"the state must have the names that the checkpoint has; it has {sorted(state)}, the checkpoint "
+            f"{sorted(kept)}: give Loop the same state=, or begin anew (resume=False)"
+        )
+    for name, value in state.items():
+        try:
+            _put_back(value, kept[name])
+        except Exception as error:
+            raise ValueError(
+                f"what the checkpoint keeps must fit the state; {name!r} does not take it ({type(error).__name__}: "
+                f"{error}): build it as it was, or begin anew (resume=False)"
+            ) from error
+
+
+def _put_back(value: Any, kept: Any) -> None:
+    if isinstance(value, Optimizer):
+        value.load_state_dict(kept)
+        _keep_bits(value, kept)
+    elif hasattr(value, "load_state_dict"):
+        value.load_state_dict(kept)
+    else:
+        value.clear()
+        value.update(kept)
+
+
+def _keep_bits(optimizer: Optimizer, kept: Mapping[str, Any]) -> None:
+    """Undo what `load_state_dict` converts: it gives the state of a bfloat16 parameter in float32 that dtype too."""
+    pairs = zip(optimizer.param_groups, kept["param_groups"], strict=True)
+    numbers = {
+        number: one for group, saved in pairs for one, number in zip(group["params"], saved["params"], strict=True)
+    }
+    for number, saved in kept["state"].items():
+        own = optimizer.state[numbers[number]]
+        for key, value in saved.items():
+            now = own.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+                if (now.dtype, now.stride()) != (value.dtype, value.stride()):
+                    own[key] = value.to(now.device, copy=True)
+                elif now.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+                    own[key] = value.clone()  # what was read is read again by others

@@ -1,0 +1,212 @@
+"""Checkpoints written beside training: copied first, then hashed, written and made durable by a thread of rank 0.
+
+[Note: A save] Every rank takes checksums of its replica and leaves them in the store; rank 0 copies the state, and
+training goes on. Its thread waits for the others' checksums, compares them with those of the copy, and only then
+writes: a checkpoint is of replicas that are equal. What goes wrong there is everybody's at the next step.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import torch
+
+from ddp_loop.checkpoints import Checkpoint, Checkpoints
+from ddp_loop.checksums import checksums
+from ddp_loop.packing import Copies, Packed, pack, unpack
+from ddp_loop.replication import ReplicasDiffer, describe_difference
+from ddp_loop.restoring import put_back, put_random_state_back, random_state, state_of
+from ddp_loop.words import said
+from ddp_loop.world import World
+
+OnSaveError = Literal["raise", "warn"]
+ON_SAVE_ERROR = ("raise", "warn")
+_JOB, _GENERATORS = "job", "generators"
+_LOOK_S = 0.005
+_READ_S = 1800.0  # for rank 0 to read and verify a checkpoint
+
+
+class Saver:
+    """Saves the job's state, and puts it back.
+
+    Args:
+        state: of the job, by name.
+        world: from `join_world`.
+        checkpoints: where, on rank 0; None on the others.
+        without: names of the buffers that each rank has its own of; rank 0's are kept.
+        on_error: what a save that fails does to training: "raise" on every rank, or "warn".
+
+    Attributes:
+        last: the newest durable checkpoint's name, on rank 0; empty before there is one.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, object],
+        world: World,
+        checkpoints: Checkpoints | None,
+        *,
+        without: Collection[str] = (),
+        on_error: OnSaveError = "raise",
+    ) -> None:
+        self._state, self._world, self._checkpoints = state, world, checkpoints
+        self._without, self._on_error = frozenset(without), on_error
+        self._copies = Copies()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._found: Checkpoint | None = None  # of rank 0, while it restores
+        self.last = ""
+
+    def _pack(self) -> Packed:
+        job = {name: state_of(value) for name, value in self._state.items()}
+        return pack({_JOB: job, _GENERATORS: random_state(self._world.device)})
+
+    def _compared(self, packed: Packed) -> tuple[list[str], torch.Tensor]:
+        """The names and the checksums of what must be the same on every rank."""
+        prefix = f"{_JOB}."
+        names = [
+            name
+            for name in packed.tensors
+            if name.startswith(prefix) and name.removeprefix(prefix) not in self._without
+        ]
+        return names, checksums([packed.tensors[name] for name in names]).cpu()
+
+    # -- saving --------------------------------------------------------------------------------------------
+
+    def save(self, position: Mapping[str, int], score: float | None = None) -> None:
+        """Save the state as it is now; returns when it is copied. Every rank must call this.
+
+        Args:
+            position: what the loop goes on from.
+            score: the lower the better; the best one is kept beyond the last ones.
+        """
+        self.wait()
+        packed, key = self._pack(), f"ddp_loop/save/{position['iteration']}"
+        if self._checkpoints is None:
+            names, sums = self._compared(packed)
+            self._world.words.tell(f"{key}/{self._world.rank}", json.dumps([names, sums.tolist()]))
+            return
+        facts = {"position": dict(position), "ranks": self._world.size}
+        given = self._checkpoints, key, self._copies.copy(packed), facts, score
+        self._thread = threading.Thread(target=self._write, args=given, name="ddp_loop save")
+        self._thread.start()
+
+    def _write(
+        self, checkpoints: Checkpoints, key: str, copied: Packed, facts: dict[str, Any], score: float | None
+    ) -> None:
+        try:
+            names, sums = self._compared(copied)
+            self._compare(key, names, sums)
+            facts["checksums"] = dict(zip(names, sums.tolist(), strict=True))
+            path = checkpoints.write(copied, iteration=facts["position"]["iteration"], facts=facts, score=score)
+            self.last = path.name
+            if checkpoints.last_warning:
+                self._world.print(f"ddp_loop: {checkpoints.last_warning}")
+        except Exception as error:
+            self._error = error
+
+    def _compare(self, key: str, names: list[str], sums: torch.Tensor) -> None:
+        """Wait for the others' checksums, and compare them.
+
+        Raises:
+            ReplicasDiffer: a rank has another value somewhere.
+            RuntimeError: a rank said nothing.
+        """
+        deadline = time.monotonic() + self._world.timeout_s
+        rows = [sums]
+        for rank in range(1, self._world.size):
+            while (word := self._world.words.ask(f"{key}/{rank}")) is None:
+                if time.monotonic() > deadline or self._world.is_left:
+                    raise RuntimeError(f"a checkpoint is of equal replicas; rank {rank} did not say what its own is")
+                time.sleep(_LOOK_S)
+            theirs, values = json.loads(word)
+            if theirs != names:
+                odd = sorted(set(theirs) ^ set(names))
+                raise ReplicasDiffer(
+                    f"the state must hold the same tensors on every rank; rank {rank} and rank 0 differ in {odd[:3]}: "
+                    "make state= alike on all ranks"
+                )
+            rows.append(torch.tensor(values, dtype=sums.dtype))
+        different = describe_difference(rows, names)
+        if different is not None:
+            raise ReplicasDiffer(different)
+
+    def wait(self) -> None:
+        """Wait until the save under way has ended."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def problem(self) -> Exception | None:
+        """What went wrong in an earlier save and is every rank's to know; on rank 0."""
+        error, self._error = self._error, None
+        if isinstance(error, OSError) and self._on_error == "warn":
+            self._world.print(f"ddp_loop: no checkpoint was written, training goes on: {said(error)}")
+            return None
+        return error
+
+    def finish(self) -> None:
+        """Wait for the save under way, and raise on every rank what went wrong. Every rank must call this."""
+        self.wait()
+        self._world.agree(self.problem())
+
+    # -- going on ------------------------------------------------------------------------------------------
+
+    def restore(self) -> dict[str, int] | None:
+        """Put the newest valid checkpoint's state back on every rank. Every rank must call this.
+
+        Returns:
+            The position in it; None if there is no checkpoint.
+
+        Raises:
+            ValueError: it does not fit the state.
+            ReplicasDiffer: what was put back is not what was saved.
+        """
+        found = self._world.once(self._read, timeout_s=_READ_S)
+        if found is None:
+            return None
+        name, structure, facts, forms = found
+        if self._found is not None:
+            tensors = self._found.packed.tensors
+        else:
+            tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in forms.items()}
+        self._found = None
+        self._world.broadcast_all(list(tensors.values()))
+        problem: Exception | None = None
+        try:
+            kept = unpack(Packed(structure, tensors))
+            put_back(self._state, kept[_JOB])
+            self._check(facts["checksums"], name)
+            put_random_state_back(kept[_GENERATORS], self._world.device)
+        except (ValueError, RuntimeError) as error:
+            problem = error
+        self._world.agree(problem)
+        self.last = name
+        position: dict[str, int] = facts["position"]
+        return position
+
+    def _read(self) -> tuple[str, Any, Mapping[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]] | None:
+        """The newest valid checkpoint without its tensors, on rank 0."""
+        if self._checkpoints is None:
+            return None
+        self._found = self._checkpoints.newest()
+        for refused in self._checkpoints.refused:
+            self._world.print(f"ddp_loop: {refused}")
+        if self._found is None:
+            return None
+        packed = self._found.packed
+        forms = {key: (tuple(one.shape), one.dtype) for key, one in packed.tensors.items()}
+        return self._found.path.name, packed.structure, self._found.facts, forms
+
+    def _check(self, kept: Mapping[str, int], name: str) -> None:
+        names, sums = self._compared(self._pack())
+        for key, value in zip(names, sums.tolist(), strict=True):
+            if kept.get(key, value) != value:
+                raise ReplicasDiffer(
+                    f"what is put back must be what was saved; {key} of {name} is not, on rank {self._world.rank}: "
+                    "does its load_state_dict change values?"
+                )
