@@ -1,6 +1,6 @@
-"""Losses that are not finite: found on all ranks in the same step, laid at an observation's door.
+"""Losses and gradients that are not finite: found on all ranks in the same step, laid at an observation's door.
 
-Gradients, and steps that are skipped, are in test_skipping.py.
+Steps that are skipped are in test_skipping.py.
 """
 
 from __future__ import annotations
@@ -107,6 +107,62 @@ def test_a_rule_that_is_none_is_refused(refused: Refused) -> None:
     refused(
         2, disagree_on_the_rule, kind="ValueError", said="not_finite, ordered.* must be the same on every rank", by=ALL
     )
+
+
+def extremes_of(values: list[float], dtype: torch.dtype) -> bool:
+    """Whether a loop that raises lets these gradients, one a parameter, and some that have none, pass."""
+    with dl.join_world() as world:
+        parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in values]
+        for parameter, value in zip(parameters, values, strict=True):
+            given = torch.tensor([-1, value, 1], dtype=dtype)
+            parameter.register_hook(lambda gradient, given=given: given)
+        unused = nn.Parameter(torch.full((2,), math.nan, dtype=dtype))
+        optimizer = torch.optim.SGD([*parameters, unused])
+        # A bucket for each: 4 bytes.
+        loop = dl.Loop(
+            dl.Batches(torch.ones(4), 4, world), 1, state={"optimizer": optimizer}, progress=False, bucket_mib=4e-6
+        )
+        for step in loop:
+            for rows in step:
+                step.backward(sum((parameter.real.sum() for parameter in parameters), 0 * rows.sum()))
+            try:
+                step.fold()
+            except FloatingPointError as error:
+                return "though the loss is" not in str(error)
+        return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_only_what_is_not_finite_is_refused(dtype: torch.dtype) -> None:
+    huge = torch.finfo(dtype).max
+    assert extremes_of([huge, -huge, huge], dtype)
+    for bad in (math.nan, math.inf, -math.inf):
+        for place in range(3):
+            assert not extremes_of([bad if place == number else huge for number in range(3)], dtype)
+
+
+def meet_a_parameter_later() -> str:
+    with dl.join_world() as world:
+        model = nn.Linear(4, 1).double()
+        late = nn.Parameter(torch.zeros((), dtype=torch.float64), requires_grad=False)
+        optimizer = torch.optim.SGD([*model.parameters(), late], lr=0.1)
+        loop = dl.Loop(dl.Batches(observations(18), 6, world), 1, state={"o": optimizer}, progress=False)
+        for step in loop:
+            late.requires_grad_(step.iteration > 1)
+            for rows in step:
+                loss = (model(rows) ** 2).mean()
+                step.backward(loss + late.abs().sqrt() * world.rank if step.iteration == 2 else loss + late)
+            try:
+                step.fold()
+            except FloatingPointError as error:
+                return str(error)
+            optimizer.step()
+        return ""
+
+
+def test_a_parameter_that_is_met_later_is_looked_at(on_ranks: OnRanks) -> None:
+    said = on_ranks(2, meet_a_parameter_later)
+    assert all("in step 2 that of o.0.2 is not" in one for one in said), said
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
