@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -11,8 +10,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ddp_loop.durable import DELETING, SAVING, bytes_of, is_folder, opened, remove, sync_folder, write_new
 from ddp_loop.packing import NATIVE, Packed, parse, unpack
 
 # [Note: Whole or absent] A checkpoint is written to a folder of another name, each file and the folder are brought to
@@ -36,7 +34,6 @@ ITERATIONS = 10**12
 MANIFEST_BYTES = 16 << 20
 STATE_BYTES = 256 << 20  # as JSON values it takes ten times the memory
 HEADER_BYTES = 100_000_000  # what safetensors reads
-SAVING, DELETING = ".saving-", ".deleting-"
 
 NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,12})(?:-([2-9]|[1-9][0-9]{1,8}))?")
 WORDS = dict(zip(NATIVE, ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"), strict=True))
@@ -124,18 +121,18 @@ class Checkpoints:
         temporary = self.folder / f"{SAVING}{iteration}-{secrets.token_hex(4)}"
         self.last_warning = None
         try:
-            if not _is_folder(self.folder):
+            if not is_folder(self.folder):
                 self.folder.mkdir()
-                _sync_folder(self.folder.parent)
+                sync_folder(self.folder.parent)
             temporary.mkdir()
-            files = {TENSORS: _write(temporary / TENSORS, _parts(packed.tensors))}
-            files |= {STATE: _write(temporary / STATE, [state])}
+            files = {TENSORS: write_new(temporary / TENSORS, _parts(packed.tensors))}
+            files |= {STATE: write_new(temporary / STATE, [state])}
             manifest = _json("the facts", head | {"files": files}, MANIFEST_BYTES - 100)
-            _write(temporary / MANIFEST, [_sealed(manifest[:-1])])
-            _sync_folder(temporary)
+            write_new(temporary / MANIFEST, [_sealed(manifest[:-1])])
+            sync_folder(temporary)
             path = self.folder / self._free_name(iteration)
             temporary.rename(path)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         except OSError as error:
             rule = f"a checkpoint is written whole or not at all; writing to {self.folder} failed ({error}): "
             remedy = "make room there, or make it writable; those before are as they were"
@@ -148,6 +145,25 @@ class Checkpoints:
             self.last_warning = f"old checkpoints in {self.folder} could not be removed ({error}): remove them by hand"
         return path
 
+    def give_score(self, path: Path, score: float) -> None:
+        """Give a checkpoint its score: by one rename of a manifest, so it is whole at every moment.
+
+        Raises:
+            OSError: it could not be written.
+            Refused: it is not as it was written.
+        """
+        with _refusing(path), opened(path) as folder:
+            said = self._manifest(folder, path.name)
+        said |= {"score": score if math.isfinite(score) else str(score)}
+        del said["sha256"]
+        temporary = self.folder / f"{SAVING}{path.name}-{secrets.token_hex(4)}"
+        try:
+            write_new(temporary, [_sealed(_json("the facts", said, MANIFEST_BYTES - 100)[:-1])])
+            temporary.rename(path / MANIFEST)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path)
+
     def read(self, path: Path) -> Checkpoint:
         """Read one of the run's checkpoints, and check every bit of it.
 
@@ -159,12 +175,12 @@ class Checkpoints:
         name = path.name
         if Path(os.path.abspath(path)).parent != self.folder or not NAME.fullmatch(name):
             raise Refused(path, f"is no checkpoint in {self.folder}")
-        with _refusing(path), _opened(self.folder), _opened(self.folder / name) as folder:
+        with _refusing(path), opened(self.folder), opened(self.folder / name) as folder:
             said, contents = self._manifest(folder, name), {}
             for file, form in said["files"].items():
                 with _refusing(path / file):
                     most = STATE_BYTES if file == STATE else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-                    contents[file] = _bytes_of(folder, file, most, form["bytes"])
+                    contents[file] = bytes_of(folder, file, most, form["bytes"])
                     if hashlib.sha256(contents[file]).hexdigest() != form["sha256"]:
                         raise Refused(path / file, "has another SHA-256 than the manifest says")
             with _refusing(path / TENSORS):
@@ -193,14 +209,14 @@ class Checkpoints:
         """Remove what a killed process left; only where no other one writes."""
         self.last_warning = None
         try:
-            for name in os.listdir(self.folder) if _is_folder(self.folder) else ():
+            for name in os.listdir(self.folder) if is_folder(self.folder) else ():
                 if name.startswith((SAVING, DELETING)):
-                    _remove(self.folder / name)
+                    remove(self.folder / name)
         except (OSError, RecursionError) as error:  # the latter of folders in folders
             self.last_warning = f"what a killed save left in {self.folder} could not be removed: {error}"
 
     def _names(self) -> list[str]:
-        found = os.listdir(self.folder) if _is_folder(self.folder) else []
+        found = os.listdir(self.folder) if is_folder(self.folder) else []
         return sorted(filter(NAME.fullmatch, found), key=_place, reverse=True)
 
     def _free_name(self, iteration: int) -> str:
@@ -214,7 +230,7 @@ class Checkpoints:
         for one in sorted(there ^ {TENSORS, STATE, MANIFEST}):
             raise Refused(path / one, "does not belong there" if one in there else "is missing")
         with _refusing(path / MANIFEST):
-            data = _bytes_of(folder, MANIFEST, MANIFEST_BYTES)
+            data = bytes_of(folder, MANIFEST, MANIFEST_BYTES)
             if data != _sealed(data[: -len(_sealed(b""))]):
                 raise ValueError("has another SHA-256 than it says itself")
             said = _checked(parse(data), self._run_id, _place(name)[0])
@@ -228,7 +244,7 @@ class Checkpoints:
     def _entry(self, name: str, verify: bool) -> Entry:
         path, score, size, written, problem = self.folder / name, None, 0, 0.0, None
         try:
-            with _refusing(path), _opened(path) as folder:
+            with _refusing(path), opened(path) as folder:
                 forms = {one: os.stat(one, dir_fd=folder, follow_symlinks=False) for one in os.listdir(folder)}
                 size = sum(form.st_size for form in forms.values())
                 written = forms[MANIFEST].st_mtime if MANIFEST in forms else 0.0
@@ -246,14 +262,14 @@ class Checkpoints:
         best = best_of(entries)
         for entry in whole[self._keep :]:
             if entry is not best and entry.path != written:
-                _remove(entry.path)
+                remove(entry.path)
 
 
 def run_id_of(run: Path) -> str | None:
     """A run's id, as run.json has it; None if there is none that can be read."""
     try:
-        with _opened(run) as folder:
-            said = parse(_bytes_of(folder, "run.json", MANIFEST_BYTES))
+        with opened(run) as folder:
+            said = parse(bytes_of(folder, "run.json", MANIFEST_BYTES))
     except (OSError, ValueError):
         return None
     found = said.get("id") if isinstance(said, dict) else None
@@ -283,31 +299,6 @@ def _refusing(path: Path) -> Iterator[None]:
         raise Refused(path, f"{error}") from error
     except Exception as error:
         raise Refused(path, f"cannot be read ({type(error).__name__}: {error})") from error
-
-
-@contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    """A folder's descriptor; a link to one is refused."""
-    there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        yield there
-    finally:
-        os.close(there)
-
-
-def _bytes_of(folder: int, name: str, most: int, size: int | None = None) -> bytes:
-    """A regular file's bytes, `size` of them if given. A link is not followed, a pipe not waited for."""
-    opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    with open(opened, "rb") as file:
-        found = os.fstat(opened)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("is no regular file")
-        if size not in (None, found.st_size) or found.st_size > most:
-            raise ValueError(f"takes {found.st_size} bytes, and {most if size is None else size} can be read")
-        data = file.read(found.st_size)
-        if len(data) != found.st_size or file.read(1):
-            raise ValueError(f"does not end after {found.st_size} bytes")
-    return data
 
 
 def _checked(said: Any, run_id: str, iteration: int) -> dict[str, Any]:
@@ -358,43 +349,3 @@ def _parts(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
     said = _json("the tensors' names", header, HEADER_BYTES - 8)
     said += b" " * (-len(said) % 8)
     return [len(said).to_bytes(8, "little"), said, *parts]
-
-
-def _write(path: Path, parts: list[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file through to the disk, summed meanwhile in a thread: both leave Python's lock alone."""
-    sha = hashlib.sha256()
-    summing = threading.Thread(target=lambda: any(map(sha.update, parts)), name=f"SHA-256 of {path.name}")
-    summing.start()
-    try:
-        with path.open("xb", buffering=1 << 20) as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        summing.join()
-    return {"bytes": sum(len(part) for part in parts), "sha256": sha.hexdigest()}
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    with _opened(folder) as there:
-        try:
-            os.fsync(there)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot, and need not
-                raise
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, or what stands in its place; a kill meanwhile leaves no checkpoint in parts."""
-    if not path.name.startswith((SAVING, DELETING)):
-        path = path.rename(path.with_name(f"{DELETING}{path.name}-{secrets.token_hex(4)}"))
-        _sync_folder(path.parent)
-    if _is_folder(path):
-        shutil.rmtree(path)
-    else:
-        path.unlink()

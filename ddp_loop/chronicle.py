@@ -63,7 +63,7 @@ class Chronicle:
         self.tracer: Tracer | None = None
         self.stopped: str | None = None
         self.asks_stop = False
-        self._saved = -1  # the iteration of the last checkpoint
+        self._saved = self._held = -1  # the iteration of the last checkpoint, and of the copy that could become one
 
     def open(self, facts: Mapping[str, object], resume: bool | None) -> dict[str, int] | None:
         """Take the run folder, and put the newest checkpoint's state back. Every rank must call this.
@@ -71,14 +71,17 @@ class Chronicle:
         Returns:
             Where the loop goes on; None if it begins.
         """
-        return None if self.keeper is None else self.keeper.open(facts, resume)
+        there = None if self.keeper is None else self.keeper.open(facts, resume)
+        if there is not None:
+            self._saved = there["iteration"]
+        return there
 
     def open_rows(self, on_row: OnRow | None, *, progress: bool) -> None:
         """Begin to take rows, behind those that are there. Every rank must call this."""
         folder = None if self.keeper is None else self.keeper.folder
         after = self._where.iteration
         if progress and folder is not None and after:
-            what = "nothing is left to do" if self._where.is_done else "goes on"
+            what = "nothing is left to do" if self._where.has_no_step_left else "goes on"
             self._world.print(f"{folder}: {what} after step {after}")
 
         def begin() -> None:
@@ -138,11 +141,33 @@ class Chronicle:
             ends_epoch = self._where.ends_epoch(mini_batch)
             if stop or due or ends or self.keeper.is_due_after(self._where.iteration, ends_epoch=ends_epoch):
                 self._save()
+            elif ends_epoch:  # what the script does before the next step is done again by a run that goes on
+                self._world.stage, self._held = "save", self._where.iteration
+                self.keeper.hold(self._where.state_dict())
             if stop or ends:
                 self.keeper.finish()
         if stop:
             self.stopped = self._world.stop_asked or "loop.stop()"
             self._world.stop_followed()
+
+    def save(self, score: float | None) -> None:
+        """Ask for a checkpoint: after the step at hand, else of the epoch's end. Every rank must call this."""
+        if self.keeper is None:
+            return
+        if self._held == self._where.iteration:
+            self._save_held(score)
+        elif self._saved == self._where.iteration:
+            if score is not None:
+                self.keeper.give_score(score)
+        else:
+            self.keeper.asked, self.keeper.score = True, score
+
+    def _save_held(self, score: float | None = None) -> None:
+        if self.keeper is not None:
+            self._saved, self._held = self._held, -1
+            if self._rows is not None:
+                self._rows.hand_on_all()
+            self.keeper.save_held(score)
 
     def _save(self) -> None:
         position = self._where.state_dict()
@@ -158,7 +183,10 @@ class Chronicle:
         """Keep what was made: all ranks stop between two steps, or behind a fold. Every rank must call this."""
         self.stopped = self._world.stop_asked or "a stop"
         if self.keeper is not None:
-            self._save()
+            if self._held == self._where.iteration:
+                self._save_held()
+            else:
+                self._save()
             self.keeper.finish()
 
     # -- the end -------------------------------------------------------------------------------------------

@@ -126,6 +126,22 @@ class Keeper:
             self._saver.save(position, self.score)
             self.score = None
 
+    def hold(self, position: Mapping[str, int]) -> None:
+        """Copy the state, for `save_held` to save if it comes to that. Every rank must call this."""
+        if self._saver is not None:
+            self._saver.hold(position)
+
+    def save_held(self, score: float | None = None) -> None:
+        """Begin a checkpoint of what was held. Every rank must call this."""
+        if self._saver is not None:
+            self._began = time.monotonic()
+            self._saver.save_held(score)
+
+    def give_score(self, score: float) -> None:
+        """Give the newest checkpoint its score."""
+        if self._saver is not None:
+            self._saver.give_score(score)
+
     def problem(self) -> Exception | None:
         """What went wrong in an earlier save."""
         return None if self._saver is None else self._saver.problem()

@@ -36,6 +36,7 @@ from ddp_loop.tracing import Watch, current_watch
 MIB = 2**20
 _SAME = "epochs, steps, bucket_mib, check_replicas, not_finite, ordered, run, resume, save_every"
 _SAME = "epochs, steps, bucket_mib, check_replicas, not_finite, ordered, run, resume, save_every"
+_SAME = "epochs, steps, bucket_mib, check_replicas, not_finite, ordered, run, resume, save_every"
 
 
 class Loop:
@@ -211,17 +212,21 @@ class Loop:
         return self._chronicle.stopped
 
     def stop(self) -> None:
-        """Ask all ranks to end the loop after the step at hand, with a checkpoint. One rank may call this."""
+        """Ask all ranks to end the loop, with a checkpoint: after the step at hand. One rank may call this.
+
+        Called behind the step's fold it is heard in the next one, and the loop ends after that.
+        """
         self._chronicle.asks_stop = True
 
     def save(self, score: float | None = None) -> None:
-        """Ask for a checkpoint after the step at hand. Every rank must call this.
+        """Ask for a checkpoint: after the step at hand; behind an epoch, of its last step. Every rank must call this.
+
+        A run that goes on from an epoch's last step does again what the script does behind that epoch.
 
         Args:
             score: the lower the better, such as a validation loss; the checkpoint with the lowest one stays.
         """
-        if (keeper := self._chronicle.keeper) is not None:
-            keeper.asked, keeper.score = True, None if score is None else float(score)
+        self._chronicle.save(None if score is None else float(score))
 
     def __iter__(self) -> Iterator[Step]:
         """The steps of all epochs that are still to be made. Every rank must call this."""

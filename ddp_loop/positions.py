@@ -50,6 +50,12 @@ class Position:
         """Whether no epoch is left either."""
         return self.has_made_all or (self._most_epochs is not None and self.epochs >= self._most_epochs)
 
+    @property
+    def has_no_step_left(self) -> bool:
+        """Whether no step is left; the script's own end of the last epoch may be."""
+        last = self._most_epochs is not None and self.epochs + 1 >= self._most_epochs
+        return self.is_done or (last and self.at == self._batches.steps)
+
     def ends_all(self, mini_batch: MiniBatch) -> bool:
         """Whether the loop ends with it."""
         last = self._most_epochs is not None and mini_batch.epoch + 1 >= self._most_epochs
@@ -64,8 +70,6 @@ class Position:
         """Be where another loop over the same batches was."""
         self.iteration, self.epochs, self.at = (state[name] for name in _NAMES)
         self.went_on_at = self.iteration
-        if self.at and self.at == self._batches.steps:
-            self.end_epoch()
 
     def why_not(self, state: Mapping[str, int]) -> str | None:
         """Why it cannot be there; None if it can."""

@@ -310,6 +310,7 @@ def _surround(task: Task, threads: int) -> None:
 
 def _run(task: Task, threads: int) -> Answer:
     answer: Answer
+    children = set(multiprocessing.active_children())
     try:
         _surround(task, threads)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -323,10 +324,18 @@ def _run(task: Task, threads: int) -> Answer:
         # SystemExit and KeyboardInterrupt too: no task ends a worker of the pool.
         _leave_group(failed=True)
         answer = _raised(error)
+        _end_daemons(children)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _flush()
     return replace(answer, last=keeps_a_group())
+
+
+def _end_daemons(before: set[multiprocessing.process.BaseProcess]) -> None:
+    """End what a failed task started and would end with its process: a worker of a DataLoader, asleep or idle."""
+    for child in set(multiprocessing.active_children()) - before:
+        if child.daemon:
+            child.terminate()
 
 
 def _returned(result: Any) -> Returned:

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,19 @@ ON_SAVE_ERROR = ("raise", "warn")
 _JOB, _GENERATORS = "job", "generators"
 _LOOK_S = 0.005
 _READ_S = 1800.0  # for rank 0 to read and verify a checkpoint
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The state at a moment: on rank 0 a copy of it, elsewhere its checksums as a word."""
+
+    position: dict[str, int]
+    copied: Packed | None
+    word: str
+
+    @property
+    def key(self) -> str:
+        return f"ddp_loop/save/{self.position['iteration']}"
 
 
 class Saver:
@@ -55,7 +69,8 @@ class Saver:
     ) -> None:
         self._state, self._world, self._checkpoints = state, world, checkpoints
         self._without, self._on_error = frozenset(without), on_error
-        self._copies = Copies()
+        self._copies, self._held_copies = Copies(), Copies()
+        self._held: _Taken | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._found: Checkpoint | None = None  # of rank 0, while it restores
@@ -85,24 +100,52 @@ class Saver:
             score: the lower the better; the best one is kept beyond the last ones.
         """
         self.wait()
-        packed, key = self._pack(), f"ddp_loop/save/{position['iteration']}"
+        self._held = None
+        self._begin(self._take(position, self._copies), score)
+
+    def hold(self, position: Mapping[str, int]) -> None:
+        """Copy the state as it is now, for `save_held` to save if it comes to that. Every rank must call this."""
+        self._held = self._take(position, self._held_copies)
+
+    def save_held(self, score: float | None = None) -> None:
+        """Save what was held; returns at once. Every rank must call this."""
+        held, self._held = self._held, None
+        if held is not None:
+            self.wait()
+            self._copies, self._held_copies = self._held_copies, self._copies  # the next one held is in other memory
+            self._begin(held, score)
+
+    def give_score(self, score: float) -> None:
+        """Give the newest checkpoint its score, on rank 0; an error is everybody's at the next step."""
+        self.wait()
+        if self._checkpoints is not None and self.last and self._error is None:
+            try:
+                self._checkpoints.give_score(self._checkpoints.folder / self.last, score)
+            except (OSError, ValueError) as error:
+                self._error = error
+
+    def _take(self, position: Mapping[str, int], copies: Copies) -> _Taken:
+        packed = self._pack()
         if self._checkpoints is None:
             names, sums = self._compared(packed)
-            self._world.words.tell(f"{key}/{self._world.rank}", json.dumps([names, sums.tolist()]))
+            return _Taken(dict(position), None, json.dumps([names, sums.tolist()]))
+        return _Taken(dict(position), copies.copy(packed), "")
+
+    def _begin(self, taken: _Taken, score: float | None) -> None:
+        if taken.copied is None:
+            self._world.words.tell(f"{taken.key}/{self._world.rank}", taken.word)
             return
-        facts = {"position": dict(position), "ranks": self._world.size}
-        given = self._checkpoints, key, self._copies.copy(packed), facts, score
+        given = self._checkpoints, taken, taken.copied, score
         self._thread = threading.Thread(target=self._write, args=given, name="ddp_loop save")
         self._thread.start()
 
-    def _write(
-        self, checkpoints: Checkpoints, key: str, copied: Packed, facts: dict[str, Any], score: float | None
-    ) -> None:
+    def _write(self, checkpoints: Checkpoints, taken: _Taken, copied: Packed, score: float | None) -> None:
+        facts: dict[str, Any] = {"position": taken.position, "ranks": self._world.size}
         try:
             names, sums = self._compared(copied)
-            self._compare(key, names, sums)
+            self._compare(taken.key, names, sums)
             facts["checksums"] = dict(zip(names, sums.tolist(), strict=True))
-            path = checkpoints.write(copied, iteration=facts["position"]["iteration"], facts=facts, score=score)
+            path = checkpoints.write(copied, iteration=taken.position["iteration"], facts=facts, score=score)
             self.last = path.name
             if checkpoints.last_warning:
                 self._world.print(f"ddp_loop: {checkpoints.last_warning}")

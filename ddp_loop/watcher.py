@@ -26,11 +26,12 @@ from ddp_loop.words import Here, Where, Words
 
 _LOOK_S = 0.25  # a look takes 0.1 ms
 _INTERRUPT_S = 0.4  # for the main thread to learn of a failure by itself
-_END_S = 2.0  # after which it is ended
+_END_S = 1.6  # after which it is ended; before the pool loses its patience, which says less
 _OWN_END_S = 20.0  # for a rank that fails itself to leave
 _JOIN_S = 1.0  # for the thread to end; a store that does not answer holds it longer
 _WRITE_S = 0.2  # for whoever reads stderr
 _SAME_S = 0.3  # signals that come closer together are one: a terminal and a launcher both pass Ctrl-C on
+_ECHO_S = 5.0  # a launcher hands SIGTERM to its ranks one after the other
 _END = 255  # the byte that ends the thread; no signal has this number
 _INTERRUPT = getattr(signal, "SIGRTMIN", None)  # of no meaning to anyone else
 
@@ -45,6 +46,7 @@ class Watcher:
 
     Attributes:
         stop: why the ranks are asked to stop; None while they are not.
+        has_followed: whether they did, and no loop was begun since.
         look_for_stop: looks elsewhere for a request to stop, each time; set by whoever knows a place.
         say: tells the user that a stop was asked for.
     """
@@ -56,6 +58,7 @@ class Watcher:
         self._words, self._rank, self._where = words, rank, where
         self.stop: str | None = None
         self.look_for_stop: Callable[[], str | None] = lambda: None
+        self.has_followed = False
         self.say: Callable[[str], None] = lambda line: None
         self._main = threading.get_ident()
         self._pending: BaseException | None = None  # what the interrupted main thread is to raise
@@ -63,7 +66,7 @@ class Watcher:
         self._interrupts: list[float] = []
         self._deadline, self._exit = float("inf"), (1, "")
         self._interrupt_at = float("inf")
-        self._seen_news = 0
+        self._seen_news, self._followed_at = 0, 0.0
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self.signals = Signals(self._write)
@@ -99,6 +102,18 @@ class Watcher:
             self._fails = True
             self._limit(_OWN_END_S, 1, f"ddp_loop: rank {self._rank} failed, and could not leave\n")
 
+    def take_requests(self) -> None:
+        """From now on signals are requests; those that were followed are over."""
+        if self.has_followed:
+            self.has_followed, self._interrupts = False, []
+        self.signals.take()
+
+    def stop_followed(self) -> None:
+        """The request was followed, on every rank at the same step: it is not seen again."""
+        self._words.stop_followed()
+        self.stop, self.has_followed, self._followed_at = None, True, time.monotonic()
+        self._seen_news = -1
+
     def ask_to_stop(self, why: str) -> None:
         """Ask all ranks to stop."""
         self.stop = self.stop or why
@@ -116,7 +131,8 @@ class Watcher:
 
     def _watch(self) -> None:
         while True:
-            ready, _, _ = select.select([self._read], [], [], _LOOK_S)
+            due = min(self._interrupt_at, self._deadline) - time.monotonic()
+            ready, _, _ = select.select([self._read], [], [], min(max(due, 0.0), _LOOK_S))
             for number in os.read(self._read, 64) if ready else b"":
                 if number == _END:
                     os.close(self._read)
@@ -126,10 +142,10 @@ class Watcher:
             with suppress(RuntimeError, OSError):
                 self._look()
             now = time.monotonic()
-            if now > self._interrupt_at:
+            if now >= self._interrupt_at:
                 self._interrupt_at = float("inf")
                 self._interrupt()
-            if now > self._deadline:
+            if now >= self._deadline:
                 self._end_process()
 
     def _look(self) -> None:
@@ -154,25 +170,36 @@ class Watcher:
         if number not in REQUESTS:  # any signal with a handler comes here: a worker of a DataLoader has ended, say
             self.signals.pass_on(number)
             return
-        name = signal.Signals(number).name
+        name, now = signal.Signals(number).name, time.monotonic()
+        if number == signal.SIGINT and self._is_same(now):
+            return
+        times = len(self._interrupts)
+        if self.has_followed:
+            if now - self._followed_at < _ECHO_S and times < 2:
+                return
+            if number != signal.SIGINT:
+                os._exit(128 + number)  # what the script does after the stop is not waited for
+            times = max(times, 2)
         if number != signal.SIGINT:
             if self.stop is None:
                 self.ask_to_stop(f"{name} at rank {self._rank}")
                 self.say(f"stopping after this step: {name}")
-            return
-        now = time.monotonic()
-        if self._interrupts and now - self._interrupts[-1] < _SAME_S:
-            return
-        self._interrupts.append(now)
-        if len(self._interrupts) == 1:
+        elif times == 1:
             self.ask_to_stop(f"Ctrl-C at rank {self._rank}")
             self.say("stopping after this step: Ctrl-C; once more leaves at once, without a checkpoint")
-        elif len(self._interrupts) == 2:
+        elif times == 2:
             self._pending = KeyboardInterrupt("a second Ctrl-C")
             self._limit(_END_S, 128 + number, f"ddp_loop: rank {self._rank} was ended by Ctrl-C\n")
             self._interrupt()
         else:
             os._exit(128 + number)
+
+    def _is_same(self, now: float) -> bool:
+        """Whether this Ctrl-C is the last one again; else it counts."""
+        if self._interrupts and now - self._interrupts[-1] < _SAME_S:
+            return True
+        self._interrupts.append(now)
+        return False
 
     def _interrupt(self) -> None:
         if _INTERRUPT is not None and not self._leaving and self in Watcher._open:

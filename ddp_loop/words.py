@@ -137,6 +137,7 @@ class Words:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
+        self._stops = 0  # that were followed
 
     def tell(self, key: str, word: str) -> None:
         """Leave a word."""
@@ -269,12 +270,16 @@ class Words:
 
     def tell_stop(self, why: str) -> None:
         """Say that the ranks are asked to stop."""
-        self._store.compare_set(_STOP, "", why)
+        self._store.compare_set(f"{_STOP}/{self._stops}", "", why)
         self._tell_news()
 
     def told_stop(self) -> str | None:
         """Why the ranks are asked to stop, if they are."""
-        return self.ask(_STOP)
+        return self.ask(f"{_STOP}/{self._stops}")
+
+    def stop_followed(self) -> None:
+        """The request was followed on every rank; the next one is another."""
+        self._stops += 1
 
     def _wait_for(self, keys: tuple[str, ...], timeout_s: float) -> str | None:
         """The first of the keys that stands in the store within the time; None for none.

@@ -253,27 +253,28 @@ class World:
 
     @property
     def stop_asked(self) -> str | None:
-        """Why the ranks are asked to stop, as far as this one knows; None if they are not."""
-        return None if self._watcher is None else self._watcher.stop
+        """Why the ranks are asked to stop, as far as this one knows; None if they are not, or no loop could follow."""
+        return None if self._watcher is None or self._stop_here is None else self._watcher.stop
 
     def take_requests(self, elsewhere: Callable[[], str | None], stop_here: Callable[[], None]) -> None:
         """Take SIGINT and SIGTERM as requests to stop, and what `elsewhere` finds; `stop_here` keeps what was made."""
         if self._watcher is not None:
             self._watcher.look_for_stop, self._watcher.say = elsewhere, self._say
-            self._watcher.signals.take()
+            self._watcher.take_requests()
             self._stop_here = stop_here
 
     def give_requests_back(self) -> None:
-        """Put the handlers back that were there."""
+        """Put the handlers back that were there; after a stop they stay, for the same request's echo, until leaving."""
         if self._watcher is not None:
             self._watcher.look_for_stop = lambda: None
-            self._watcher.signals.put_back()
+            if not self._watcher.has_followed:
+                self._watcher.signals.put_back()
             self._stop_here = None
 
     def stop_followed(self) -> None:
-        """The request was followed."""
+        """The request was followed, on every rank at the same step."""
         if self._watcher is not None:
-            self._watcher.stop = None
+            self._watcher.stop_followed()
 
     def agree_to_stop(self, seen: bool) -> None:
         """Leave on every rank if one has `seen` a request to stop outside of a step. Every rank must call this.
@@ -283,6 +284,7 @@ class World:
         """
         if self._stop_here is not None and any(self.gather(seen, "requests to stop")):
             self._stop_here()
+            self.stop_followed()
             raise Stopped
 
     def _say(self, line: str) -> None:

@@ -76,11 +76,11 @@ def test_the_four_numbers_are_printed(tmp_path: Path) -> None:
 @pytest.mark.covers("A1", "B1", "B4", "E2")
 def test_the_digit_example_trains_on_one_process_and_on_two_ranks(tmp_path: Path) -> None:
     folder = EXAMPLES / "digits"
-    arguments = ["--epochs", "1", "--shards", "2", "--run-folder", str(tmp_path / "run")]
-    alone = run("train.py", *arguments, folder=folder, home=tmp_path)
+    arguments = ["--epochs", "1", "--shards", "2", "--run-folder"]
+    alone = run("train.py", *arguments, str(tmp_path / "alone"), folder=folder, home=tmp_path)
     assert alone.returncode == 0, alone.stderr
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *arguments]
-    together = run(*torchrun, folder=folder, home=tmp_path)
+    together = run(*torchrun, str(tmp_path / "together"), folder=folder, home=tmp_path)
     assert together.returncode == 0, together.stderr
     pattern = r"Epoch: 1, Loss: (\d\.\d+), Accuracy: (0\.\d+)\nTest accuracy: (0\.\d+|1\.0+) of 1000 images"
     found = [re.search(pattern, done.stdout) for done in (alone, together)]
@@ -90,7 +90,8 @@ def test_the_digit_example_trains_on_one_process_and_on_two_ranks(tmp_path: Path
     accuracies = [float(match[3]) for match in found if match]
     assert abs(losses[0] - losses[1]) < 0.01
     assert min(accuracies) > 0.9
-    assert (tmp_path / "run" / "rows.jsonl").read_text().count("\n") == 2 * 71
+    for name in ("alone", "together"):
+        assert (tmp_path / name / "rows.jsonl").read_text().count("\n") == 71
 
 
 @pytest.mark.slow
@@ -106,8 +107,8 @@ def run_alone_and_on_two_ranks(script: str, *arguments: str, home: Path) -> list
     """What an example prints in one process, and under torchrun on two ranks."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     printed = []
-    for command in ([script, *arguments], [*torchrun, script, *arguments]):
-        done = run(*command, folder=EXAMPLES, home=home)
+    for name, command in (("alone", [script, *arguments]), ("together", [*torchrun, script, *arguments])):
+        done = run(*command, "--run-folder", str(home / name), folder=EXAMPLES, home=home)
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout)
     return printed
@@ -116,7 +117,7 @@ def run_alone_and_on_two_ranks(script: str, *arguments: str, home: Path) -> list
 @pytest.mark.slow
 @pytest.mark.covers("D11")
 def test_the_language_model_learns_the_same_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
-    arguments = ["--epochs", "2", "--sentences", "480", "--shards", "2", "--run-folder", str(tmp_path / "run")]
+    arguments = ["--epochs", "2", "--sentences", "480", "--shards", "2"]
     alone, together = run_alone_and_on_two_ranks("tokens.py", *arguments, home=tmp_path)
     assert "480 training and 200 test sentences of 22 to" in alone
     assert "1 ranks on " in alone
@@ -134,13 +135,13 @@ def test_the_language_model_learns_the_same_in_one_process_and_on_two_ranks(tmp_
     assert len(last) == 2
     for loss in map(float, last):  # the mean over the epoch's tokens: the model was worse before it and better behind
         assert math.log(perplexities[0][2]) < loss < math.log(perplexities[0][1])
-    assert (tmp_path / "run" / "rows.jsonl").read_text().count("\n") == 2 * 2 * 15
+    assert (tmp_path / "together" / "rows.jsonl").read_text().count("\n") == 2 * 15
 
 
 @pytest.mark.slow
 @pytest.mark.covers("B10")
 def test_the_generator_learns_the_same_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
-    arguments = ["--epochs", "10", "--points", "4000", "--shards", "2", "--run-folder", str(tmp_path / "run")]
+    arguments = ["--epochs", "10", "--points", "4000", "--shards", "2"]
     printed = run_alone_and_on_two_ranks("gan.py", *arguments, home=tmp_path)
     pattern = r"^Epoch: (\d+), Energy distance: (-?\d+\.\d+), Heaps: (\d) of 8, Near one: (\d\.\d+)$"
     found = [re.findall(pattern, text, re.MULTILINE) for text in printed]
@@ -150,4 +151,4 @@ def test_the_generator_learns_the_same_in_one_process_and_on_two_ranks(tmp_path:
         assert float(after[1]) < 0.4
     # The same shards and noise; two networks that chase each other amplify rounding more than one that descends.
     assert abs(float(found[0][1][1]) - float(found[1][1][1])) < 0.1
-    assert (tmp_path / "run" / "rows.jsonl").read_text().count("\n") == 2 * 10 * 16
+    assert (tmp_path / "together" / "rows.jsonl").read_text().count("\n") == 10 * 16

@@ -25,7 +25,8 @@ from pathlib import Path
 
 import torch
 
-from ddp_loop.checkpoints import DELETING, MANIFEST, SAVING, STATE, TENSORS, Checkpoints
+from ddp_loop.checkpoints import MANIFEST, STATE, TENSORS, Checkpoints
+from ddp_loop.durable import DELETING, SAVING
 from ddp_loop.packing import pack, unpack
 
 KEEP = 3
