@@ -6,12 +6,13 @@ import argparse
 import datetime
 from collections.abc import Callable, Collection, Iterable
 
-from benchmarks import accuracy, order, peers, reading, steps
+from benchmarks import accuracy, faults, order, peers, reading, steps
 from benchmarks.measuring import RANKS, hardware
 
 TOPICS: dict[str, tuple[Callable[[Iterable[str]], None], Collection[str]]] = {
     "steps": (steps.report, steps.JOBS),
     "order": (order.report, order.PARTS),
+    "faults": (faults.report, faults.PARTS),
     "reading": (reading.report, reading.PARTS),
     "peers": (peers.report, peers.PARTS),
     "accuracy": (accuracy.report, accuracy.SETTINGS),

@@ -88,7 +88,7 @@ def loop_step(
     batches = dl.Batches(make_data(job), MINI_BATCH, world, shards=shards)
     folder = ending.enter_context(tempfile.TemporaryDirectory())
     state = {"model": model, "optimizer": optimizer}
-    steps = iter(dl.Loop(batches, 10**6, state=state, run=folder, progress=False, ordered=ordered))
+    steps = iter(dl.Loop(batches, 10**6, state=state, run=folder, save_every=10**9, progress=False, ordered=ordered))
 
     def step() -> None:
         with dl.deterministic(seed=None) if block else nullcontext():

@@ -68,11 +68,10 @@ def make(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def our_step(job: Job, world: dl.World, data: tuple[torch.Tensor, ...], folder: str) -> Step:
+def our_step(job: Job, world: dl.World, data: tuple[torch.Tensor, ...], folder: str, **options: Any) -> Step:
     model, optimizer = make(job)
-    batches = dl.Batches(data, MINI_BATCH, world)
-    loop = dl.Loop(batches, 10**6, state={"model": model, "optimizer": optimizer}, run=folder, progress=False)
-    steps = iter(loop)
+    batches, state = dl.Batches(data, MINI_BATCH, world), {"model": model, "optimizer": optimizer}
+    steps = iter(dl.Loop(batches, 10**6, state=state, run=folder, save_every=10**9, progress=False, **options))
 
     def step() -> None:
         step = next(steps)

@@ -55,6 +55,7 @@ class Chronicle:
         tracer: of the trace; None without one.
         stopped: why the loop was asked to stop, and did.
         asks_stop: whether this rank's script asks for a stop.
+        holds: whether the script may do something between two epochs, which a stop can leave undone.
     """
 
     def __init__(self, world: World, where: Position, keeper: Keeper | None) -> None:
@@ -62,7 +63,7 @@ class Chronicle:
         self._rows: Rows | None = None
         self.tracer: Tracer | None = None
         self.stopped: str | None = None
-        self.asks_stop = False
+        self.asks_stop, self.holds = False, True
         self._saved = self._held = -1  # the iteration of the last checkpoint, and of the copy that could become one
 
     def open(self, facts: Mapping[str, object], resume: bool | None) -> dict[str, int] | None:
@@ -141,7 +142,7 @@ class Chronicle:
             ends_epoch = self._where.ends_epoch(mini_batch)
             if stop or due or ends or self.keeper.is_due_after(self._where.iteration, ends_epoch=ends_epoch):
                 self._save()
-            elif ends_epoch:  # what the script does before the next step is done again by a run that goes on
+            elif ends_epoch and self.holds:  # a run that goes on does again what the script does before the next step
                 self._world.stage, self._held = "save", self._where.iteration
                 self.keeper.hold(self._where.state_dict())
             if stop or ends:

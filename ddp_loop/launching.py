@@ -301,6 +301,8 @@ def _results(answers: dict[int, Answer]) -> list[Any]:
             failures[rank] = Failure(Blame.RAISED, f"returned what cannot be unpickled here: {error!r}")
     if failures:
         culprit = min(failures, key=lambda rank: (failures[rank].blame, rank))
+        if failures[culprit].blame is Blame.PEER_FAILED and (names := failures[culprit].names) in failures:
+            culprit = names
         raise _rank_failed(culprit, failures) from _cause(failures[culprit])
     return results
 

@@ -230,6 +230,7 @@ class Loop:
 
     def __iter__(self) -> Iterator[Step]:
         """The steps of all epochs that are still to be made. Every rank must call this."""
+        self._chronicle.holds = False
         yield from self.epoch()
         while not self._is_over:
             yield from self.epoch()
@@ -271,7 +272,8 @@ class Loop:
             self._replicas.settle()
             if self.stopped is None and (loaded is None or where.ends_epoch(loaded.mini_batch)):
                 where.end_epoch()
-            self._begun = None
+            self._begun, self.world.stage = None, ""
+            self.world.step = 0 if self._is_over else self.world.step
         finally:
             if self._begun or self._is_over:
                 self.close()

@@ -67,13 +67,17 @@ class Returned:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed: `headline` goes on after "rank 1 ", `trace` is a traceback or a stack."""
+    """How a rank failed: `headline` goes on after "rank 1 ", `trace` is a traceback or a stack.
+
+    `names` is the rank that it says failed before it.
+    """
 
     blame: Blame
     headline: str
     trace: str = ""
     exception: bytes | None = None
     last: bool = False
+    names: int | None = None
 
 
 Answer = Returned | Failure
@@ -358,7 +362,8 @@ def _raised(error: BaseException) -> Failure:
     with suppress(Exception):
         exception = pack(error)
     blame = Blame.PEER_FAILED if _another_failed(error) else Blame.RAISED
-    return Failure(blame, f"raised {summary}", text, exception)
+    names = error.rank if isinstance(error, PeerFailed) else None
+    return Failure(blame, f"raised {summary}", text, exception, names=names)
 
 
 def _another_failed(error: BaseException) -> bool:

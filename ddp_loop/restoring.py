@@ -31,8 +31,9 @@ def check_restorable(state: Mapping[str, object]) -> None:
 def random_state(device: torch.device) -> dict[str, Any]:
     """Where this process's generators are: Python's, NumPy's, torch's."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, numbers, left = random.getstate()
     state = {
-        "python": random.getstate(),
+        "python": [version, np.array(numbers, dtype=np.uint32), left],  # an array: 625 values take 0.5 ms as JSON
         "numpy": [str(kind), np.asarray(keys), int(position), int(has_gauss), float(gauss)],
         "torch": torch.get_rng_state(),
     }
@@ -41,7 +42,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 def put_random_state_back(state: Mapping[str, Any], device: torch.device) -> None:
     """Put the generators there."""
-    random.setstate(state["python"])
+    version, numbers, left = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), left))
     np.random.set_state(tuple(state["numpy"]))
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:

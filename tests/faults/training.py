@@ -49,7 +49,8 @@ class Case:
     @property
     def limit_s(self) -> float:
         """From the fault to the last exit."""
-        return FAULT_S + (SHORT_S if self.times_out else 0.0)
+        stopped = 2.0 if self.how == "is stopped" else 0.0  # it can only be killed, when the pool's patience is over
+        return FAULT_S + stopped + (SHORT_S if self.times_out else 0.0)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,201 @@
+"""What it costs that nothing hangs and nothing is lost: the control word, the guards, the watcher; checkpoints.
+
+    python -m benchmarks faults [PART ...]
+
+The steps are those of `steps`, against the same steps without: the control word's values are constant there and nobody
+reads them, gradients are not looked at, replicas are not compared. A save is held against a copy of the state in
+memory, for how long it stalls training, and against `torch.save` into one file with an fsync, for how long it takes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp_loop as dl
+from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
+from benchmarks.steps import JOBS, MINI_BATCH, OBSERVATIONS, mlp, our_step
+from ddp_loop import folding
+from ddp_loop.checkpoints import Checkpoints
+from ddp_loop.control import LENGTH, Said
+from ddp_loop.saving import Saver
+
+GOALS = {"digit network": 1.02, "32-wide MLP": 1.05}
+SAVES = 12  # pairs
+STEPS = 20  # beside a save
+
+
+class _Nobody:
+    """In place of those who make the control word and read it."""
+
+    said = Said(problem=False, new=False, ends=0, stop=False, save=False, parted=False)
+    values = (0,) * LENGTH
+
+    @classmethod
+    def word(cls, *values: object, **keywords: object) -> tuple[int, ...]:
+        return cls.values
+
+    @classmethod
+    def of(cls, *values: object) -> Said:
+        return cls.said
+
+
+def unguarded(step: Step) -> Step:
+    """The step with nobody at the control word."""
+    place = vars(folding)
+    usual = place["word"], place["Said"]
+
+    def bare() -> None:
+        place["word"], place["Said"] = _Nobody.word, _Nobody
+        try:
+            step()
+        finally:
+            place["word"], place["Said"] = usual
+
+    return bare
+
+
+def guard(name: str) -> dict[str, Ratio]:
+    """A step with all guards over one without, on every rank; run by `launch`."""
+    job = JOBS[name]
+    with dl.join_world(seed=0) as world, tempfile.TemporaryDirectory() as folder:
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(OBSERVATIONS, *job.shape, generator=generator)
+        data = inputs, torch.randint(10, (OBSERVATIONS,), generator=generator)
+        guarded, again = (our_step(job, world, data, str(Path(folder, one))) for one in ("1", "2"))
+        off = {"not_finite": "allow", "check_replicas": 0}
+        bare = unguarded(our_step(job, world, data, str(Path(folder, "3")), **off))
+        return {
+            "guarded / not": compare(guarded, bare, pairs=2 * job.pairs, steps=job.steps),
+            "guarded / guarded": compare(again, guarded, pairs=job.pairs, steps=job.steps),
+        }
+
+
+STATES: dict[str, Callable[[], nn.Module]] = {
+    "digit network": JOBS["digit network"].build,
+    "25 M parameters": lambda: mlp(2200, 4),
+}
+
+
+def alternate(one: Step, other: Step, ready: Step, pairs: int) -> Ratio:
+    """As `compare`, a step a block, with `ready` before each, which is not measured."""
+    ones: list[float] = []
+    others: list[float] = []
+    for number in range(-1, pairs):
+        for step, times in ((one, ones), (other, others))[:: 1 if number % 2 == 0 else -1]:
+            ready()
+            if dist.is_initialized():
+                dist.barrier()
+            began = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - began)
+    return Ratio.of(ones[1:], others[1:])
+
+
+class Saved:
+    """A training job of a network with Adam, and its saver."""
+
+    def __init__(self, name: str, world: dl.World, folder: Path) -> None:
+        self.model, self.world, self.folder = STATES[name](), world, folder
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
+        shape = JOBS["digit network"].shape if name == "digit network" else (32,)
+        data = torch.randn(OBSERVATIONS, *shape, generator=torch.Generator().manual_seed(0))
+        state: dict[str, object] = {"model": self.model, "optimizer": self.optimizer}
+        self.steps = iter(dl.Loop(dl.Batches(data, MINI_BATCH, world), 10**6, state=state, progress=False))
+        self.train()
+        self.saver = Saver(state, world, Checkpoints(folder, "benchmark", keep=1) if world.rank == 0 else None)
+        self.iteration = 0
+
+    def train(self) -> None:
+        step = next(self.steps)
+        for inputs in step:
+            step.backward(self.model(inputs).square().mean())
+        step.fold()
+        self.optimizer.step()
+
+    def begin(self) -> None:
+        self.iteration += 1
+        self.saver.save({"iteration": self.iteration, "epoch": 0, "position": self.iteration})
+
+    def save(self) -> None:
+        self.begin()
+        self.saver.wait()
+
+    def copy(self) -> None:
+        states = self.model.state_dict(), *self.optimizer.state.values()
+        copies = [value.clone() for one in states for value in one.values()]
+        del copies
+
+    def save_by_torch(self) -> None:
+        if self.world.rank == 0:
+            with (self.folder / "torch").open("wb") as file:
+                torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def with_steps(self, begin: Step) -> Step:
+        def run() -> None:
+            begin()
+            for _ in range(STEPS):
+                self.train()
+            self.saver.wait()
+
+        return run
+
+
+def save(name: str) -> dict[str, Ratio]:
+    """How long a save stalls, and takes; rank 0's times are those that count. Run by `launch`."""
+    with dl.join_world(seed=0) as world, tempfile.TemporaryDirectory() as folder:
+        job = Saved(name, world, Path(folder))
+        both = f"a save and {STEPS} steps / torch.save and {STEPS} steps"
+        return {
+            "a save's stall / a copy": alternate(job.begin, job.copy, job.saver.wait, SAVES),
+            "a save / torch.save": alternate(job.save, job.save_by_torch, job.saver.wait, SAVES),
+            both: alternate(job.with_steps(job.begin), job.with_steps(job.save_by_torch), job.saver.wait, SAVES),
+        }
+
+
+def look() -> tuple[float, float]:
+    """Seconds that a look of the watcher takes, and every how many it looks; run by `launch`."""
+    from ddp_loop.watcher import _LOOK_S, Watcher
+
+    with dl.join_world(seed=0) as world:
+        watcher = Watcher(world.words, world.rank, lambda: world.where)
+        times = []
+        for _ in range(500):
+            began = time.perf_counter()
+            watcher._look()
+            times.append(time.perf_counter() - began)
+        return sorted(times)[len(times) // 2], _LOOK_S
+
+
+def _guards() -> Iterator[tuple[object, ...]]:
+    for name, goal in GOALS.items():
+        for what, ratio in dl.launch(guard, RANKS, name)[0].items():
+            yield name, what, *ratio.columns(), f"{goal:.2f}" if what == "guarded / not" else ""
+
+
+def _saves() -> Iterator[tuple[object, ...]]:
+    for name in STATES:
+        for what, ratio in dl.launch(save, RANKS, name)[0].items():
+            yield name, what, *ratio.columns(), "1.00" if "stall" in what else "1.30"
+
+
+PARTS = {"guards": _guards, "saves": _saves}
+
+
+def report(parts: Iterable[str]) -> None:
+    """Print the table of these parts, by default of all."""
+    rows = (row for part in list(parts) or PARTS for row in PARTS[part]())
+    print_table("network | what | median | quartiles | ms | pairs | goal", rows, words=2)
+    took_s, every_s = dl.launch(look, RANKS)[0]
+    print(
+        f"A look of the watcher takes {1e6 * took_s:.0f} microseconds, every {every_s:g} s: {took_s / every_s:.2%}.\n"
+    )
