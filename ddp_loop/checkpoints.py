@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -11,7 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ class Checkpoints:
         self.last_warning: str | None = None
         self.refused: list[Refused] = []
         self._run_id, self._keep = run_id, keep
+        self._is_named = run_id_of(run) == run_id  # in its run.json
 
     def write(self, packed: Packed, *, iteration: int, facts: Mapping[str, Any], score: float | None = None) -> Path:
         """Write a checkpoint; when this returns, it lasts through a loss of power. Then older ones are removed.
@@ -121,6 +123,7 @@ class Checkpoints:
         temporary = self.folder / f"{SAVING}{iteration}-{secrets.token_hex(4)}"
         self.last_warning = None
         try:
+            self._check_run()
             if not is_folder(self.folder):
                 self.folder.mkdir()
                 sync_folder(self.folder.parent)
@@ -134,9 +137,7 @@ class Checkpoints:
             temporary.rename(path)
             sync_folder(self.folder)
         except OSError as error:
-            rule = f"a checkpoint is written whole or not at all; writing to {self.folder} failed ({error}): "
-            remedy = "make room there, or make it writable; those before are as they were"
-            raise (OSError(error.errno, rule + remedy) if error.errno else type(error)(rule + remedy)) from error
+            raise self._explained(error) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         try:
@@ -160,9 +161,22 @@ class Checkpoints:
         try:
             write_new(temporary, [_sealed(_json("the facts", said, MANIFEST_BYTES - 100)[:-1])])
             temporary.rename(path / MANIFEST)
+            sync_folder(path)
+        except OSError as error:
+            raise self._explained(error) from error
         finally:
-            temporary.unlink(missing_ok=True)
-        sync_folder(path)
+            with suppress(OSError):
+                temporary.unlink()
+
+    def _check_run(self) -> None:
+        """Raise FileNotFoundError if the run folder is no longer there, or another one stands in its place."""
+        if self._is_named and run_id_of(self.folder.parent) != self._run_id:
+            raise FileNotFoundError(errno.ENOENT, f"{self.folder.parent} is no longer the folder of this run")
+
+    def _explained(self, error: OSError) -> OSError:
+        rule = f"a checkpoint is written whole or not at all; writing to {self.folder} failed ({error}): "
+        remedy = "make room there, make it writable, or put it back; those before are as they were"
+        return OSError(error.errno, rule + remedy) if error.errno else type(error)(rule + remedy)
 
     def read(self, path: Path) -> Checkpoint:
         """Read one of the run's checkpoints, and check every bit of it.

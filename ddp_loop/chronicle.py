@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,11 @@ class Chronicle:
 
         def begin() -> None:
             if folder is not None or on_row is not None or progress:
-                self._rows = Rows(folder, on_row, self._world.print if progress else None, after=after)
+                say = self._world.print if progress else None
+                if (keeper := self.keeper) is None:
+                    self._rows = Rows(None, on_row, say, after)
+                else:
+                    self._rows = Rows(folder, on_row, say, after, keeper.say, goes_on=keeper.goes_on)
 
         self._world.once(begin)
 
@@ -108,9 +113,15 @@ class Chronicle:
     def hand_on(self) -> None:
         """Hand on the rows that have arrived, while the ranks wait for each other."""
         if self._rows is not None:
-            stage, self._world.stage = self._world.stage, "rows"
-            self._rows.hand_on()
-            self._world.stage = stage
+            with self._as_rows():
+                self._rows.hand_on()
+
+    @contextmanager
+    def _as_rows(self) -> Iterator[None]:
+        """In the stage "rows", which stays the one where something goes wrong."""
+        stage, self._world.stage = self._world.stage, "rows"
+        yield
+        self._world.stage = stage
 
     def add_row(self, mini_batch: MiniBatch, folded: Folded, *, skips: bool) -> None:
         """A step was folded."""
@@ -122,7 +133,8 @@ class Chronicle:
         if skips:
             names, values = (*names, "skipped"), torch.cat([values, torch.as_tensor(folded.bad).to(values).reshape(1)])
         ends = self._where.ends_epoch(mini_batch) or self._where.has_made_all
-        self._rows.add(mini_batch.epoch + 1, self._where.iteration, mini_batch.observations, ends, names, values)
+        with self._as_rows():
+            self._rows.add(mini_batch.epoch + 1, self._where.iteration, mini_batch.observations, ends, names, values)
 
     def end_trace(self, iteration: int) -> None:
         """A step is over."""
@@ -166,8 +178,7 @@ class Chronicle:
     def _save_held(self, score: float | None = None) -> None:
         if self.keeper is not None:
             self._saved, self._held = self._held, -1
-            if self._rows is not None:
-                self._rows.hand_on_all()
+            self._hand_on_all()
             self.keeper.save_held(score)
 
     def _save(self) -> None:
@@ -176,9 +187,13 @@ class Chronicle:
             return
         self._world.stage = "save"
         self._saved = position["iteration"]
-        if self._rows is not None:
-            self._rows.hand_on_all()
+        self._hand_on_all()
         self.keeper.save(position)
+
+    def _hand_on_all(self) -> None:
+        if self._rows is not None:
+            with self._as_rows():
+                self._rows.hand_on_all()
 
     def _stop_here(self) -> None:
         """Keep what was made: all ranks stop between two steps, or behind a fold. Every rank must call this."""
@@ -195,12 +210,13 @@ class Chronicle:
     def close(self) -> None:
         """Hand the last rows on, close the files, give the signals back."""
         self._world.give_requests_back()
-        if self._rows is not None:
-            self._rows.close()
-            self._rows = None
-        if self.tracer is not None:
-            self.tracer.close()
-            self.tracer = None
+        rows, tracer = self._rows, self.tracer
+        self._rows = self.tracer = None
+        with ExitStack() as ending:  # each also if the other raises
+            if tracer is not None:
+                ending.callback(tracer.close)
+            if rows is not None:
+                ending.callback(rows.close)
 
     def end(self) -> None:
         """Say how the run ended, and let others into its folder."""

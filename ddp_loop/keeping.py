@@ -92,8 +92,8 @@ class Keeper:
             self._run = RunFolder(self.folder, facts, resume)
             checkpoints = Checkpoints(self.folder, self._run.id, self._keeping.last)
             checkpoints.clean()
-            for line in self._run.news:
-                self._world.print(f"ddp_loop: {line}")
+            for line in (*self._run.news, *([checkpoints.last_warning] if checkpoints.last_warning else [])):
+                self.say(line)
 
         self._world.once(take)
         self._saver = Saver(
@@ -106,6 +106,15 @@ class Keeper:
     def asked_to_stop(self) -> str | None:
         """Why the run is asked to stop by a file in its folder; on rank 0."""
         return None if self._run is None else self._run.asked_to_stop()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether training goes on where something cannot be written."""
+        return self._keeping.on_error == "warn"
+
+    def say(self, line: str) -> None:
+        """Print a line about the run."""
+        self._world.print(f"ddp_loop: {line}")
 
     # -- checkpoints ---------------------------------------------------------------------------------------
 
@@ -154,11 +163,13 @@ class Keeper:
     # -- how it ended --------------------------------------------------------------------------------------
 
     def tell(self, status: str, **facts: object) -> None:
-        """Say what becomes of the run; it is no error if that cannot be written."""
+        """Say what becomes of the run; it is no error if that cannot be written, but for a line."""
         if self._run is not None:
             kept = None if self._saver is None else self._saver.last or None
-            with suppress(OSError):
+            try:
                 self._run.tell(status, ranks=self._world.size, device=str(self._world.device), checkpoint=kept, **facts)
+            except OSError as error:
+                self.say(f"the run is {status}, and {self.folder / STATUS} could not be made to say so: {said(error)}")
 
     def end(self, status: str, error: BaseException | None, iteration: int, why: str | None) -> None:
         """The loop ends: say how, and let others into the folder."""
@@ -167,6 +178,8 @@ class Keeper:
         self._ended = True
         if self._saver is not None:
             self._saver.wait()
+            if (problem := self._saver.problem()) is not None:  # the loop was left before all could be told
+                self.say(f"no checkpoint was written: {said(problem)}")
         facts: dict[str, object] = {"iteration": iteration} | ({"why": why} if why else {})
         if error is not None:
             where = self._world.where

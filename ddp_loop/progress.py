@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
@@ -14,7 +16,9 @@ from typing import Any
 
 import torch
 
-FLUSH_S = 0.5  # rows.jsonl grows in whole lines, at least this often
+FILE = "rows.jsonl"  # in a run folder
+FLUSH_S = 0.5  # it grows in whole lines, at least this often
+MOST_LINES = 100_000  # that wait for room, some 20 MB; then the oldest are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +76,86 @@ def jsonl_line(moment: Moment, values: dict[str, float]) -> str:
     )
 
 
-def _keep_rows(path: Path, after: int) -> float:
-    """Leave in a file of rows those up to iteration `after`, whole lines alone; returns the last one's elapsed_s."""
-    if not path.exists():
-        return 0.0
-    kept, size, elapsed_s = 0, path.stat().st_size, 0.0
-    with path.open("rb") as file:
-        for line in file:
+class Lines:
+    """A file of rows that grows by whole lines: one that could be written in part alone is taken out again.
+
+    Args:
+        path: the file, made unless it is there.
+        after: rows of later iterations are taken out, as is what is no whole row.
+
+    Attributes:
+        elapsed_s: of the last row that stays.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path, after: int) -> None:
+        self._path = path
+        self.elapsed_s, self._size = 0.0, 0  # of what is whole
+        with self._explaining():
+            self._file = path.open("a+b", buffering=0)  # what could not be written waits nowhere else
             try:
-                row = json.loads(line)
-                if not line.endswith(b"\n") or row["iteration"] > after:
+                self._keep(after)
+            except BaseException:
+                self._file.close()
+                raise
+
+    def append(self, lines: str) -> None:
+        """Add lines.
+
+        Raises:
+            OSError: that is not possible; the file is as it was.
+        """
+        data = memoryview(lines.encode())
+        with self._explaining():
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "it was removed")
+            self._cut()
+            try:
+                written = 0
+                while written < len(data):  # a disk that is almost full takes a part
+                    written += self._file.write(data[written:]) or 0
+            except OSError:
+                with suppress(OSError):
+                    self._cut()
+                raise
+        self._size += len(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):  # some file systems write only now
+            self._file.close()
+
+    def _cut(self) -> None:
+        """Leave the whole lines."""
+        if os.fstat(self._file.fileno()).st_size > self._size:
+            self._file.truncate(self._size)
+
+    def _keep(self, after: int) -> None:
+        self._file.seek(0)
+        with open(self._file.fileno(), "rb", closefd=False) as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                    if not line.endswith(b"\n") or row["iteration"] > after:
+                        break
+                    self.elapsed_s = float(row["elapsed_s"])
+                except (ValueError, KeyError, TypeError):
                     break
-                elapsed_s = float(row["elapsed_s"])
-            except (ValueError, KeyError, TypeError):
-                break
-            kept += len(line)
-    if kept < size:
-        os.truncate(path, kept)
-    return elapsed_s
+                self._size += len(line)
+        self._cut()
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise type(error)(
+                error.errno,
+                f"a row is written for each update; writing to {self._path} failed ({error.strerror or error}): make "
+                "room there, make it writable, or put it back; what is in it stays",
+            ) from error
 
 
 class Rows:
@@ -100,9 +166,11 @@ class Rows:
         on_row: called with each row, a dict, soon after its update.
         say: prints a line, at the end of each epoch; None prints nothing.
         after: the iteration that the run goes on from; rows of later ones, of steps that are made again, are taken out.
+        warn: called with a line when the file cannot be written, and when it can again.
+        goes_on: whether rows then wait for that, instead of an error.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; what is in it stays, in whole lines.
     """
 
     def __init__(
@@ -111,10 +179,15 @@ class Rows:
         on_row: Callable[[dict[str, Any]], None] | None,
         say: Callable[[str], None] | None,
         after: int = 0,
+        warn: Callable[[str], None] = lambda line: None,
+        *,
+        goes_on: bool = False,
     ) -> None:
-        elapsed_s = 0.0 if run is None else _keep_rows(run / "rows.jsonl", after)
-        self._file = None if run is None else (run / "rows.jsonl").open("a", encoding="utf-8")
-        self._on_row, self._say = on_row, say
+        self._file = None if run is None else Lines(run / FILE, after)
+        elapsed_s = 0.0 if self._file is None else self._file.elapsed_s
+        self._on_row, self._say, self._warn, self._goes_on = on_row, say, warn, goes_on
+        self._problem: OSError | None = None  # while the file cannot be written
+        self._closes = False
         self._arrivals = Arrivals()
         self._lines: list[str] = []
         self._flushed = time.monotonic()
@@ -145,11 +218,19 @@ class Rows:
         self._flush()
 
     def close(self) -> None:
-        """Hand on what is still on its way, and close the file."""
-        self.hand_on_all()
+        """Hand on what is still on its way, and close the file; what cannot be written is a line, and no error."""
+        self._closes = True
+        try:
+            self.hand_on_all()
+            if self._problem is not None:
+                self._warn(f"the last {len(self._lines)} rows were not written: {self._problem}")
+        finally:
+            self._close_file()
+
+    def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
-            self._file = None
+            self._file, self._lines = None, []
 
     def _hand_on(self, moment: Moment, values: dict[str, float]) -> None:
         if self._file is not None:
@@ -184,7 +265,23 @@ class Rows:
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
-        if self._file is not None and self._lines:
-            self._file.write("".join(self._lines))
-            self._file.flush()
-            self._lines = []
+        if self._file is None or not self._lines:
+            return
+        try:
+            self._file.append("".join(self._lines))
+        except OSError as error:
+            self._take(error)
+            return
+        if self._problem is not None:
+            self._warn(f"rows are written again, with the {len(self._lines)} that waited")
+        self._lines, self._problem = [], None
+
+    def _take(self, error: OSError) -> None:
+        """The file cannot be written now."""
+        if not self._goes_on and not self._closes:
+            self._close_file()  # whoever closes this is not told again
+            raise error
+        if self._problem is None and not self._closes:
+            self._warn(f"no rows are written for now, training goes on: {error}")
+        self._problem = error
+        del self._lines[:-MOST_LINES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -10,8 +11,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,35 +78,31 @@ class RunFolder:
 
     def __init__(self, folder: Path, facts: Mapping[str, object], resume: bool | None) -> None:
         self.folder, self.news = folder.absolute(), list[str]()
-        self._make()
         self._lock = self._take_lock()
         try:
-            self._open(fingerprint(facts), resume)
+            with self._explaining():
+                self._open(fingerprint(facts), resume)
         except BaseException:
             self.close()
             raise
 
-    def _make(self) -> None:
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            yield
         except OSError as error:
             raise type(error)(
                 error.errno,
-                f"the run folder must be one that can be made and written; {self.folder} is not ({error.strerror}): "
-                "give another run=",
+                f"the run folder must be one that can be made and written; {self.folder} is not "
+                f"({error.strerror or error}): make room there, make it writable, or give another run=",
             ) from error
 
     def _take_lock(self) -> int:
         if self.folder in _open_here:
             raise RuntimeError(_second(self.folder, "another Loop of this process"))
-        try:
+        with self._explaining():
+            self.folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise type(error)(
-                error.errno,
-                f"the run folder must be one that can be made and written; {self.folder} is not ({error.strerror}): "
-                "give another run=",
-            ) from error
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -114,8 +111,9 @@ class RunFolder:
             raise RuntimeError(_second(self.folder, who or "another process")) from None
         except OSError:
             self.news.append(f"{self.folder} lies where files cannot be locked: see that no second run writes there")
-        os.truncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        with suppress(OSError):  # on a full disk it is held without a word
+            os.truncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         _open_here.add(self.folder)
         return lock
 
@@ -140,7 +138,9 @@ class RunFolder:
         else:
             self.id = secrets.token_hex(8)
         began = before["began"] if known and before is not None and "began" in before else time.time()
-        write_whole(self.folder / RUN, {"id": self.id, "began": began, "fingerprint": now})
+        said = {"id": self.id, "began": began, "fingerprint": now}
+        if said != before:  # a full disk is cleaned of what a killed save left, after this
+            write_whole(self.folder / RUN, said)
         self.forget_stop()
 
     def _move_away(self) -> None:
@@ -156,12 +156,18 @@ class RunFolder:
     # -- what it says --------------------------------------------------------------------------------------
 
     def tell(self, status: str, **facts: object) -> None:
-        """Say in status.json what becomes of the run: running, done, stopped, left, failed."""
+        """Say in status.json what becomes of the run: running, done, stopped, left, failed.
+
+        Raises:
+            OSError: it cannot be written, or another run's folder stands in the place of this one's.
+        """
+        if (read_json(self.folder / RUN) or {}).get("id") != self.id:
+            raise FileNotFoundError(errno.ENOENT, f"{self.folder} is no longer the folder of this run")
         write_whole(self.folder / STATUS, {"status": status, "at": time.time(), "process": os.getpid(), **facts})
 
     def asked_to_stop(self) -> str | None:
         """Why the run is asked to stop by a file in its folder, if it is."""
-        if not (self.folder / STOP).exists():
+        if not os.path.exists(self.folder / STOP):  # that of Path raises where the folder cannot be looked into
             return None
         with suppress(OSError):
             return (self.folder / STOP).read_text(errors="replace")[:200].strip() or "the file stop in its folder"

@@ -118,11 +118,11 @@ class Saver:
     def give_score(self, score: float) -> None:
         """Give the newest checkpoint its score, on rank 0; an error is everybody's at the next step."""
         self.wait()
-        if self._checkpoints is not None and self.last and self._error is None:
+        if self._checkpoints is not None and self.last:
             try:
                 self._checkpoints.give_score(self._checkpoints.folder / self.last, score)
             except (OSError, ValueError) as error:
-                self._error = error
+                self._take_error(error, "a checkpoint's score was not written")
 
     def _take(self, position: Mapping[str, int], copies: Copies) -> _Taken:
         packed = self._pack()
@@ -150,6 +150,12 @@ class Saver:
             if checkpoints.last_warning:
                 self._world.print(f"ddp_loop: {checkpoints.last_warning}")
         except Exception as error:
+            self._take_error(error, "no checkpoint was written")
+
+    def _take_error(self, error: Exception, what: str) -> None:
+        if isinstance(error, OSError) and self._on_error == "warn":
+            self._world.print(f"ddp_loop: {what}, training goes on: {said(error)}")
+        elif self._error is None:  # the first one is the cause
             self._error = error
 
     def _compare(self, key: str, names: list[str], sums: torch.Tensor) -> None:
@@ -187,9 +193,6 @@ class Saver:
     def problem(self) -> Exception | None:
         """What went wrong in an earlier save and is every rank's to know; on rank 0."""
         error, self._error = self._error, None
-        if isinstance(error, OSError) and self._on_error == "warn":
-            self._world.print(f"ddp_loop: no checkpoint was written, training goes on: {said(error)}")
-            return None
         return error
 
     def finish(self) -> None:

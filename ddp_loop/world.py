@@ -180,9 +180,10 @@ class World:
     # -- one rank, or one after the other ------------------------------------------------------------------
 
     def print(self, *values: object) -> None:
-        """Print from rank 0 alone, at once."""
+        """Print from rank 0 alone, at once; where nothing can be printed, as to a file on a full disk, it is not."""
         if self.rank == 0:
-            print(*values, flush=True)
+            with suppress(OSError):
+                print(*values, flush=True)
 
     @contextmanager
     def first(self, timeout_s: float = 1800.0) -> Iterator[None]:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -98,7 +99,8 @@ def child_processes() -> frozenset[int]:
     started = {child.pid for child in multiprocessing.active_children() if child.pid}
     listed: set[int] = set()
     for children in Path("/proc/self/task").glob("*/children"):
-        listed.update(int(pid) for pid in children.read_text().split())
+        with suppress(FileNotFoundError):  # a thread that has ended since
+            listed.update(int(pid) for pid in children.read_text().split())
     return frozenset(started | listed)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from ddp_loop.checkpoints import MANIFEST, STATE, TENSORS, Checkpoints, Refused
 from ddp_loop.packing import pack, unpack
-from tests.faults.flip_bits import flip_checkpoints, flipped
+from tests.faults.flip_bits import cut, flip_checkpoints, flipped
 
 FILES = (TENSORS, STATE, MANIFEST)
 
@@ -83,10 +83,12 @@ def test_a_forged_manifest_with_the_same_words_is_the_same(newest: Path) -> None
     assert (newest / MANIFEST).read_bytes() == before
 
 
-def test_every_flipped_bit_is_seen(tmp_path: Path) -> None:
+def test_every_flipped_bit_and_every_cut_is_seen(tmp_path: Path) -> None:
     state = {"w": torch.randn(64), "n": torch.ones(3)}
     counts = flip_checkpoints(tmp_path, state, 3 * 40, random.Random(0))
     assert {name: dict(one) for name, one in counts.items()} == {name: {"seen": 40} for name in FILES}
+    counts = flip_checkpoints(tmp_path / "cut", state, 3 * 10, random.Random(0), cut)
+    assert {name: dict(one) for name, one in counts.items()} == {name: {"seen": 10} for name in FILES}
 
 
 def test_bits_are_flipped_and_flipped_back(tmp_path: Path) -> None:

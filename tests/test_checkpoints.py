@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ddp_loop.checkpoints import MANIFEST, TENSORS, Checkpoints, run_id_of
+from ddp_loop.checkpoints import MANIFEST, TENSORS, Checkpoints, Refused, run_id_of
 from ddp_loop.listing import list_checkpoints
 from ddp_loop.packing import Packed, pack, unpack
 from tests.faults import kill_while_saving
@@ -108,6 +108,21 @@ def test_the_last_ones_and_the_best_stay(checkpoints: Checkpoints, run: Path) ->
     assert [entry.iteration for entry in checkpoints.entries()] == [8, 7, 6, 2]
     write(checkpoints, 9, 0.1)
     assert names(run) == steps(7, 8, 9)
+
+
+def test_a_score_that_is_given_later_counts(checkpoints: Checkpoints, run: Path) -> None:
+    path = write(checkpoints, 1, 5.0)
+    before = checkpoints.read(path)
+    checkpoints.give_score(path, -2.5)
+    found = checkpoints.read(path)
+    assert (found.score, found.iteration, dict(found.facts)) == (-2.5, before.iteration, dict(before.facts))
+    for iteration in range(2, 7):
+        write(checkpoints, iteration, 0.0)
+    assert names(run) == steps(1, 4, 5, 6)
+    (path / TENSORS).unlink()
+    with pytest.raises(Refused, match=r"tensors\.safetensors is missing"):
+        checkpoints.give_score(path, 1.0)
+    assert names(run) == steps(1, 4, 5, 6)
 
 
 def test_the_one_just_written_stays_also_where_newer_ones_are(checkpoints: Checkpoints, run: Path) -> None:

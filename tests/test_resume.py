@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel
 
 import ddp_loop as dl
+from ddp_loop.checkpoints import Checkpoints, run_id_of
 from ddp_loop.digests import digest, leaves
 from tests.harness import OnRanks
 
@@ -315,3 +316,16 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
     scores = {1: 5.0, 2: 4.0, 3: 0.5, 4: 3.0, 5: float("nan"), 6: 2.0, 7: 0.5, 8: 9.0, 9: 8.0, 10: 7.0}
     train(str(tmp_path), keep=2, score=scores)
     assert checkpoints_of(tmp_path) == [3, 9, 10]
+
+
+def test_a_score_of_a_whole_epoch_is_that_of_its_last_step(tmp_path: Path) -> None:
+    scores = dict.fromkeys(range(1, 11), 9.0) | {5: 0.25, 10: 0.5}
+    whole = train("")
+    for every in (None, 4, 10**6):  # written behind the epoch, before its end, or kept in memory until it has a score
+        run = tmp_path / str(every)
+        train(str(run), keep=1, score=scores, save_every=every)
+        assert checkpoints_of(run) == [5, 10]
+        found = Checkpoints(run, run_id_of(run) or "").entries(verify=True)
+        assert [(one.iteration, one.score, one.problem) for one in found] == [(10, 0.5, None), (5, 0.25, None)]
+        shutil.rmtree(run / "checkpoints" / "step-00000010")
+        assert different(whole, train(str(run), keep=1, score=scores, save_every=every)) == []

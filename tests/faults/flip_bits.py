@@ -1,7 +1,7 @@
-"""Flip one bit of a checkpoint, many times: is it seen?   python -m tests.faults.flip_bits --flips 1000
+"""Flip one bit of a checkpoint, or cut a file short, many times: is it seen?   python -m tests.faults.flip_bits
 
-The flips go over the three files in turn. Each must be refused with its file named, and the checkpoint before it used.
-The control flips bits of the same state as torch.save and safetensors write it: there most are read without a word.
+The flips and cuts go over the three files in turn. Each must be refused with its file named, and the checkpoint before
+it used. The control flips bits of the same state as torch.save and safetensors write it: most are read without a word.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from ddp_loop.checkpoints import MANIFEST, STATE, TENSORS, Checkpoints
 from ddp_loop.packing import pack
 
 State = dict[str, torch.Tensor]
+Damage = Callable[[Path, random.Random], AbstractContextManager[None]]
 
 
 @contextmanager
@@ -39,8 +40,20 @@ def flipped(path: Path, chance: random.Random) -> Iterator[None]:
             yield
 
 
-def flip_checkpoints(folder: Path, state: State, flips: int, chance: random.Random) -> dict[str, Counter[str]]:
+@contextmanager
+def cut(path: Path, chance: random.Random) -> Iterator[None]:
+    """A file without its end, for a while."""
+    data = path.read_bytes()
+    path.write_bytes(data[: chance.randrange(len(data))])
+    yield
+    path.write_bytes(data)
+
+
+def flip_checkpoints(
+    folder: Path, state: State, flips: int, chance: random.Random, damaged: Damage = flipped
+) -> dict[str, Counter[str]]:
     """For each file how many flips were seen, and how many not."""
+    folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text(json.dumps({"id": "flipped"}))
     checkpoints = Checkpoints(folder, "flipped")
     for iteration in (1, 2):
@@ -48,7 +61,7 @@ def flip_checkpoints(folder: Path, state: State, flips: int, chance: random.Rand
     counts: dict[str, Counter[str]] = {name: Counter() for name in (TENSORS, STATE, MANIFEST)}
     for number in range(flips):
         name = (TENSORS, STATE, MANIFEST)[number % 3]
-        with flipped(path / name, chance):
+        with damaged(path / name, chance):
             found = checkpoints.newest()
             seen = (
                 found is not None
@@ -86,6 +99,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description="flip single bits")
     parser.add_argument("--flips", type=int, default=1000)
+    parser.add_argument("--cuts", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     said = parser.parse_args()
     torch.set_num_threads(1)
@@ -94,7 +108,8 @@ def main() -> int:
     state = {name: torch.randn(128, 128) for name in ("a", "b", "c")}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        own = flip_checkpoints(folder, state, said.flips, chance)
+        own = flip_checkpoints(folder / "flipped", state, said.flips, chance)
+        short = flip_checkpoints(folder / "cut", state, said.cuts, chance, cut)
         torch.save(state, folder / "state.pt")
         plain = flip_file(
             folder / "state.pt", lambda path: torch.load(path, weights_only=True), state, said.flips, chance
@@ -103,11 +118,16 @@ def main() -> int:
         bare = flip_file(folder / "state.safetensors", lambda path: load_file(path), state, said.flips, chance)
     print(f"`python -m tests.faults.flip_bits {' '.join(sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}, "
           f"torch {torch.__version__}\n")  # fmt: skip
-    print("| file | flips | seen | not seen, other numbers | not seen, same numbers |\n|---|--:|--:|--:|--:|")
-    rows = {**own, "torch.save, torch.load(weights_only=True)": plain, "safetensors alone": bare}
+    print("| file | flips or cuts | seen | not seen, other numbers | not seen, same numbers |\n|---|--:|--:|--:|--:|")
+    rows = {
+        **own,
+        **{f"{name}, cut short": one for name, one in short.items()},
+        "torch.save, torch.load(weights_only=True)": plain,
+        "safetensors alone": bare,
+    }
     for name, one in rows.items():
         print(f"| {name} | {one.total()} | {one['seen']} | {one['not seen']} | {one['same numbers']} |")
-    return int(any(one["not seen"] for one in own.values()))
+    return int(any(one["not seen"] for one in (*own.values(), *short.values())))
 
 
 if __name__ == "__main__":
