@@ -248,18 +248,26 @@ class Batches:
         before = 0 if self._has_length else epoch * (self.length or 0)
         return torch.arange(before + start, before + start + number)
 
-    def epoch(self, epoch: int, start: int = 0) -> Generator[Loaded, None, None]:
-        """The mini-batches of an epoch from position `start` on, with this rank's data."""
+    def epoch(self, epoch: int, start: int = 0, *, held: bool = True) -> Generator[Loaded, None, None]:
+        """The mini-batches of an epoch from position `start` on, with this rank's data.
+
+        Args:
+            held: when it is left, mini-batches that are held can still be read, so its workers go on; else they end.
+        """
         if isinstance(self._reader, StreamReader):
             yield from self._stream_epoch(self._reader, epoch, start)
             return
         # Two plans: readers may run ahead, and on a rank without shards they never start.
         stream = self._reader(self._requests(self._plan(epoch, start)))
-        for mini_batch in self._plan(epoch, start):
-            loaded = Loaded(mini_batch, stream, self._changed, self._nothing)
-            yield loaded
-            loaded.finish_reading()
-        stream.close()  # ends its workers, also while the last mini-batch is still held
+        try:
+            for mini_batch in self._plan(epoch, start):
+                loaded = Loaded(mini_batch, stream, self._changed, self._nothing)
+                yield loaded
+                loaded.finish_reading()
+            held = False
+        finally:
+            if not held:
+                stream.close()  # ends its workers, also while a mini-batch is still held: the last, or one read ahead
 
     def _stream_epoch(self, stream: StreamReader, epoch: int, start: int) -> Generator[Loaded, None, None]:
         for position, piece in enumerate(stream(epoch)):

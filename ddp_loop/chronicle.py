@@ -160,8 +160,7 @@ class Chronicle:
             if stop or ends:
                 self.keeper.finish()
         if stop:
-            self.stopped = self._world.stop_asked or "loop.stop()"
-            self._world.stop_followed()
+            self.stopped = self._world.stop_followed() or "loop.stop()"
 
     def save(self, score: float | None) -> None:
         """Ask for a checkpoint: after the step at hand, else of the epoch's end. Every rank must call this."""
@@ -195,9 +194,9 @@ class Chronicle:
             with self._as_rows():
                 self._rows.hand_on_all()
 
-    def _stop_here(self) -> None:
+    def _stop_here(self, why: str) -> None:
         """Keep what was made: all ranks stop between two steps, or behind a fold. Every rank must call this."""
-        self.stopped = self._world.stop_asked or "a stop"
+        self.stopped = why
         if self.keeper is not None:
             if self._held == self._where.iteration:
                 self._save_held()

@@ -101,7 +101,7 @@ def evaluate(
             rows[mini_batch.position * batches.shards + shard.number] = row
             if world.stop_asked is not None:
                 break
-    world.agree_to_stop(world.stop_asked is not None)
+    world.agree_to_stop()
     observations, *totals = _added_up(rows, 1 + len(metrics), world).tolist()
     means = {name: total / observations for name, total in zip(metrics, totals, strict=True)}
     world.stage = stage
@@ -172,7 +172,7 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
                 whole[at.to(world.device)] = output.to(world.device)
             if world.stop_asked is not None:
                 break
-    world.agree_to_stop(world.stop_asked is not None)
+    world.agree_to_stop()
     told = dict.fromkeys(form for forms in world.gather(forms) for form in forms)
     if len(told) > 1:
         raise ValueError(

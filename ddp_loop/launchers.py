@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
 
 PEER_FAILED_EXIT = 75  # the exit code of a process that was ended since another rank failed
 _PR_SET_PDEATHSIG = 1
@@ -24,3 +26,15 @@ def end_with_torchrun(environment: Mapping[str, str]) -> None:
     parent = os.getppid()  # 1 is no sign of an orphan: in a container torchrun may be the first process
     if "TORCHELASTIC_RUN_ID" in environment and end_with_parent() and os.getppid() != parent:
         os._exit(PEER_FAILED_EXIT)  # it died as we asked
+
+
+def children_but(known: set[BaseProcess]) -> set[BaseProcess]:
+    """This process's living children, but for the known ones."""
+    return set(multiprocessing.active_children()) - known
+
+
+def end_daemons(children: set[BaseProcess]) -> None:
+    """End those of them that would end with this process: workers of a DataLoader."""
+    for child in children:
+        if child.daemon:
+            child.terminate()

@@ -263,7 +263,7 @@ class Loop:
         if (tracer := self._chronicle.tracer) is not None and tracer.is_new:
             tracer.start(self.iteration)
         try:
-            with closing(self.batches.epoch(where.epochs, where.at)) as self._stream:
+            with closing(self.batches.epoch(where.epochs, where.at, held=False)) as self._stream:
                 while (loaded := self._take_next()) is not None:
                     yield from self._one_step(loaded)
                     if where.has_made_all or self.stopped is not None:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_loop.connections import keeps_a_group
-from ddp_loop.launchers import PEER_FAILED_EXIT, end_with_parent
+from ddp_loop.launchers import PEER_FAILED_EXIT, children_but, end_daemons, end_with_parent
 from ddp_loop.words import PeerFailed, Stopped
 
 _PARENT_CHECK_S = 1.0
@@ -314,7 +314,7 @@ def _surround(task: Task, threads: int) -> None:
 
 def _run(task: Task, threads: int) -> Answer:
     answer: Answer
-    children = set(multiprocessing.active_children())
+    children = children_but(set())
     try:
         _surround(task, threads)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -328,18 +328,11 @@ def _run(task: Task, threads: int) -> Answer:
         # SystemExit and KeyboardInterrupt too: no task ends a worker of the pool.
         _leave_group(failed=True)
         answer = _raised(error)
-        _end_daemons(children)
+        end_daemons(children_but(children))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _flush()
     return replace(answer, last=keeps_a_group())
-
-
-def _end_daemons(before: set[multiprocessing.process.BaseProcess]) -> None:
-    """End what a failed task started and would end with its process: a worker of a DataLoader, asleep or idle."""
-    for child in set(multiprocessing.active_children()) - before:
-        if child.daemon:
-            child.terminate()
 
 
 def _returned(result: Any) -> Returned:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 from ddp_loop.determinism import preserved_streams, stream_key
 from ddp_loop.keyed import Keyed
+from ddp_loop.launchers import children_but, end_daemons
 from ddp_loop.places import Places, at_places, devices_in, kept, map_tensors, moved, tensors_in
 
 # What of a DataLoader's keywords is the user's to choose; order, batches and shards are those of Batches. Not
@@ -207,9 +209,12 @@ class LoaderReader:
         here = self._loader.num_workers == 0  # then reading would disturb this process's own streams
         keep: Callable[[], AbstractContextManager[None]] = preserved_streams if here else nullcontext
         loaded: Iterator[Any] | None = None
+        before = children_but(set())
+        workers: set[BaseProcess] = set()
         try:
             with keep():
                 loaded = iter(self._loader)
+            workers = set() if self._loader.persistent_workers else children_but(before)
             while True:
                 if self._loader.persistent_workers and this_pass != self._passes:
                     raise RuntimeError(
@@ -221,6 +226,9 @@ class LoaderReader:
                 if data is self:
                     return
                 yield moved(data, self._places)
+        except GeneratorExit:
+            end_daemons(workers)  # one that is asleep, or slow, is not waited for: torch does so for 5 s
+            raise
         except Exception as error:
             if here:
                 raise

@@ -118,6 +118,7 @@ class RunFolder:
         return lock
 
     def _open(self, now: dict[str, object], resume: bool | None) -> None:
+        self.forget_stop()
         before = read_json(self.folder / RUN)
         known = before is not None and isinstance(before.get("id"), str)
         if known and resume is False:
@@ -141,7 +142,6 @@ class RunFolder:
         said = {"id": self.id, "began": began, "fingerprint": now}
         if said != before:  # a full disk is cleaned of what a killed save left, after this
             write_whole(self.folder / RUN, said)
-        self.forget_stop()
 
     def _move_away(self) -> None:
         number = 1

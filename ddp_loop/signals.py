@@ -15,6 +15,7 @@ from typing import Any
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM)
 _taken: list[Signals] = []  # by this process; what a fork must undo
+_obeying: list[threading.Thread] = []  # in a forked process
 
 
 class Signals:
@@ -67,16 +68,32 @@ def _note(number: int, frame: FrameType | None) -> None:
 def _undo_in_forks() -> None:
     """In a forked process (a worker of a DataLoader) signals are not the run's: its descriptor is the parent's own.
 
-    Ctrl-C reaches all of a terminal's processes; the step under way needs its workers until it is over.
+    Ctrl-C reaches all of a terminal's processes, and torchrun, or a cluster, sends SIGTERM to a rank with its workers;
+    the step under way needs them until it is over. So they obey their parent alone.
     """
-
-    def undo() -> None:
-        if _taken:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            _taken.clear()
-
     if not getattr(_undo_in_forks, "done", False):
-        os.register_at_fork(after_in_child=undo)
+        os.register_at_fork(after_in_child=_undo)
         _undo_in_forks.done = True  # type: ignore[attr-defined]
+
+
+def _undo() -> None:
+    if _taken:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _taken.clear()
+        if hasattr(signal, "sigwaitinfo"):
+            # Blocked, since torch gives its workers a handler that lets anybody's SIGTERM end them.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            _obeying.append(threading.Thread(target=_obey_parent, name="ddp_loop SIGTERM", daemon=True))
+            _obeying[0].start()
+    elif _obeying:  # a fork of the fork
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        _obeying.clear()
+
+
+def _obey_parent() -> None:
+    while True:
+        sender = signal.sigwaitinfo([signal.SIGTERM]).si_pid
+        if sender == os.getppid():
+            os._exit(0)  # as a worker of torch's ends then

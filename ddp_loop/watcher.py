@@ -67,6 +67,7 @@ class Watcher:
         self._deadline, self._exit = float("inf"), (1, "")
         self._interrupt_at = float("inf")
         self._seen_news, self._followed_at = 0, 0.0
+        self._lock = threading.Lock()  # of what stop_followed changes
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self.signals = Signals(self._write)
@@ -108,16 +109,29 @@ class Watcher:
             self.has_followed, self._interrupts = False, []
         self.signals.take()
 
-    def stop_followed(self) -> None:
-        """The request was followed, on every rank at the same step: it is not seen again."""
-        self._words.stop_followed()
-        self.stop, self.has_followed, self._followed_at = None, True, time.monotonic()
-        self._seen_news = -1
+    def stop_followed(self) -> str | None:
+        """The request was followed, on every rank at the same step: it is not seen again.
+
+        Returns:
+            Why they were asked, also where nobody looked before; None if no word was left.
+        """
+        with self._lock:
+            why = self.stop
+            with suppress(RuntimeError):  # the store is gone with the launcher
+                why = why or self._words.told_stop()
+            self._words.stop_followed()
+            self.stop, self.has_followed, self._followed_at = None, True, time.monotonic()
+            self._seen_news = -1
+        return why
 
     def ask_to_stop(self, why: str) -> None:
-        """Ask all ranks to stop."""
-        self.stop = self.stop or why
-        self._words.tell_stop(why)
+        """Ask all ranks to stop, unless they have just stopped: a file that asks for it is there for a moment more."""
+        with self._lock:
+            if self.has_followed:
+                return
+            with suppress(RuntimeError):  # the store is gone with the launcher
+                self._words.tell_stop(why)
+            self.stop = self.stop or why  # behind the word: who learns of the stop in a fold finds it
 
     def raise_pending(self) -> None:
         """Raise in the main thread what it was interrupted for."""
@@ -154,8 +168,9 @@ class Watcher:
         if (news := self._words.news()) == self._seen_news:
             return
         self._seen_news = news
-        if self.stop is None and (why := self._words.told_stop()):
-            self.stop = why
+        with self._lock:
+            if self.stop is None and (why := self._words.told_stop()):
+                self.stop = why
         if self._answered is False and self._words.is_called():
             self._answered = True
             self._words.answer(Here(self._where(), self._stack()))
@@ -183,16 +198,20 @@ class Watcher:
         if number != signal.SIGINT:
             if self.stop is None:
                 self.ask_to_stop(f"{name} at rank {self._rank}")
-                self.say(f"stopping after this step: {name}")
+                self._say(f"stopping after this step: {name}")
         elif times == 1:
             self.ask_to_stop(f"Ctrl-C at rank {self._rank}")
-            self.say("stopping after this step: Ctrl-C; once more leaves at once, without a checkpoint")
+            self._say("stopping after this step: Ctrl-C; once more leaves at once, without a checkpoint")
         elif times == 2:
             self._pending = KeyboardInterrupt("a second Ctrl-C")
             self._limit(_END_S, 128 + number, f"ddp_loop: rank {self._rank} was ended by Ctrl-C\n")
             self._interrupt()
         else:
             os._exit(128 + number)
+
+    def _say(self, line: str) -> None:
+        with suppress(OSError, ValueError):  # nobody reads it any more; this thread must live on
+            self.say(line)
 
     def _is_same(self, now: float) -> bool:
         """Whether this Ctrl-C is the last one again; else it counts."""

@@ -54,7 +54,7 @@ class World:
         self._collectives = Collectives(None, None, self._words, device, timeout_s)
         self._watcher: Watcher | None = None
         self.stage, self.step = "", 0
-        self._stop_here: Callable[[], None] | None = None
+        self._stop_here: Callable[[str], None] | None = None
         self.ended_by: BaseException | None = None
         try:
             if place.size > 1 or dist.is_initialized():
@@ -257,7 +257,7 @@ class World:
         """Why the ranks are asked to stop, as far as this one knows; None if they are not, or no loop could follow."""
         return None if self._watcher is None or self._stop_here is None else self._watcher.stop
 
-    def take_requests(self, elsewhere: Callable[[], str | None], stop_here: Callable[[], None]) -> None:
+    def take_requests(self, elsewhere: Callable[[], str | None], stop_here: Callable[[str], None]) -> None:
         """Take SIGINT and SIGTERM as requests to stop, and what `elsewhere` finds; `stop_here` keeps what was made."""
         if self._watcher is not None:
             self._watcher.look_for_stop, self._watcher.say = elsewhere, self._say
@@ -272,19 +272,18 @@ class World:
                 self._watcher.signals.put_back()
             self._stop_here = None
 
-    def stop_followed(self) -> None:
-        """The request was followed, on every rank at the same step."""
-        if self._watcher is not None:
-            self._watcher.stop_followed()
+    def stop_followed(self) -> str | None:
+        """The request was followed, on every rank at the same step; why it was made, if anybody said so."""
+        return None if self._watcher is None else self._watcher.stop_followed()
 
-    def agree_to_stop(self, seen: bool) -> None:
-        """Leave on every rank if one has `seen` a request to stop outside of a step. Every rank must call this.
+    def agree_to_stop(self) -> None:
+        """Leave on every rank if one was asked to stop, outside of a step. Every rank must call this.
 
         Raises:
             Stopped: what was made is kept.
         """
-        if self._stop_here is not None and any(self.gather(seen, "requests to stop")):
-            self._stop_here()
+        if self._stop_here is not None and any(asked := self.gather(self.stop_asked, "requests to stop")):
+            self._stop_here(next(why for why in asked if why))
             self.stop_followed()
             raise Stopped
 

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +27,7 @@ import torch
 from ddp_loop.durable import SAVING
 from ddp_loop.launching import Pool, RankFailed
 from tests.faults.job import FINAL, Job, Mark
+from tests.faults.launched import start_torchrun
 
 ROOT = Path(__file__).parents[2]
 AIMS = ("data", "forward", "backward", "optimizer", "save", "peers", "backward", "data", "forward", "peers")
@@ -139,17 +139,6 @@ def rows_problem(run: Path, *, whole: bool) -> str | None:
     return None
 
 
-def start_torchrun(job: Job, ranks: int, log: Path, *options: str) -> subprocess.Popen[bytes]:
-    """The job under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *options]
-    keywords = [f"--epochs={job.epochs}", f"--workers={job.workers}", f"--evaluate_s={job.evaluate_s}"]
-    with log.open("ab") as out:
-        return subprocess.Popen(
-            [sys.executable, *launcher, str(ROOT / "tests/faults/job.py"), job.run, job.marks, *keywords],
-            stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-
-
 def parent_of(process: int) -> int:
     """A process's parent; 0 if it is gone."""
     try:
@@ -219,16 +208,20 @@ def in_the_pool(pool: Pool, job: Job, kills: int, first: int, chance: random.Ran
         counts.ways[f"killed on {ranks} ranks, started again in a pool"] += 1
 
 
-def judge(job: Job, expected: str, counts: Counts) -> None:
-    """Hold the end of a run against what it must be."""
+def end_problem(job: Job, expected: str) -> str | None:
+    """What is wrong with the end of a run."""
     run, steps = Path(job.run), 10 * job.epochs
     found = json.loads((run / FINAL).read_text()) if (run / FINAL).exists() else {}
-    problem = rows_problem(run, whole=True)
-    if problem is None and len((run / "rows.jsonl").read_text().splitlines()) != steps:
-        problem = "rows are missing at the end"
-    if found != {"iteration": steps, "digest": expected}:
-        problem = problem or f"the end is {found}, it must be {expected}"
-    if problem is None:
+    if (problem := rows_problem(run, whole=True)) is not None:
+        return problem
+    if len((run / "rows.jsonl").read_text().splitlines()) != steps:
+        return "rows are missing at the end"
+    return None if found == {"iteration": steps, "digest": expected} else f"the end is {found}, it must be {expected}"
+
+
+def judge(job: Job, expected: str, counts: Counts) -> None:
+    """Hold the end of a run against what it must be."""
+    if (problem := end_problem(job, expected)) is None:
         counts.equal += counts.kills_of_run
     else:
         counts.broken.append(problem)
