@@ -172,7 +172,8 @@ class Chronicle:
             if score is not None:
                 self.keeper.give_score(score)
         else:
-            self.keeper.asked, self.keeper.score = True, score
+            self.keeper.asked = True
+            self.keeper.score = self.keeper.score if score is None else score
 
     def _save_held(self, score: float | None = None) -> None:
         if self.keeper is not None:

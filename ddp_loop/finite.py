@@ -95,6 +95,19 @@ class Guard:
             self.settle()
         return self._skipped
 
+    def state_dict(self) -> dict[str, int]:
+        """How many steps were left out, and how many in a row up to which; a GPU is waited for.
+
+        Raises:
+            FloatingPointError: the last step's values are not finite: no checkpoint is to be of it.
+        """
+        self.settle()
+        return {"skipped": self._skipped, "in_a_row": self._in_a_row, "last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on counting."""
+        self._skipped, self._in_a_row, self._last = state["skipped"], state["in_a_row"], state["last"]
+
     # -- the fold ------------------------------------------------------------------------------------------
 
     def judge(self, loss: torch.Tensor, gradients: FoldedGradients) -> torch.Tensor | bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ddp_loop.checkpoints import Checkpoints
 from ddp_loop.restoring import check_restorable
 from ddp_loop.runs import STATUS, RunFolder, write_whole
-from ddp_loop.saving import ON_SAVE_ERROR, OnSaveError, Saver
+from ddp_loop.saving import ON_SAVE_ERROR, OnSaveError, Part, Saver
 from ddp_loop.words import PeerFailed, said
 from ddp_loop.world import World
 
@@ -63,7 +63,9 @@ class Keeper:
         state: Mapping[str, object],
         keeping: Keeping,
         without: Collection[str] = (),
+        parts: Mapping[str, Part] | None = None,
     ) -> None:
+        self._parts = parts
         self.folder, self._world, self._keeping = folder, world, keeping
         self._state, self._without = state, without
         self._run: RunFolder | None = None
@@ -97,8 +99,14 @@ class Keeper:
 
         self._world.once(take)
         self._saver = Saver(
-            self._state, self._world, checkpoints, without=self._without, on_error=self._keeping.on_error
+            self._state,
+            self._world,
+            checkpoints,
+            without=self._without,
+            on_error=self._keeping.on_error,
+            parts=self._parts,
         )
+        self._saver.check()
         position = self._saver.restore()
         self.tell("running", iteration=position["iteration"] if position else 0)
         return position
@@ -150,6 +158,8 @@ class Keeper:
         """Give the newest checkpoint its score."""
         if self._saver is not None:
             self._saver.give_score(score)
+            if self._ended and (problem := self._saver.problem()) is not None:
+                raise problem  # no next step will tell
 
     def problem(self) -> Exception | None:
         """What went wrong in an earlier save."""

@@ -26,16 +26,14 @@ from ddp_loop.gathering import Gathering
 from ddp_loop.keeping import Keeper, Keeping
 from ddp_loop.positions import Position
 from ddp_loop.records import Folded
-from ddp_loop.replicas import check_structure, find_modules, find_parameters, find_tensors, make_equal
+from ddp_loop.replicas import Trained, check_structure, find_modules, find_parameters, find_tensors, make_equal
 from ddp_loop.replication import Replicas
-from ddp_loop.saving import OnSaveError
+from ddp_loop.saving import OnSaveError, Part
 from ddp_loop.shards import MiniBatch
 from ddp_loop.step import Step
 from ddp_loop.tracing import Watch, current_watch
 
 MIB = 2**20
-_SAME = "epochs, steps, bucket_mib, check_replicas, not_finite, ordered, run, resume, save_every"
-_SAME = "epochs, steps, bucket_mib, check_replicas, not_finite, ordered, run, resume, save_every"
 _SAME = "epochs, steps, bucket_mib, check_replicas, not_finite, ordered, run, resume, save_every"
 
 
@@ -120,9 +118,9 @@ class Loop:
         watch = current_watch()
         folder = None if run is None else Path(run)
         keeping = Keeping(save_every, save_every_s, keep, on_save_error)
+        self._guard = Guard(not_finite, batches.indices, self._state, late=self.world.device.type != "cpu")
         self._chronicle = self._make_chronicle(folder if watch is None else None, keeping, buffers or {})
         self._gathering = Gathering(self.world)
-        self._guard = Guard(not_finite, batches.indices, self._state, late=self.world.device.type != "cpu")
         self._stream: Iterator[Loaded] = iter(())
         self._ahead: list[Loaded | Exception | None] = []  # the next mini-batch, if it was looked for already
         self.world.on_leaving(self._leave)
@@ -154,7 +152,8 @@ class Loop:
         keeper = None
         if folder is not None:
             local = [name for name, policy in buffers.items() if policy == "local"]
-            keeper = Keeper(folder, self.world, self._state, keeping, local)
+            parts: dict[str, Part] = {"guard": self._guard, "trained": Trained(self._state)}
+            keeper = Keeper(folder, self.world, self._state, keeping, local, parts)
         return Chronicle(self.world, self._where, keeper)
 
     def _begin(self, resume: bool | None, on_row: Callable[[dict[str, Any]], None] | None, progress: bool) -> None:

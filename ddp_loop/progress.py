@@ -18,6 +18,7 @@ import torch
 
 FILE = "rows.jsonl"  # in a run folder
 FLUSH_S = 0.5  # it grows in whole lines, at least this often
+_PLACE = ("epoch", "iteration", "observations", "elapsed_s")
 MOST_LINES = 100_000  # that wait for room, some 20 MB; then the oldest are left out
 
 
@@ -93,6 +94,7 @@ class Lines:
     def __init__(self, path: Path, after: int) -> None:
         self._path = path
         self.elapsed_s, self._size = 0.0, 0  # of what is whole
+        self.of_the_last_epoch: list[dict[str, Any]] = []  # the rows that stay
         with self._explaining():
             self._file = path.open("a+b", buffering=0)  # what could not be written waits nowhere else
             try:
@@ -141,6 +143,9 @@ class Lines:
                     if not line.endswith(b"\n") or row["iteration"] > after:
                         break
                     self.elapsed_s = float(row["elapsed_s"])
+                    if self.of_the_last_epoch and self.of_the_last_epoch[0]["epoch"] != row["epoch"]:
+                        self.of_the_last_epoch = []
+                    self.of_the_last_epoch.append(row)
                 except (ValueError, KeyError, TypeError):
                     break
                 self._size += len(line)
@@ -194,7 +199,10 @@ class Rows:
         self._began = self._flushed - elapsed_s
         self._sums: dict[str, float] = {}
         self._weight = 0.0
-        self._skipped = 0
+        self._skipped = self._epoch = 0
+        for row in [] if self._file is None else self._file.of_the_last_epoch:  # that it may go on in
+            values = {name: nan if one is None else one for name, one in row.items() if name not in _PLACE}
+            self._add_up(Moment(row["epoch"], row["iteration"], row["observations"], 0.0, ends_epoch=False), values)
 
     def add(self, epoch: int, iteration: int, observations: int, ends_epoch: bool,
             names: tuple[str, ...], values: torch.Tensor) -> None:  # fmt: skip
@@ -248,6 +256,8 @@ class Rows:
             self._add_up(moment, dict(values))
 
     def _add_up(self, moment: Moment, values: dict[str, float]) -> None:
+        if moment.epoch != self._epoch:
+            self._sums, self._weight, self._skipped, self._epoch = {}, 0.0, 0, moment.epoch
         weight = values.pop("weight", float(moment.observations))  # as the step's own means are weighted
         if values.pop("skipped", 0.0):
             self._skipped += 1
@@ -261,7 +271,7 @@ class Rows:
             if self._skipped:
                 said += f"{', ' if said else ''}{self._skipped} steps skipped, not finite"
             self._say(f"Epoch: {moment.epoch}, {said}")
-            self._sums, self._weight, self._skipped = {}, 0.0, 0
+            self._epoch = 0
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()

@@ -42,6 +42,22 @@ def find_parameters(state: Mapping[str, object]) -> dict[str, Parameter]:
     return {name: parameter for parameter, name in found.items()}
 
 
+class Trained:
+    """Which parameters of a job want a gradient: `state_dict` of a module does not say it."""
+
+    def __init__(self, state: Mapping[str, object]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """The names of those that want none."""
+        return {"frozen": [name for name, one in find_parameters(self._state).items() if not one.requires_grad]}
+
+    def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
+        """Freeze those, and no others."""
+        for name, one in find_parameters(self._state).items():
+            one.requires_grad_(name not in state["frozen"])
+
+
 def find_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """All parameters and buffers of a job, by name."""
     tensors: dict[str, torch.Tensor] = dict(find_parameters(state))

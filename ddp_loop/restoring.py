@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, MutableMapping
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -73,13 +74,35 @@ def put_back(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:
 
 def _put_back(value: Any, kept: Any) -> None:
     if isinstance(value, Optimizer):
+        needed = set(value.defaults)
         value.load_state_dict(kept)
+        for number, group in enumerate(value.param_groups):
+            if missing := sorted(needed - group.keys()):
+                raise ValueError(f"it is a {type(value).__name__}, whose group {number} needs {missing}")
         _keep_bits(value, kept)
     elif hasattr(value, "load_state_dict"):
         value.load_state_dict(kept)
     else:
-        value.clear()
-        value.update(kept)
+        _fill(value, kept)
+
+
+def _fill(own: MutableMapping[Any, Any], kept: Mapping[Any, Any]) -> None:
+    """Make a dict what `kept` says; the dicts and lists in it stay those that the script may hold."""
+    filled = {key: _filled(own.get(key), one) for key, one in kept.items()}
+    own.clear()
+    own.update(filled)
+
+
+def _filled(own: Any, kept: Any) -> Any:
+    if isinstance(own, MutableMapping) and isinstance(kept, Mapping):
+        _fill(own, kept)
+        return own
+    if type(own) is list and type(kept) is list:
+        own[:] = [_filled(before, one) for before, one in zip_longest(own[: len(kept)], kept)]
+        return own
+    if isinstance(own, torch.Tensor) and isinstance(kept, torch.Tensor):
+        return kept.to(own.device)
+    return kept
 
 
 def _keep_bits(optimizer: Optimizer, kept: Mapping[str, Any]) -> None:
@@ -89,11 +112,19 @@ def _keep_bits(optimizer: Optimizer, kept: Mapping[str, Any]) -> None:
         number: one for group, saved in pairs for one, number in zip(group["params"], saved["params"], strict=True)
     }
     for number, saved in kept["state"].items():
-        own = optimizer.state[numbers[number]]
-        for key, value in saved.items():
-            now = own.get(key)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
-                if (now.dtype, now.stride()) != (value.dtype, value.stride()):
-                    own[key] = value.to(now.device, copy=True)
-                elif now.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-                    own[key] = value.clone()  # what was read is read again by others
+        place = numbers.get(number, number)  # what belongs to no parameter has a name of its own
+        optimizer.state[place] = _with_bits(optimizer.state[place], saved)
+
+
+def _with_bits(now: Any, saved: Any) -> Any:
+    """`now` with the dtypes and strides of `saved`, whose memory it does not share."""
+    if isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if (now.dtype, now.stride()) != (saved.dtype, saved.stride()):
+            return saved.to(now.device, copy=True)
+        shared = now.untyped_storage().data_ptr() == saved.untyped_storage().data_ptr()
+        return saved.clone() if shared else now  # what was read is read again by others
+    if isinstance(now, dict) and isinstance(saved, Mapping):
+        now.update({key: _with_bits(now[key], one) for key, one in saved.items() if key in now})
+    elif type(now) in (list, tuple) and isinstance(saved, list | tuple) and len(now) == len(saved):
+        return type(now)(_with_bits(*pair) for pair in zip(now, saved, strict=True))
+    return now

@@ -98,7 +98,8 @@ class RunFolder:
             ) from error
 
     def _take_lock(self) -> int:
-        if self.folder in _open_here:
+        self._place = Path(os.path.realpath(self.folder))
+        if self._place in _open_here:
             raise RuntimeError(_second(self.folder, "another Loop of this process"))
         with self._explaining():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -114,16 +115,21 @@ class RunFolder:
         with suppress(OSError):  # on a full disk it is held without a word
             os.truncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        _open_here.add(self.folder)
+        _open_here.add(self._place)
         return lock
 
     def _open(self, now: dict[str, object], resume: bool | None) -> None:
         self.forget_stop()
         before = read_json(self.folder / RUN)
         known = before is not None and isinstance(before.get("id"), str)
-        if known and resume is False:
+        if resume is False and any((self.folder / name).exists() for name in _MOVED):
             self._move_away()
             known = False
+        if not known and any((self.folder / "checkpoints").glob("step-*")):
+            raise ValueError(
+                f"checkpoints belong to the run that run.json names; in {self.folder} it is missing or damaged: bring "
+                "it back, or begin anew (resume=False), which moves them away"
+            )
         if known and before is not None:
             self.id: str = before["id"]
             changed = _changed(before.get("fingerprint") or {}, now)
@@ -181,7 +187,7 @@ class RunFolder:
     def close(self) -> None:
         """Let others in."""
         if self._lock >= 0:
-            _open_here.discard(self.folder)
+            _open_here.discard(self._place)
             os.close(self._lock)
             self._lock = -1
 
@@ -209,7 +215,7 @@ def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[st
 
 def is_running(run: Path) -> bool:
     """Whether a process holds the run folder."""
-    if run.absolute() in _open_here:
+    if Path(os.path.realpath(run)) in _open_here:
         return True  # to open the lock and close it again would give it up
     try:
         lock = os.open(run / LOCK, os.O_RDWR)

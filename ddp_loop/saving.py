@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -26,7 +26,7 @@ from ddp_loop.world import World
 
 OnSaveError = Literal["raise", "warn"]
 ON_SAVE_ERROR = ("raise", "warn")
-_JOB, _GENERATORS = "job", "generators"
+_JOB, _GENERATORS, _PARTS = "job", "generators", "parts"
 _LOOK_S = 0.005
 _READ_S = 1800.0  # for rank 0 to read and verify a checkpoint
 
@@ -39,9 +39,15 @@ class _Taken:
     copied: Packed | None
     word: str
 
-    @property
-    def key(self) -> str:
-        return f"ddp_loop/save/{self.position['iteration']}"
+
+class Part(Protocol):
+    """What a loop keeps beside the job."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Be as it was."""
 
 
 class Saver:
@@ -53,6 +59,7 @@ class Saver:
         checkpoints: where, on rank 0; None on the others.
         without: names of the buffers that each rank has its own of; rank 0's are kept.
         on_error: what a save that fails does to training: "raise" on every rank, or "warn".
+        parts: of the loop itself, by name, kept beside the job.
 
     Attributes:
         last: the newest durable checkpoint's name, on rank 0; empty before there is one.
@@ -66,19 +73,23 @@ class Saver:
         *,
         without: Collection[str] = (),
         on_error: OnSaveError = "raise",
+        parts: Mapping[str, Part] | None = None,
     ) -> None:
         self._state, self._world, self._checkpoints = state, world, checkpoints
+        self._parts = dict(parts or {})
         self._without, self._on_error = frozenset(without), on_error
         self._copies, self._held_copies = Copies(), Copies()
         self._held: _Taken | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._found: Checkpoint | None = None  # of rank 0, while it restores
+        self._number = world.words.number()  # another Saver of this world saves at the same iterations
         self.last = ""
 
     def _pack(self) -> Packed:
         job = {name: state_of(value) for name, value in self._state.items()}
-        return pack({_JOB: job, _GENERATORS: random_state(self._world.device)})
+        parts = {name: one.state_dict() for name, one in self._parts.items()}
+        return pack({_JOB: job, _GENERATORS: random_state(self._world.device), _PARTS: parts})
 
     def _compared(self, packed: Packed) -> tuple[list[str], torch.Tensor]:
         """The names and the checksums of what must be the same on every rank."""
@@ -131,9 +142,12 @@ class Saver:
             return _Taken(dict(position), None, json.dumps([names, sums.tolist()]))
         return _Taken(dict(position), copies.copy(packed), "")
 
+    def _key(self, taken: _Taken) -> str:
+        return f"ddp_loop/save/{self._number}/{taken.position['iteration']}"
+
     def _begin(self, taken: _Taken, score: float | None) -> None:
         if taken.copied is None:
-            self._world.words.tell(f"{taken.key}/{self._world.rank}", taken.word)
+            self._world.words.tell(f"{self._key(taken)}/{self._world.rank}", taken.word)
             return
         given = self._checkpoints, taken, taken.copied, score
         self._thread = threading.Thread(target=self._write, args=given, name="ddp_loop save")
@@ -143,7 +157,7 @@ class Saver:
         facts: dict[str, Any] = {"position": taken.position, "ranks": self._world.size}
         try:
             names, sums = self._compared(copied)
-            self._compare(taken.key, names, sums)
+            self._compare(self._key(taken), names, sums)
             facts["checksums"] = dict(zip(names, sums.tolist(), strict=True))
             path = checkpoints.write(copied, iteration=taken.position["iteration"], facts=facts, score=score)
             self.last = path.name
@@ -168,9 +182,12 @@ class Saver:
         deadline = time.monotonic() + self._world.timeout_s
         rows = [sums]
         for rank in range(1, self._world.size):
-            while (word := self._world.words.ask(f"{key}/{rank}")) is None:
+            while (word := self._world.words.take(f"{key}/{rank}")) is None:
                 if time.monotonic() > deadline or self._world.is_left:
-                    raise RuntimeError(f"a checkpoint is of equal replicas; rank {rank} did not say what its own is")
+                    raise RuntimeError(
+                        f"a checkpoint is of equal replicas; rank {rank} did not say what its own is: call loop.save() "
+                        "on every rank, not in an `if world.rank == 0`"
+                    )
                 time.sleep(_LOOK_S)
             theirs, values = json.loads(word)
             if theirs != names:
@@ -226,6 +243,8 @@ class Saver:
         try:
             kept = unpack(Packed(structure, tensors))
             put_back(self._state, kept[_JOB])
+            for part, own in self._parts.items():
+                own.load_state_dict(kept[_PARTS][part])
             self._check(facts["checksums"], name)
             put_random_state_back(kept[_GENERATORS], self._world.device)
         except (ValueError, RuntimeError) as error:
@@ -242,11 +261,30 @@ class Saver:
         self._found = self._checkpoints.newest()
         for refused in self._checkpoints.refused:
             self._world.print(f"ddp_loop: {refused}")
+        if self._found is None and self._checkpoints.refused:
+            raise ValueError(
+                f"a run goes on from a checkpoint that is as it was written; none of the "
+                f"{len(self._checkpoints.refused)} in {self._checkpoints.folder} is: bring a copy back, or begin anew "
+                "(resume=False), which moves them away"
+            )
         if self._found is None:
             return None
         packed = self._found.packed
         forms = {key: (tuple(one.shape), one.dtype) for key, one in packed.tensors.items()}
         return self._found.path.name, packed.structure, self._found.facts, forms
+
+    def check(self) -> None:
+        """Raise on every rank if the state cannot be kept. Every rank must call this.
+
+        Raises:
+            TypeError, ValueError: something in it is of no type that can be packed.
+        """
+        problem: Exception | None = None
+        try:
+            self._pack()
+        except (TypeError, ValueError) as error:
+            problem = error
+        self._world.agree(problem)
 
     def _check(self, kept: Mapping[str, int], name: str) -> None:
         names, sums = self._compared(self._pack())

@@ -137,7 +137,7 @@ class Words:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._stops = 0  # that were followed
+        self._stops = self._numbers = 0  # requests that were followed; numbers that were given
 
     def tell(self, key: str, word: str) -> None:
         """Leave a word."""
@@ -146,6 +146,18 @@ class Words:
     def ask(self, key: str) -> str | None:
         """The word that stands there; None for none."""
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def take(self, key: str) -> str | None:
+        """The word that stands there, which is then gone; None for none."""
+        word = self.ask(key)
+        if word is not None:
+            self._store.delete_key(key)
+        return word
+
+    def number(self) -> int:
+        """Another one at each call, the same on every rank that calls as often."""
+        self._numbers += 1
+        return self._numbers
 
     def news(self) -> int:
         """How much news there is that watchers must look at: a failure, a call, a stop."""
