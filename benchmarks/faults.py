@@ -65,7 +65,7 @@ def unguarded(step: Step) -> Step:
 def guard(name: str) -> dict[str, Ratio]:
     """A step with all guards over one without, on every rank; run by `launch`."""
     job = JOBS[name]
-    with dl.join_world(seed=0) as world, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, dl.join_world(seed=0) as world:
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(OBSERVATIONS, *job.shape, generator=generator)
         data = inputs, torch.randint(10, (OBSERVATIONS,), generator=generator)
@@ -152,7 +152,7 @@ class Saved:
 
 def save(name: str) -> dict[str, Ratio]:
     """How long a save stalls, and takes; rank 0's times are those that count. Run by `launch`."""
-    with dl.join_world(seed=0) as world, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, dl.join_world(seed=0) as world:
         job = Saved(name, world, Path(folder))
         both = f"a save and {STEPS} steps / torch.save and {STEPS} steps"
         return {

@@ -126,7 +126,7 @@ def accumulating_step(job: Job, world: dl.World, pieces: int) -> Step:
 def fold(name: str, ranks: int) -> dict[str, Ratio]:
     """The ordered fold against the plain sum, one shard per rank."""
     job = JOBS[name]
-    with dl.join_world(seed=0) as world, ExitStack() as ending:
+    with ExitStack() as ending, dl.join_world(seed=0) as world:
         ordered, plain, again = (
             loop_step(job, world, ending, shards=ranks, ordered=one) for one in (True, False, False)
         )
@@ -140,7 +140,7 @@ def fold(name: str, ranks: int) -> dict[str, Ratio]:
 def accumulate(name: str) -> dict[str, Ratio]:
     """Eight shards on two ranks against an accumulation of four pieces on each."""
     job = JOBS[name]
-    with dl.join_world(seed=0) as world, ExitStack() as ending:
+    with ExitStack() as ending, dl.join_world(seed=0) as world:
         ordered = loop_step(job, world, ending, shards=8)
         plain = loop_step(job, world, ending, shards=8, ordered=False)
         by_ddp = accumulating_step(job, world, 4)
@@ -155,7 +155,7 @@ def accumulate(name: str) -> dict[str, Ratio]:
 def deterministic(name: str) -> dict[str, Ratio]:
     """A step in a deterministic block against one outside."""
     job = JOBS[name]
-    with dl.join_world(seed=0) as world, ExitStack() as ending:
+    with ExitStack() as ending, dl.join_world(seed=0) as world:
         inside, outside = (loop_step(job, world, ending, block=one) for one in (True, False))
         return {"2 ranks: deterministic / not": compare(inside, outside, pairs=job.pairs // 2, steps=job.steps)}
 
@@ -163,7 +163,7 @@ def deterministic(name: str) -> dict[str, Ratio]:
 def synced(name: str, ranks: int) -> dict[str, Ratio]:
     """Synced batch norm against local."""
     job = JOBS[name]
-    with dl.join_world(seed=0) as world, ExitStack() as ending:
+    with ExitStack() as ending, dl.join_world(seed=0) as world:
         one, other = (loop_step(job, world, ending, synced=synced) for synced in (True, False))
         ratio = compare(one, other, pairs=job.pairs // 2, steps=job.steps)
         return {f"{ranks} ranks: synced batch norm / local": ratio}

@@ -145,7 +145,7 @@ def local_step(job: Job, world: dl.World, data: tuple[torch.Tensor, ...]) -> Ste
 def measure(name: str) -> dict[str, Ratio]:
     """The ratios of one network, on every rank; run by `launch`."""
     job = JOBS[name]
-    with dl.join_world(seed=0) as world, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, dl.join_world(seed=0) as world:
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(OBSERVATIONS, *job.shape, generator=generator)
         data = inputs, torch.randint(10, (OBSERVATIONS,), generator=generator)
