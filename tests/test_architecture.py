@@ -212,17 +212,18 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def fresh_import(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `import ddp_loop` did in a fresh interpreter, the second time: compiled before, as after an installation."""
+    """What `import ddp_loop` did in a fresh interpreter, compiled before, as after an installation; the quickest of 3."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     variables["PYTHONPYCACHEPREFIX"] = str(tmp_path_factory.mktemp("compiled"))
-    for _ in range(2):
+    results: list[dict[str, Any]] = []
+    for _ in range(4):
         done = subprocess.run(
             [sys.executable, "-c", IMPORT],
             cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=variables,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+        results.append(json.loads(done.stdout))
+    return min(results[1:], key=lambda result: result["seconds"])
 
 
 def test_importing_the_package_changes_nothing_around_it(fresh_import: dict[str, Any]) -> None:

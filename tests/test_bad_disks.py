@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,12 +62,14 @@ def plain(tmp_path: Path) -> Iterator[Path]:
     unmount_below(tmp_path)
 
 
-@pytest.fixture
-def limit() -> Iterator[None]:
-    """Whatever limits a test gives this process's files, they are put back."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+@contextmanager
+def limited(most: int) -> Iterator[None]:
+    """No file of this process grows beyond `most` bytes; the one that pytest writes to neither."""
+    heal = limit_files(Path(), most)
+    try:
+        yield
+    finally:
+        heal()
 
 
 @pytest.fixture
@@ -190,18 +191,16 @@ def test_what_a_killed_save_left_on_a_full_disk_makes_room_for_the_run_that_goes
 # -- one file ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("limit")
 def test_a_row_that_does_not_fit_is_taken_out_again(plain: Path) -> None:
     plain.mkdir()
     lines = [jsonl_line(Moment(1, number, 1, 0.5, False), {"loss": 0.25}) for number in range(1, 4)]
     path = plain / "rows.jsonl"
     file = Lines(path, 0)
     file.append(lines[0])
-    before = limit_files(plain, len(lines[0]) + 20)
-    with pytest.raises(OSError, match=rf"a row is written for each update; writing to {path} failed .*: make room"):
+    said = rf"a row is written for each update; writing to {path} failed .*: make room"
+    with limited(len(lines[0]) + 20), pytest.raises(OSError, match=said):
         file.append(lines[1])
     assert path.read_text() == lines[0]
-    before()
     file.append(lines[1] + lines[2])
     file.close()
     assert path.read_text() == "".join(lines)
@@ -211,37 +210,32 @@ def test_a_row_that_does_not_fit_is_taken_out_again(plain: Path) -> None:
     assert path.read_text() == "".join(lines[:2])
 
 
-@pytest.mark.usefixtures("limit")
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_rows_that_cannot_be_written_are_an_error_once_or_wait(goes_on: bool, plain: Path) -> None:
     plain.mkdir()
     said: list[str] = []
     rows = Rows(plain, None, None, warn=said.append, goes_on=goes_on)
-    heal = limit_files(plain, 10)
     rows.add(1, 1, 4, False, ("loss",), torch.ones(1))
     if goes_on:
-        rows.hand_on_all()
-        rows.hand_on_all()
+        with limited(10):
+            rows.hand_on_all()
+            rows.hand_on_all()
         assert [line.split(":")[0] for line in said] == ["no rows are written for now, training goes on"]
-        heal()
         rows.add(1, 2, 4, False, ("loss",), torch.ones(1))
     else:
-        with pytest.raises(OSError, match="a row is written for each update"):
+        with limited(10), pytest.raises(OSError, match="a row is written for each update"):
             rows.hand_on_all()
     rows.close()
     assert rows_of(plain) == ([1, 2] if goes_on else [])
     assert said[1:] == (["rows are written again, with the 2 that waited"] if goes_on else [])
 
 
-@pytest.mark.usefixtures("limit")
 def test_a_score_that_cannot_be_written_leaves_the_checkpoint_as_it_was(plain: Path) -> None:
     plain.mkdir()
     checkpoints = Checkpoints(plain, "r1")
     path = checkpoints.write(pack({"w": torch.ones(3)}), iteration=1, facts={})
-    heal = limit_files(plain, 10)
-    with pytest.raises(OSError, match=r"whole or not at all; .*make room there"):
+    with limited(10), pytest.raises(OSError, match=r"whole or not at all; .*make room there"):
         checkpoints.give_score(path, 1.0)
-    heal()
     assert checkpoints.read(path).score is None
     assert os.listdir(checkpoints.folder) == [path.name]
     checkpoints.give_score(path, 1.0)
