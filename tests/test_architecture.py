@@ -212,7 +212,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def fresh_import(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `import ddp_loop` did in a fresh interpreter, compiled before, as after an installation; the quickest of 3."""
+    """What `import ddp_loop` did in a fresh interpreter, compiled as after an installation: the quickest of 3."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     variables["PYTHONPYCACHEPREFIX"] = str(tmp_path_factory.mktemp("compiled"))
     results: list[dict[str, Any]] = []
