@@ -176,7 +176,7 @@ class Training:
         return (
             self.mine
             and case.where.split(",")[0] == place
-            and (self.world.step in (0, STEP) or place == "end of the script")
+            and (self.world.step in ((STEP,) if place == "save" else (0, STEP)) or place == "end of the script")
         )
 
     def fault(self, place: str) -> None:
