@@ -21,7 +21,7 @@ from torch import nn
 
 import ddp_loop as dl
 from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
-from benchmarks.steps import JOBS, MINI_BATCH, OBSERVATIONS, mlp, our_step
+from benchmarks.steps import JOBS, MINI_BATCH, OBSERVATIONS, make_data, mlp, our_step
 from ddp_loop import folding
 from ddp_loop.checkpoints import Checkpoints
 from ddp_loop.control import LENGTH, Said
@@ -66,9 +66,7 @@ def guard(name: str) -> dict[str, Ratio]:
     """A step with all guards over one without, on every rank; run by `launch`."""
     job = JOBS[name]
     with tempfile.TemporaryDirectory() as folder, dl.join_world(seed=0) as world:
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(OBSERVATIONS, *job.shape, generator=generator)
-        data = inputs, torch.randint(10, (OBSERVATIONS,), generator=generator)
+        data = make_data(job)
         guarded, again = (our_step(job, world, data, str(Path(folder, one))) for one in ("1", "2"))
         off = {"not_finite": "allow", "check_replicas": 0}
         bare = unguarded(our_step(job, world, data, str(Path(folder, "3")), **off))

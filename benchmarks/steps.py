@@ -68,6 +68,12 @@ def make(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
+def make_data(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(OBSERVATIONS, *job.shape, generator=generator)
+    return inputs, torch.randint(10, (OBSERVATIONS,), generator=generator)
+
+
 def our_step(job: Job, world: dl.World, data: tuple[torch.Tensor, ...], folder: str, **options: Any) -> Step:
     model, optimizer = make(job)
     batches, state = dl.Batches(data, MINI_BATCH, world), {"model": model, "optimizer": optimizer}
@@ -146,9 +152,7 @@ def measure(name: str) -> dict[str, Ratio]:
     """The ratios of one network, on every rank; run by `launch`."""
     job = JOBS[name]
     with tempfile.TemporaryDirectory() as folder, dl.join_world(seed=0) as world:
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(OBSERVATIONS, *job.shape, generator=generator)
-        data = inputs, torch.randint(10, (OBSERVATIONS,), generator=generator)
+        data = make_data(job)
         ours, ddp = our_step(job, world, data, folder), ddp_step(job, world, data, tuned=False)
         tuned, again = ddp_step(job, world, data, tuned=True), ddp_step(job, world, data, tuned=False)
         local = local_step(job, world, data)

@@ -11,6 +11,7 @@ from ddp_loop.launching import Pool, RankFailed, launch
 from ddp_loop.loop import Loop
 from ddp_loop.patience import Patience
 from ddp_loop.pooling import pooled
+from ddp_loop.replication import ReplicasDiffer
 from ddp_loop.row import Row
 from ddp_loop.shards import split_range, split_sizes
 from ddp_loop.step import Step
@@ -29,6 +30,7 @@ __all__ = [
     "PeerFailed",
     "Pool",
     "RankFailed",
+    "ReplicasDiffer",
     "Row",
     "Step",
     "World",

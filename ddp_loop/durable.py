@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import secrets
 import shutil
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SAVING, DELETING = ".saving-", ".deleting-"  # what a kill leaves begins so
@@ -81,3 +82,27 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
+
+
+def write_whole(path: Path, value: object) -> None:
+    """Write JSON so that a reader, and a machine that loses power, finds the old file or the new one."""
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+@contextmanager
+def explained(rule: str, remedy: str) -> Iterator[None]:
+    """An OSError inside says the rule that it breaks, what came, and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(error.errno, f"{rule} ({error.strerror or error}): {remedy}") from error

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_loop.checkpoints import Checkpoints
+from ddp_loop.durable import write_whole
 from ddp_loop.restoring import check_restorable
-from ddp_loop.runs import STATUS, RunFolder, write_whole
+from ddp_loop.runs import STATUS, RunFolder
 from ddp_loop.saving import ON_SAVE_ERROR, OnSaveError, Part, Saver
 from ddp_loop.words import PeerFailed, said
 from ddp_loop.world import World

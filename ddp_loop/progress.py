@@ -7,14 +7,16 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ddp_loop.durable import explained
 
 FILE = "rows.jsonl"  # in a run folder
 FLUSH_S = 0.5  # it grows in whole lines, at least this often
@@ -94,7 +96,7 @@ class Lines:
     def __init__(self, path: Path, after: int) -> None:
         self._path = path
         self.elapsed_s, self._size = 0.0, 0  # of what is whole
-        self.of_the_last_epoch: list[dict[str, Any]] = []  # the rows that stay
+        self._last_rows: list[dict[str, Any]] = []
         with self._explaining():
             self._file = path.open("a+b", buffering=0)  # what could not be written waits nowhere else
             try:
@@ -143,24 +145,22 @@ class Lines:
                     if not line.endswith(b"\n") or row["iteration"] > after:
                         break
                     self.elapsed_s = float(row["elapsed_s"])
-                    if self.of_the_last_epoch and self.of_the_last_epoch[0]["epoch"] != row["epoch"]:
-                        self.of_the_last_epoch = []
-                    self.of_the_last_epoch.append(row)
+                    if self._last_rows and self._last_rows[0]["epoch"] != row["epoch"]:
+                        self._last_rows = []
+                    self._last_rows.append(row)
                 except (ValueError, KeyError, TypeError):
                     break
                 self._size += len(line)
         self._cut()
 
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise type(error)(
-                error.errno,
-                f"a row is written for each update; writing to {self._path} failed ({error.strerror or error}): make "
-                "room there, make it writable, or put it back; what is in it stays",
-            ) from error
+    def take_last_epoch(self) -> list[dict[str, Any]]:
+        """The rows that stayed of the last epoch; once, since they may be many."""
+        rows, self._last_rows = self._last_rows, []
+        return rows
+
+    def _explaining(self) -> AbstractContextManager[None]:
+        rule = f"a row is written for each update; writing to {self._path} failed"
+        return explained(rule, "make room there, make it writable, or put it back; what is in it stays")
 
 
 class Rows:
@@ -200,7 +200,7 @@ class Rows:
         self._sums: dict[str, float] = {}
         self._weight = 0.0
         self._skipped = self._epoch = 0
-        for row in [] if self._file is None else self._file.of_the_last_epoch:  # that it may go on in
+        for row in [] if self._file is None else self._file.take_last_epoch():  # that it may go on in
             values = {name: nan if one is None else one for name, one in row.items() if name not in _PLACE}
             self._add_up(Moment(row["epoch"], row["iteration"], row["observations"], 0.0, ends_epoch=False), values)
 

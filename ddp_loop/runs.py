@@ -11,10 +11,12 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
+
+from ddp_loop.durable import explained, write_whole
 
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
 _MOVED = ("checkpoints", ROWS, STATUS, RUN)
@@ -31,21 +33,6 @@ def fingerprint(facts: Mapping[str, object]) -> dict[str, object]:
             content = hashlib.sha256(Path(main).read_bytes()).hexdigest()
     arguments = " ".join(sys.argv[1:])
     return {"script": script, "the script's content": content, "arguments": arguments, **facts}
-
-
-def write_whole(path: Path, value: object) -> None:
-    """Write JSON so that a reader, and a machine that loses power, finds the old file or the new one."""
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -86,16 +73,9 @@ class RunFolder:
             self.close()
             raise
 
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise type(error)(
-                error.errno,
-                f"the run folder must be one that can be made and written; {self.folder} is not "
-                f"({error.strerror or error}): make room there, make it writable, or give another run=",
-            ) from error
+    def _explaining(self) -> AbstractContextManager[None]:
+        rule = f"the run folder must be one that can be made and written; {self.folder} is not"
+        return explained(rule, "make room there, make it writable, or give another run=")
 
     def _take_lock(self) -> int:
         self._place = Path(os.path.realpath(self.folder))
