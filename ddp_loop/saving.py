@@ -146,12 +146,18 @@ class Saver:
         return f"ddp_loop/save/{self._number}/{taken.position['iteration']}"
 
     def _begin(self, taken: _Taken, score: float | None) -> None:
-        if taken.copied is None:
+        checkpoints, copied, go = self._checkpoints, taken.copied, threading.Event()
+        if checkpoints is None or copied is None:
             self._world.words.tell(f"{self._key(taken)}/{self._world.rank}", taken.word)
             return
-        given = self._checkpoints, taken, taken.copied, score
-        self._thread = threading.Thread(target=self._write, args=given, name="ddp_loop save")
+
+        def work() -> None:
+            go.wait()  # else it would have the interpreter while this thread waits for its start
+            self._write(checkpoints, taken, copied, score)
+
+        self._thread = threading.Thread(target=work, name="ddp_loop save")
         self._thread.start()
+        go.set()
 
     def _write(self, checkpoints: Checkpoints, taken: _Taken, copied: Packed, score: float | None) -> None:
         facts: dict[str, Any] = {"position": taken.position, "ranks": self._world.size}
