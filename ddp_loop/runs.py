@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +20,10 @@ from typing import Any
 from ddp_loop.durable import explained, write_whole
 
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
-_MOVED = ("checkpoints", ROWS, STATUS, RUN)
+EVALUATIONS, RANKS, PICTURES, TABLE = "evaluations.jsonl", "ranks.jsonl", "pictures", "rows.csv"
+_MOVED = ("checkpoints", ROWS, EVALUATIONS, RANKS, PICTURES, TABLE, STATUS, RUN)
 _LOOK_S = 0.2
+_FLOCK = "hhqqi4x"  # Linux's struct flock: kind, whence, start, length, process
 _open_here: set[Path] = set()  # the kernel's lock is this process's, and does not refuse a second one of its own
 
 
@@ -65,6 +68,9 @@ class RunFolder:
 
     def __init__(self, folder: Path, facts: Mapping[str, object], resume: bool | None) -> None:
         self.folder, self.news = folder.absolute(), list[str]()
+        self._directory: str | None = None
+        with suppress(OSError):  # it was removed
+            self._directory = os.getcwd()
         self._lock = self._take_lock()
         try:
             with self._explaining():
@@ -149,7 +155,8 @@ class RunFolder:
         """
         if (read_json(self.folder / RUN) or {}).get("id") != self.id:
             raise FileNotFoundError(errno.ENOENT, f"{self.folder} is no longer the folder of this run")
-        write_whole(self.folder / STATUS, {"status": status, "at": time.time(), "process": os.getpid(), **facts})
+        began = {"process": os.getpid(), "command": sys.argv, "directory": self._directory}
+        write_whole(self.folder / STATUS, {"status": status, "at": time.time(), **began, **facts})
 
     def asked_to_stop(self) -> str | None:
         """Why the run is asked to stop by a file in its folder, if it is."""
@@ -202,14 +209,24 @@ def is_running(run: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except (BlockingIOError, PermissionError):
-        return True
+        return _is_locked(lock)
     except OSError:
         return (read_json(run / STATUS) or {}).get("status") == "running"
     finally:
         os.close(lock)
+
+
+def _is_locked(lock: int) -> bool:
+    """Whether another process has the lock. Linux is asked: to take it for a moment could keep a run from beginning."""
+    if sys.platform == "linux":
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind: int = struct.unpack(_FLOCK, fcntl.fcntl(lock, fcntl.F_GETLK, asked))[0]
+        return kind != fcntl.F_UNLCK
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    return False
 
 
 def ask_to_stop(run: Path, why: str) -> None:

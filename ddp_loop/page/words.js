@@ -1,0 +1,40 @@
+// How numbers and times are written.
+
+export function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
+  if (Number.isInteger(value)) return grouped(value);
+  return String(Number(value.toPrecision(size >= 1000 ? 5 : 4)));
+}
+
+export function grouped(value) {
+  return String(Math.round(value)).replace(/\B(?=(\d{3})+$)/g, "\u202f");
+}
+
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const whole = Math.round(seconds);
+  const parts = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
+  if (parts[0] === 0) parts.shift();
+  const days = parts.length === 3 ? Math.floor(parts[0] / 24) : 0;
+  if (days) parts[0] %= 24;
+  const clock = parts.map((part, place) => (place ? String(part).padStart(2, "0") : part)).join(":");
+  return days ? `${days} d ${clock}` : clock;
+}
+
+// Several times in one unit, that of the first.
+export function times(...seconds) {
+  const [unit, scale] = seconds[0] >= 1 ? ["s", 1] : seconds[0] >= 1e-3 ? ["ms", 1e3] : ["µs", 1e6];
+  return `${seconds.map((one) => String(Number((one * scale).toPrecision(3)))).join(" + ")} ${unit}`;
+}
+
+export function memory(mib) {
+  if (mib === null || mib === undefined) return "";
+  return mib >= 1024 ? `${number(mib / 1024)} GiB` : `${Math.round(mib)} MiB`;
+}
+
+export function named(name) {
+  return name.replaceAll("_", " ").split("/").pop();
+}
