@@ -6,13 +6,14 @@ import argparse
 import datetime
 from collections.abc import Callable, Collection, Iterable
 
-from benchmarks import accuracy, faults, order, peers, reading, steps
+from benchmarks import accuracy, faults, order, peers, reading, steps, watching
 from benchmarks.measuring import RANKS, hardware
 
 TOPICS: dict[str, tuple[Callable[[Iterable[str]], None], Collection[str]]] = {
     "steps": (steps.report, steps.JOBS),
     "order": (order.report, order.PARTS),
     "faults": (faults.report, faults.PARTS),
+    "watching": (watching.report, watching.JOBS),
     "reading": (reading.report, reading.PARTS),
     "peers": (peers.report, peers.PARTS),
     "accuracy": (accuracy.report, accuracy.SETTINGS),

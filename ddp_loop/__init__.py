@@ -1,6 +1,6 @@
 """Custom data-parallel training loops in PyTorch: the loop of one device, run on N, weighted exactly."""
 
-from ddp_loop import datasets, networks, plots
+from ddp_loop import datasets, networks, plots, sinks
 from ddp_loop.batches import Batches
 from ddp_loop.determinism import seed_shard, seed_step
 from ddp_loop.devices import scale_batch_size
@@ -47,6 +47,7 @@ __all__ = [
     "scale_batch_size",
     "seed_shard",
     "seed_step",
+    "sinks",
     "split_range",
     "split_sizes",
     "sync_batch_norm",

@@ -1,4 +1,4 @@
-"""The command line: `python -m ddp_loop devices | verify | diff | checkpoints | stop`."""
+"""The command line: `python -m ddp_loop devices | verify | diff | checkpoints | stop | monitor | plot`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 from ddp_loop.devices import describe_devices
 from ddp_loop.differing import compare_runs
+from ddp_loop.exports import export
 from ddp_loop.listing import list_checkpoints
+from ddp_loop.monitor import monitor
 from ddp_loop.runs import stop_and_wait
 from ddp_loop.verifying import CannotVerify, Job, verify
 
@@ -78,6 +80,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     four.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run=...)")
     four.add_argument("--timeout-s", type=_above_0, default=600, metavar="S", help="to wait for it, in seconds (600)")
+    five = commands.add_parser(
+        "monitor", help="a page with the curves of runs, under way or over, and Stop; the link is printed"
+    )
+    five.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="folders of Loop(run=...), there or not yet")
+    five.add_argument("--demo", action="store_true", help="show made-up runs; nothing is trained")
+    five.add_argument("--port", type=_above_0, default=0, metavar="P", help="to listen at (a free one)")
+    five.add_argument("--host", default="127.0.0.1", metavar="A", help="show the page to more than this machine")
+    five.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="a further name of this server")
+    six = commands.add_parser(
+        "plot",
+        help="draw a run's loss and metrics, as PNG and SVG, and write its rows as CSV",
+        epilog=f"Exit codes: {EQUAL} drawn, {FAILED} there are no rows, or matplotlib is missing.",
+    )
+    six.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run=...)")
     return parser
 
 
@@ -101,15 +117,27 @@ def main(arguments: list[str] | None = None) -> int:
             valid, lines = list_checkpoints(said.run)
             print("\n".join(lines))
             return EQUAL if valid else UNEQUAL
+        if said.command == "monitor":
+            return _monitor(said)
         if said.command == "stop":
             return EQUAL if stop_and_wait(said.run, said.timeout_s, _say) else UNEQUAL
-    except (CannotVerify, ValueError) as error:
+        if said.command == "plot":
+            print("\n".join(str(file) for file in export(said.run)))
+            return EQUAL
+    except (CannotVerify, ValueError, ImportError) as error:
         print(f"ddp_loop {said.command}: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
     print(describe_devices())
     return 0
+
+
+def _monitor(said: argparse.Namespace) -> int:
+    if not said.runs and not said.demo:
+        raise ValueError("give at least one RUN, the folder of Loop(run=...), or --demo")
+    monitor(said.runs, _say, host=said.host, port=said.port, also=said.allow_host, demo=said.demo)
+    return EQUAL
 
 
 def _say(line: str) -> None:

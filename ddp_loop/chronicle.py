@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from ddp_loop.batches import Batches
 from ddp_loop.control import NOTHING, Requests, Said
+from ddp_loop.folding import Fold
 from ddp_loop.keeping import Keeper
 from ddp_loop.positions import Position
-from ddp_loop.progress import Rows
 from ddp_loop.records import Folded
+from ddp_loop.reporting import Receivers, Report
 from ddp_loop.shards import MiniBatch
 from ddp_loop.traces import FOLDER
 from ddp_loop.tracing import Tracer, Watch
 from ddp_loop.world import World
-
-OnRow = Callable[[dict[str, Any]], None]
 
 
 def open_trace(
@@ -51,6 +47,7 @@ class Chronicle:
         world: from `join_world`.
         where: the loop's position.
         keeper: of the run folder; None without one.
+        state: of the job.
 
     Attributes:
         tracer: of the trace; None without one.
@@ -59,9 +56,9 @@ class Chronicle:
         holds: whether the script may do something between two epochs, which a stop can leave undone.
     """
 
-    def __init__(self, world: World, where: Position, keeper: Keeper | None) -> None:
+    def __init__(self, world: World, where: Position, keeper: Keeper | None, state: Mapping[str, object]) -> None:
         self._world, self._where, self.keeper = world, where, keeper
-        self._rows: Rows | None = None
+        self._report = Report(world, where, keeper, state)
         self.tracer: Tracer | None = None
         self.stopped: str | None = None
         self.asks_stop, self.holds = False, True
@@ -73,28 +70,17 @@ class Chronicle:
         Returns:
             Where the loop goes on; None if it begins.
         """
-        there = None if self.keeper is None else self.keeper.open(facts, resume)
+        there = None if self.keeper is None else self.keeper.open(facts, resume, self._where.extent)
         if there is not None:
             self._saved = there["iteration"]
         return there
 
-    def open_rows(self, on_row: OnRow | None, *, progress: bool) -> None:
-        """Begin to take rows, behind those that are there. Every rank must call this."""
-        folder = None if self.keeper is None else self.keeper.folder
-        after = self._where.iteration
-        if progress and folder is not None and after:
+    def open_rows(self, receivers: Receivers, *, progress: bool, page: bool) -> None:
+        """Begin to take rows, behind those that are there, and to show them. Every rank must call this."""
+        if progress and self.keeper is not None and self._where.iteration:
             what = "nothing is left to do" if self._where.has_no_step_left else "goes on"
-            self._world.print(f"{folder}: {what} after step {after}")
-
-        def begin() -> None:
-            if folder is not None or on_row is not None or progress:
-                say = self._world.print if progress else None
-                if (keeper := self.keeper) is None:
-                    self._rows = Rows(None, on_row, say, after)
-                else:
-                    self._rows = Rows(folder, on_row, say, after, keeper.say, goes_on=keeper.goes_on)
-
-        self._world.once(begin)
+            self._world.print(f"{self.keeper.folder}: {what} after step {self._where.iteration}")
+        self._report.open(receivers, progress=progress, page=page)
 
     # -- a step --------------------------------------------------------------------------------------------
 
@@ -108,13 +94,14 @@ class Chronicle:
         stop = self.asks_stop or self._world.stop_asked is not None
         if self.keeper is None:
             return Requests(stop) if stop else NOTHING
-        return Requests(stop, self.keeper.is_due, self.keeper.problem())
+        due, problem = self.keeper.is_due, self.keeper.problem()
+        return Requests(stop, due, problem) if stop or due or problem is not None else NOTHING
 
     def hand_on(self) -> None:
         """Hand on the rows that have arrived, while the ranks wait for each other."""
-        if self._rows is not None:
+        if self._report.is_due:
             with self._as_rows():
-                self._rows.hand_on()
+                self._report.hand_on()
 
     @contextmanager
     def _as_rows(self) -> Iterator[None]:
@@ -123,18 +110,11 @@ class Chronicle:
         yield
         self._world.stage = stage
 
-    def add_row(self, mini_batch: MiniBatch, folded: Folded, *, skips: bool) -> None:
+    def add_row(self, mini_batch: MiniBatch, folded: Folded, fold: Fold, *, skips: bool) -> None:
         """A step was folded."""
-        if self._rows is None:
-            return
-        names, values = ("loss", *folded.metrics), folded.values
-        if folded.weight is not None:
-            names, values = ("weight", *names), torch.cat([folded.weight.reshape(1), values])
-        if skips:
-            names, values = (*names, "skipped"), torch.cat([values, torch.as_tensor(folded.bad).to(values).reshape(1)])
-        ends = self._where.ends_epoch(mini_batch) or self._where.has_made_all
-        with self._as_rows():
-            self._rows.add(mini_batch.epoch + 1, self._where.iteration, mini_batch.observations, ends, names, values)
+        if self._report.note(fold.waited_s):
+            with self._as_rows():
+                self._report.add(mini_batch, folded, fold, skips=skips)
 
     def end_trace(self, iteration: int) -> None:
         """A step is over."""
@@ -191,9 +171,8 @@ class Chronicle:
         self.keeper.save(position)
 
     def _hand_on_all(self) -> None:
-        if self._rows is not None:
-            with self._as_rows():
-                self._rows.hand_on_all()
+        with self._as_rows():
+            self._report.hand_on_all()
 
     def _stop_here(self, why: str) -> None:
         """Keep what was made: all ranks stop between two steps, or behind a fold. Every rank must call this."""
@@ -210,13 +189,11 @@ class Chronicle:
     def close(self) -> None:
         """Hand the last rows on, close the files, give the signals back."""
         self._world.give_requests_back()
-        rows, tracer = self._rows, self.tracer
-        self._rows = self.tracer = None
+        tracer, self.tracer = self.tracer, None
         with ExitStack() as ending:  # each also if the other raises
             if tracer is not None:
                 ending.callback(tracer.close)
-            if rows is not None:
-                ending.callback(rows.close)
+            ending.callback(self._report.close, self._last_words())
 
     def end(self) -> None:
         """Say how the run ended, and let others into its folder."""
@@ -224,3 +201,12 @@ class Chronicle:
             status = "stopped" if self.stopped is not None else "done" if self._where.is_done else "left"
             made = self._where.state_dict()["iteration"]
             self.keeper.end(status, self._world.ended_by, made, self.stopped)
+        self._report.end()
+
+    def _last_words(self) -> str | None:
+        """What is said of a loop that was stopped."""
+        if self.stopped is None:
+            return None
+        newest = "" if self.keeper is None else self.keeper.newest
+        kept = f"checkpoint {newest}" if newest else "no checkpoint"
+        return f"stopped after step {self._where.iteration}, {kept}: {self.stopped}"

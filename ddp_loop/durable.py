@@ -84,6 +84,16 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
+def identity(path: Path) -> tuple[int, int]:
+    """What a file or folder is known by, whatever its name.
+
+    Raises:
+        OSError: it is not there.
+    """
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
 def write_whole(path: Path, value: object) -> None:
     """Write JSON so that a reader, and a machine that loses power, finds the old file or the new one."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")

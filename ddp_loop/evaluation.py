@@ -105,7 +105,9 @@ def evaluate(
     observations, *totals = _added_up(rows, 1 + len(metrics), world).tolist()
     means = {name: total / observations for name, total in zip(metrics, totals, strict=True)}
     world.stage = stage
-    return {**means, "observations": int(observations)}
+    result = {**means, "observations": int(observations)}
+    world.on_evaluated(result)
+    return result
 
 
 def _added_up(rows: dict[int, torch.Tensor], width: int, world: World) -> torch.Tensor:

@@ -29,6 +29,9 @@ _SHOWN = 8
 class FoldedGradients(Protocol):
     """What is asked of a step's gradients after the fold, when they are the same on every rank."""
 
+    def are_finite(self) -> bool:
+        """Whether all gradients are; the host waits for the answer."""
+
     def extremes(self) -> list[torch.Tensor]:
         """Values that are all finite exactly if all gradients are, shape () each, of one dtype and device."""
 
@@ -126,9 +129,7 @@ class Guard:
             return False
         self._gradients = gradients
         if not self.late:
-            self._bad = not math.isfinite(loss.item()) or not (
-                self._scaled or all(math.isfinite(one.item()) for one in gradients.extremes())
-            )
+            self._bad = not math.isfinite(loss.item()) or not (self._scaled or gradients.are_finite())
         else:
             looked_at = [loss] if self._scaled else [loss, *(one.to(loss) for one in gradients.extremes())]
             self._bad = ~torch.stack(looked_at).isfinite().all()

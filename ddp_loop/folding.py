@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
@@ -25,6 +26,7 @@ from ddp_loop.values import Weight
 from ddp_loop.world import World
 
 _OPEN = "between a step's first shard and its fold the ranks are not at the same place: call this after step.fold()"
+_NORM_EACH = 2**20
 _WORDS = 1024  # control words that are kept as tensors; most are one of 256
 
 
@@ -78,6 +80,8 @@ class Fold:
         self.requests = no_requests  # what this rank asks of all, at each fold
         self.said: Said | None = None  # what all ranks said at the last one
         self.records: list[Record] = []
+        self.waited_s = 0.0  # in all folds so far, for the sums of all ranks
+        self._waits_since = 0.0
 
     def release(self) -> None:
         """Take all hooks away."""
@@ -296,6 +300,11 @@ class Fold:
 
     def _sum(self, word: tuple[int, ...], meanwhile: Callable[[], None]) -> list[float]:
         """Sum everything up; returns the control word over all ranks, and a count per parameter."""
+
+        def wait() -> None:
+            meanwhile()
+            self._waits_since = time.perf_counter()
+
         if self._rides:
             place = self.gradients.tail[: len(word)]
             if (kept := self._words.get(word)) is None:
@@ -303,14 +312,30 @@ class Fold:
                     self._words.clear()
                 kept = self._words[word] = torch.tensor(word, dtype=place.dtype)
             place.copy_(kept)
-            self.gradients.sum_up(meanwhile)
+            self.gradients.sum_up(wait)
+            self.waited_s += time.perf_counter() - self._waits_since
             said: list[float] = place.tolist()
             return said
         control = torch.tensor(word, dtype=torch.int32)
         work = self._world.start_sum(control)
-        self.gradients.sum_up(meanwhile)
+        self.gradients.sum_up(wait)
         self._world.finish(work)
+        self.waited_s += time.perf_counter() - self._waits_since
         return control.tolist()
+
+    def gradient_norm(self, iteration: int) -> torch.Tensor | None:
+        """The Euclidean norm of the whole mini-batch's gradients, shape (); None in steps that leave it out.
+
+        Where the guard did not ask for it, it reads each gradient once more, 0.3 ms per million on a CPU: there k
+        million are read in every k-th step.
+        """
+        if self.gradients.known_norm is not None:
+            return self.gradients.known_norm
+        elements = self.gradients.elements if self._rides else 0
+        if (iteration - 1) % max(1, elements // _NORM_EACH):
+            return None
+        replanned = self.said is not None and self.said.new  # then the buckets are new ones
+        return self.gradients.norm() if replanned else self.gradients.folded_norm()
 
     # -- rows ----------------------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_loop.checkpoints import Checkpoints
-from ddp_loop.durable import write_whole
+from ddp_loop.durable import identity, write_whole
 from ddp_loop.restoring import check_restorable
-from ddp_loop.runs import STATUS, RunFolder
+from ddp_loop.runs import STATUS, RunFolder, read_json
 from ddp_loop.saving import ON_SAVE_ERROR, OnSaveError, Part, Saver
 from ddp_loop.words import PeerFailed, said
 from ddp_loop.world import World
@@ -72,12 +72,21 @@ class Keeper:
         self._run: RunFolder | None = None
         self._saver: Saver | None = None
         self._ended = False
+        self._is: tuple[int, int] | None = None
+        self._extent: Mapping[str, object] = {}
         self._began = time.monotonic()
         self.score: float | None = None
         self.asked = False  # for a checkpoint after the step at hand, on every rank
 
-    def open(self, facts: Mapping[str, object], resume: bool | None) -> dict[str, int] | None:
+    def open(
+        self, facts: Mapping[str, object], resume: bool | None, extent: Mapping[str, object]
+    ) -> dict[str, int] | None:
         """Take the folder, and put the newest checkpoint's state back. Every rank must call this.
+
+        Args:
+            facts: what the run is a run of.
+            resume: as `Loop` is given it.
+            extent: how far the run goes, for status.json.
 
         Returns:
             Where the run goes on; None if it begins.
@@ -87,6 +96,7 @@ class Keeper:
             PeerFailed: so on another rank.
         """
         checkpoints: Checkpoints | None = None
+        self._extent = extent
 
         def take() -> None:
             nonlocal checkpoints
@@ -99,6 +109,8 @@ class Keeper:
                 self.say(line)
 
         self._world.once(take)
+        with suppress(OSError):  # another machine may not have it
+            self._is = identity(self.folder)
         self._saver = Saver(
             self._state,
             self._world,
@@ -111,6 +123,11 @@ class Keeper:
         position = self._saver.restore()
         self.tell("running", iteration=position["iteration"] if position else 0)
         return position
+
+    @property
+    def newest(self) -> str:
+        """The name of the newest durable checkpoint, on rank 0; empty without one."""
+        return "" if self._saver is None else self._saver.last
 
     def asked_to_stop(self) -> str | None:
         """Why the run is asked to stop by a file in its folder; on rank 0."""
@@ -171,14 +188,21 @@ class Keeper:
         if self._saver is not None:
             self._saver.finish()
 
+    def _is_there(self) -> bool:
+        """Whether the folder is the one that was opened, as this rank sees it."""
+        with suppress(OSError):
+            return identity(self.folder) == self._is
+        return False
+
     # -- how it ended --------------------------------------------------------------------------------------
 
     def tell(self, status: str, **facts: object) -> None:
         """Say what becomes of the run; it is no error if that cannot be written, but for a line."""
         if self._run is not None:
             kept = None if self._saver is None else self._saver.last or None
+            facts = {"device": str(self._world.device), "checkpoint": kept, **self._extent, **facts}
             try:
-                self._run.tell(status, ranks=self._world.size, device=str(self._world.device), checkpoint=kept, **facts)
+                self._run.tell(status, ranks=self._world.size, **facts)
             except OSError as error:
                 self.say(f"the run is {status}, and {self.folder / STATUS} could not be made to say so: {said(error)}")
 
@@ -199,9 +223,10 @@ class Keeper:
                 rank, stage, step = (-1 if error.rank is None else error.rank), error.stage, error.step
             status = "failed"
             facts |= {"rank": rank, "stage": stage, "step": step, "why": said(error)[:_WORDS]}
-            if rank == 0 and self._world.rank == 1 and self.folder.is_dir():  # rank 0 may be gone without a word
+            if rank == 0 and self._world.rank == 1 and self._is_there():  # rank 0 may be gone without a word
                 with suppress(OSError):
-                    write_whole(self.folder / STATUS, {"status": status, "at": time.time(), **facts})
+                    before = read_json(self.folder / STATUS) or {}
+                    write_whole(self.folder / STATUS, {**before, "status": status, "at": time.time(), **facts})
         self.tell(status, **facts)
         if self._run is not None:
             if status != "failed":

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from torch.optim import Optimizer
 
 from ddp_loop.batches import Batches, Loaded
 from ddp_loop.buffers import Policy
 from ddp_loop.chronicle import Chronicle, open_trace
-from ddp_loop.demands import (
-    check_extent,
-    check_interval,
-    check_rows,
-    check_rule,
-    check_state,
-    check_synced,
-)
+from ddp_loop.demands import check_extent, check_interval, check_rows, check_rule, check_state, check_synced
 from ddp_loop.finite import Guard, NotFinite
 from ddp_loop.folding import Fold
 from ddp_loop.gathering import Gathering
@@ -28,6 +20,7 @@ from ddp_loop.positions import Position
 from ddp_loop.records import Folded
 from ddp_loop.replicas import Trained, check_structure, find_modules, find_parameters, find_tensors, make_equal
 from ddp_loop.replication import Replicas
+from ddp_loop.reporting import Receivers
 from ddp_loop.saving import OnSaveError, Part
 from ddp_loop.shards import MiniBatch
 from ddp_loop.step import Step
@@ -63,9 +56,12 @@ class Loop:
         save_every_s: so many seconds have passed since the last one.
         keep: how many of the last checkpoints stay, beside the best (see `save`).
         on_save_error: "raise" on all ranks where a checkpoint cannot be written, or "warn" and go on.
-        on_row: called on rank 0 with each update's row, a dict of numbers, while training goes on. Where a step has
-            several passes, its row is that of the first one.
-        progress: print a line per epoch, from rank 0.
+        on_row: called on rank 0 with each update's row, a dict of numbers, while training goes on; or several such
+            callables (see `sinks`). Where a step has several passes, its row is that of the first one.
+        progress: show in the terminal how the run goes on, from rank 0, and draw its curves in the run folder when it
+            ends; False prints nothing.
+        page: serve a page of the run, by a process beside it, and print the link; it needs a run folder, and
+            `pip install 'ddp_loop[monitor]'`.
         buffers: rules for single buffers, by name (such as "model.0.counter"): "mean", "same", "first", "local".
         bucket_mib: size of the buckets in which gradients are summed, in MiB.
         allow_one_row: take shards of one observation also if the model has BatchNorm1d layers, which cannot
@@ -100,8 +96,9 @@ class Loop:
         save_every_s: float = 600.0,
         keep: int = 3,
         on_save_error: OnSaveError = "raise",
-        on_row: Callable[[dict[str, Any]], None] | None = None,
+        on_row: Receivers = None,
         progress: bool = True,
+        page: bool = False,
         buffers: Mapping[str, Policy] | None = None,
         bucket_mib: float = 8.0,
         allow_one_row: bool = False,
@@ -110,8 +107,7 @@ class Loop:
         ordered: bool | None = None,
         trace: bool = False,
     ) -> None:
-        self.batches, self.world = batches, batches.world
-        self.epochs = epochs
+        self.batches, self.world, self.epochs = batches, batches.world, epochs
         self._where, self._cut_short = Position(batches, epochs, steps), False
         self._state = check_state(state)
         self._begun: str | None = None  # the epoch that is gone through now, or was left
@@ -142,7 +138,7 @@ class Loop:
             self.world.agree(problem)
             facts = (epochs, steps, bucket_mib, check_replicas, not_finite, ordered, run is None, resume, save_every)
             self.world.check_same(_SAME, facts)
-            self._begin(resume, on_row, progress)
+            self._begin(resume, on_row, progress, page and watch is None)
         except BaseException:
             self._leave()
             raise
@@ -154,16 +150,16 @@ class Loop:
             local = [name for name, policy in buffers.items() if policy == "local"]
             parts: dict[str, Part] = {"guard": self._guard, "trained": Trained(self._state)}
             keeper = Keeper(folder, self.world, self._state, keeping, local, parts)
-        return Chronicle(self.world, self._where, keeper)
+        return Chronicle(self.world, self._where, keeper, self._state)
 
-    def _begin(self, resume: bool | None, on_row: Callable[[dict[str, Any]], None] | None, progress: bool) -> None:
+    def _begin(self, resume: bool | None, on_row: Receivers, progress: bool, page: bool) -> None:
         """Make the replicas equal, and go on where the run folder stands."""
         tensors = find_tensors(self._state)
         check_structure(tensors, self.world)
         make_equal(tensors, self.world)
         if (there := self._chronicle.open(self.batches.facts, resume)) is not None:
             self.load_state_dict(there)
-        self._chronicle.open_rows(on_row, progress=progress)
+        self._chronicle.open_rows(on_row, progress=progress, page=page)
 
     def _make_fold(self, bucket_mib: float, buffers: Mapping[str, Policy], ordered: bool | None) -> None:
         parameters = find_parameters(self._state)
@@ -382,7 +378,7 @@ class Loop:
     def _report(self, step: Step, mini_batch: MiniBatch, folded: Folded) -> None:
         self._where.is_folded = True
         if step.passes == 1:
-            self._chronicle.add_row(mini_batch, folded, skips=self._guard.skips)
+            self._chronicle.add_row(mini_batch, folded, self.fold, skips=self._guard.skips)
         self._guard.look(step.iteration, mini_batch, folded.values[0], folded.losses, folded.share)
         if step.passes == 1:
             self._replicas.look(step.iteration)

@@ -1,18 +1,27 @@
-"""Pictures as PNG files: pairs of images, differences of weights."""
+"""Pictures as files: pairs of images, differences of weights, curves of a run."""
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _PAIRS_ACROSS = 4
+_POINTS = 300  # of a curve; more are drawn as means, and the range about them
+_WIDE = 100.0  # the range of values from which on they are drawn on a logarithmic scale
 
 
 def pairs(
@@ -91,6 +100,88 @@ def differences(
     return _write(figure, path)
 
 
+@dataclass(frozen=True)
+class Panel:
+    """One value over the steps of a run.
+
+    Attributes:
+        iterations, values: of the rows, in order.
+        evaluated_at, evaluated: of the evaluations.
+    """
+
+    iterations: Sequence[float]
+    values: Sequence[float]
+    evaluated_at: Sequence[float] = ()
+    evaluated: Sequence[float] = ()
+
+
+def curves(panels: Mapping[str, Panel], path: str | os.PathLike[str], *, title: str = "") -> Path:
+    """Draw a curve in a panel of its own for each value of a run, the panels below each other.
+
+    Of more than 300 rows the curve has the means of neighbours, and lies in the band of their least and largest.
+
+    Args:
+        panels: by name.
+        path: of the file, .svg or .png; its folder is made.
+        title: stands above.
+
+    Returns:
+        The path.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: no panels.
+    """
+    if not panels:
+        raise ValueError("curves are drawn of one value or more; got none: give {name: Panel(iterations, values)}")
+    figure = _make_figure(width=8, height=3.2 * len(panels) + 0.3)
+    figure.suptitle(title)
+    for number, (name, panel) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(len(panels), 1, number)
+        _draw_panel(axes, panel)
+        axes.set_ylabel(name.replace("_", " "))
+        axes.grid(visible=True, alpha=0.3)
+    axes.set_xlabel("step")
+    return _write(figure, path)
+
+
+def _draw_panel(axes: Axes, panel: Panel) -> None:
+    if len(panel.values):
+        at, means, least, most = _thinned(np.asarray(panel.iterations), np.asarray(panel.values, dtype=np.float64))
+        if len(at) < len(panel.values):
+            axes.fill_between(at, least, most, alpha=0.25, linewidth=0)
+        axes.plot(at, means, linewidth=1.2, label="training")
+    if len(panel.evaluated):
+        axes.plot(panel.evaluated_at, panel.evaluated, "o", markersize=4, label="evaluated")
+        axes.legend()
+    known = [value for value in (*panel.values, *panel.evaluated) if math.isfinite(value)]
+    if known and min(known) > 0 and max(known) > _WIDE * min(known):
+        axes.set_yscale("log")
+
+
+Values = npt.NDArray[np.float64]
+
+
+def _thinned(at: Values, values: Values) -> tuple[Values, Values, Values, Values]:
+    """Neighbours put together, so that at most `_POINTS` are left: where, their mean, the least, the largest."""
+    each = -(-len(values) // _POINTS)
+    starts = np.arange(0, len(values), each)
+    counts = np.diff([*starts, len(values)])
+    means = np.add.reduceat(values, starts) / counts
+    where = np.add.reduceat(at, starts) / counts
+    return where, means, np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+
+
+def close_fonts() -> None:
+    """Close the files of the fonts that matplotlib keeps open for the next picture."""
+    from matplotlib import font_manager, mathtext
+
+    with suppress(AttributeError):  # these have no public names
+        font_manager._get_font.cache_clear()  # type: ignore[attr-defined]
+        mathtext.MathTextParser._parse_cached.cache_clear()  # type: ignore[attr-defined]
+    gc.collect()  # a figure holds itself, and the fonts
+
+
 def _make_figure(width: float, height: float) -> Figure:
     """A figure of this size in inches, of Agg alone: pyplot would keep it, and may want a screen."""
     try:
@@ -108,5 +199,8 @@ def _make_figure(width: float, height: float) -> Figure:
 def _write(figure: Figure, path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    if path.suffix == ".svg":
+        figure.savefig(path, format="svg", metadata={"Date": None})
+    else:
+        figure.savefig(path, format="png")
     return path

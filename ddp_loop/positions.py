@@ -28,6 +28,16 @@ class Position:
         self.iteration = self.epochs = self.at = self.went_on_at = 0
         self.is_folded = True
 
+    @property
+    def extent(self) -> dict[str, int | None]:
+        """How far the loop goes: epochs and steps as they were asked for, and the steps of an epoch."""
+        return {"epochs": self._most_epochs, "steps_per_epoch": self._batches.steps, "steps": self.most_steps}
+
+    @property
+    def epoch(self) -> int:
+        """Of the step at hand, or of the last one, counted from 1; 0 before the first."""
+        return self.epochs + (1 if self.at else 0)
+
     def begin(self, mini_batch: MiniBatch) -> None:
         """A step begins."""
         self.iteration, self.at, self.is_folded = self.iteration + 1, mini_batch.position + 1, False

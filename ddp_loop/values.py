@@ -11,7 +11,8 @@ import torch
 Weight = float | torch.Tensor
 Value = float | torch.Tensor
 TAKEN_NAMES = frozenset({"loss", "epoch", "iteration", "observations", "elapsed_s"}) | frozenset(
-    {"retain_graph", "create_graph", "inputs", "gradient"}
+    {"skipped", "learning_rate", "gradient_norm", "observations_per_s"}
+    | {"retain_graph", "create_graph", "inputs", "gradient"}
 )
 
 

@@ -56,6 +56,7 @@ class World:
         self.stage, self.step = "", 0
         self._stop_here: Callable[[str], None] | None = None
         self.ended_by: BaseException | None = None
+        self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # a loop notes what is evaluated
         try:
             if place.size > 1 or dist.is_initialized():
                 self._join(place)

@@ -26,7 +26,7 @@ TOP = ("__init__", "__main__")
 COLLECTIVES = ("join_world", "Loop", "Step.fold", "evaluate", "predict", "Batches")
 OPTIONAL = {
     *("matplotlib", "PIL", "sklearn", "cloudpickle", "rich", "tyro"),
-    *("starlette", "tensorboard", "optuna", "submitit"),
+    *("starlette", "uvicorn", "tensorboard", "optuna", "submitit", "httpx", "playwright"),
 }
 
 

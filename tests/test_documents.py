@@ -61,21 +61,19 @@ def make_targets_in(document: str) -> set[str]:
 
 
 def tree_in(document: str) -> dict[str, str]:
-    """Path -> clause, from the fenced block that begins with `ddp_loop/`: `folder/ name clause; name clause`.
-
-    A line without a folder goes on with that of the line above; of other folders the whole line is the clause.
-    """
+    """Folder -> clause, from the fenced block that begins with `ddp_loop/`; a line that is set in goes on with it."""
     found = (block for block in fenced_blocks(document) if block.startswith("ddp_loop/"))
     folder, tree = "", dict[str, str]()
     for line in next(found).splitlines():
         head, _, rest = line.partition(" ")
         folder = head or folder
-        if folder == "ddp_loop/":
-            parts = [part.strip().partition(" ") for part in rest.rstrip(";").split("; ")]
-            tree.update({folder + name: clause for name, _, clause in parts if clause})
-        else:
-            tree[folder] = rest.strip()
+        tree[folder] = f"{tree.get(folder, '')} {rest.strip()}".strip()
     return tree
+
+
+def modules_in(document: str) -> dict[str, str]:
+    """File or folder of the package -> clause, from lines such as "- `loop.py`: which step comes next"."""
+    return dict(re.findall(r"^- `([\w./]+)`: (\S.*)$", document, re.MULTILINE))
 
 
 def links_in(document: str) -> set[str]:
@@ -101,10 +99,13 @@ python -m ddp_loop devices --all
 python -m ddp_loop neither
 ```
 ```
-ddp_loop/   a.py an idea; b.py another;
-            c.py a third
+ddp_loop/   the package;
+            its modules
 docs/       this; that
 ```
+- `a.py`: an idea
+- `b/`: a folder of them
+- `c.py`
 """
 
 
@@ -115,12 +116,8 @@ def test_the_state_of_each_capability_is_read() -> None:
 def test_commands_targets_tree_and_links_are_read() -> None:
     assert commands_in(README) == {"devices"}
     assert make_targets_in(README) == {"test", "train"}
-    assert tree_in(README) == {
-        "ddp_loop/a.py": "an idea",
-        "ddp_loop/b.py": "another",
-        "ddp_loop/c.py": "a third",
-        "docs/": "this; that",
-    }
+    assert tree_in(README) == {"ddp_loop/": "the package; its modules", "docs/": "this; that"}
+    assert modules_in(README) == {"a.py": "an idea", "b/": "a folder of them"}
     assert links_in(README) == {"docs/design.md"}
 
 
@@ -177,9 +174,15 @@ def test_documented_make_targets_exist() -> None:
 
 def test_the_tree_of_the_readme_is_the_tree() -> None:
     tree = tree_in(text_of("README.md"))
-    assert [path for path in tree if not (ROOT / path).exists()] == []
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ddp_loop").rglob("*.py")}
-    assert modules - set(tree) == set()
+    assert [path for path in tree if not (ROOT / path).is_dir()] == []
+    folders = {f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"}
+    assert {"ddp_loop/", "launch/", "tests/", "examples/", "docs/", "benchmarks/"} <= set(tree) & folders
+
+
+def test_every_module_has_its_clause() -> None:
+    package = ROOT / "ddp_loop"
+    modules = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    assert set(modules_in(text_of("docs/modules.md"))) == modules | {"page/"}
 
 
 def test_the_examples_of_the_documents_use_public_names() -> None:

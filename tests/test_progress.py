@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
+from ddp_loop import progress as progress_rows
 from ddp_loop.progress import Moment, jsonl_line
 from tests.cases import make_data
 from tests.harness import OnRanks
@@ -21,10 +22,11 @@ EPOCHS = 3
 
 
 def train(
-    run: str | None, progress: bool, fail_at: int = 0, batch_size: int = 7
+    run: str | None, progress: bool, fail_at: int = 0, batch_size: int = 7, batch_s: float = 0.0
 ) -> tuple[list[dict[str, Any]], list[tuple[float, float]], list[int], list[torch.Tensor]]:
     """The rows that the callback got, each step's own row, how many rows were there after each step, the weights."""
-    with dl.join_world(seed=0) as world:
+    with pytest.MonkeyPatch.context() as patch, dl.join_world(seed=0) as world:
+        patch.setattr(progress_rows, "BATCH_S", batch_s)
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -59,12 +61,19 @@ def test_rows_reach_a_callback_on_rank_0_in_order_while_training_runs(on_ranks: 
     assert all(other[0] == [] and other[1] == own for other in others)
 
 
+def test_rows_of_quick_steps_come_several_at_once_and_an_epochs_last_without_delay(on_ranks: OnRanks) -> None:
+    rows, own, there, _ = on_ranks(3, train, None, True, 0, 7, 1e9)[0]
+    assert [(row["loss"], row["accuracy"]) for row in rows] == own
+    assert there == [0] * 5 + [6] * 6 + [12] * 6 + [18]
+
+
 @pytest.mark.covers("E1")
 def test_the_run_folder_gets_a_line_for_each_row(on_ranks: OnRanks, tmp_path: Path) -> None:
     rows, *_ = on_ranks(2, train, str(tmp_path / "new" / "run"), False)[0]
     lines = (tmp_path / "new" / "run" / "rows.jsonl").read_text().splitlines()
     written = [json.loads(line) for line in lines]
-    assert [{key: row[key] for key in rows[0]} for row in written] == rows
+    assert all(row.pop("observations_per_s") > 0 for row in rows)  # it follows from the others
+    assert written == rows
     elapsed = [row["elapsed_s"] for row in written]
     assert elapsed == sorted(elapsed)
 

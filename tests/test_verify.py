@@ -22,7 +22,7 @@ FOLD = "            step.fold()\n"
 UPDATE = "            optimizer.step()\n"
 BATCHES = "dl.Batches(train, batch_size, world, shards=arguments.shards)"
 BACKWARD = "step.backward(cross_entropy(logits, labels),"
-LOOP = "run=arguments.run, state=state)"
+LOOP = "run=arguments.run, state=state, progress=not arguments.quiet)"
 Change = tuple[str, str]
 
 
@@ -138,7 +138,7 @@ FAULTS: dict[str, tuple[list[Change], str]] = {
         [
             before(BEFORE_TRAINING, "model.register_buffer('level', torch.zeros(()))"),
             before(SHARD, "model.level.copy_(images.mean())"),
-            (LOOP, "run=arguments.run, state=state, buffers={'model.level': 'local'})"),
+            (LOOP, "run=arguments.run, state=state, buffers={'model.level': 'local'}, progress=False)"),
             after(FOLD, "world.broadcast(model.level)"),
         ],
         "`buffer model.level` differs first",

@@ -57,6 +57,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=128, help="of one GPU; of all ranks together on the CPU")
     parser.add_argument("--shards", type=int, help="pieces of a mini-batch; by default one per rank")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
+    parser.add_argument("--quiet", action="store_true", help="print nothing")
     parser.add_argument(
         "--run-folder", "--run", dest="run", help="folder for rows.jsonl; nothing is written without it"
     )
@@ -76,13 +77,14 @@ def main() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         batch_size = dl.scale_batch_size(arguments.batch_size, world)
         batches = dl.Batches(train, batch_size, world, shards=arguments.shards)
-        world.print(
+        say = (lambda line: None) if arguments.quiet else world.print
+        say(
             f"{len(train)} training and {len(test)} test images, {world.size} ranks on {world.device.type}, "
             f"{batches.shards} shards of a mini-batch of {batch_size}"
         )
 
         state = {"model": model, "optimizer": optimizer}
-        for step in dl.Loop(batches, arguments.epochs, run=arguments.run, state=state):
+        for step in dl.Loop(batches, arguments.epochs, run=arguments.run, state=state, progress=not arguments.quiet):
             for images, labels in step:
                 logits = model(images)
                 step.backward(cross_entropy(logits, labels), accuracy=hits(logits, labels))
@@ -90,7 +92,7 @@ def main() -> None:
             optimizer.step()
 
         result = dl.evaluate(model, dl.Batches(test, 1000, world, shuffle=False), accuracy=hits)
-        world.print(f"Test accuracy: {result['accuracy']:.4f} of {result['observations']} images")
+        say(f"Test accuracy: {result['accuracy']:.4f} of {result['observations']} images")
 
 
 if __name__ == "__main__":

@@ -126,7 +126,8 @@ class Disk:
         says: what the error says.
         mounts: what must be mounted for it: "", "small" for a small disk, "over" for a mount over the run folder.
         heals: whether the run folder is there again.
-        tells: what status.json says of a run that failed so; "running" where that could not be changed.
+        tells: what status.json may say of a run that failed so; "running" where that could not be changed, "failed"
+            where rank 1 came to write it when the disk was healed.
     """
 
     harm: Callable[[Path], Callable[[], None]]
@@ -134,7 +135,7 @@ class Disk:
     says: str
     mounts: str = ""
     heals: bool = True
-    tells: str = "running"
+    tells: str = "running|failed"
 
 
 DISKS = {
