@@ -23,8 +23,10 @@ def draw_if_small(run: Path) -> None:
     """What `export` does, if matplotlib is there and the rows are not so many that others would wait for it."""
     rows = run / ROWS
     if importlib.util.find_spec("matplotlib") is not None and _has_few(rows):
-        export(run)
-        plots.close_fonts()
+        try:
+            export(run)
+        finally:
+            plots.close_fonts()
 
 
 def _has_few(rows: Path) -> bool:
