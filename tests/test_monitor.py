@@ -439,6 +439,7 @@ def test_without_its_libraries_the_command_that_helps_is_said(
 
 SCRIPT = """
 import os, signal, sys
+from contextlib import suppress
 from pathlib import Path
 import httpx, torch
 from torch import nn
@@ -465,7 +466,10 @@ with dl.join_world(seed=1) as world:
         if step.iteration == 3:
             state = httpx.get(base + "/api/runs", headers={"x-monitor-token": token}, timeout=60).json()
             (page,) = map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
-            files = [os.readlink(file) for file in Path(f"/proc/{page}/fd").iterdir()]
+            files = []
+            for file in Path(f"/proc/{page}/fd").iterdir():
+                with suppress(FileNotFoundError):  # the connection of that question, which ends now
+                    files.append(os.readlink(file))
             os.kill(page, signal.SIGKILL)
             os.waitpid(page, 0)
 print(state["runs"][0]["state"], model.weight.tolist())
