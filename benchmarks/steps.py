@@ -77,7 +77,14 @@ def make_data(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
 def our_step(job: Job, world: dl.World, data: tuple[torch.Tensor, ...], folder: str, **options: Any) -> Step:
     model, optimizer = make(job)
     batches, state = dl.Batches(data, MINI_BATCH, world), {"model": model, "optimizer": optimizer}
-    steps = iter(dl.Loop(batches, 10**6, state=state, run=folder, save_every=10**9, progress=False, **options))
+    return steps_of(
+        dl.Loop(batches, 10**6, state=state, run=folder, save_every=10**9, progress=False, **options), model, optimizer
+    )
+
+
+def steps_of(loop: dl.Loop, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """A loop's next step, with loss and accuracy."""
+    steps = iter(loop)
 
     def step() -> None:
         step = next(steps)

@@ -26,11 +26,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
-from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
 from benchmarks.measuring import RANKS, Ratio, Step, block, compare, print_table
-from benchmarks.steps import Job, hits, mlp
+from benchmarks.steps import Job, mlp, steps_of
 from ddp_loop import networks
 from ddp_loop.gate import TOKEN_HEADER
 from ddp_loop.monitor import HERE, start_page
@@ -102,17 +101,7 @@ def step_of(job: Watched, world: dl.World, way: str, folder: str) -> Step:
         on_row=sinks,
         progress=way in ("everything", "display alone"),
     )
-    steps = iter(loop)
-
-    def step() -> None:
-        step = next(steps)
-        for inputs, labels in step:
-            logits = model(inputs)
-            step.backward(cross_entropy(logits, labels), accuracy=hits(logits, labels))
-        step.fold()
-        optimizer.step()
-
-    return step
+    return steps_of(loop, model, optimizer)
 
 
 def measure(name: str) -> dict[str, Ratio]:

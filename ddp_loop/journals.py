@@ -70,7 +70,8 @@ class Evaluations:
 
     def note(self, epoch: int, iteration: int, result: Mapping[str, float], elapsed_s: float) -> None:
         """An evaluation was made, after this iteration."""
-        line = {"epoch": epoch, "iteration": iteration, **finite(result), "elapsed_s": round(elapsed_s, 4)}
+        place = {"epoch": epoch, "iteration": iteration}
+        line = place | finite(result) | place | {"elapsed_s": round(elapsed_s, 4)}  # whatever a metric is named
         self._said = [one for one in self._said if one["iteration"] == iteration]
         if not any(_says_the_same(one, line) for one in self._said):
             self._said.append(line)

@@ -188,7 +188,8 @@ class Keeper:
         if self._saver is not None:
             self._saver.finish()
 
-    def _is_there(self) -> bool:
+    @property
+    def is_there(self) -> bool:
         """Whether the folder is the one that was opened, as this rank sees it."""
         with suppress(OSError):
             return identity(self.folder) == self._is
@@ -223,7 +224,7 @@ class Keeper:
                 rank, stage, step = (-1 if error.rank is None else error.rank), error.stage, error.step
             status = "failed"
             facts |= {"rank": rank, "stage": stage, "step": step, "why": said(error)[:_WORDS]}
-            if rank == 0 and self._world.rank == 1 and self._is_there():  # rank 0 may be gone without a word
+            if rank == 0 and self._world.rank == 1 and self.is_there:  # rank 0 may be gone without a word
                 with suppress(OSError):
                     before = read_json(self.folder / STATUS) or {}
                     write_whole(self.folder / STATUS, {**before, "status": status, "at": time.time(), **facts})

@@ -10,7 +10,6 @@ import torch
 from torch.optim import Optimizer
 
 from ddp_loop.display import open_display
-from ddp_loop.durable import identity
 from ddp_loop.exports import draw_if_small
 from ddp_loop.folding import Fold
 from ddp_loop.journals import Evaluations, Journal
@@ -68,7 +67,6 @@ class Report:
         self._ranks: Journal | None = None
         self._draws = self._has_ended = self._looks = False
         self._away = world.device.type != "cpu"
-        self._is = 0, 0  # the folder's identity
 
     def open(self, receivers: Receivers, *, progress: bool, page: bool) -> None:
         """Begin, behind what is there. Every rank must call this.
@@ -104,7 +102,7 @@ class Report:
         self._evaluations = Evaluations(keeper.folder, after, keeper.say)
         self._ranks = Journal(keeper.folder / RANKS, after, keeper.say)
         file = Lines(keeper.folder / ROWS, after, epoch.recall)
-        self._began, self._is = self._began - file.elapsed_s, identity(keeper.folder)
+        self._began -= file.elapsed_s
         return PatientLines(file, keeper.say, goes_on=keeper.goes_on)
 
     def _start_page(self) -> None:
@@ -210,9 +208,9 @@ class Report:
     def end(self) -> None:
         """The run has ended: draw it."""
         draws, self._draws, self._has_ended = self._draws, False, True
-        if draws and self._folder is not None and self._world.ended_by is None:
+        keeper = self._keeper
+        if draws and keeper is not None and keeper.is_there and self._world.ended_by is None:
             try:
-                if identity(self._folder) == self._is:
-                    draw_if_small(self._folder)
+                draw_if_small(keeper.folder)
             except Exception as error:  # a picture is not worth a run
                 self._world.print(f"ddp_loop: {self._folder} was not drawn: {error!r}")

@@ -165,6 +165,12 @@ def test_small_values_that_differ_are_both_noted(tmp_path: Path) -> None:
     assert [line["loss"] for line in lines_of(tmp_path / "evaluations.jsonl")] == [1e-7, 5e-7]
 
 
+def test_a_metric_named_as_a_place_does_not_move_its_line(tmp_path: Path) -> None:
+    Evaluations(tmp_path, 0, print).note(1, 5, {"iteration": 99.5, "epoch": 0.5, "observations": 9}, 0.5)
+    (line,) = lines_of(tmp_path / "evaluations.jsonl")
+    assert (line["epoch"], line["iteration"]) == (1, 5)
+
+
 def test_a_table_on_a_disk_that_was_full_has_each_row_once(tmp_path: Path) -> None:
     sink = csv_sink(tmp_path / "rows.csv")
     for number in range(1, 4):
