@@ -158,6 +158,30 @@ def test_another_runs_folder_in_the_place_is_not_written_to(tmp_path: Path) -> N
     assert "another folder stands in its place" in said[0]
 
 
+def fail_in_a_replaced_folder(folder: str) -> None:
+    """Rank 0 fails when the run folder has another name, and an empty one has its own."""
+
+    def replace() -> None:
+        Path(folder).rename(f"{folder}, moved")
+        Path(folder).mkdir()
+
+    with dl.join_world() as world:
+        model = nn.Linear(1, 1)
+        for step in dl.Loop(dl.Batches(torch.ones(8, 1), 2, world), 1, state={"model": model}, run=folder):
+            for rows in step:
+                step.backward(model(rows).mean())
+            step.fold()
+            world.once(replace)
+            if world.rank == 0:
+                raise LookupError("planted")
+
+
+def test_no_rank_writes_how_it_ended_into_another_runs_folder(on_ranks: OnRanks, tmp_path: Path) -> None:
+    with pytest.raises(dl.RankFailed, match="planted"):
+        on_ranks(2, fail_in_a_replaced_folder, str(tmp_path / "run"))
+    assert os.listdir(tmp_path / "run") == []
+
+
 def test_small_values_that_differ_are_both_noted(tmp_path: Path) -> None:
     evaluations = Evaluations(tmp_path, 0, print)
     for loss in (1e-7, 5e-7, 5e-7 + 1e-15):
