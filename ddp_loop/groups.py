@@ -123,6 +123,7 @@ class Groups:
             failed: whether the ranks were cut off.
         """
         steps, others = self.steps, self.others
+        cut(self.connections)  # an open one waits for the next look of gloo's thread, one in 10 ms, before it closes
         del self.steps, self.others  # gloo closes the connections with the last reference
         if failed and self._owns:
             keep_while_busy(steps, sums)
