@@ -1,4 +1,4 @@
-"""The connections of a process group, so that a rank that fails can cut them at once, and what becomes of the group.
+"""The connections of a process group, so that a rank that leaves can cut them at once, and what becomes of the group.
 
 gloo closes a connection only when nothing refers to the group any more, and a sum that is still under way in one of
 its threads does. A socket that is shut down wakes the peers that wait for this rank.
@@ -14,7 +14,7 @@ import ctypes
 import os
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,11 +39,42 @@ def open_sockets() -> dict[int, str]:
 
 def cut(sockets: dict[int, str]) -> None:
     """Shut these sockets down, but those that are closed already; their owner closes them."""
+    for _, one in _opened(sockets):
+        if not _listens(one):  # gloo's listener would end the process
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def accepted(sockets: dict[int, str]) -> dict[int, str]:
+    """Those that a listener among them took: one end of each of gloo's connections, and what no other thread opened.
+
+    gloo closes one connection after the other, each at its thread's next look, and looks every 10 ms. Where one end is
+    shut down the threads of both look at once.
+    """
+    ports = {_port(one) for _, one in _opened(sockets) if _listens(one)}
+    return {
+        number: sockets[number]
+        for number, one in _opened(sockets)
+        if not _listens(one) and _port(one) in ports - {None}
+    }
+
+
+def _opened(sockets: dict[int, str]) -> Iterator[tuple[int, socket.socket]]:
+    """Those that are open still."""
     for descriptor, name in sockets.items():
         if _name(descriptor) == name:  # the number may belong to another file by now
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-                if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo's listener would end the process
-                    one.shutdown(socket.SHUT_RDWR)
+                yield descriptor, one
+
+
+def _listens(one: socket.socket) -> bool:
+    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _port(one: socket.socket) -> int | None:
+    """Of this end; None where there are no ports."""
+    name = one.getsockname()
+    return name[1] if isinstance(name, tuple) and one.family in (socket.AF_INET, socket.AF_INET6) else None
 
 
 def keep_while_busy(group: dist.ProcessGroup, sums: Collection[dist.Work]) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.rendezvous import rendezvous
 
-from ddp_loop.connections import cut, free_kept, keep_while_busy, open_sockets
+from ddp_loop.connections import accepted, cut, free_kept, keep_while_busy, open_sockets
 from ddp_loop.devices import Place
 from ddp_loop.words import PeerFailed, own_keys
 
@@ -123,7 +123,7 @@ class Groups:
             failed: whether the ranks were cut off.
         """
         steps, others = self.steps, self.others
-        cut(self.connections)  # an open one waits for the next look of gloo's thread, one in 10 ms, before it closes
+        cut(accepted(self.connections))  # a connection that is open takes gloo up to 10 ms to close
         del self.steps, self.others  # gloo closes the connections with the last reference
         if failed and self._owns:
             keep_while_busy(steps, sums)

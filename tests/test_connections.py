@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.connections import free_kept, keeps_a_group, open_sockets
+from ddp_loop.connections import accepted, free_kept, keeps_a_group, open_sockets
 from ddp_loop.launching import Pool
+from ddp_loop.words import own_keys
 from tests.harness import FAULT_S, OnRanks
 
 pytestmark = pytest.mark.covers("D10")
@@ -121,3 +124,27 @@ def test_a_worker_that_keeps_a_group_is_replaced() -> None:
         second = pool.run(os.getpid, 2)
         assert second[0] != first[0]
         assert second[1] == first[1]
+
+
+def leave_while_another_thread_has_a_connection() -> tuple[bytes, int]:
+    """What comes through a connection that was opened while the ranks joined, and how many sockets are one's end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:  # there before: it is nothing that joining opened
+        opened = []
+
+        def connect_meanwhile(store: dist.Store, rank: int) -> dist.Store:
+            if not opened:
+                opened.append(socket.create_connection(server.getsockname()))
+            return own_keys(store, rank)
+
+        with mock.patch("ddp_loop.groups.own_keys", connect_meanwhile), dl.join_world() as world:
+            assert world._groups is not None
+            ends = len(accepted(world._groups.connections))
+        with opened[0] as one, server.accept()[0] as other:
+            one.sendall(b"still there")
+            return other.recv(100), ends
+
+
+def test_leaving_shuts_one_end_of_each_connection_and_nobody_elses(on_ranks: OnRanks) -> None:
+    told = on_ranks(3, leave_while_another_thread_has_a_connection)
+    assert [words for words, _ in told] == [b"still there"] * 3
+    assert sum(ends for _, ends in told) == 2 * 3  # two groups with three pairs each
