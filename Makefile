@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready-for-ddp_loop
 ARGS ?=
+JOBS ?= 2
 RANKS ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
 .DEFAULT_GOAL := help
@@ -20,8 +21,8 @@ setup: $(READY)  ## make .venv and install into it; the other targets do this th
 train: $(READY)  ## train the digit network on all GPUs, else on 2 CPU ranks (RANKS=, ARGS=)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/digits/train.py $(ARGS)
 
-test: $(READY)  ## run all tests (ARGS=)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(READY)  ## run all tests (ARGS=), in JOBS= processes, 0 for this one
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 check: $(READY)  ## format, lint, types, and the tests of the architecture; changes nothing
 	$(BIN)/python -m ruff format --check .

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -117,7 +116,6 @@ def test_the_example_runs_under_torchrun_on_two_ranks(tmp_path: Path) -> None:
     done = subprocess.run(
         [*torchrun, "train.py", *SMALL, "--patience", "2", "--validate-every", "3", "--folder", str(tmp_path / "new")],
         cwd=SCRIPT.parent,
-        env={**os.environ, "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=300,

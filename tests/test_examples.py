@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import re
 import subprocess
 import sys
@@ -28,13 +27,11 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def run(*command: str, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python in an example's folder, with a home of its own for the cache."""
-    environment = {**os.environ, "HOME": str(home)}
+def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python in an example's folder."""
     return subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env=environment,
         capture_output=True,
         text=True,
         timeout=300,
@@ -67,8 +64,8 @@ def test_the_four_ways_to_aggregate_batch_norm_state_give_their_four_numbers() -
 
 
 @pytest.mark.covers("D12")
-def test_the_four_numbers_are_printed(tmp_path: Path) -> None:
-    done = run("statistics.py", folder=EXAMPLES, home=tmp_path)
+def test_the_four_numbers_are_printed() -> None:
+    done = run("statistics.py", folder=EXAMPLES)
     assert re.findall(r"(\d\.\d{4})$", done.stdout, re.MULTILINE) == ["1.1500", "1.1725", "1.3750", "1.3750"]
 
 
@@ -77,10 +74,10 @@ def test_the_four_numbers_are_printed(tmp_path: Path) -> None:
 def test_the_digit_example_trains_on_one_process_and_on_two_ranks(tmp_path: Path) -> None:
     folder = EXAMPLES / "digits"
     arguments = ["--epochs", "1", "--shards", "2", "--run-folder"]
-    alone = run("train.py", *arguments, str(tmp_path / "alone"), folder=folder, home=tmp_path)
+    alone = run("train.py", *arguments, str(tmp_path / "alone"), folder=folder)
     assert alone.returncode == 0, alone.stderr
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *arguments]
-    together = run(*torchrun, str(tmp_path / "together"), folder=folder, home=tmp_path)
+    together = run(*torchrun, str(tmp_path / "together"), folder=folder)
     assert together.returncode == 0, together.stderr
     pattern = r"Epoch: 1, Loss: (\d\.\d+), Accuracy: (0\.\d+)\nTest accuracy: (0\.\d+|1\.0+) of 1000 images"
     found = [re.search(pattern, done.stdout) for done in (alone, together)]
@@ -95,20 +92,20 @@ def test_the_digit_example_trains_on_one_process_and_on_two_ranks(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_digit_example_trains_on_real_handwriting(tmp_path: Path) -> None:
-    done = run("train.py", "--data", "handwritten", "--epochs", "5", folder=EXAMPLES / "digits", home=tmp_path)
+def test_the_digit_example_trains_on_real_handwriting() -> None:
+    done = run("train.py", "--data", "handwritten", "--epochs", "5", folder=EXAMPLES / "digits")
     assert done.returncode == 0, done.stderr
     accuracy = re.search(r"Test accuracy: (\d\.\d+) of 185 images", done.stdout)
     assert accuracy is not None, done.stdout
     assert float(accuracy[1]) > 0.9
 
 
-def run_alone_and_on_two_ranks(script: str, *arguments: str, home: Path) -> list[str]:
+def run_alone_and_on_two_ranks(script: str, *arguments: str, runs: Path) -> list[str]:
     """What an example prints in one process, and under torchrun on two ranks."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     printed = []
     for name, command in (("alone", [script, *arguments]), ("together", [*torchrun, script, *arguments])):
-        done = run(*command, "--run-folder", str(home / name), folder=EXAMPLES, home=home)
+        done = run(*command, "--run-folder", str(runs / name), folder=EXAMPLES)
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout)
     return printed
@@ -118,7 +115,7 @@ def run_alone_and_on_two_ranks(script: str, *arguments: str, home: Path) -> list
 @pytest.mark.covers("D11")
 def test_the_language_model_learns_the_same_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--epochs", "2", "--sentences", "480", "--shards", "2"]
-    alone, together = run_alone_and_on_two_ranks("tokens.py", *arguments, home=tmp_path)
+    alone, together = run_alone_and_on_two_ranks("tokens.py", *arguments, runs=tmp_path)
     assert "480 training and 200 test sentences of 22 to" in alone
     assert "1 ranks on " in alone
     assert "2 ranks on " in together
@@ -142,7 +139,7 @@ def test_the_language_model_learns_the_same_in_one_process_and_on_two_ranks(tmp_
 @pytest.mark.covers("B10")
 def test_the_generator_learns_the_same_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--epochs", "10", "--points", "4000", "--shards", "2"]
-    printed = run_alone_and_on_two_ranks("gan.py", *arguments, home=tmp_path)
+    printed = run_alone_and_on_two_ranks("gan.py", *arguments, runs=tmp_path)
     pattern = r"^Epoch: (\d+), Energy distance: (-?\d+\.\d+), Heaps: (\d) of 8, Near one: (\d\.\d+)$"
     found = [re.findall(pattern, text, re.MULTILINE) for text in printed]
     assert [[line[0] for line in lines] for lines in found] == [["0", "10"]] * 2, "".join(printed)

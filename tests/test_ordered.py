@@ -246,13 +246,16 @@ def test_evaluation_gives_the_same_bits_on_any_number_of_ranks(on_ranks: OnRanks
 
 @pytest.mark.covers("H7")
 @pytest.mark.slow
-@pytest.mark.parametrize(("shards", "numbers", "bucket_mib"), [(8, (1, 2, 3, 4, 6, 8), 8.0), (12, (1, 3, 4, 5), 0.02)])
+@pytest.mark.parametrize(
+    ("shards", "numbers", "bucket_mib", "steps"), [(8, (1, 2, 3, 4, 6, 8), 8.0, STEPS), (12, (1, 3, 4, 5), 0.02, 15)]
+)
 @pytest.mark.parametrize("name", JOBS)
 def test_the_bits_are_the_same_on_any_number_of_ranks(
-    name: str, shards: int, numbers: tuple[int, ...], bucket_mib: float, on_ranks: OnRanks
+    name: str, shards: int, numbers: tuple[int, ...], bucket_mib: float, steps: int, on_ranks: OnRanks
 ) -> None:
     digests = {
-        ranks: set(on_ranks(ranks, train, name, shards, bucket_mib=bucket_mib, timeout_s=120)) for ranks in numbers
+        ranks: set(on_ranks(ranks, train, name, shards, steps, bucket_mib=bucket_mib, timeout_s=120))
+        for ranks in numbers
     }
     assert set.union(*digests.values()) == digests[1]
     assert len(digests[1]) == 1
