@@ -129,7 +129,7 @@ def test_a_worker_that_keeps_a_group_is_replaced() -> None:
 def leave_while_another_thread_has_a_connection() -> tuple[bytes, int]:
     """What comes through a connection that was opened while the ranks joined, and how many sockets are one's end."""
     with socket.create_server(("127.0.0.1", 0)) as server:  # there before: it is nothing that joining opened
-        opened = []
+        opened: list[socket.socket] = []
 
         def connect_meanwhile(store: dist.Store, rank: int) -> dist.Store:
             if not opened:

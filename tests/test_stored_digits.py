@@ -74,8 +74,8 @@ def test_the_digit_example_refuses_data_that_are_none_with_one_line_on_every_ran
 
 
 @pytest.mark.covers("A2")
-def test_the_digit_example_ends_with_one_line_and_an_exit_code(tmp_path: Path) -> None:
-    done = run("train.py", "--data", "mnsit", folder=EXAMPLES / "digits", home=tmp_path)
+def test_the_digit_example_ends_with_one_line_and_an_exit_code() -> None:
+    done = run("train.py", "--data", "mnsit", folder=EXAMPLES / "digits")
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
