@@ -40,13 +40,13 @@ def open_sockets() -> dict[int, str]:
 def cut(sockets: dict[int, str]) -> None:
     """Shut these sockets down, but those that are closed already; their owner closes them."""
     for _, one in _opened(sockets):
-        if not _listens(one):  # gloo's listener would end the process
-            with suppress(OSError):
+        with suppress(OSError):
+            if not _listens(one):  # gloo's listener would end the process
                 one.shutdown(socket.SHUT_RDWR)
 
 
 def accepted(sockets: dict[int, str]) -> dict[int, str]:
-    """Those that a listener among them took: one end of each of gloo's connections, and what no other thread opened.
+    """Those that a listener among them took: one end of each of gloo's connections, and none that others opened.
 
     gloo closes one connection after the other, each at its thread's next look, and looks every 10 ms. Where one end is
     shut down the threads of both look at once.
