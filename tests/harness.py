@@ -19,6 +19,7 @@ Result = TypeVar("Result")
 
 FAULT_S = 3.0  # what the project promises: a fault on one rank ends all within it
 TASK_S = 60.0  # the longest tasks take seconds; a shared machine may be ten times slower
+MOMENT_S, LOOK_S = 20.0, 0.02  # how long to wait for what takes a moment, and how often to look
 THREAD_END_S = 1.0  # a thread that was told to end needs a moment
 
 PYTEST_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the latter when it likes
@@ -92,6 +93,16 @@ def left_behind(before: Surroundings, allowed_processes: Collection[int] = ()) -
         lines += [f"{field.name.replace('_', ' ')}: {thing}" for thing in sorted(new, key=str)]
     removed = dict(before.environment_variable).keys() - dict(after.environment_variable).keys()
     return lines + [f"environment variable removed: {name}" for name in sorted(removed)]
+
+
+def until(holds: Callable[[], Any], what: str, within_s: float = MOMENT_S) -> Any:
+    """Look again and again until something holds; returns it. What it waits for is said if it does not come."""
+    deadline = time.monotonic() + within_s
+    while not (found := holds()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within_s:g} s: {what}")
+        time.sleep(LOOK_S)
+    return found
 
 
 def child_processes() -> frozenset[int]:

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,16 +57,6 @@ def served(*runs: Path, port: int = 0) -> Iterator[Served]:
         finally:
             server.should_exit = True
             thread.join()
-
-
-def until(holds: Callable[[], Any], what: str) -> Any:
-    """Look again and again until something holds; returns it."""
-    deadline = time.monotonic() + WAIT_S
-    while not (found := holds()):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {WAIT_S:g} s: {what}")
-        time.sleep(0.02)
-    return found
 
 
 def answers(port: int) -> bool:

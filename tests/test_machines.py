@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +16,10 @@ import pytest
 from ddp_loop.launching import Pool
 from tests.faults.job import FINAL, Job
 from tests.faults.kill_workers import ROOT, make_job, rows_problem
+from tests.harness import until
 
 EPOCHS, BEGUN, PORT = 3, 8, 29400  # the port is in a namespace of its own
-WAIT_S, LOOK_S = 90.0, 0.05
+WAIT_S = 90.0
 
 
 def in_namespaces(*command: str) -> None:
@@ -79,9 +79,7 @@ def test_a_job_on_two_machines_goes_on_when_one_is_lost(machines: tuple[str, str
     job = make_job(tmp_path, "elastic", epochs=EPOCHS)
     one, other = (start(job, machine, number, tmp_path) for number, machine in enumerate(machines, 1))
     try:
-        deadline = time.monotonic() + WAIT_S
-        while rows_of(job) < BEGUN and one.poll() is None and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+        until(lambda: rows_of(job) >= BEGUN or one.poll() is not None, "both machines have begun", WAIT_S)
         logs = [(tmp_path / f"machine-{number}.log").read_text(errors="replace")[-3000:] for number in (1, 2)]
         assert rows_of(job) >= BEGUN, "\n".join(logs)
         assert json.loads(Path(job.run, "status.json").read_text())["ranks"] == 2

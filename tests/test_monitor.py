@@ -29,8 +29,8 @@ from ddp_loop.gate import BODY_BYTES, TOKEN_HEADER
 from ddp_loop.pages import Site
 from ddp_loop.runs import RunFolder, ask_to_stop, is_running
 from ddp_loop.viewing import View
-from tests.harness import OnRanks
-from tests.serving import TOKEN, WAIT_S, Served, answers, row, served, until, write_lines, write_run
+from tests.harness import OnRanks, until
+from tests.serving import TOKEN, WAIT_S, Served, answers, row, served, write_lines, write_run
 
 ROOT = Path(__file__).parents[1]
 SLOW_CLIENTS = 200

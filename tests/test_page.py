@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from tests.harness import OnRanks
-from tests.serving import WAIT_S, Served, row, served, until, write_lines, write_run
+from tests.harness import OnRanks, until
+from tests.serving import WAIT_S, Served, row, served, write_lines, write_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Route
@@ -362,6 +362,7 @@ def test_stop_ends_both_ranks_at_the_same_step_with_a_checkpoint_and_the_page_sa
         with served(run) as page:
             one = visit(page)
             one.waits_for(".says", "running")
+            until(lambda: "Remaining" in one.page.locator(".facts dt").all_inner_texts(), "the remaining time is said")
             one.page.get_by_role("button", name="Stop", exact=True).click()
             assert one.page.get_by_role("button", name="Keep running").evaluate(
                 "(one) => one === document.activeElement"
@@ -369,6 +370,7 @@ def test_stop_ends_both_ranks_at_the_same_step_with_a_checkpoint_and_the_page_sa
             one.page.keyboard.press("Enter")  # the safe choice has the focus
             assert not (run / "stop").exists()
             one.waits_for(".says", "running")
+            until(lambda: "Remaining" in one.page.locator(".facts dt").all_inner_texts(), "the remaining time is said")
             one.page.get_by_role("button", name="Stop", exact=True).click()
             one.page.get_by_role("button", name="Stop the run").click()
             one.waits_for(".says", "stopped at step")

@@ -77,6 +77,24 @@ BUILDS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
 }
 
 
+def go_by_epochs(
+    loop: dl.Loop, model: nn.Module, optimizer: torch.optim.Optimizer, stop_at: int | None = None, *,
+    after_step: Callable[[int], None] = lambda iteration: None, after_epoch: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """The epochs that are still to be made, down a mean square; what comes behind an epoch, unless it was stopped."""
+    for _ in range(loop.epochs_made, loop.epochs or 0):
+        for step in loop.epoch():
+            for rows in step:
+                step.backward(model(rows).square().mean())
+            if step.iteration == stop_at:
+                loop.stop()
+            step.fold()
+            optimizer.step()
+            after_step(step.iteration)
+        if loop.stopped is None:
+            after_epoch()
+
+
 @dataclass
 class Ended:
     """How a run ended: digests of all its state by name, its steps, and what it said of itself."""

@@ -12,7 +12,7 @@ from torch import nn
 
 import ddp_loop as dl
 from tests.harness import OnRanks
-from tests.test_resume import checkpoints_of, digests, rows_of
+from tests.test_resume import checkpoints_of, digests, go_by_epochs, rows_of
 
 STEPS, EPOCHS = 4, 2
 
@@ -34,17 +34,12 @@ def run(
         batches = dl.Batches(data, 8, world, shards=4, shuffle=False)
         loop = dl.Loop(batches, EPOCHS, state=state, run=folder, progress=bool(options.pop("say", False)), **options)
         loop._guard.late = late or loop._guard.late
-        for _ in range(loop.epochs_made, EPOCHS):
-            for step in loop.epoch():
-                for rows in step:
-                    step.backward(model(rows).square().mean())
-                if step.iteration == stop_at:
-                    loop.stop()
-                step.fold()
-                optimizer.step()
-                log.append(step.iteration)
-            if freeze and loop.stopped is None:
+
+        def freeze_if_asked() -> None:
+            if freeze:
                 model[0].weight.requires_grad_(False)
+
+        go_by_epochs(loop, model, optimizer, stop_at, after_step=log.append, after_epoch=freeze_if_asked)
         return digests({"model": model, "optimizer": optimizer}), loop, notes
 
 

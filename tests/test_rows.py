@@ -25,6 +25,7 @@ from ddp_loop.sinks import csv_sink, read_csv, tensorboard_sink
 from tests.cases import make_data
 from tests.harness import OnRanks
 from tests.refusals import Refused
+from tests.test_resume import go_by_epochs
 
 ROWS, EVALUATIONS, RANKS, STATUS = "rows.jsonl", "evaluations.jsonl", "ranks.jsonl", "status.json"
 MANY = 10_000
@@ -272,25 +273,15 @@ def evaluate_everywhere(folder: str, stop_at: int, save_every: int | None) -> li
         held_out = dl.Batches(data, 5, world, shuffle=False)
         made = []
 
-        def evaluate() -> None:
-            result = dl.evaluate(model, held_out, mean=lambda output, rows: output.squeeze(1))
-            made.append((loop.iteration, result["mean"]))
+        def evaluate(iteration: int = 0) -> None:
+            if iteration % 2 == 0:
+                result = dl.evaluate(model, held_out, mean=lambda output, rows: output.squeeze(1))
+                made.append((loop.iteration, result["mean"]))
 
         state = {"model": model, "optimizer": optimizer}
         batches = dl.Batches(data, 5, world, shards=3)
         loop = dl.Loop(batches, 3, state=state, run=folder, progress=False, save_every=save_every)
-        for _ in range(loop.epochs_made, 3):
-            for step in loop.epoch():
-                for rows in step:
-                    step.backward(model(rows).square().mean())
-                if step.iteration == stop_at:
-                    loop.stop()
-                step.fold()
-                optimizer.step()
-                if step.iteration % 2 == 0:
-                    evaluate()
-            if loop.stopped is None:
-                evaluate()
+        go_by_epochs(loop, model, optimizer, stop_at, after_step=evaluate, after_epoch=evaluate)
         return made
 
 

@@ -15,9 +15,9 @@ import torch
 
 import ddp_loop as dl
 from ddp_loop.launching import RankFailed
-from tests.harness import FAULT_S, OnRanks, caught
+from tests.harness import FAULT_S, OnRanks, caught, until
 from tests.test_resume import checkpoints_of, status_of
-from tests.test_stop import ASKED_S, LONG_S, ask, endless, wait_until
+from tests.test_stop import ASKED_S, LONG_S, ask, endless
 
 pytestmark = pytest.mark.covers("E5")
 
@@ -78,7 +78,7 @@ def press_ctrl_c(times: int, stop_asked: Callable[[], bool]) -> None:
     """As a user does, from beside the main thread."""
     for _ in range(times):
         os.kill(os.getpid(), signal.SIGINT)
-        wait_until(stop_asked)
+        until(stop_asked, "the request is heard", ASKED_S)
         time.sleep(APART_S)
 
 

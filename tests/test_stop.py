@@ -22,7 +22,7 @@ from ddp_loop.__main__ import main
 from ddp_loop.launching import Pool
 from ddp_loop.runs import STOP, stop_and_wait
 from tests.faults.stop_anywhere import campaign
-from tests.harness import FAULT_S, OnRanks
+from tests.harness import FAULT_S, OnRanks, until
 from tests.test_resume import checkpoints_of, digests, observations, rows_of, status_of
 
 pytestmark = pytest.mark.covers("E5")
@@ -85,14 +85,7 @@ def ask(kind: str, folder: str, loop: dl.Loop) -> None:
         case _:
             for _ in range(2):  # a terminal and a launcher both pass it on
                 os.kill(os.getpid(), getattr(signal, kind))
-    wait_until(lambda: world.stop_asked is not None)
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + ASKED_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: world.stop_asked is not None, "the request is heard", ASKED_S)
 
 
 def train(folder: str, kind: str = "", place: str = "forward", at: int = 4, by: int = 1, **keywords: Any) -> Ended:

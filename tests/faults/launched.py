@@ -6,15 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tests.faults.job import Job
+from tests.harness import until
 
 ROOT = Path(__file__).parents[2]
 _TAG = "DDP_LOOP_FAULTS_OF"
 _TRACKER = "multiprocessing.resource_tracker"  # one for each process that ever had workers, for as long as it lives
-_GONE_S, _LOOK_S = 3.0, 0.02  # a worker of a DataLoader learns of its parent's end from the kernel, or by a look
+_GONE_S = 3.0  # a worker of a DataLoader learns of its parent's end from the kernel, or by a look
 
 
 def start_torchrun(job: Job, ranks: int, log: Path, *options: str) -> subprocess.Popen[bytes]:
@@ -40,18 +42,18 @@ def variables(tag: str) -> dict[str, str]:
 
 def left_of(tag: str) -> list[str]:
     """The processes of a job that are still there when they had a moment to end."""
-    deadline = time.monotonic() + _GONE_S
-    while (left := _tagged(tag)) and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
-    return left
+    return _left(lambda: _tagged(tag))
 
 
 def left_below(processes: tuple[int, ...]) -> list[str]:
     """The children of these processes that are still there when they had a moment to end."""
-    deadline = time.monotonic() + _GONE_S
-    while (left := [one for process in processes for one in _children(process)]) and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
-    return left
+    return _left(lambda: [one for process in processes for one in _children(process)])
+
+
+def _left(look: Callable[[], list[str]]) -> list[str]:
+    with suppress(AssertionError):  # what is left is the answer
+        until(lambda: not look(), "they end", _GONE_S)
+    return look()
 
 
 def _tagged(tag: str) -> list[str]:

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness import FAULT_S
+from tests.harness import FAULT_S, until
 
 START_S = 60.0  # two ranks that import torch take 5 s on two idle cores
 END_S = 60.0
@@ -126,8 +126,11 @@ def judged(what: str, job: Job, began: float, expected: list[str], limit_s: floa
 def raise_in_a_worker(folder: Path) -> Ended:
     """Rank 1 raises."""
     job = start(folder, "raise")
-    while not (job.folder / "began").is_file() and job.launcher.poll() is None:
-        time.sleep(LOOK_S)
+    try:
+        until(lambda: (job.folder / "began").is_file() or job.launcher.poll() is not None, "rank 1 raises", START_S)
+    except AssertionError:
+        job.end()
+        raise
     began = float((job.folder / "began").read_text())
     return judged("raises", job, began, ["LookupError: the fault of this rank"], FAULT_S)
 
