@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -117,6 +118,23 @@ def test_a_second_ctrl_c_leaves_a_step_that_sleeps(on_ranks: OnRanks, tmp_path: 
 def test_a_third_ctrl_c_ends_a_process_that_does_not_listen(on_ranks: OnRanks, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="died with exit code 130"):
         on_ranks(1, sleep_in_forward, str(tmp_path), 3)
+
+
+def sleep_behind_a_stop(folder: str) -> None:
+    with mock.patch("ddp_loop.watcher._ECHO_S", 0.0), dl.join_world() as world:
+        loop, make = endless(world, run=folder)
+        for step in loop:
+            make(step)
+            if step.iteration == 3:
+                loop.stop()
+        os.kill(os.getpid(), signal.SIGTERM)  # no echo of the request that was followed: somebody is tired of waiting
+        time.sleep(LONG_S)
+
+
+def test_sigterm_behind_a_stop_ends_a_script_that_goes_on(on_ranks: OnRanks, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="died with exit code 143"):
+        on_ranks(1, sleep_behind_a_stop, str(tmp_path))
+    assert (status_of(tmp_path)["status"], checkpoints_of(tmp_path)[-1]) == ("stopped", 4)
 
 
 # -- whose the signals are -------------------------------------------------------------------------------------
