@@ -11,24 +11,31 @@ JOBS ?= 2
 RANKS ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format bench clean
+.PHONY: help setup train test test-rest test-all check format bench clean
 
 help:  ## list the targets
-	@awk -F ':.*##' '/^[a-z]+:.*##/ { printf "make %-8s%s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-11s%s\n", $$1, $$2 }' Makefile
 
 setup: $(READY)  ## make .venv and install into it; the other targets do this themselves
 
 train: $(READY)  ## train the digit network on all GPUs, else on 2 CPU ranks (RANKS=, ARGS=)
 	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/digits/train.py $(ARGS)
 
-test: $(READY)  ## run all tests (ARGS=), in JOBS= processes, 0 for this one
+test: $(READY)  ## run the quick tests (ARGS=), in JOBS= processes, 0 for this one
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not full" $(ARGS)
+
+test-rest: $(READY)  ## run what make test leaves out
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "full" $(ARGS)
+
+test-all: JOBS := 3  # its tests wait more than those of make test
+test-all: $(READY)  ## run all tests, in three processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 check: $(READY)  ## format, lint, types, and the tests of the architecture; changes nothing
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/python -m pytest tests/project/test_architecture.py tests/project/test_rooms.py
 
 format: $(READY)  ## format the code and repair what the linter can
 	$(BIN)/python -m ruff format .

@@ -67,7 +67,7 @@ def train(name: str, seed: int) -> list[float]:
     """The accuracy on the test images after each epoch; run by `launch`."""
     setting = SETTINGS[name]
     with dl.join_world(seed=seed) as world:
-        with world.first():
+        with world.rank_zero_first():
             images, test = setting.data().split(0.9)
         model = networks.digit_classifier().to(world.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -82,7 +82,7 @@ def train(name: str, seed: int) -> list[float]:
                 step.backward(cross_entropy(logits.float(), labels))
             step.fold()
             optimizer.step()
-            if step.ends_epoch:
+            if step.is_last_of_epoch:
                 schedule.step()
                 accuracies.append(dl.evaluate(model, test_batches, accuracy=hits)["accuracy"])
         return accuracies

@@ -21,11 +21,11 @@ from torch import nn
 
 import ddp_loop as dl
 from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
-from benchmarks.steps import JOBS, MINI_BATCH, OBSERVATIONS, make_data, mlp, our_step
-from ddp_loop import folding
-from ddp_loop.checkpoints import Checkpoints
-from ddp_loop.control import LENGTH, Said
-from ddp_loop.saving import Saver
+from benchmarks.steps import JOBS, MINI_BATCH, SAMPLES, make_data, mlp, our_step
+from ddp_loop.checkpoint import CheckpointStore
+from ddp_loop.checkpoint.async_save import AsyncSaver
+from ddp_loop.training import fold as folding
+from ddp_loop.training.payload import LENGTH, ControlDecision
 
 GOALS = {"digit network": 1.02, "32-wide MLP": 1.05}
 SAVES = 12  # pairs
@@ -35,7 +35,7 @@ STEPS = 20  # beside a save
 class _Nobody:
     """In place of those who make the control word and read it."""
 
-    said = Said(problem=False, new=False, ends=0, stop=False, save=False, parted=False)
+    said = ControlDecision(problem=False, new=False, ends=0, stop=False, save=False, parted=False)
     values = (0,) * LENGTH
 
     @classmethod
@@ -43,21 +43,21 @@ class _Nobody:
         return cls.values
 
     @classmethod
-    def of(cls, *values: object) -> Said:
+    def of(cls, *values: object) -> ControlDecision:
         return cls.said
 
 
 def unguarded(step: Step) -> Step:
     """The step with nobody at the control word."""
     place = vars(folding)
-    usual = place["word"], place["Said"]
+    usual = place["control_word"], place["ControlDecision"]
 
     def bare() -> None:
-        place["word"], place["Said"] = _Nobody.word, _Nobody
+        place["control_word"], place["ControlDecision"] = _Nobody.word, _Nobody
         try:
             step()
         finally:
-            place["word"], place["Said"] = usual
+            place["control_word"], place["ControlDecision"] = usual
 
     return bare
 
@@ -68,7 +68,7 @@ def guard(name: str) -> dict[str, Ratio]:
     with tempfile.TemporaryDirectory() as folder, dl.join_world(seed=0) as world:
         data = make_data(job)
         guarded, again = (our_step(job, world, data, str(Path(folder, one))) for one in ("1", "2"))
-        off = {"not_finite": "allow", "check_replicas": 0}
+        off = {"on_nonfinite": "allow", "check_replicas_every": 0}
         bare = unguarded(our_step(job, world, data, str(Path(folder, "3")), **off))
         pairs, steps, own = job.pairs, job.steps, time.thread_time
         return {
@@ -107,11 +107,13 @@ class Saved:
         self.model, self.world, self.folder = STATES[name](), world, folder
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
         shape = JOBS["digit network"].shape if name == "digit network" else (32,)
-        data = torch.randn(OBSERVATIONS, *shape, generator=torch.Generator().manual_seed(0))
+        data = torch.randn(SAMPLES, *shape, generator=torch.Generator().manual_seed(0))
         state: dict[str, object] = {"model": self.model, "optimizer": self.optimizer}
         self.steps = iter(dl.Loop(dl.Batches(data, MINI_BATCH, world), 10**6, state=state, progress=False))
         self.train()
-        self.saver = Saver(state, world, Checkpoints(folder, "benchmark", keep=1) if world.rank == 0 else None)
+        self.saver = AsyncSaver(
+            state, world, CheckpointStore(folder, "benchmark", keep_last=1) if world.rank == 0 else None
+        )
         self.iteration = 0
 
     def train(self) -> None:
@@ -165,14 +167,14 @@ def save(name: str) -> dict[str, Ratio]:
 
 def look() -> tuple[float, float]:
     """Seconds that a look of the watcher takes, and every how many it looks; run by `launch`."""
-    from ddp_loop.watcher import _LOOK_S, Watcher
+    from ddp_loop.distributed.watchdog import _LOOK_S, Watchdog
 
     with dl.join_world(seed=0) as world:
-        watcher = Watcher(world.words, world.rank, lambda: world.where)
+        watcher = Watchdog(world.store, world.rank, lambda: world.where)
         times = []
         for _ in range(500):
             began = time.perf_counter()
-            watcher._look()
+            watcher._poll()
             times.append(time.perf_counter() - began)
         return sorted(times)[len(times) // 2], _LOOK_S
 

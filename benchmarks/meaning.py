@@ -1,7 +1,7 @@
-"""What the numbers mean where nothing divides: each library against one process on the very same observations.
+"""What the numbers mean where nothing divides: each library against one process on the very same samples.
 
-Three ranks. For loss, gradient and statistics a mini-batch of 7 observations lies on them as 3, 2 and 2; every
-library is given these same shards, so that what is seen is the weighting alone. For the epoch (100 observations) and
+Three ranks. For loss, gradient and statistics a mini-batch of 7 samples lies on them as 3, 2 and 2; every
+library is given these same shards, so that what is seen is the weighting alone. For the epoch (100 samples) and
 the evaluation (1,000) each goes its own way, by its own loader. All in float64, errors relative.
 
 A loss can be told in three ways: as rank 0 has it (what most examples print), as the mean of the ranks' means (one
@@ -45,7 +45,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Meaning:
-    """How far a library's numbers lie from the truth, relative to it; and how many observations it went over."""
+    """How far a library's numbers lie from the truth, relative to it; and how many samples it went over."""
 
     losses: Losses
     gradient: float
@@ -56,15 +56,15 @@ class Meaning:
     accuracy: float
 
 
-def make_material(observations: int, test: int) -> Material:
-    """A small network with batch norm, and data whose observations differ in scale; the same on every rank."""
+def make_material(samples: int, test: int) -> Material:
+    """A small network with batch norm, and data whose samples differ in scale; the same on every rank."""
     generator = torch.Generator().manual_seed(1)
-    scales = 1 + 3 * torch.rand(observations + test, 1, generator=generator, dtype=torch.float64)
-    inputs = scales * torch.randn(observations + test, 5, generator=generator, dtype=torch.float64)
-    labels = torch.randint(3, (observations + test,), generator=generator)
+    scales = 1 + 3 * torch.rand(samples + test, 1, generator=generator, dtype=torch.float64)
+    inputs = scales * torch.randn(samples + test, 5, generator=generator, dtype=torch.float64)
+    labels = torch.randint(3, (samples + test,), generator=generator)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
-    cut = [observations, test]
+    cut = [samples, test]
     parts = zip(inputs.split(cut), labels.split(cut), strict=True)
     return Material(model, *(TensorDataset(*part) for part in parts))
 
@@ -74,7 +74,7 @@ def gradient_of(model: nn.Module) -> torch.Tensor:
 
 
 def true_step(material: Material) -> Numbers:
-    """One process: each shard by its share of the observations, statistics of all that went into the layer."""
+    """One process: each shard by its share of the samples, statistics of all that went into the layer."""
     model = copy.deepcopy(material.model)
     inputs, labels = material.train.tensors
     with torch.no_grad():
@@ -121,7 +121,7 @@ def peer_step(name: str, material: Material) -> Numbers:
 
 
 def weighted_step(job: Any, rows: torch.Tensor, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step of DDP whose user takes care of unequal shards: the mean over ranks is made one over observations."""
+    """A step of DDP whose user takes care of unequal shards: the mean over ranks is made one over samples."""
     size = torch.tensor(len(rows))
     dist.all_reduce(size)
     job.optimizer.zero_grad()
@@ -155,8 +155,8 @@ def measure(names: Iterable[str]) -> dict[str, Meaning]:
                 distance(numbers.gradient, truth.gradient),
                 distance(numbers.running_mean, truth.running_mean),
                 distance(numbers.running_var, truth.running_var),
-                int(set_up(way, world, many).epoch()["observations"]),
-                int(result["observations"]),
+                int(set_up(way, world, many).epoch()["samples"]),
+                int(result["samples"]),
                 abs(result["accuracy"] / accuracy - 1),
             )
     return found

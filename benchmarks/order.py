@@ -24,7 +24,7 @@ from benchmarks.steps import mlp
 from ddp_loop import networks
 
 CLASSES = 10
-OBSERVATIONS = 1280
+SAMPLES = 1280
 MINI_BATCH = 128
 
 
@@ -67,8 +67,8 @@ def make(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def make_data(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(OBSERVATIONS, *job.shape, generator=generator)
-    return inputs, torch.randint(CLASSES, (OBSERVATIONS,), generator=generator)
+    inputs = torch.randn(SAMPLES, *job.shape, generator=generator)
+    return inputs, torch.randint(CLASSES, (SAMPLES,), generator=generator)
 
 
 def loop_step(
@@ -88,7 +88,9 @@ def loop_step(
     batches = dl.Batches(make_data(job), MINI_BATCH, world, shards=shards)
     folder = ending.enter_context(tempfile.TemporaryDirectory())
     state = {"model": model, "optimizer": optimizer}
-    steps = iter(dl.Loop(batches, 10**6, state=state, run=folder, save_every=10**9, progress=False, ordered=ordered))
+    steps = iter(
+        dl.Loop(batches, 10**6, state=state, run_dir=folder, save_every=10**9, progress=False, ordered=ordered)
+    )
 
     def step() -> None:
         with dl.deterministic(seed=None) if block else nullcontext():
@@ -106,12 +108,12 @@ def accumulating_step(job: Job, world: dl.World, pieces: int) -> Step:
     model, optimizer = make(job)
     wrapped = DistributedDataParallel(model)
     inputs, labels = make_data(job)
-    state = {"order": torch.randperm(OBSERVATIONS), "at": torch.tensor(0)}
+    state = {"order": torch.randperm(SAMPLES), "at": torch.tensor(0)}
     size = MINI_BATCH // world.size
 
     def step() -> None:
         start = int(state["at"]) + world.rank * size
-        state["at"] = (state["at"] + MINI_BATCH) % OBSERVATIONS
+        state["at"] = (state["at"] + MINI_BATCH) % SAMPLES
         mine = state["order"][start : start + size].chunk(pieces)
         optimizer.zero_grad()
         for number, indices in enumerate(mine):

@@ -22,7 +22,7 @@ from benchmarks.jobs.variants import installed, mean_over_ranks, set_up, set_up_
 from benchmarks.meaning import WEIGHTED, meaning
 from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
 from benchmarks.scripts import lines_of_code, peak_memory, start_up
-from benchmarks.steps import JOBS, OBSERVATIONS, ddp_step, make, mine, our_step
+from benchmarks.steps import JOBS, SAMPLES, ddp_step, make, mine, our_step
 
 # -- in one process group ----------------------------------------------------------------------------------
 
@@ -34,12 +34,12 @@ def epoch_of(job: Job) -> Step:
     return step
 
 
-def measure_epochs(names: list[str], pairs: int, observations: int | None = None) -> dict[str, Ratio]:
-    """Epochs of ours over those of each other, on every rank; run by `launch`. Fewer observations for a trial."""
+def measure_epochs(names: list[str], pairs: int, samples: int | None = None) -> dict[str, Ratio]:
+    """Epochs of ours over those of each other, on every rank; run by `launch`. Fewer samples for a trial."""
     with dl.join_world(device="cpu") as world:
-        with world.first():  # drawn and cached once
+        with world.rank_zero_first():  # drawn and cached once
             whole = make_material("digits")
-        material = Material(whole.model, TensorDataset(*whole.train[:observations]), whole.test)
+        material = Material(whole.model, TensorDataset(*whole.train[:samples]), whole.test)
         ours, ddp, again = (epoch_of(set_up(name, world, material)) for name in ("ours", "DDP", "DDP"))
         others = {name: epoch_of(set_up(name, world, material)) for name in names if name not in ("ours", "DDP")}
         ratios = {
@@ -67,8 +67,8 @@ def measure_steps(names: list[str], pairs: int, steps: int) -> dict[str, Ratio]:
     job = JOBS["digit network"]
     with dl.join_world(device="cpu", seed=0) as world, tempfile.TemporaryDirectory() as folder:
         generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(OBSERVATIONS, *job.shape, generator=generator)
-        data = inputs, torch.randint(10, (OBSERVATIONS,), generator=generator)
+        inputs = torch.randn(SAMPLES, *job.shape, generator=generator)
+        data = inputs, torch.randint(10, (SAMPLES,), generator=generator)
         ours = our_step(job, world, data, folder)
         others: dict[str, Step] = {}
         for name in names:

@@ -1,12 +1,12 @@
-"""How fast observations are read: ours over torch's `DataLoader`, in one process, on the CPU.
+"""How fast samples are read: ours over torch's `DataLoader`, in one process, on the CPU.
 
     python -m benchmarks reading [PART ...]
 
-Epochs of 9,000 observations in mini-batches of 128, nothing done with them. "rows" (32 floats each) and "digits"
+Epochs of 9,000 samples in mini-batches of 128, nothing done with them. "rows" (32 floats each) and "digits"
 (images of 784 floats): tensors, against a default DataLoader of a TensorDataset, against one whose sampler gives whole
 mini-batches, and against the bare copy that is the least there can be. "data set": a map-style data set with 2 workers,
 against DataLoader itself with the same workers: one that only indexes, and one that works for some 50 microseconds on
-each observation.
+each sample.
 """
 
 from __future__ import annotations
@@ -113,5 +113,5 @@ def _rows(part: str) -> Iterator[tuple[object, ...]]:
 
 def report(names: Iterable[str]) -> None:
     """Print the table of these parts, by default of all."""
-    head = "data | what | time: median | quartiles | ms an epoch | pairs | observations/s: ratio"
+    head = "data | what | time: median | quartiles | ms an epoch | pairs | samples/s: ratio"
     print_table(head, (row for part in names or PARTS for row in _rows(part)), words=2)

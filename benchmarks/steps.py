@@ -27,7 +27,7 @@ from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
 from ddp_loop import networks
 
 MINI_BATCH = 128
-OBSERVATIONS = 1280
+SAMPLES = 1280
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,17 @@ def make(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def make_data(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(OBSERVATIONS, *job.shape, generator=generator)
-    return inputs, torch.randint(10, (OBSERVATIONS,), generator=generator)
+    inputs = torch.randn(SAMPLES, *job.shape, generator=generator)
+    return inputs, torch.randint(10, (SAMPLES,), generator=generator)
 
 
 def our_step(job: Job, world: dl.World, data: tuple[torch.Tensor, ...], folder: str, **options: Any) -> Step:
     model, optimizer = make(job)
     batches, state = dl.Batches(data, MINI_BATCH, world), {"model": model, "optimizer": optimizer}
     return steps_of(
-        dl.Loop(batches, 10**6, state=state, run=folder, save_every=10**9, progress=False, **options), model, optimizer
+        dl.Loop(batches, 10**6, state=state, run_dir=folder, save_every=10**9, progress=False, **options),
+        model,
+        optimizer,
     )
 
 
@@ -100,11 +102,11 @@ def steps_of(loop: dl.Loop, model: nn.Module, optimizer: torch.optim.Optimizer) 
 def mine(world: dl.World, data: tuple[torch.Tensor, ...]) -> Callable[[], list[torch.Tensor]]:
     """This rank's part of mini-batch after mini-batch, in another order each epoch."""
     size = MINI_BATCH // world.size
-    state: dict[str, Any] = {"order": torch.randperm(OBSERVATIONS), "at": 0}
+    state: dict[str, Any] = {"order": torch.randperm(SAMPLES), "at": 0}
 
     def take() -> list[torch.Tensor]:
-        if state["at"] + MINI_BATCH > OBSERVATIONS:
-            state.update(order=torch.randperm(OBSERVATIONS), at=0)
+        if state["at"] + MINI_BATCH > SAMPLES:
+            state.update(order=torch.randperm(SAMPLES), at=0)
         start = state["at"] + world.rank * size
         state["at"] += MINI_BATCH
         indices = state["order"][start : start + size]

@@ -31,9 +31,10 @@ import ddp_loop as dl
 from benchmarks.measuring import RANKS, Ratio, Step, block, compare, print_table
 from benchmarks.steps import Job, mlp, steps_of
 from ddp_loop import networks
-from ddp_loop.gate import TOKEN_HEADER
-from ddp_loop.monitor import HERE, start_page
-from ddp_loop.progress import OnRow
+from ddp_loop.monitor import start_page
+from ddp_loop.monitor.app import TOKEN_HEADER
+from ddp_loop.monitor.server import HERE
+from ddp_loop.reporting import OnRow
 from ddp_loop.sinks import csv_sink, tensorboard_sink
 
 MINI_BATCH = 128
@@ -86,8 +87,8 @@ def step_of(job: Watched, world: dl.World, way: str, folder: str) -> Step:
     torch.manual_seed(0)
     model = job.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    observations = job.epoch * MINI_BATCH
-    data = torch.randn(observations, *job.shape), torch.randint(10, (observations,))
+    samples = job.epoch * MINI_BATCH
+    data = torch.randn(samples, *job.shape), torch.randint(10, (samples,))
     sinks: list[OnRow] = []
     if way in ("everything", "CSV and TensorBoard alone"):
         sinks = [csv_sink(f"{folder}/rows.csv"), tensorboard_sink(f"{folder}/board")]
@@ -95,7 +96,7 @@ def step_of(job: Watched, world: dl.World, way: str, folder: str) -> Step:
         dl.Batches(data, MINI_BATCH, world),
         10**6,
         state={"model": model, "optimizer": optimizer},
-        run=f"{folder}/run" if way in ("everything", "rows alone") else None,
+        run_dir=f"{folder}/run" if way in ("everything", "rows alone") else None,
         save_every=10**9,
         save_every_s=1e9,
         on_row=sinks,

@@ -1,38 +1,37 @@
 """Custom data-parallel training loops in PyTorch: the loop of one device, run on N, weighted exactly."""
 
 from ddp_loop import datasets, networks, plots, sinks
-from ddp_loop.batches import Batches
-from ddp_loop.determinism import seed_shard, seed_step
-from ddp_loop.devices import scale_batch_size
+from ddp_loop.batch_norm import local_batch_norm, pool_statistics, sync_batch_norm
+from ddp_loop.data import Batches, Draws, split_range, split_sizes
+from ddp_loop.determinism import deterministic, seed_shard, seed_step
+from ddp_loop.distributed import (
+    PeerFailed,
+    Pool,
+    RankFailed,
+    ReplicaMismatch,
+    World,
+    join_world,
+    launch,
+    scale_batch_size,
+)
+from ddp_loop.early_stopping import EarlyStopping
 from ddp_loop.evaluation import evaluate, predict
-from ddp_loop.folding import Fold
-from ddp_loop.joining import join_world
-from ddp_loop.launching import Pool, RankFailed, launch
-from ddp_loop.loop import Loop
-from ddp_loop.patience import Patience
-from ddp_loop.pooling import pooled
-from ddp_loop.replication import ReplicasDiffer
-from ddp_loop.row import Row
-from ddp_loop.shards import split_range, split_sizes
-from ddp_loop.step import Step
-from ddp_loop.switches import deterministic
-from ddp_loop.syncing import local_batch_norm, sync_batch_norm
-from ddp_loop.transforms import Draws
-from ddp_loop.words import PeerFailed
-from ddp_loop.world import World
+from ddp_loop.recalibration import update_bn
+from ddp_loop.training import Fold, Loop, Step, StepResult, Sum
 
 __all__ = [
     "Batches",
     "Draws",
+    "EarlyStopping",
     "Fold",
     "Loop",
-    "Patience",
     "PeerFailed",
     "Pool",
     "RankFailed",
-    "ReplicasDiffer",
-    "Row",
+    "ReplicaMismatch",
     "Step",
+    "StepResult",
+    "Sum",
     "World",
     "datasets",
     "deterministic",
@@ -42,7 +41,7 @@ __all__ = [
     "local_batch_norm",
     "networks",
     "plots",
-    "pooled",
+    "pool_statistics",
     "predict",
     "scale_batch_size",
     "seed_shard",
@@ -51,5 +50,6 @@ __all__ = [
     "split_range",
     "split_sizes",
     "sync_batch_norm",
+    "update_bn",
 ]
 __version__ = "0.1.0"

@@ -1,8 +1,8 @@
-"""Evaluation and prediction on a whole data set: every observation once, on any number of ranks."""
+"""Evaluation and prediction on a whole data set: every sample once, on any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -10,17 +10,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddp_loop.batches import Batches
-from ddp_loop.shards import MiniBatch, Shard
-from ddp_loop.world import World
+from ddp_loop.batch_norm import find_sync_channels
+from ddp_loop.data import Batches, MiniBatch, Shard
+from ddp_loop.determinism import preserved_streams, seed_evaluated
+from ddp_loop.distributed import World, require_one_model
+from ddp_loop.training import Sum, refuse_wrapped
 
 Forward = Callable[[nn.Module, Any], Any]
-Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float]
+Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float | Sum]
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every module goes back to the mode it was in, also after an exception."""
+    refuse_wrapped({"model": model}, training=False)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -38,7 +41,8 @@ def _split(data: Any) -> tuple[Any, tuple[Any, ...]]:
     return data, (data,)
 
 
-def _forward_first(model: nn.Module, data: Any) -> Any:
+def forward_first(model: nn.Module, data: Any) -> Any:
+    """The model's output for the first part of a shard's data."""
     inputs, _ = _split(data)
     if isinstance(inputs, Mapping):
         raise TypeError(
@@ -47,65 +51,103 @@ def _forward_first(model: nn.Module, data: Any) -> Any:
     return model(inputs)
 
 
-def _shards(batches: Batches) -> Generator[tuple[MiniBatch, Shard, Any], None, None]:
-    batches.world.demand_free()
+@contextmanager
+def _going_through(
+    model: nn.Module, batches: Batches, what: str
+) -> Iterator[Generator[tuple[MiniBatch, Shard, Any], None, None]]:
+    """This rank's shards in evaluation mode, each on a random stream of its own. Every rank must call this.
+
+    Mode and streams are put back, also after an exception.
+
+    Args:
+        what: goes through them, in words.
+
+    Raises:
+        RuntimeError, ReplicaMismatch: on every rank, where they called synced layers otherwise before, or have another
+            model.
+    """
+    world, stage = batches.world, batches.world.stage
+    world.stage = what
+    world.require_collectives_allowed()
+    for channel in find_sync_channels([model]):
+        channel.check()
+    require_one_model(model, world, what)
+    key = world.begin_evaluation(stage)
+    with preserved_streams(world.device), evaluating(model), closing(_shards(batches, key)) as shards:
+        yield shards
+
+
+def _shards(batches: Batches, key: int) -> Generator[tuple[MiniBatch, Shard, Any], None, None]:
+    world = batches.world
     if not batches.ends:
         raise ValueError("evaluation goes through the data once; these never end: give Batches a length")
-    observations = 0
     for loaded in batches.epoch(0):
-        observations += loaded.mini_batch.observations
         for number, shard in enumerate(loaded.mini_batch.shards):
-            yield loaded.mini_batch, shard, loaded.data(number)
+            data = loaded.data(number)
+            seed_evaluated(key, loaded.mini_batch.position, shard.number, world.device)
+            yield loaded.mini_batch, shard, data
     if batches.length is None:
-        batches.world.check_same("the observations of a stream", observations)
+        batches.check_stream()
 
 
 def evaluate(
     model: nn.Module, batches: Batches, *, forward: Forward | None = None, **metrics: Metric
 ) -> dict[str, float]:
-    """The mean of each metric over all observations, exact on any number of ranks. Every rank must call this.
+    """The mean of each metric over all samples, exact on any number of ranks. Every rank must call this.
 
-    sum_i(metric_i) / n in float64, in evaluation mode, each observation once, added up in the order of the shards; the
+    sum_i(metric_i) / n in float64, in evaluation mode, each sample once, added up in the order of the shards; the
     model is put back in the mode it was in.
 
+    A model that draws all the same (dropout kept on, noise) does so on a stream of each shard, another one in each
+    evaluation: with fixed shards (`Batches(..., shards=S)`) the result has the same bits on any number of ranks; with a
+    shard per rank, the default, other ranks are other shards, and so another draw of the same mean. Training does not
+    notice: all streams, Python's and NumPy's too, are put back.
+
     Args:
-        model: the same on every rank.
+        model: the same on every rank, whose parameters and buffers are compared first; buffers that a `Loop` was told
+            are "local", or that are no part of the state dict, may differ.
         batches: usually made with `shuffle=False`; the shards' sizes do not change the result.
         forward: `forward(model, data)` gives the output for a shard's data; by default the model is given the
             data's first part.
         metrics: by name, `metric(output, *other parts of the data)`, or `metric(output, data)` where data are a
-            lone tensor or a dict; it gives one value per observation, shape (n,), or their mean, shape ().
+            lone tensor or a dict; it gives one value per sample, shape (n,), or their mean, shape (). Given
+            as a `Sum` they are added up, and not divided by the number of samples.
 
     Returns:
-        The means by name, and the number of `observations` that they are over; the same on every rank.
+        The means and sums by name, and the number of `samples` that they are over; the same on every rank.
 
     Raises:
-        Stopped: all ranks are asked to stop, in the middle of a loop; it ends the script, what was made is kept.
-        ValueError: a metric of another shape, or named "observations", or not the same ones on every rank; data
-            that never end.
+        SystemExit: all ranks are asked to stop, in the middle of a loop; it ends the script, what was made is kept.
+        ValueError: a metric of another shape, or named "samples", or not the same ones on every rank, or a sum in
+            one shard alone; data that never end.
+        ReplicaMismatch: a rank's model is another one; on every rank.
         PeerFailed: another rank failed.
     """
-    if "observations" in metrics:
-        raise ValueError('the result\'s "observations" is their number; give the metric of this name another one')
+    if "samples" in metrics:
+        raise ValueError('the result\'s "samples" is their number; give the metric of this name another one')
     world = batches.world
-    world.check_same("the names of the metrics", list(metrics))
-    rows: dict[int, torch.Tensor] = {}  # by the shard's number in the epoch
-    stage, world.stage = world.stage, "evaluate"
-    with evaluating(model), closing(_shards(batches)) as shards:
+    world.require_equal("the names of the metrics", list(metrics))
+    stage, rows = world.stage, dict[int, torch.Tensor]()  # by the shard's number in the epoch
+    kinds: set[tuple[str, bool]] = set()  # which metrics are sums
+    with _going_through(model, batches, "evaluate") as shards:
         for mini_batch, shard, data in shards:
-            output = (forward or _forward_first)(model, data)
+            output = (forward or forward_first)(model, data)
             row = torch.empty(1 + len(metrics), dtype=torch.float64, device=world.device)
-            row[0] = shard.observations
+            row[0] = shard.samples
             for place, (name, metric) in enumerate(metrics.items(), 1):
-                row[place] = _total(name, metric(output, *_split(data)[1]), shard.observations)
+                value = metric(output, *_split(data)[1])
+                kinds.add((name, isinstance(value, Sum)))
+                row[place] = _total(name, value, shard.samples)
             rows[mini_batch.position * batches.shards + shard.number] = row
             if world.stop_asked is not None:
                 break
     world.agree_to_stop()
-    observations, *totals = _added_up(rows, 1 + len(metrics), world).tolist()
-    means = {name: total / observations for name, total in zip(metrics, totals, strict=True)}
+    sums = _require_one_kind(set().union(*world.gather(kinds, "which metrics are sums")))
+    samples, *totals = _added_up(rows, 1 + len(metrics), world).tolist()
+    over = {name: 1 if name in sums else samples for name in metrics}
+    values = {name: total / over[name] for name, total in zip(metrics, totals, strict=True)}
     world.stage = stage
-    result = {**means, "observations": int(observations)}
+    result = {**values, "samples": int(samples)}
     world.on_evaluated(result)
     return result
 
@@ -119,58 +161,72 @@ def _added_up(rows: dict[int, torch.Tensor], width: int, world: World) -> torch.
     return world.sum(whole).sum(0)
 
 
-def _total(name: str, value: Any, observations: int) -> torch.Tensor:
+def _require_one_kind(kinds: Collection[tuple[str, bool]]) -> set[str]:
+    """The names of the metrics that are sums."""
+    sums, means = ({name for name, is_sum in kinds if is_sum == kind} for kind in (True, False))
+    if both := sorted(sums & means):
+        raise ValueError(
+            f"A metric is a sum of every shard or of none. {', '.join(both)} is a dl.Sum of some. Return the same from "
+            "each call."
+        )
+    return sums
+
+
+def _total(name: str, value: Any, samples: int) -> torch.Tensor:
+    is_sum = isinstance(value, Sum)
+    value = value.value if is_sum else value
     if not isinstance(value, torch.Tensor | np.ndarray | np.generic | float | int):
         raise TypeError(f"a metric gives a tensor, an array or a number; {name} gave {type(value).__name__}")
     values: torch.Tensor = torch.as_tensor(value, dtype=None if isinstance(value, torch.Tensor) else torch.float64)
     if values.dim() == 0:
-        return values.double() * observations
-    if values.shape != (observations,):
+        return values.double() * (1 if is_sum else samples)
+    if values.shape != (samples,):
         raise ValueError(
-            f"a metric gives one value per observation, shape ({observations},), or their mean, shape (); {name} "
+            f"a metric gives one value per sample, shape ({samples},), or their mean, shape (); {name} "
             f"gave shape {tuple(values.shape)}: take the mean over its other dimensions"
         )
     return values.double().sum()
 
 
 def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = None) -> torch.Tensor:
-    """The model's output for every observation, in the data's order, on every rank. Every rank must call this.
+    """The model's output for every sample, in the data's order, on every rank. Every rank must call this.
 
-    Also where `batches` shuffles: row i belongs to observation i of the data. The rows are brought together by
+    Also where `batches` shuffles: row i belongs to sample i of the data. The rows are brought together by
     a sum to which each rank gives its own and zeros; of bytes, which leaves every bit as it was.
 
     Args:
-        model, batches, forward: as in `evaluate`; the output has one row per observation, shape (n, ...).
+        model, batches, forward: as in `evaluate`; the output has one row per sample, shape (n, ...).
 
     Returns:
         Shape (length, ...), on the world's device.
 
     Raises:
-        ValueError: an output without a row per observation, or rows that differ in shape or dtype between shards;
+        ValueError: an output without a row per sample, or rows that differ in shape or dtype between shards;
             data that never end; `drop_last`.
+        ReplicaMismatch: a rank's model is another one; on every rank.
         PeerFailed: another rank failed.
     """
     world = batches.world
     if batches.length is None and batches.ends:
-        raise ValueError("predictions have a row per observation; nobody knows how many a stream has: give a data set")
+        raise ValueError("predictions have a row per sample; nobody knows how many a stream has: give a data set")
     if batches.drop_last:
-        raise ValueError("predictions are for every observation; these batches drop some: make them drop_last=False")
+        raise ValueError("predictions are for every sample; these batches drop some: make them drop_last=False")
     forms: list[tuple[tuple[int, ...], torch.dtype]] = []
     whole: torch.Tensor | None = None
-    stage, world.stage = world.stage, "predict"
-    with evaluating(model), closing(_shards(batches)) as shards:
+    stage = world.stage
+    with _going_through(model, batches, "predict") as shards:
         for mini_batch, shard, data in shards:
-            output = (forward or _forward_first)(model, data)
-            if not isinstance(output, torch.Tensor) or output.shape[:1] != (shard.observations,):
+            output = (forward or forward_first)(model, data)
+            if not isinstance(output, torch.Tensor) or output.shape[:1] != (shard.samples,):
                 what = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-                raise ValueError(f"predictions have a row per observation, ({shard.observations}, ...); got {what}")
+                raise ValueError(f"predictions have a row per sample, ({shard.samples}, ...); got {what}")
             form = (tuple(output.shape[1:]), output.dtype)
             if form not in forms:
                 forms.append(form)
             if whole is None:
                 whole = _zeros(batches, form)
             if form == forms[0]:  # copied at once: a model may use one buffer for all its outputs
-                at = batches.indices(0, mini_batch.start + shard.start, shard.observations)
+                at = batches.indices(0, mini_batch.start + shard.start, shard.samples)
                 whole[at.to(world.device)] = output.to(world.device)
             if world.stop_asked is not None:
                 break

@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_loop.lines import append_whole
-from ddp_loop.means import Means, is_averaged
+from ddp_loop.reporting import WeightedMeans, append_whole, is_averaged
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -118,7 +117,7 @@ class _TensorBoard:
     def __init__(self, folder: Path, every_s: float) -> None:
         self._folder, self._every_s = folder, every_s
         self._writer: SummaryWriter | None = None
-        self._means, self._last = Means(), dict[str, float]()
+        self._means, self._last = WeightedMeans(), dict[str, float]()
         self._written = 0.0
 
     def __call__(self, row: Row) -> None:
@@ -126,7 +125,7 @@ class _TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder), purge_step=int(row["iteration"]))
-        self._means.add(int(row["observations"]), row)
+        self._means.add(int(row["samples"]), row)
         self._last = dict(row)
         if time.monotonic() - self._written >= self._every_s:
             self._write(self._writer)
@@ -135,11 +134,11 @@ class _TensorBoard:
         if not self._means.rows:
             return
         values = {name: value for name, value in self._last.items() if not is_averaged(name)} | self._means.means()
-        for name in ("epoch", "iteration", "observations", "weight", "skipped", "elapsed_s"):
+        for name in ("epoch", "iteration", "samples", "weight", "skipped", "elapsed_s"):
             values.pop(name, None)
         for name, value in values.items():
             writer.add_scalar(name, value, int(self._last["iteration"]))
-        self._means, self._written = Means(), time.monotonic()
+        self._means, self._written = WeightedMeans(), time.monotonic()
 
     def flush(self) -> None:
         """Write what has come."""

@@ -44,7 +44,7 @@ def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: d
                 loss = cross_entropy(model(images), labels)
                 record.losses.append(loss.detach())
                 # The shard's share of the mini-batch, w_s / R; exactly 1 for one shard.
-                share = shard.observations / mini_batch.observations
+                share = shard.samples / mini_batch.samples
                 fold.gradients.backward(loss, share, last=shard is mini_batch.shards[-1])
                 fold.close_shard(record)
             # One sum over the ranks: gradients, losses, statistics. All ranks then have the whole mini-batch's.
@@ -64,12 +64,12 @@ def by_loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: d
         optimizer.step()
 
 
-def train(through_loop: bool, observations: int = 500, epochs: int = 2, shards: int | None = None) -> str:
+def train(through_loop: bool, samples: int = 500, epochs: int = 2, shards: int | None = None) -> str:
     """Train the digit network on noise one way or the other; returns the digest."""
     with dl.join_world(seed=0) as world:
         generator = torch.Generator().manual_seed(1)
-        images = torch.rand(observations, 1, 28, 28, generator=generator)
-        labels = torch.randint(10, (observations,), generator=generator)
+        images = torch.rand(samples, 1, 28, 28, generator=generator)
+        labels = torch.randint(10, (samples,), generator=generator)
         model = networks.digit_classifier().to(world.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         batches = dl.Batches((images, labels), 128, world, shards=shards)

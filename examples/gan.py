@@ -4,9 +4,6 @@ One process:      python gan.py
 All your GPUs:    torchrun --nproc_per_node=gpu gan.py
 Two CPU ranks:    torchrun --nproc_per_node=2 gan.py
 
-torchrun of torch 2.13 takes --run for an abbreviation of an option of its own: give it `--` before gan.py, or the
-longer name: torchrun --nproc_per_node=2 gan.py --run-folder runs/gan
-
 The first pass over a step's shards is the discriminator's, the second the generator's; each ends with its own fold and
 its own optimizer's step. A pass begins without gradients: those that the generator's pass leaves in the discriminator
 are gone when the next one begins, so nothing is frozen in between. Both passes give the same metric, since other names
@@ -75,9 +72,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=256, help="of one GPU; of all ranks together on the CPU")
     parser.add_argument("--shards", type=int, help="pieces of a mini-batch; by default one per rank")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
-    parser.add_argument(
-        "--run-folder", "--run", dest="run", help="folder for rows.jsonl; nothing is written without it"
-    )
+    parser.add_argument("--run-dir", help="folder for rows.jsonl; nothing is written without it")
     return parser.parse_args()
 
 
@@ -112,7 +107,7 @@ def main() -> None:
             "generator_optimizer": generator_optimizer,
             "discriminator_optimizer": discriminator_optimizer,
         }
-        for step in dl.Loop(batches, arguments.epochs, run=arguments.run, state=state, progress=False):
+        for step in dl.Loop(batches, arguments.epochs, run_dir=arguments.run_dir, state=state, progress=False):
             for drawn in step:  # the discriminator's pass; rows.jsonl has its values
                 with torch.no_grad():
                     made = generator(noise(drawn))
@@ -128,7 +123,7 @@ def main() -> None:
             step.fold()
             generator_optimizer.step()
 
-            if step.ends_epoch and (step.epoch % 10 == 0 or step.epoch == arguments.epochs):
+            if step.is_last_of_epoch and (step.epoch % 10 == 0 or step.epoch == arguments.epochs):
                 report(step.epoch)
 
 

@@ -39,8 +39,8 @@ def aggregate() -> dict[str, float]:
     mean_of_variances = float((weights * variances).sum())
     moving_means = torch.tensor([[moved(0.0, float(m))] for m in means], dtype=torch.float64)
     moving_variances = torch.tensor([[moved(1.0, float(v))] for v in variances], dtype=torch.float64)
-    pooled_moving = dl.pooled(counts, moving_means, moving_variances)[1]
-    pooled_batch = dl.pooled(counts, means, variances)[1]
+    pooled_moving = dl.pool_statistics(counts, moving_means, moving_variances)[1]
+    pooled_batch = dl.pool_statistics(counts, means, variances)[1]
     whole = torch.cat(workers)
     return {
         "plain weighted mean of variances": moved(1.0, mean_of_variances),

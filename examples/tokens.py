@@ -4,9 +4,6 @@ One process:      python tokens.py
 All your GPUs:    torchrun --nproc_per_node=gpu tokens.py
 Two CPU ranks:    torchrun --nproc_per_node=2 tokens.py
 
-torchrun of torch 2.13 takes --run for an abbreviation of an option of its own: give it `--` before tokens.py, or the
-longer name: torchrun --nproc_per_node=2 tokens.py --run-folder runs/tokens
-
 The text is made up, a letter is a token. A shard gives the sum of its tokens' losses and, as its weight, how many
 tokens these are; the fold divides once, so that a long sequence counts for more than a short one wherever it lies.
 """
@@ -101,9 +98,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="of one GPU; of all ranks together on the CPU")
     parser.add_argument("--shards", type=int, help="pieces of a mini-batch; by default one per rank")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
-    parser.add_argument(
-        "--run-folder", "--run", dest="run", help="folder for rows.jsonl; nothing is written without it"
-    )
+    parser.add_argument("--run-dir", help="folder for rows.jsonl; nothing is written without it")
     return parser.parse_args()
 
 
@@ -125,14 +120,15 @@ def main() -> None:
         world.print(f"Test perplexity: {perplexity(model, test_batches):.3f}")
 
         state = {"model": model, "optimizer": optimizer}
-        for step in dl.Loop(batches, arguments.epochs, run=arguments.run, state=state):
+        for step in dl.Loop(batches, arguments.epochs, run_dir=arguments.run_dir, state=state):
             for letters, targets in step:
-                loss = losses(model(letters), targets).sum()
-                step.backward(loss, weight=(targets != NONE).sum(), reduction="sum")
+                count = (targets != NONE).sum()
+                loss = losses(model(letters), targets).sum() / count  # nan without a letter, which then counts 0
+                step.backward(loss, weight=count)
             step.fold()  # its loss, and the epoch's, is the mean over all tokens
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            if step.ends_epoch:
+            if step.is_last_of_epoch:
                 world.print(f"Test perplexity: {perplexity(model, test_batches):.3f}")
 
 

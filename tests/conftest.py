@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_loop.launching import Pool
-from tests.harness import TASK_S, OnRanks, Result, left_behind, look_around, run_cleanly
-from tests.refusals import Refused
+from ddp_loop.distributed import Pool
+from tests.support.harness import TASK_S, OnRanks, Result, left_behind, look_around, run_cleanly
+from tests.support.limits import run_within_limits
+from tests.support.refusals import Refused
+from tests.support.tiers import ALL_ITEMS, mark_tiers
 
 USUAL_RANKS = 4
 MOST_RANKS = 8
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--hold-limits=3`, which continuous integration gives."""
+    text = "fail a quick test that takes more than so many seconds twice, and a skip for a reason that is not known"
+    parser.addoption("--hold-limits", type=float, metavar="SECONDS", help=text)
 
 
 def pytest_configure() -> None:
@@ -27,10 +35,26 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Say of each test which tier it is in, before `-m` chooses."""
+    config.stash[ALL_ITEMS] = list(items)
+    mark_tiers(items)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests that need a GPU where there is none."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU: torch.cuda.is_available() is False on this machine")
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """With `--hold-limits`, hold a test against `tests.support.limits`."""
+    limit_s = item.config.getoption("--hold-limits")
+    if limit_s is None:
+        return None
+    run_within_limits(item, nextitem, limit_s)
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Evaluation on ranks: every observation once, the numbers of one process, and nothing left changed."""
+"""Evaluation on ranks: every sample once, the numbers of one process, and nothing left changed."""
 
 from __future__ import annotations
 
@@ -14,25 +14,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import ddp_loop as dl
-from tests.harness import FAULT_S, OnRanks, child_processes
-
-IMAGES = 1000
-
-
-def images(size: int = IMAGES) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return torch.rand(size, 1, 4, 4, generator=generator), torch.randint(3, (size,), generator=generator)
-
-
-def network() -> nn.Module:
-    """With batch norm and dropout, which do otherwise while training."""
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3))
-
-
-def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return logits.argmax(1) == labels
+from tests.support.harness import FAULT_S, OnRanks, child_processes
+from tests.support.images import IMAGES, hits, images, network
 
 
 def share_of_hits(logits: torch.Tensor, labels: torch.Tensor) -> float:
@@ -65,16 +48,14 @@ def accuracy_of_one_process(size: int = IMAGES) -> float:
 def test_the_accuracy_is_that_of_one_process_to_the_bit(
     ranks: int, batch_size: int, shards: int | None, shuffle: bool, on_ranks: OnRanks
 ) -> None:
-    expected = {"accuracy": accuracy_of_one_process(), "observations": 1000}
+    expected = {"accuracy": accuracy_of_one_process(), "samples": 1000}
     assert on_ranks(ranks, evaluated, batch_size, shards, shuffle) == [expected] * ranks
 
 
 @pytest.mark.covers("B8", "C6")
 @pytest.mark.parametrize(("size", "batch_size", "shards"), [(1, 8, None), (2, 8, None), (10, 8, 1)])
-def test_a_rank_without_observations_adds_nothing(
-    size: int, batch_size: int, shards: int | None, on_ranks: OnRanks
-) -> None:
-    expected = {"accuracy": accuracy_of_one_process(size), "observations": size}
+def test_a_rank_without_samples_adds_nothing(size: int, batch_size: int, shards: int | None, on_ranks: OnRanks) -> None:
+    expected = {"accuracy": accuracy_of_one_process(size), "samples": size}
     assert on_ranks(3, evaluated, batch_size, shards, False, size) == [expected] * 3
 
 
@@ -97,12 +78,12 @@ def several_metrics() -> dict[str, float]:
 
 
 @pytest.mark.covers("B8")
-def test_means_of_shards_are_weighted_by_their_observations(on_ranks: OnRanks) -> None:
+def test_means_of_shards_are_weighted_by_their_samples(on_ranks: OnRanks) -> None:
     # 1,000 in mini-batches of 7 over 3 ranks: shards of 3, 2, 2, and at last 2, 2, 2.
     found, *others = on_ranks(3, several_metrics)
     assert all(other == found for other in others)
     assert found["hits"] == accuracy_of_one_process()
-    # A share times its observations is not quite whole; 429 such sums round at 1e-16 each.
+    # A share times its samples is not quite whole; 429 such sums round at 1e-16 each.
     assert found["share"] == pytest.approx(found["hits"], rel=1e-13)
     assert found["share_as_tensor"] == found["share"]
     assert (found["constant"], found["number"]) == (2.0, 0.5)
@@ -119,7 +100,7 @@ def test_nan_is_not_hidden() -> None:
 
 
 class Dicts(Dataset[Any]):
-    """Observations that are dicts."""
+    """Samples that are dicts."""
 
     def __len__(self) -> int:
         return IMAGES
@@ -144,7 +125,7 @@ def evaluated_dicts(workers: int) -> dict[str, float]:
 @pytest.mark.covers("B8")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_dicts_are_given_whole_to_forward_and_to_the_metrics(workers: int, on_ranks: OnRanks) -> None:
-    expected = {"accuracy": accuracy_of_one_process(), "observations": 1000}
+    expected = {"accuracy": accuracy_of_one_process(), "samples": 1000}
     assert on_ranks(2, evaluated_dicts, workers) == [expected] * 2
 
 
@@ -158,7 +139,7 @@ def test_a_lone_tensor_is_given_to_the_metrics_as_an_autoencoder_needs() -> None
     with dl.join_world() as world:
         batches = dl.Batches(data, 4, world)
         error = dl.evaluate(nn.Identity(), batches, error=lambda output, inputs: (output + 2 - inputs) ** 2)
-    assert error == {"error": 4.0, "observations": 6}
+    assert error == {"error": 4.0, "samples": 6}
 
 
 def modes(model: nn.Module) -> list[bool]:
@@ -240,7 +221,7 @@ METRICS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", METRICS)
-def test_a_metric_that_is_no_value_per_observation_nor_their_mean_is_refused(what: str) -> None:
+def test_a_metric_that_is_no_value_per_sample_nor_their_mean_is_refused(what: str) -> None:
     metric, kind, words = METRICS[what]
     with dl.join_world() as world, pytest.raises(kind, match=words):
         dl.evaluate(network(), dl.Batches(images(10), 5, world), bad=metric)
@@ -248,7 +229,7 @@ def test_a_metric_that_is_no_value_per_observation_nor_their_mean_is_refused(wha
 
 def test_a_metric_does_not_take_the_name_of_the_count() -> None:
     with dl.join_world() as world, pytest.raises(ValueError, match="another one"):
-        dl.evaluate(network(), dl.Batches(images(10), 5, world), observations=hits)
+        dl.evaluate(network(), dl.Batches(images(10), 5, world), samples=hits)
 
 
 @pytest.mark.parametrize("call", [dl.evaluate, dl.predict])

@@ -1,4 +1,4 @@
-"""Prediction on ranks: a row for every observation, in the data's order, bit by bit."""
+"""Prediction on ranks: a row for every sample, in the data's order, bit by bit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from tests.harness import OnRanks
-from tests.test_evaluation import images, network
+from tests.support.harness import OnRanks
+from tests.support.images import images, network
 
 
 class Marked(nn.Module):
-    """Outputs that tell the observation, of several kinds; -0.0, nan and infinity among them."""
+    """Outputs that tell the sample, of several kinds; -0.0, nan and infinity among them."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def test_predictions_come_in_the_order_of_the_data_bit_by_bit(ranks: int, kind: 
 
 @pytest.mark.covers("B8", "B11", "C6")
 @pytest.mark.parametrize(("size", "batch_size", "shards"), [(1, 8, None), (2, 8, 5), (10, 8, 1)])
-def test_predictions_reach_a_rank_without_observations(
+def test_predictions_reach_a_rank_without_samples(
     size: int, batch_size: int, shards: int | None, on_ranks: OnRanks
 ) -> None:
     for kind in ("float", "bool"):
@@ -109,12 +109,12 @@ def test_the_predictions_of_tensors_are_not_the_tensors_themselves() -> None:
         ([1, 2, 3, 4, 5], "got list"),
     ],
 )
-def test_an_output_without_a_row_per_observation_is_refused(output: Any, words: str) -> None:
+def test_an_output_without_a_row_per_sample_is_refused(output: Any, words: str) -> None:
     with dl.join_world() as world, pytest.raises(ValueError, match=words):
         dl.predict(network(), dl.Batches(images(10), 5, world), forward=lambda model, data: output)
 
 
-def test_batches_that_drop_observations_are_refused() -> None:
+def test_batches_that_drop_samples_are_refused() -> None:
     with dl.join_world() as world, pytest.raises(ValueError, match="make them drop_last=False"):
         dl.predict(network(), dl.Batches(images(10), 4, world, drop_last=True))
 

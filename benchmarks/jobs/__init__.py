@@ -34,10 +34,10 @@ class Job(Protocol):
     """The job in one library's hands. Every rank must call its methods."""
 
     def epoch(self) -> dict[str, float]:
-        """Train an epoch; the "loss" and "accuracy" that a user of the library would log, and the "observations"."""
+        """Train an epoch; the "loss" and "accuracy" that a user of the library would log, and the "samples"."""
 
     def evaluate(self) -> dict[str, float]:
-        """The "accuracy" on the test data, and the number of "observations" that it is over."""
+        """The "accuracy" on the test data, and the number of "samples" that it is over."""
 
 
 class StepByStep(Job, Protocol):
@@ -64,10 +64,10 @@ def make_material(network: str) -> Material:
     if network == "digits":
         parts = (TensorDataset(*part.tensors) for part in datasets.digits(seed=0).split(0.9))
         return Material(networks.digit_classifier(), *parts)
-    from benchmarks.steps import JOBS, OBSERVATIONS
+    from benchmarks.steps import JOBS, SAMPLES
 
     job = JOBS["25 M parameters"]
-    noise = TensorDataset(torch.randn(OBSERVATIONS, *job.shape), torch.randint(10, (OBSERVATIONS,)))
+    noise = TensorDataset(torch.randn(SAMPLES, *job.shape), torch.randint(10, (SAMPLES,)))
     return Material(job.build(), noise, TensorDataset(*noise[:100]))
 
 

@@ -48,19 +48,19 @@ class Accelerated:
             totals[0] += loss.item() * len(labels)
             totals[1] += right.item()
             totals[2] += len(labels)
-        loss, right, observations = self.accelerator.reduce(totals, reduction="sum").tolist()
-        return {"loss": loss / observations, "accuracy": right / observations, "observations": observations}
+        loss, right, samples = self.accelerator.reduce(totals, reduction="sum").tolist()
+        return {"loss": loss / samples, "accuracy": right / samples, "samples": samples}
 
     def evaluate(self) -> dict[str, float]:
         self.model.eval()
-        right, observations = 0.0, 0
+        right, samples = 0.0, 0
         for images, labels in self.test:
             with torch.no_grad():
                 predictions = self.model(images).argmax(1)
             predictions, references = self.accelerator.gather_for_metrics((predictions, labels))
             right += (predictions == references).sum().item()
-            observations += len(references)
-        return {"accuracy": right / observations, "observations": observations}
+            samples += len(references)
+        return {"accuracy": right / samples, "samples": samples}
 
 
 def main() -> None:

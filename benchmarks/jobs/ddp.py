@@ -49,8 +49,8 @@ class Ddp:
             totals[1] += right.item()
             totals[2] += len(labels)
         dist.all_reduce(totals)
-        loss, right, observations = totals.tolist()
-        return {"loss": loss / observations, "accuracy": right / observations, "observations": observations}
+        loss, right, samples = totals.tolist()
+        return {"loss": loss / samples, "accuracy": right / samples, "samples": samples}
 
     def evaluate(self) -> dict[str, float]:
         self.model.eval()
@@ -60,8 +60,8 @@ class Ddp:
                 totals[0] += (self.model(images).argmax(1) == labels).sum().item()
                 totals[1] += len(labels)
         dist.all_reduce(totals)
-        right, observations = totals.tolist()
-        return {"accuracy": right / observations, "observations": observations}
+        right, samples = totals.tolist()
+        return {"accuracy": right / samples, "samples": samples}
 
 
 def main() -> None:

@@ -49,8 +49,8 @@ class Fabricated:
             totals[0] += loss.item() * len(labels)
             totals[1] += right.item()
             totals[2] += len(labels)
-        loss, right, observations = self.fabric.all_reduce(totals, reduce_op="sum").tolist()
-        return {"loss": loss / observations, "accuracy": right / observations, "observations": observations}
+        loss, right, samples = self.fabric.all_reduce(totals, reduce_op="sum").tolist()
+        return {"loss": loss / samples, "accuracy": right / samples, "samples": samples}
 
     def evaluate(self) -> dict[str, float]:
         self.model.eval()
@@ -59,8 +59,8 @@ class Fabricated:
             for images, labels in self.test:
                 totals[0] += (self.model(images).argmax(1) == labels).sum().item()
                 totals[1] += len(labels)
-        right, observations = self.fabric.all_reduce(totals, reduce_op="sum").tolist()
-        return {"accuracy": right / observations, "observations": observations}
+        right, samples = self.fabric.all_reduce(totals, reduce_op="sum").tolist()
+        return {"accuracy": right / samples, "samples": samples}
 
 
 def main() -> None:

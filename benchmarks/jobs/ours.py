@@ -28,17 +28,17 @@ class Ours:
         self.loop = dl.Loop(dl.Batches(train, MINI_BATCH, world), epochs, state=state, progress=False)
 
     def epoch(self) -> dict[str, float]:
-        totals, observations = torch.zeros(2), 0
+        totals, samples = torch.zeros(2), 0
         for step in self.loop.epoch():
             for images, labels in step:
                 logits = self.model(images)
                 step.backward(cross_entropy(logits, labels), accuracy=hits(logits, labels))
-            row = step.fold()
+            result = step.fold()
             self.optimizer.step()
-            totals += row.observations * torch.stack([row.loss, row.metrics["accuracy"]])
-            observations += row.observations
-        loss, accuracy = (totals / observations).tolist()
-        return {"loss": loss, "accuracy": accuracy, "observations": observations}
+            totals += result.samples * torch.stack([result.loss, result.metrics["accuracy"]])
+            samples += result.samples
+        loss, accuracy = (totals / samples).tolist()
+        return {"loss": loss, "accuracy": accuracy, "samples": samples}
 
     def evaluate(self) -> dict[str, float]:
         return dl.evaluate(self.model, self.test, accuracy=hits)

@@ -45,14 +45,14 @@ class Tuned:
         self.model.train()
         self.sampler.set_epoch(self.epochs)
         self.epochs += 1
-        totals, observations = torch.zeros(2), 0
+        totals, samples = torch.zeros(2), 0
         for images, labels in self.train:
             loss, right = self.step(images, labels)
             totals += torch.stack([loss * len(labels), right])
-            observations += len(labels) * dist.get_world_size()
+            samples += len(labels) * dist.get_world_size()
         dist.all_reduce(totals)
-        loss, right = (totals / observations).tolist()
-        return {"loss": loss, "accuracy": right, "observations": observations}
+        loss, right = (totals / samples).tolist()
+        return {"loss": loss, "accuracy": right, "samples": samples}
 
     def evaluate(self) -> dict[str, float]:
         self.model.eval()
@@ -62,8 +62,8 @@ class Tuned:
                 right = (self.model(images).argmax(1) == labels).sum()
                 totals += torch.stack([right, torch.tensor(len(labels))])
         dist.all_reduce(totals)
-        right, observations = totals.tolist()
-        return {"accuracy": right / observations, "observations": observations}
+        right, samples = totals.tolist()
+        return {"accuracy": right / samples, "samples": samples}
 
 
 def main() -> None:

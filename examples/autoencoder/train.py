@@ -63,7 +63,7 @@ def train(
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments.rate)
     batches = dl.Batches(images, arguments.batch_size, world, transform=datasets.noisy_pairs)
     validation = dl.Batches(validation_images, arguments.batch_size, world, shuffle=False, transform=upright_pairs)
-    patience = dl.Patience(model, arguments.patience) if arguments.patience else None
+    patience = dl.EarlyStopping(model, arguments.patience) if arguments.patience else None
 
     state = {"model": model, "optimizer": optimizer}
     for step in dl.Loop(batches, arguments.epochs, state=state, progress=not arguments.quiet):
@@ -73,7 +73,7 @@ def train(
         optimizer.step()
         if patience and step.iteration % arguments.validate_every == 0:
             loss = dl.evaluate(model, validation, loss=squared_error)["loss"]
-            if patience.is_over(loss):
+            if patience.should_stop(loss):
                 world.print(f"Validation loss {loss:.5f}, not below {patience.best_loss:.5f}: stopped")
                 break
     if patience and arguments.result == "best":
@@ -85,7 +85,7 @@ def run(seed: int | None, arguments: argparse.Namespace) -> Trained:
     """Train and test once: deterministically from a seed, or from one that nobody knows before."""
     block = nullcontext() if seed is None else dl.deterministic(seed)
     with block, dl.join_world(device=arguments.device, seed=draw_seed(arguments) if seed is None else seed) as world:
-        with world.first():  # drawn and cached once
+        with world.rank_zero_first():  # drawn and cached once
             training, validation, test = read_images(arguments)
         world.print(
             f"{'Without' if seed is None else 'With'} determinism, seed {world.seed}: {len(training)} training, "

@@ -5,9 +5,6 @@ All your GPUs:    torchrun --nproc_per_node=gpu train.py
 Two CPU ranks:    torchrun --nproc_per_node=2 train.py
 Two machines:     torchrun --nnodes=2 --nproc_per_node=gpu --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 train.py
 Your own images:  python train.py --data FOLDER, with a sub-folder for each class, or with MNIST's four IDX files
-
-torchrun of torch 2.13 takes --run for an abbreviation of an option of its own: give it `--` before train.py, or the
-longer name: torchrun --nproc_per_node=2 train.py --run-folder runs/digits
 """
 
 from __future__ import annotations
@@ -58,9 +55,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--shards", type=int, help="pieces of a mini-batch; by default one per rank")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
-    parser.add_argument(
-        "--run-folder", "--run", dest="run", help="folder for rows.jsonl; nothing is written without it"
-    )
+    parser.add_argument("--run-dir", help="folder for rows.jsonl; nothing is written without it")
     return parser.parse_args()
 
 
@@ -68,7 +63,7 @@ def main() -> None:
     arguments = read_arguments()
     with dl.join_world(device=arguments.device, seed=arguments.seed) as world:
         try:
-            with world.first():  # drawn and cached once
+            with world.rank_zero_first():  # drawn and cached once
                 train, test = read_data(arguments.data)
         except (ValueError, ImportError, dl.PeerFailed) as error:
             message = str(error).partition("\n")[0]  # not a peer's traceback
@@ -84,7 +79,8 @@ def main() -> None:
         )
 
         state = {"model": model, "optimizer": optimizer}
-        for step in dl.Loop(batches, arguments.epochs, run=arguments.run, state=state, progress=not arguments.quiet):
+        loop = dl.Loop(batches, arguments.epochs, run_dir=arguments.run_dir, state=state, progress=not arguments.quiet)
+        for step in loop:
             for images, labels in step:
                 logits = model(images)
                 step.backward(cross_entropy(logits, labels), accuracy=hits(logits, labels))
@@ -92,7 +88,7 @@ def main() -> None:
             optimizer.step()
 
         result = dl.evaluate(model, dl.Batches(test, 1000, world, shuffle=False), accuracy=hits)
-        say(f"Test accuracy: {result['accuracy']:.4f} of {result['observations']} images")
+        say(f"Test accuracy: {result['accuracy']:.4f} of {result['samples']} images")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from ddp_loop.checkpoints import Checkpoints, run_id_of
-from ddp_loop.launching import Pool
+from ddp_loop.checkpoint import CheckpointStore, run_id_of
+from ddp_loop.distributed import Pool
 from tests.faults.job import final_digest
 
 STEPS, EVERY, HARMED, HEALED, KEEP = 10, 2, 3, 7, 9
@@ -253,8 +253,8 @@ def train_in(
     inputs = torch.randn(60, 8, generator=torch.Generator().manual_seed(2))
     batches = dl.Batches(inputs, 12, world, shards=6)
     loop = dl.Loop(
-        batches, steps=STEPS, state=state, run=run, resume=True, save_every=EVERY, keep=KEEP, progress=bool(disk),
-        on_save_error=policy,  # type: ignore[arg-type]
+        batches, steps=STEPS, state=state, run_dir=run, resume=True, save_every=EVERY, keep_last=KEEP,
+        progress=bool(disk), on_save_error=policy,  # type: ignore[arg-type]
     )  # fmt: skip
     heal: Callable[[], None] = nothing
     for step in loop:
@@ -332,7 +332,7 @@ def rows_of(run: Path) -> list[int]:
 
 def kept_in(run: Path) -> tuple[list[int], list[str]]:
     """The iterations of the valid checkpoints, read again from the first bit to the last; what is wrong with others."""
-    entries = Checkpoints(run, run_id_of(run) or "").entries(verify=True)
+    entries = CheckpointStore(run, run_id_of(run) or "").entries(verify=True)
     return (
         sorted(one.iteration for one in entries if one.problem is None),
         [one.problem for one in entries if one.problem is not None],

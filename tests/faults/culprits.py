@@ -21,10 +21,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.launching import Pool, RankFailed
+from ddp_loop.distributed import Pool, RankFailed
 from tests.faults.training import RANKS, STEP, Case, Seen, on_this_rank, warm_up
 from tests.faults.under_torchrun import Ended, kill_a_worker, kill_torchrun, lives, raise_in_a_worker
-from tests.harness import Result
+from tests.support.harness import Result
 
 # where it raises: the stage that is told, and the step
 PLACES = {

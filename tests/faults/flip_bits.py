@@ -19,8 +19,9 @@ from pathlib import Path
 
 import torch
 
-from ddp_loop.checkpoints import MANIFEST, STATE, TENSORS, Checkpoints
-from ddp_loop.packing import pack
+from ddp_loop.checkpoint import CheckpointStore
+from ddp_loop.checkpoint.serialization import to_tree
+from ddp_loop.checkpoint.storage import MANIFEST, STATE, TENSORS
 
 State = dict[str, torch.Tensor]
 Damage = Callable[[Path, random.Random], AbstractContextManager[None]]
@@ -55,9 +56,9 @@ def flip_checkpoints(
     """For each file how many flips were seen, and how many not."""
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text(json.dumps({"id": "flipped"}))
-    checkpoints = Checkpoints(folder, "flipped")
+    checkpoints = CheckpointStore(folder, "flipped")
     for iteration in (1, 2):
-        path = checkpoints.write(pack({"state": state, "n": 1}), iteration=iteration, facts={"a": 1}, score=0.5)
+        path = checkpoints.write(to_tree({"state": state, "n": 1}), iteration=iteration, facts={"a": 1}, score=0.5)
     counts: dict[str, Counter[str]] = {name: Counter() for name in (TENSORS, STATE, MANIFEST)}
     for number in range(flips):
         name = (TENSORS, STATE, MANIFEST)[number % 3]

@@ -26,13 +26,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
-from ddp_loop.digests import digest, leaves
+from ddp_loop.determinism import digest, leaves
 
 STAGES = ("", "start", "data", "forward", "backward", "fold", "optimizer", "save", "evaluate", "rows")
 FINAL = "final.json"
 SHARDS, CLASSES, SIDE = 12, 4, 6
 _PLACES = ("process", "attempt", "first", "iteration", "stage", "asked", "ended")
-_DWELL_S = 0.0007  # in each shard's forward and backward; each observation takes half
+_DWELL_S = 0.0007  # in each shard's forward and backward; each sample takes half
 _SLOW_S = 0.03  # one rank in turn, in one stage in turn: the others wait for it in the fold
 
 
@@ -205,10 +205,10 @@ class Job:
         batches = dl.Batches(Digits(240, _DWELL_S / 2), 24, world, shards=SHARDS, **options)
         test = dl.Batches(Digits(96, self.evaluate_s / 96), 12, world, shards=SHARDS, shuffle=False)
         loop = dl.Loop(
-            batches, self.epochs, state=state, run=self.run or None, resume=True if self.run else None,
-            save_every=self.save_every, keep=2, progress=False
+            batches, self.epochs, state=state, run_dir=self.run or None, resume=True if self.run else None,
+            save_every=self.save_every, keep_last=2, progress=False
         )  # fmt: skip
-        for _ in range(loop.epochs_made, self.epochs):
+        for _ in range(loop.epochs_completed, self.epochs):
             for step in loop.epoch():
                 dwell.step = mark["iteration"] = step.iteration
                 mark["first"] = mark["first"] or step.iteration

@@ -25,9 +25,10 @@ from pathlib import Path
 
 import torch
 
-from ddp_loop.checkpoints import MANIFEST, STATE, TENSORS, Checkpoints
-from ddp_loop.durable import DELETING, SAVING
-from ddp_loop.packing import pack, unpack
+from ddp_loop.checkpoint import CheckpointStore
+from ddp_loop.checkpoint.atomic_files import DELETING, SAVING
+from ddp_loop.checkpoint.serialization import from_tree, to_tree
+from ddp_loop.checkpoint.storage import MANIFEST, STATE, TENSORS
 
 KEEP = 3
 TENSORS_OF_STATE = 8
@@ -40,18 +41,18 @@ class OwnFormat:
 
     def __init__(self, folder: Path) -> None:
         (folder / "run.json").write_text(json.dumps({"id": "killed"}))
-        self._checkpoints = Checkpoints(folder, "killed", keep=KEEP)
+        self._checkpoints = CheckpointStore(folder, "killed", keep_last=KEEP)
 
     def save(self, state: dict[str, torch.Tensor], number: int) -> None:
         """Save, and return when it lasts."""
-        self._checkpoints.write(pack({"state": state, "number": number}), iteration=number, facts={})
+        self._checkpoints.write(to_tree({"state": state, "number": number}), iteration=number, facts={})
 
     def found(self) -> dict[int, bool]:
         """For each number that is there whether its state can be read and is right."""
         right = {}
         for entry in self._checkpoints.entries(verify=True):
             right[entry.iteration] = entry.problem is None and is_right(
-                unpack(self._checkpoints.read(entry.path).packed), entry.iteration
+                from_tree(self._checkpoints.read(entry.path).packed), entry.iteration
             )
         return right
 

@@ -24,12 +24,11 @@ from pathlib import Path
 
 import torch
 
-from ddp_loop.durable import SAVING
-from ddp_loop.launching import Pool, RankFailed
+from ddp_loop.checkpoint.atomic_files import SAVING
+from ddp_loop.distributed import Pool, RankFailed
 from tests.faults.job import FINAL, Job, Mark
 from tests.faults.launched import start_torchrun
 
-ROOT = Path(__file__).parents[2]
 AIMS = ("data", "forward", "backward", "optimizer", "save", "peers", "backward", "data", "forward", "peers")
 RANKS = 4
 _LOOK_S, _AIM_S = 0.0002, 90.0  # a start of four processes takes 20 s on two cores

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.faults.job import Job
-from tests.harness import until
+from tests.support.harness import until
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 _TAG = "DDP_LOOP_FAULTS_OF"
 _TRACKER = "multiprocessing.resource_tracker"  # one for each process that ever had workers, for as long as it lives
 _GONE_S = 3.0  # a worker of a DataLoader learns of its parent's end from the kernel, or by a look

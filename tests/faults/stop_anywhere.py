@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from ddp_loop.durable import SAVING
-from ddp_loop.launching import Pool, RankFailed
-from ddp_loop.listing import list_checkpoints
-from ddp_loop.runs import STATUS, STOP, ask_to_stop, read_json
+from ddp_loop.checkpoint import STATUS, STOP, ask_to_stop, read_json
+from ddp_loop.checkpoint.atomic_files import SAVING
+from ddp_loop.cli import list_checkpoints
+from ddp_loop.distributed import Pool, RankFailed
 from tests.faults.job import FINAL, Job, Mark
 from tests.faults.kill_workers import end_problem, make_job, rows_problem
 from tests.faults.launched import hear_ctrl_c, left_below, left_of, start_torchrun, variables

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from tests.harness import FAULT_S
-from tests.refusals import loss_of, network
+from tests.support.harness import FAULT_S
+from tests.support.refusals import loss_of, network
 
-RANKS, SHARE, STEP = 3, 2, 3  # 2 observations a step for each rank; the fault comes in step 3
-MINI_BATCH, OBSERVATIONS = RANKS * SHARE, 24
+RANKS, SHARE, STEP = 3, 2, 3  # 2 samples a step for each rank; the fault comes in step 3
+MINI_BATCH, SAMPLES = RANKS * SHARE, 24
 LONG_S = 20.0
 SHORT_S = 2.0  # the timeout of a world in which something has to time out
 PATIENT_S = 30.0  # and of one in which nothing has to
@@ -75,7 +75,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         self._case, self._rank, self._folder = case, rank, folder
 
     def __len__(self) -> int:
-        return OBSERVATIONS
+        return SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
         case, culprit = self._case, self._rank == self._case.culprit
@@ -84,13 +84,14 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         if case.where == "data" and culprit and index == first_of(STEP, self._rank):
             act(case, self._folder)
         slow = STEP if case.peers == "waiting for a worker" and not culprit else 0
-        if index == first_of(STEP + 1 if case.where == "forward, its worker asleep" and culprit else slow, self._rank):
+        slow = STEP + 1 if case.where == "forward, its worker asleep" and culprit else slow
+        if slow and Path(self._folder, f"reads-{self._rank}").exists() and index == first_of(slow, self._rank):
             time.sleep(LONG_S)
-        return torch.full((4,), index / OBSERVATIONS, dtype=torch.float64)
+        return torch.full((4,), index / SAMPLES, dtype=torch.float64)
 
 
 def first_of(step: int, rank: int) -> int:
-    """The rank's first observation of a step."""
+    """The rank's first sample of a step."""
     return (step - 1) * MINI_BATCH + rank * SHARE
 
 
@@ -185,7 +186,7 @@ class Training:
             act(self.case, self.folder)
 
     def transform(self, rows: torch.Tensor, draws: dl.Draws) -> torch.Tensor:
-        first = round(float(rows[0, 0]) * OBSERVATIONS)
+        first = round(float(rows[0, 0]) * SAMPLES)
         if self.mine and self.case.where == "transform" and first == first_of(STEP, self.world.rank):
             act(self.case, self.folder)
         return rows
@@ -200,13 +201,15 @@ class Training:
         options = {"num_workers": 1} if "worker" in case.where + case.peers else {}
         rows = Rows(case, self.world.rank, self.folder)
         batches = dl.Batches(rows, MINI_BATCH, self.world, shuffle=False, transform=self.transform, **options)  # type: ignore[arg-type]
+        # Before, `Batches` has read some samples, to compare the ranks' data.
+        Path(self.folder, f"reads-{self.world.rank}").touch()
         state: dict[str, object] = {"model": self.model, "kept": Kept(partial(self.fault, "save"))}
         if self.here("making Loop"):
             began(self.folder)
             state = {}
         run = Path(self.folder, "run") if case.where == "save" else None
         return dl.Loop(
-            batches, 1, state=state, progress=False, run=run, save_every=STEP if run else None,
+            batches, 1, state=state, progress=False, run_dir=run, save_every=STEP if run else None,
             on_row=lambda row: self.fault("rows"),
         )  # fmt: skip
 
@@ -224,7 +227,7 @@ class Training:
         self.fault("optimizer")
 
     def run(self) -> None:
-        with mock.patch("ddp_loop.progress.BATCH_S", 0.0):  # a row in each fold
+        with mock.patch("ddp_loop.reporting.rows.BATCH_S", 0.0):  # a row in each fold
             self.go_through_all()
 
     def go_through_all(self) -> None:

@@ -73,7 +73,8 @@ def main(epochs, batch_size):
         train(model, device, loader, optimizer, epoch)
         test(model, device, test_loader)
         if dist.get_rank() == 0:
-            torch.save(model.state_dict(), "digits.pt")
+            os.makedirs("runs/migrate", exist_ok=True)
+            torch.save(model.state_dict(), "runs/migrate/digits.pt")
 
 
 if __name__ == "__main__":

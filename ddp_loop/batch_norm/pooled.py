@@ -1,0 +1,201 @@
+"""Pooled batch-norm statistics: mean and variance of a union from those of its parts, and what they move.
+
+[Note: Pooled variance] For shards j with m_j values behind each channel's statistic (samples times
+positions), M = sum(m_j):
+
+    mean = sum(m_j mean_j) / M
+    var  = sum(m_j (var_j + (mean_j - mean)^2)) / M          biased; M / (M - 1) times that is what torch keeps
+
+Sums of squares would cancel (off by 1e-3 in float32 at mean 100); this form does not. Pooling the moving
+averages instead understates the variance: for shards with mean 0, variance 1 and mean 3, variance 4 and decay
+0.1 from (0, 1), the whole mini-batch gives 1.375, pooled moving averages 1.1725, a weighted mean of variances
+1.15 (`examples/statistics.py`).
+
+[Note: Far means] torch rounds a shard's mean in float32: at mean 1,000 and deviation 1 it is off by 7e-5, and
+the pooled variance then by 1e-5. Where a mean lies far from 0 against the deviation, what is left of it is
+computed in a second pass over the values and travels beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddp_loop.batch_norm.custom_layers import CustomNorm
+
+_FAR = 64.0  # means further than so many deviations from 0; closer ones put less than 2e-6 into the variance
+
+
+def pool_statistics(
+    counts: torch.Tensor, means: torch.Tensor, variances: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and biased variance of the union from those of its parts, (S, C) each to (C,) each.
+
+    A part whose count is 0 adds exactly 0. See [Note: Pooled variance].
+
+    Source: Chan, Golub, LeVeque: Algorithms for computing the sample variance, 1983.
+    """
+    total = counts.sum(0).clamp(min=1)
+    mean = (counts * means).sum(0) / total
+    return mean, (counts * (variances + (means - mean) ** 2)).sum(0) / total
+
+
+def refine_statistics(
+    values: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What rounding took from the mean of each channel, (C,), and the biased variance taken in a second pass, (C,).
+
+    Where the mean lies not far, and on a GPU (asking would hold the host up), these are 0 and None.
+    """
+    if values.device.type != "cpu" or mean.dtype != torch.float32 or not _is_far(mean, variance):
+        return torch.zeros_like(mean), None
+    rows = values.detach().transpose(0, 1).reshape(len(mean), -1) - mean.unsqueeze(1)
+    rest = rows.mean(1, keepdim=True)
+    # torch's own is that around the rounded mean with channels_last: off by 1e-3 at mean 10,000, deviation 1.
+    return rest.squeeze(1).to(mean.dtype), (rows - rest).square_().mean(1).to(mean.dtype)
+
+
+def _is_far(mean: torch.Tensor, variance: torch.Tensor) -> bool:
+    means, variances = mean.numpy(), variance.numpy()  # of some ten numbers NumPy finds it in 3 microseconds, not 20
+    return bool((means * means > _FAR**2 * variances).any())
+
+
+class LayerGroup:
+    """Layers whose channels lie side by side, so that a few operations move them all.
+
+    Args:
+        numbers: which of the job's layers these are.
+        layers: with running statistics, each.
+    """
+
+    def __init__(self, numbers: list[int], layers: Sequence[_BatchNorm | CustomNorm]) -> None:
+        self.numbers = numbers
+        self.sizes = [layer.num_features for layer in layers]
+        self.own = [place for place, layer in enumerate(layers) if isinstance(layer, CustomNorm)]
+        self.channels = sum(self.sizes)
+        self.width = len(layers) + 3 * self.channels + len(self.own)
+        self._layers = layers
+        owner = torch.arange(len(layers)).repeat_interleave(torch.tensor(self.sizes))  # of each channel
+        self._owner = owner.to(layers[0].running_mean.device if layers[0].running_mean is not None else "cpu")
+        self._momenta: list[float | None] = []
+        self._factors = torch.empty(0)
+
+    def move(self, rows: torch.Tensor, keep: torch.Tensor | None = None) -> None:
+        """Move the running statistics by the pooled ones of all shards.
+
+        Args:
+            rows: (S, width): counts, then means, what rounding took from these, variances as torch keeps them, times
+                m / (m - 1), and the momenta of own norms; zeros for a shard that did not call a layer.
+            keep: whether all stay as they are, shape (), bool.
+        """
+        layers, owner = self._layers, self._owner
+        rows = rows.double()
+        pieces = [len(layers), *3 * [self.channels], len(self.own)]
+        counts, means, rests, variances, momenta = rows.split(pieces, dim=1)
+        counts = counts.index_select(1, owner)
+        # Merge the biased ones, then re-bias.
+        biased = variances * ((counts - 1).clamp_(min=0) / counts.clamp(min=1))
+        mean, variance = pool_statistics(counts, means + rests, biased)
+        total = counts.sum(0)
+        variance *= total / (total - 1).clamp_(min=1)
+        used = total > 0
+        called = rows[:, : len(layers)].sum(0) > 0
+        self._count(called if keep is None else called & ~keep)
+        # A layer that no shard called moves by 0: its own values, to the bit.
+        factor = torch.where(used, self._factor(owner, momenta), 0.0)
+        for name, new in (("running_mean", mean), ("running_var", variance)):
+            olds: list[torch.Tensor] = [getattr(layer, name) for layer in layers]
+            old = torch.cat(olds).double()
+            now = (1 - factor) * old + factor * new
+            if keep is not None:
+                now = torch.where(keep, old, now)
+            torch._foreach_copy_(olds, list(now.split(self.sizes)))
+
+    def _count(self, called: torch.Tensor) -> None:
+        """One more mini-batch for the layers that were called."""
+        pairs = [(layer.num_batches_tracked, one) for layer, one in zip(self._layers, called.long(), strict=True)]
+        known = [(tracked, one) for tracked, one in pairs if tracked is not None]
+        if known:
+            torch._foreach_add_([tracked for tracked, _ in known], [one for _, one in known])
+
+    def _factor(self, owner: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
+        """How far each channel's moving average goes: the layer's momentum, or with None 1 / (calls so far).
+
+        Own norms' momenta are told in the rows, (S, own), the same by each shard that called one.
+        """
+        momenta = [layer.momentum for layer in self._layers]
+        if momenta != self._momenta or None in momenta:
+            self._momenta = momenta
+            factors = [self._of_layer(layer, owner.device) for layer in self._layers]
+            for place, momentum in zip(self.own, told.amax(0), strict=True):
+                factors[place] = momentum
+            self._factors = torch.stack(factors).index_select(0, owner)
+        return self._factors
+
+    @staticmethod
+    def _of_layer(layer: _BatchNorm | CustomNorm, device: torch.device) -> torch.Tensor:
+        if layer.momentum is None and layer.num_batches_tracked is not None:
+            return 1.0 / layer.num_batches_tracked.clamp(min=1).double()
+        return torch.full((), layer.momentum or 0.0, dtype=torch.float64, device=device)
+
+
+class RunningStatsSnapshot:
+    """Running statistics that layers move themselves, in forward, kept so that they can be put back.
+
+    Args:
+        layers: their buffers are kept.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._layers = list(layers)
+        self._now: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
+
+    def record(self) -> None:
+        """Keep what they are now."""
+        self._now = [one for layer in self._layers for one in layer.buffers(recurse=False)]
+        self._kept = [one.clone() for one in self._now]
+
+    def restore(self, where: torch.Tensor | bool) -> None:
+        """Make them what they were, if `where`, shape ()."""
+        for now, kept in zip(self._now, self._kept, strict=True):
+            now.copy_(torch.where(where, kept, now) if isinstance(where, torch.Tensor) else kept if where else now)
+
+
+class RecomputeGuard:
+    """Running statistics that layers move themselves in forward, and not again where backward computes it once more.
+
+    Args:
+        layers: their buffers are put back after each backward, as activation checkpointing calls them in it.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._layers = list(layers)
+        self._pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None  # now, kept; by dtype
+
+    def begin(self) -> None:
+        """A backward begins."""
+        if not self._layers:
+            return
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for layer in self._layers:
+            for one in layer._buffers.values() if layer.training else ():
+                if one is not None:
+                    by_dtype.setdefault(one.dtype, []).append(one)
+        with torch.no_grad():
+            self._pairs = [(now, [torch.empty_like(one) for one in now]) for now in by_dtype.values()]
+            for now, kept in self._pairs:
+                torch._foreach_copy_(kept, now)
+
+    def end(self) -> None:
+        """It is over; may be called again."""
+        pairs, self._pairs = self._pairs, None
+        if not pairs:
+            return
+        with torch.no_grad():
+            for now, kept in pairs:
+                # Past the version counter: the graph of another backward may hold them.
+                torch._foreach_copy_([one.data for one in now], kept)

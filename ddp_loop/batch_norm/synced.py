@@ -1,0 +1,382 @@
+"""Batch norm over the whole mini-batch, synced in every forward: a model's layers converted, and converted back.
+
+[Note: One length] gloo ends the process (SIGABRT) when ranks meet in sums of different sizes. So all messages of a
+model have the length that its widest layer needs, also its words; ranks that call their layers differently
+then meet in a sum all the same, and its header tells them apart.
+
+[Note: Rows of a message] A message has a row for each rank; a rank fills its own, and -0.0 in all others, since
+adding that leaves every bit as it is. So the sum brings the rows together, and each rank merges them in rank order:
+all have the same bits. A row is `what the rank is at, how many values are behind each channel | the layer's values`.
+
+[Note: Late] Reading a header on a GPU would make the host wait. The host already knows what it wrote there, so each
+rank keeps a digest of its own headers, and the hosts compare the digests at the end of a pass, in one small collective
+of their own. Ranks that called the layers in another order, or more of them, raise in the same step, before sums of
+different lengths follow, and the device is not waited for. Between passes they are compared every so many messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from ddp_loop.batch_norm.pooled import pool_statistics
+from ddp_loop.batch_norm.synced_kernels import Normalisation, dense, statistics, statistics_dtype
+from ddp_loop.distributed import World, each_module
+
+_OWN = ("_channel", "_number", "_origin")  # what a synced layer has besides
+_KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+FORWARD, BACKWARD = 0, 1
+ENDS_PASS, ENDS_LOOP = WORDS = ("the end of its pass", "the end of its loop")
+_KINDS = 2 + len(WORDS)
+_HEADER = 2
+_MANY = 256  # headers that are noted before they are compared
+_WHAT = "a comparison of the calls of synced batch norm"
+
+
+class CallMismatch(RuntimeError):
+    """The ranks end their loop alike, but did not call the layers alike before."""
+
+
+class SyncChannel:
+    """What the ranks of `world` tell each other inside one synced model.
+
+    A copy of the model, by deepcopy, uses the same one. Pickled it is None: an unpickled model has no world.
+
+    Args:
+        world: from `join_world`.
+        names: of the model's layers, the same on every rank.
+        channels: of the widest one.
+        late: check the calls at the end of a pass instead of at once; the default on a GPU. See [Note: Late].
+    """
+
+    def __init__(self, world: World, names: Sequence[str], channels: int, *, late: bool | None = None) -> None:
+        self.size = world.size
+        self.device = world.device
+        self.length = _HEADER + 2 * channels  # of a row
+        self._world = world
+        self._names = tuple(names)
+        self.late = world.device.type != "cpu" if late is None else late
+        self._calls = 0
+        self._mask: torch.Tensor | None = None
+        self._noted: list[tuple[int, int]] = []  # place and count of each message since they were compared
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SyncChannel:
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def name(self, layer: int) -> str:
+        """The name of a layer."""
+        return self._names[layer]
+
+    @contextmanager
+    def masking(self, mask: torch.Tensor) -> Iterator[None]:
+        """Where `mask`, shape () bool, is true, a backward inside adds nothing to all ranks' sums, not even NaN."""
+        self._mask = mask
+        try:
+            yield
+        finally:
+            self._mask = None
+
+    def masked(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What counts of a gradient: where the rank's own loss counts nothing, what comes of the others' does."""
+        if self._mask is None:
+            return gradient
+        return gradient.masked_fill(self._mask.to(gradient.device) & ~gradient.isfinite(), 0.0)
+
+    def next_call(self) -> int:
+        """The number of a layer's call in this pass; its backward says the same one."""
+        self._calls += 1
+        return self._calls
+
+    def send(
+        self, layer: int, call: int, count: int, kind: int, *values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tell all ranks a layer's values and hear theirs. Every rank must call this.
+
+        Args:
+            layer: its number among the names.
+            call: from `next_call`.
+            count: the values behind each channel on this rank.
+            kind: FORWARD or BACKWARD.
+            values: K tensors, (C,) each.
+
+        Returns:
+            The counts of all ranks, (size, 1), and their values, (size, K, C), in rank order, float64.
+
+        Raises:
+            RuntimeError: the ranks are not at the same place, or the world was left.
+            ValueError: not more than one value is behind a channel, on all ranks together.
+            PeerFailed: another rank failed.
+        """
+        if self._world.is_left:
+            raise RuntimeError(
+                "synced batch norm trains inside the world that its model was synced in; this one was left: "
+                "local_batch_norm(model) first, model.eval(), or sync_batch_norm(model, world) with a new world"
+            )
+        message = torch.full((self.size, self.length), -0.0, dtype=torch.float64, device=self.device)
+        own = message[self._world.rank]
+        place = (call * len(self._names) + layer) * _KINDS + kind
+        own[0], own[1] = place, count
+        wide = sum(len(value) for value in values)
+        if wide:
+            own[_HEADER : _HEADER + wide].copy_(torch.cat(values))
+        self._world.finish(self._world.start_sum(message))
+        head = message[:, :_HEADER]
+        if not self.late:
+            self._require_alike(head.tolist())
+        else:
+            self._noted.append((place, count))
+            if len(self._noted) == _MANY:
+                self.check()
+        rows = message[:, _HEADER : _HEADER + wide].view(self.size, len(values), -1) if wide else message[:, :0]
+        return head[:, 1:], rows
+
+    def send_control(self, what: str = ENDS_PASS) -> None:
+        """Say where this rank is, outside of the layers. Every rank must call this.
+
+        To be said before the ranks meet in a sum of another length, so that a rank that called fewer layers is told.
+
+        Args:
+            what: one of WORDS.
+
+        Raises:
+            RuntimeError: another rank is elsewhere.
+        """
+        if what not in WORDS:
+            raise ValueError(f"a word must be one of {WORDS}; got {what!r}")
+        self._calls = 0
+        kind = 2 + WORDS.index(what)
+        if not self.late:
+            self.send(0, 0, 2, kind)
+            return
+        self._noted.append((kind, 2))
+        self.check()
+
+    def check(self) -> None:
+        """Raise what was wrong on any rank since the last check, as `send` would. Every rank must call this.
+
+        Where messages tell it at once, nothing is left to check. No device is waited for.
+        """
+        if not self.late or self._world.is_left:
+            return
+        noted, self._noted = self._noted, []
+        digest = hashlib.sha256(repr([place for place, _ in noted]).encode()).digest()
+        has_values = all(count > 1 for _, count in noted)  # on one rank is enough
+        number = (int.from_bytes(digest[:7], "little") << 1) + has_values
+        numbers = self._world.numbers(number, _WHAT, in_step=True)
+        if len({one >> 1 for one in numbers}) == 1 and any(one & 1 for one in numbers):
+            return
+        every = self._world.gather(noted, _WHAT, in_step=True)
+        for heads in zip_longest(*every, fillvalue=(math.nan, 2)):
+            try:
+                self._require_alike(heads)
+            except RuntimeError as error:
+                if all(one[-1:] == [(2 + WORDS.index(ENDS_LOOP), 2)] for one in every):
+                    raise CallMismatch(str(error)) from None
+                raise
+
+    def _require_alike(self, heads: Sequence[Sequence[float]]) -> None:
+        """Raise on every rank the same, unless all are at the same place, with more than one value."""
+        first = heads[0][0]
+        for rank, (place, _) in enumerate(heads):
+            if place != first:
+                raise RuntimeError(
+                    f"rank 0 is at {self._place(first)}, rank {rank} at {self._place(place)}: every rank must call the "
+                    "layers of a synced model alike, forward and backward, also ranks without samples"
+                )
+        counts = [int(count) for _, count in heads]
+        if sum(counts) < 2:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, over all ranks together; got {counts} at "
+                f"{self._place(first)}: give a larger mini-batch, or set the layer to eval()"
+            )
+
+    def _place(self, place: float) -> str:
+        if not float(place).is_integer():
+            return "another collective"
+        number, kind = divmod(int(place), _KINDS)
+        if kind >= 2:
+            return WORDS[kind - 2]
+        call, layer = divmod(number, len(self._names))
+        return f"the {'backward' if kind else 'forward'} of layer `{self._names[layer]}` (call {call} of its pass)"
+
+
+class SyncedBatchNorm(_BatchNorm):
+    """Batch norm by the statistics of the values of all ranks; made by `sync_batch_norm`.
+
+    While training, forward and backward are each one collective. In evaluation, in a world of one, and unpickled it is
+    torch's own.
+    """
+
+    _channel: SyncChannel | None = None
+    _number = 0  # among the layers of the channel
+    _origin: type[_BatchNorm] | None = None
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether other ranks take part in its forward while it trains."""
+        return self._channel is not None and self._channel.size > 1
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
+        (self._origin or nn.SyncBatchNorm)._check_input_dim(self, input)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        """Normalise, (N, C, ...); N may be 0 on some ranks. Every rank must call this, while training."""
+        if self.training and self._channel is not None and self._channel.size > 1:
+            return self.normalise(input, self._channel)
+        return super().forward(input)
+
+    def normalise(self, values: torch.Tensor, channel: SyncChannel) -> torch.Tensor:
+        """Normalise by the statistics of all ranks' values, and move the running ones. Every rank must call this.
+
+        Raises:
+            ValueError: values that do not fit the layer, or one value behind a channel, or none, on all ranks together.
+        """
+        self._check(values, channel)
+        values = dense(values)
+        send = partial(channel.send, self._number, channel.next_call(), values.numel() // self.num_features)
+        with torch.no_grad():
+            counts, rows = send(FORWARD, *statistics(values))
+            mean, variance = pool_statistics(counts, rows[:, 0], rows[:, 1])
+            total = counts.sum(0)
+            self._move(mean, variance * (total / (total - 1).clamp(min=1)))
+            kind = statistics_dtype(values)
+            given = mean.to(kind), (variance + self.eps).rsqrt().to(kind), total
+        result: torch.Tensor = Normalisation.apply(  # type: ignore[no-untyped-call]
+            values, self.weight, self.bias, *given, lambda *sums: send(BACKWARD, *sums)[1], channel.masked
+        )
+        return result
+
+    def _check(self, values: torch.Tensor, channel: SyncChannel) -> None:
+        self._check_input_dim(values)
+        name = channel.name(self._number)
+        if values.shape[1] != self.num_features:
+            raise ValueError(
+                f"layer `{name}` takes {self.num_features} channels, (N, {self.num_features}, ...); got "
+                f"{tuple(values.shape)}: give it such values, also where there are no samples"
+            )
+        if values.device != channel.device:
+            raise ValueError(
+                f"a synced model computes where its world does; layer `{name}` got values on {values.device}, the "
+                f"world is on {channel.device}: move the model and its data with .to(world.device)"
+            )
+
+    def _move(self, mean: torch.Tensor, unbiased: torch.Tensor) -> None:
+        """Move the running statistics as torch does."""
+        if not self.track_running_stats:
+            return
+        factor: float | torch.Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / self.num_batches_tracked.double()
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            if running is not None:
+                share = factor.to(running.dtype) if isinstance(factor, torch.Tensor) else factor
+                running.lerp_(new.to(running.dtype), share)
+
+
+def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
+    """Make each batch norm below `model` normalise by the values of all ranks, in place. Every rank must call this.
+
+    nn.BatchNorm1d, 2d and 3d, and nn.SyncBatchNorm, are replaced in their parents by layers that share their
+    parameters, buffers and hooks, so an optimizer made before stays right, and the names in the state dict stay.
+    A reference of your own to such a layer, outside of the model's modules, still is the local one. Several
+    models that call each other are converted together, `sync_batch_norm(nn.ModuleList([one, other]), world)`.
+
+    While they train, every rank calls the layers alike, with an input of no rows, (0, C, ...), where it has none.
+
+    Returns:
+        `model`; where it is such a layer itself, the new one.
+
+    Raises:
+        ValueError: a lazy layer without a shape, a batch norm of another class, or other layers on other ranks.
+    """
+    problem: ValueError | None = None
+    layers: dict[str, _BatchNorm] = {}
+    try:
+        layers = _find(model)
+    except ValueError as error:
+        problem = error
+    world.raise_if_any_failed(problem)
+    world.require_equal("the batch-norm layers of a synced model", [_message(*item) for item in layers.items()])
+    channel = SyncChannel(world, list(layers), max((layer.num_features for layer in layers.values()), default=0))
+    return _replace(model, {layer: _synced(layer, channel, number) for number, layer in enumerate(layers.values())})
+
+
+def local_batch_norm(model: nn.Module) -> nn.Module:
+    """Turn the layers that `sync_batch_norm` made back into what they were, with the same tensors, in place.
+
+    Returns:
+        `model`; where it is such a layer itself, the local one.
+    """
+    return _replace(model, {layer: _local(layer) for layer in model.modules() if isinstance(layer, SyncedBatchNorm)})
+
+
+def find_sync_channels(modules: Iterable[nn.Module]) -> list[SyncChannel]:
+    """The channels of all synced layers below these modules, each once, in the order in which they are met."""
+    layers = each_module({str(number): module for number, module in enumerate(modules)}).values()
+    return list(
+        dict.fromkeys(
+            layer._channel for layer in layers if isinstance(layer, SyncedBatchNorm) and layer._channel is not None
+        )
+    )
+
+
+def _find(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The layers to be synced, each once, by name."""
+    layers: dict[str, _BatchNorm] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        said = name or "the model itself"
+        if isinstance(layer, LazyModuleMixin):
+            raise ValueError(
+                f"a batch norm must have its shape before it is synced; `{said}` is a lazy one: run the model once"
+            )
+        if type(layer) not in (*_KNOWN, SyncedBatchNorm):
+            raise ValueError(
+                f"a synced batch norm must be an nn.BatchNorm1d, 2d, 3d or nn.SyncBatchNorm; `{said}` is a "
+                f"{type(layer).__name__}, whose forward is its own: use one of these there, or sync the parts beside it"
+            )
+        layers[said] = layer
+    return layers
+
+
+def _message(name: str, layer: _BatchNorm) -> str:
+    return f"{name}: {layer.num_features}, {layer.eps}, {layer.momentum}, {layer.affine}, {layer.track_running_stats}"
+
+
+def _synced(layer: _BatchNorm, channel: SyncChannel, number: int) -> SyncedBatchNorm:
+    synced = SyncedBatchNorm.__new__(SyncedBatchNorm)
+    synced.__dict__.update(layer.__dict__)  # the very same parameters, buffers and hooks, in the same dictionaries
+    origin = layer._origin if isinstance(layer, SyncedBatchNorm) else type(layer)
+    synced._channel, synced._number, synced._origin = channel, number, origin
+    return synced
+
+
+def _local(layer: SyncedBatchNorm) -> _BatchNorm:
+    origin = layer._origin or SyncedBatchNorm
+    local = origin.__new__(origin)
+    local.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in _OWN})
+    return local
+
+
+def _replace(model: nn.Module, made: Mapping[_BatchNorm, nn.Module]) -> nn.Module:
+    """Put what was made where the keys stand, below `model`."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if isinstance(child, _BatchNorm) and child in made:
+                module._modules[name] = made[child]
+    return made.get(model, model) if isinstance(model, _BatchNorm) else model

@@ -1,0 +1,48 @@
+"""Checkpoints: when they are made, how they come to the disk whole, and how a run goes on from one."""
+
+from ddp_loop.checkpoint.async_save import OnSaveError, Stateful
+from ddp_loop.checkpoint.atomic_files import explained, identity, sync_folder
+from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy
+from ddp_loop.checkpoint.run_folder import (
+    EVALUATIONS,
+    PICTURES,
+    RANKS,
+    ROWS,
+    STATUS,
+    STOP,
+    TABLE,
+    RunFolder,
+    ask_to_stop,
+    is_running,
+    read_json,
+    stop_and_wait,
+)
+from ddp_loop.checkpoint.storage import CHECKPOINTS, NAME, CheckpointInfo, CheckpointStore, best_of, run_id_of
+
+__all__ = [
+    "CHECKPOINTS",
+    "EVALUATIONS",
+    "NAME",
+    "PICTURES",
+    "RANKS",
+    "ROWS",
+    "STATUS",
+    "STOP",
+    "TABLE",
+    "CheckpointInfo",
+    "CheckpointPolicy",
+    "CheckpointStore",
+    "Checkpointer",
+    "OnSaveError",
+    "RunFolder",
+    "Stateful",
+    "ask_to_stop",
+    "best_of",
+    "explained",
+    "identity",
+    "is_running",
+    "read_json",
+    "run_id_of",
+    "stop_and_wait",
+    "sync_folder",
+]

@@ -1,0 +1,132 @@
+"""Files that are whole, and brought to the disk; files that are read as what they are, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+SAVING, DELETING = ".saving-", ".deleting-"  # what a kill leaves begins so
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[int]:
+    """A folder's descriptor; a link to one is refused."""
+    there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield there
+    finally:
+        os.close(there)
+
+
+def bytes_of(folder: int, name: str, most: int, size: int | None = None) -> bytes:
+    """A regular file's bytes, `size` of them if given. A link is not followed, a pipe not waited for."""
+    file_there = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    with open(file_there, "rb") as file:
+        found = os.fstat(file_there)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("is no regular file")
+        if size not in (None, found.st_size) or found.st_size > most:
+            raise ValueError(f"takes {found.st_size} bytes, and {most if size is None else size} can be read")
+        data = file.read(found.st_size)
+        if len(data) != found.st_size or file.read(1):
+            raise ValueError(f"does not end after {found.st_size} bytes")
+    return data
+
+
+def write_new(path: Path, parts: list[bytes | memoryview]) -> dict[str, int | str]:
+    """Write a new file through to the disk, summed meanwhile in a thread: both leave Python's lock alone."""
+    sha = hashlib.sha256()
+    summing = threading.Thread(target=lambda: any(map(sha.update, parts)), name=f"SHA-256 of {path.name}")
+    summing.start()
+    try:
+        with path.open("xb", buffering=1 << 20) as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        summing.join()
+    return {"bytes": sum(len(part) for part in parts), "sha256": sha.hexdigest()}
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring its names to the disk."""
+    with opened(folder) as there:
+        try:
+            os.fsync(there)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot, and need not
+                raise
+
+
+def sync_files(folder: Path, names: Iterable[str]) -> None:
+    """Bring files of a folder to the disk that others write, and their names; those that are not there are left out."""
+    for path in (*(folder / name for name in names), folder):
+        with suppress(FileNotFoundError):
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                os.fsync(file)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                    raise
+            finally:
+                os.close(file)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, or what stands in its place; a kill meanwhile leaves no checkpoint in parts."""
+    if not path.name.startswith((SAVING, DELETING)):
+        path = path.rename(path.with_name(f"{DELETING}{path.name}-{secrets.token_hex(4)}"))
+        sync_folder(path.parent)
+    if is_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def identity(path: Path) -> tuple[int, int]:
+    """What a file or folder is known by, whatever its name.
+
+    Raises:
+        OSError: it is not there.
+    """
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def write_atomic(path: Path, value: object) -> None:
+    """Write JSON so that a reader, and a machine that loses power, finds the old file or the new one."""
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+@contextmanager
+def explained(rule: str, remedy: str) -> Iterator[None]:
+    """An OSError inside says the rule that it breaks, what came, and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(error.errno, f"{rule} ({error.strerror or error}): {remedy}") from error

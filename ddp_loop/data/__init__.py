@@ -1,0 +1,21 @@
+"""Which samples come next, how they are cut over shards and ranks, and how they are read."""
+
+from ddp_loop.data.batches import Batches, LoadedBatch, check_end, check_first
+from ddp_loop.data.placement import tensors_in
+from ddp_loop.data.position import LoopPosition
+from ddp_loop.data.shards import MiniBatch, Shard, split_range, split_sizes
+from ddp_loop.data.transforms import Draws
+
+__all__ = [
+    "Batches",
+    "Draws",
+    "LoadedBatch",
+    "LoopPosition",
+    "MiniBatch",
+    "Shard",
+    "check_end",
+    "check_first",
+    "split_range",
+    "split_sizes",
+    "tensors_in",
+]

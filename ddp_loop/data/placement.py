@@ -1,0 +1,117 @@
+"""Where the data lie: containers of tensors gone through, and each part on the device asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Places = Any  # a torch.device, or a tuple or dict of Places
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+    """`data` with every tensor in it changed; tuples (named ones too), lists and dicts are gone through.
+
+    What else can be moved `to` a device, as a `PackedSequence` can, is changed as one thing.
+    """
+    if hasattr(data, "to"):
+        return change(data)
+    if isinstance(data, Mapping):
+        return {key: map_tensors(change, value) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_tensors(change, value) for value in data))
+    if isinstance(data, tuple | list):
+        return type(data)(map_tensors(change, value) for value in data)
+    return data
+
+
+def tensors_in(data: Any) -> list[torch.Tensor]:
+    """The tensors in `data`, in order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, data)
+    return found
+
+
+def parse_devices(devices: Any, device: torch.device) -> Places:
+    """What `Batches` was given as `devices`, with torch.device for each; None stands for `device`.
+
+    Raises:
+        ValueError: a device that is not there, or no device at all.
+    """
+    if devices is None:
+        return device
+    if isinstance(devices, Mapping):
+        return {key: parse_devices(value, device) for key, value in devices.items()}
+    if isinstance(devices, tuple | list):
+        return tuple(parse_devices(value, device) for value in devices)
+    try:
+        return torch.empty(0, device=devices).device  # with its number, and there
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(
+            f"devices must be a device that is there, or a tuple or dict of them; got {devices!r} ({error}): take "
+            '"cpu", or None for the world\'s own'
+        ) from error
+
+
+def at_places(change: Callable[[Any, torch.device], Any], data: Any, places: Places) -> Any:
+    """`data` with each part changed by `change(part, its device)`.
+
+    Raises:
+        ValueError: `places` is a tuple or a dict, and the data are no such.
+    """
+    if isinstance(places, torch.device):
+        return change(data, places)
+    if isinstance(places, dict) and isinstance(data, Mapping) and places.keys() == data.keys():
+        return {key: at_places(change, value, places[key]) for key, value in data.items()}
+    if isinstance(places, tuple) and isinstance(data, tuple | list) and len(places) == len(data):
+        parts = [at_places(change, value, place) for value, place in zip(data, places, strict=True)]
+        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    raise ValueError(
+        f"devices must be one for all, or a tuple or dict like the data's own; got {places} for {_shape(data)}"
+    )
+
+
+def _shape(data: Any) -> str:
+    if isinstance(data, Mapping):
+        return f"a dict of {list(data)}"
+    return f"{len(data)} parts" if isinstance(data, tuple | list) else type(data).__name__
+
+
+def devices_in(places: Places) -> list[torch.device]:
+    """The devices in `places`, each once."""
+    if isinstance(places, torch.device):
+        return [places]
+    values = places.values() if isinstance(places, dict) else places
+    return list(dict.fromkeys(device for value in values for device in devices_in(value)))
+
+
+def gpu_in(places: Places) -> torch.device | None:
+    """The first GPU in `places`; None without one."""
+    return next((device for device in devices_in(places) if device.type == "cuda"), None)
+
+
+def to_devices(data: Any, places: Places) -> Any:
+    """`data` with every tensor where it belongs; from pinned memory the copy does not hold up the host."""
+    return at_places(_all_on, data, places)
+
+
+def _all_on(data: Any, device: torch.device) -> Any:
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), data)
+
+
+def fits(parts: Any, device: torch.device) -> bool:
+    """Whether the tensors in `parts` can be kept on the device, beside a network."""
+    size = sum(tensor.nbytes for tensor in tensors_in(parts))
+    # Half of the free memory is left for the network; what does not fit is copied shard by shard.
+    return device.type != "cuda" or 2 * size < torch.cuda.mem_get_info(device)[0]
+
+
+def keep_if_fits(parts: Any, device: torch.device) -> Any:
+    """`parts` on the device, or on the CPU if they do not fit."""
+    return _all_on(parts, device if fits(parts, device) else torch.device("cpu"))

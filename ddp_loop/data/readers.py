@@ -1,0 +1,429 @@
+"""Readers: tensors by index where they lie, data sets through torch's `DataLoader`, each sample on its own streams.
+
+[Note: Seeded always] Python's, NumPy's and torch's generators are seeded for each sample, 8 microseconds, whether its
+`__getitem__` draws from them or not: what comes out does not tell, and a data set that begins to draw late, or a
+`collate_fn` that does, would draw from whatever ran before.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+
+from ddp_loop.data import fingerprints
+from ddp_loop.data.fingerprints import Fingerprint
+from ddp_loop.data.placement import Places, at_places, gpu_in, keep_if_fits, map_tensors, tensors_in, to_devices
+from ddp_loop.determinism import COLLATE, SAMPLE, next_key, preserved_streams, seed_streams, stream_key
+from ddp_loop.distributed import children_except, end_daemons
+
+Wanted = tuple[int, int, list[int]]  # the epoch, where in it the shard begins, and its samples' numbers in the data
+PROBE = -1  # in place of where a shard begins: only what the samples are is asked for
+
+
+@dataclass(frozen=True)
+class SeededDataset:
+    """A data set whose item is a whole shard: its randomness follows the sample and the shard, not the worker.
+
+    Args:
+        source: gives sample number i by `source[i]` or `source(i)`, on streams keyed by (seed, epoch, i).
+        seed: of the streams.
+        collate: makes a shard's data of a list of samples, on streams keyed by (seed, epoch, where it begins).
+        device: whose streams are seeded too, beside the CPU's.
+        describe: `describe(name, sample)` says of a sample what it is, by the names of its parts; for `probe`.
+    """
+
+    source: Any
+    seed: int
+    collate: Callable[[list[Any]], Any]
+    device: torch.device | None = None
+    describe: Callable[[str, Any], Mapping[str, Any]] = lambda name, sample: {}
+
+    def __getitem__(self, wanted: Wanted) -> Any:
+        epoch, start, indices = wanted
+        if start == PROBE:
+            return self.probe(epoch, indices)
+        samples = self.samples(epoch, indices)
+        seed_streams(stream_key(self.seed, COLLATE, epoch, start), self.device)
+        return collated(self.collate, samples)
+
+    def samples(self, epoch: int, indices: list[int]) -> list[Any]:
+        """The samples with these numbers, as they are in that epoch."""
+        read = self.source.__getitem__ if hasattr(self.source, "__getitem__") else self.source
+        epoch_key = stream_key(self.seed, SAMPLE, epoch)
+        samples, index = [], -1
+        try:
+            for index in indices:
+                seed_streams(next_key(epoch_key, index), self.device)
+                samples.append(read(index))
+        except StopIteration as error:  # it would end the epoch without a word
+            raise RuntimeError(f"the source ended when sample {index} of epoch {epoch} was read") from error
+        except Exception as error:
+            error.add_note(f"while sample {index} of epoch {epoch} was read")
+            raise
+        return samples
+
+    def probe(self, epoch: int, indices: Iterable[int]) -> dict[str, Any]:
+        """What these samples are; one that cannot be read is left out, since reading it for a shard says why."""
+        found: dict[str, Any] = {}
+        for index in indices:
+            with suppress(Exception):
+                found.update(self.describe(f"sample {index}", self.samples(epoch, [index])[0]))
+        return found
+
+
+def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """A shard's data of its samples; an error says what to do about it."""
+    try:
+        return collate(samples)
+    except Exception as error:
+        name = getattr(collate, "__name__", "collate_fn")
+        error.add_note(
+            f"while the {len(samples)} samples of a shard were put together by {name}: give a collate_fn "
+            "that pads those of unequal sizes"
+        )
+        raise
+
+
+# What of a DataLoader's keywords is the user's to choose; order, batches and shards are those of Batches. Not
+# in_order: out of order, a shard would get another shard's samples.
+LOADER_OPTIONS = frozenset(
+    {
+        "collate_fn",
+        "num_workers",
+        "pin_memory",
+        "prefetch_factor",
+        "persistent_workers",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+    }
+)
+
+_PROBE_S = 30  # for a worker to start and read three samples; after that they are not compared
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Which samples one shard is made of.
+
+    Attributes:
+        epoch: counted from 0.
+        start: the epoch's samples before them.
+        indices: theirs in the data; int64, on the CPU.
+    """
+
+    epoch: int
+    start: int
+    indices: torch.Tensor
+
+
+class Reader(Protocol):
+    """Reads shards by the indices of their samples."""
+
+    def __call__(self, requests: Iterable[Request], /) -> Generator[Any, None, None]:
+        """The shards' data, one for each request."""
+
+    def one(self, request: Request, /) -> Any:
+        """A single shard, beside the others."""
+
+    def fingerprint(self) -> Fingerprint:
+        """What the data are, so that ranks can compare theirs."""
+
+
+# -- tensors -----------------------------------------------------------------------------------------------
+
+
+def as_parts(data: Any) -> Any | None:
+    """`data` as tensors side by side (a tensor, or a tuple or dict of them), or None if it is a data set.
+
+    What has `tensors`, as torch's `TensorDataset` has, stands for these, unless it has a `__getitem__` of its
+    own: that may well transform them.
+    """
+    if getattr(type(data), "__getitem__", None) in (None, TensorDataset.__getitem__):
+        data = getattr(data, "tensors", data)
+    if isinstance(data, torch.Tensor):
+        return data.detach()  # data are no parameters: no step's graph goes on beyond them
+    if isinstance(data, np.ndarray):
+        return _as_tensor(data)
+    if isinstance(data, tuple | dict) and data:
+        named = data if isinstance(data, dict) else dict(enumerate(data))
+        parts = {key: as_parts(value) for key, value in named.items()}
+        if any(part is None for part in parts.values()):
+            return None
+        if isinstance(data, dict):
+            return parts
+        kind: Any = type(data)
+        return kind(*parts.values()) if hasattr(data, "_fields") else tuple(parts.values())
+    return None
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """The array as a tensor, where it lies: it may be a file in memory, open for reading alone."""
+    if min(array.strides, default=0) < 0:
+        array = array.copy()  # turned round, array[::-1]; torch has no negative strides
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
+        return torch.from_numpy(array)
+
+
+def _is_mixed(data: Any) -> bool:
+    """Whether some parts of a tuple or a dict are tensors side by side and others nothing that can be."""
+    return isinstance(data, dict) or (
+        isinstance(data, tuple) and any(isinstance(part, torch.Tensor | np.ndarray) for part in data)
+    )
+
+
+def common_length(parts: Any) -> int:
+    """The number of samples of tensors side by side.
+
+    Raises:
+        ValueError: a tensor without a first dimension, or first dimensions that differ.
+    """
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(parts)]
+    if any(not shape for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
+        raise ValueError(f"tensors side by side must have the same first dimension, the samples; got shapes {shapes}")
+    return shapes[0][0]
+
+
+class TensorReader:
+    """Reads shards out of tensors by index; they are kept on their devices where they fit.
+
+    Attributes:
+        place: where the tensors lie, if all in one place; indices that lie there too need no copy that holds the
+            host up.
+    """
+
+    def __init__(self, parts: Any, places: Places) -> None:
+        self._parts = at_places(keep_if_fits, parts, places)
+        self._homes = list(dict.fromkeys(tensor.device for tensor in tensors_in(self._parts)))
+        self.place = self._homes[0] if len(self._homes) == 1 else torch.device("cpu")
+        stay: list[bool] = []
+
+        def look(part: Any, place: torch.device) -> None:
+            stay.extend(tensor.device == place for tensor in tensors_in(part))
+
+        at_places(look, self._parts, places)
+        self._elsewhere = None if all(stay) else places
+        parts = self._parts if type(self._parts) is tuple and all(stay) and len(self._homes) == 1 else ()
+        self._tensors = parts if all(isinstance(part, torch.Tensor) for part in parts) else ()
+
+    def __call__(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
+        for request in requests:
+            yield self._take(request.indices)
+
+    def one(self, request: Request) -> Any:
+        """A single shard, beside the others."""
+        return self._take(request.indices)
+
+    def fingerprint(self) -> Fingerprint:
+        """What the tensors are."""
+        return fingerprints.of("data", self._parts)
+
+    def _take(self, indices: torch.Tensor) -> Any:
+        if self._tensors and indices.device == self.place:  # the usual case, in half the time
+            return tuple([_rows(tensor, indices) for tensor in self._tensors])
+        at = {home: indices.to(home, non_blocking=True) for home in self._homes}
+        taken = map_tensors(lambda tensor: _rows(tensor, at[tensor.device]), self._parts)
+        return taken if self._elsewhere is None else to_devices(taken, self._elsewhere)
+
+
+def _rows(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """The rows of a tensor, in its own layout. A copy, also where they follow each other: it may be changed in place.
+
+    `index_select` takes a third of the time, but gives up channels_last, and does not know all types.
+    """
+    plain = tensor.is_contiguous() and tensor.dtype not in (torch.uint16, torch.uint32, torch.uint64)
+    return tensor.index_select(0, at) if plain else tensor[at]
+
+
+# -- data sets ---------------------------------------------------------------------------------------------
+
+
+class _RequestSampler:
+    """The sampler of a DataLoader: set before each pass over it, so that its workers may persist."""
+
+    def __init__(self) -> None:
+        self.requests: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Wanted]:
+        for request in self.requests:
+            yield _wanted(request)
+
+
+def _wanted(request: Request) -> Wanted:
+    return request.epoch, request.start, request.indices.tolist()
+
+
+def _as_it_is(shard: Any) -> Any:
+    return shard
+
+
+class LoaderReader:
+    """Reads shards through torch's `DataLoader`: an item of the loader is a shard of this rank."""
+
+    def __init__(self, source: Any, length: int | None, seed: int, places: Places, options: Mapping[str, Any]) -> None:
+        self._probed = sorted({0, (length or 3) // 2, (length or 3) - 1})
+        self._sampler = _RequestSampler()
+        self._places = places
+        self._passes = 0
+        self._gpu = gpu_in(places)
+        keywords = {"pin_memory": self._gpu is not None, **options}
+        collate = keywords.pop("collate_fn", None) or default_collate
+        self._keyed = SeededDataset(source, seed, collate, self._gpu, fingerprints.of)
+        make: Any = DataLoader
+        self._make_loader: Callable[..., DataLoader[Any]] = partial(
+            make,
+            self._keyed,
+            sampler=self._sampler,
+            batch_size=None,  # shards are made in SeededDataset
+            collate_fn=_as_it_is,
+            generator=torch.Generator().manual_seed(stream_key(seed)),  # else each pass draws from the global stream
+            **keywords,
+        )
+        self._loader = self._make_loader()
+
+    def one(self, request: Request) -> Any:
+        """A single shard, beside the others, read in this process."""
+        with preserved_streams(self._gpu):
+            return to_devices(self._keyed[_wanted(request)], self._places)
+
+    def fingerprint(self) -> Fingerprint:
+        """What three samples are, read as those of a shard are; of a torch `Subset` its indices, of tensors all.
+
+        With workers they are read in one: a data set may open its files in the first process that reads.
+        """
+        source, found = self._keyed.source, Fingerprint()
+        if isinstance(source, _TensorRows):
+            return fingerprints.of("data", source.parts)
+        while isinstance(source, Subset):
+            found |= fingerprints.of_numbers(f"the indices of the {type(source).__name__}", source.indices)
+            source = source.dataset
+        if (parts := as_parts(source)) is not None:
+            return found | fingerprints.of("data", parts)
+        if self._loader.num_workers == 0:
+            with preserved_streams(self._gpu):
+                return found | self._keyed.probe(0, self._probed)
+        return found | self._probe_in_a_worker()
+
+    def _probe_in_a_worker(self) -> Fingerprint:
+        before = children_except(set())
+        more = {"timeout": self._loader.timeout or _PROBE_S, "pin_memory": False, "persistent_workers": False}
+        loader = self._make_loader(**more, num_workers=1, sampler=[(0, PROBE, self._probed)])
+        workers: set[BaseProcess] = set()
+        loaded: Iterator[Any] | None = None
+        try:
+            with preserved_streams():
+                loaded = iter(loader)
+            workers = children_except(before)
+            return dict(next(loaded))
+        except Exception:  # it comes again, with its reason, when a shard is read
+            _end_workers(loaded, workers)
+            return {}
+
+    def __call__(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
+        self._passes += 1
+        this_pass = self._passes
+        self._sampler.requests = requests
+        here = self._loader.num_workers == 0  # then reading would disturb this process's own streams
+        keep: Callable[[], AbstractContextManager[None]]
+        keep = partial(preserved_streams, self._gpu) if here else nullcontext
+        loaded: Iterator[Any] | None = None
+        before = children_except(set())
+        workers: set[BaseProcess] = set()
+        try:
+            with keep():
+                loaded = iter(self._loader)
+            workers = set() if self._loader.persistent_workers else children_except(before)
+            while True:
+                if self._loader.persistent_workers and this_pass != self._passes:
+                    raise RuntimeError(
+                        "persistent workers read one epoch at a time; this one was left for another: go through one "
+                        "after the other, make Batches for each, or leave persistent_workers away"
+                    )
+                with keep():
+                    data = next(loaded, self)
+                if data is self:
+                    return
+                yield to_devices(data, self._places)
+        except GeneratorExit:
+            _end_workers(loaded, workers)
+            raise
+        except Exception as error:
+            if here:
+                raise
+            # End the workers, those that persist too. The message holds the worker's traceback; DataLoader's frames
+            # in this one would keep the workers alive.
+            self._loader = self._make_loader()
+            error.__context__ = None
+            raise error.with_traceback(None)  # noqa: B904
+        finally:
+            loaded = None
+
+
+def _end_workers(loaded: Any, workers: set[BaseProcess]) -> None:
+    """End a DataLoader's workers at once: torch waits 5 s for one that is asleep, or slow."""
+    end_daemons(workers)
+    if workers and hasattr(loaded, "_workers_done_event"):
+        # torch sets it when the iterator is freed. A worker that ended while it looked at it holds its lock for ever.
+        loaded._workers_done_event = multiprocessing.Event()
+
+
+def is_stream(data: Any) -> bool:
+    """Whether the data can only be gone through: torch's `IterableDataset`, or another iterable without an index."""
+    has_order = not isinstance(data, Set | DataLoader)
+    has_index = hasattr(data, "__getitem__") or callable(data) or as_parts(data) is not None
+    return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and has_order and not has_index)
+
+
+def make_reader(data: Any, seed: int, places: Places, options: Mapping[str, Any]) -> tuple[Reader, int | None]:
+    """The reader for `data`, and the number of its samples, None where it has no length.
+
+    Raises:
+        TypeError: `data` is nothing that can be read by index, or an option is not the user's to choose.
+        ValueError: tensors of unequal lengths, or places of another shape than tensors side by side.
+    """
+    if unknown := sorted(set(options) - LOADER_OPTIONS):
+        raise TypeError(
+            f"of DataLoader's keywords Batches takes {sorted(LOADER_OPTIONS)}; got {unknown}: the order, the "
+            "mini-batches and the shards are made by Batches itself"
+        )
+    parts = as_parts(data)
+    if parts is not None:
+        length: int | None = common_length(parts)
+        if not options:
+            return TensorReader(parts, places), length
+        data = _TensorRows(parts)
+    if parts is None and _is_mixed(data):
+        kinds = [type(part).__name__ for part in (data.values() if isinstance(data, dict) else data)]
+        raise TypeError(
+            f"data side by side must all be tensors or arrays; got {kinds}: torch.as_tensor(...) makes one of a list"
+        )
+    if isinstance(data, DataLoader) or not (hasattr(data, "__getitem__") or callable(data)):
+        raise TypeError(
+            "data must be tensors (one, a tuple, a dict), a map-style data set, a source that gives sample number "
+            f"i by source[i] or source(i), or a stream, which has __iter__; got {type(data).__name__}"
+            + (": give its dataset" if isinstance(data, DataLoader) else "")
+        )
+    if parts is None:
+        length = len(data) if hasattr(data, "__len__") else None
+    return LoaderReader(data, length, seed, places, options), length
+
+
+@dataclass(frozen=True)
+class _TensorRows:
+    """Tensors side by side as a map-style data set, for a collate of the user's own."""
+
+    parts: Any
+
+    def __getitem__(self, index: int) -> Any:
+        return map_tensors(lambda tensor: tensor[index].clone(), self.parts)

@@ -1,0 +1,152 @@
+"""Streams: data that can only be iterated over, cut into mini-batches as they arrive.
+
+[Note: Every rank reads the whole stream] The length of a stream is unknown, so the size of a mini-batch is known only
+when its samples have arrived. Each rank reads all of them and keeps those of its own shards. So all ranks know the
+sizes, and the mini-batches do not depend on the ranks. Costly work, such as decoding, belongs in `collate_fn` or
+`transform`, which are called for a rank's own shards alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from ddp_loop.data.fingerprints import quick
+from ddp_loop.data.placement import Places, to_devices
+from ddp_loop.data.readers import collated
+from ddp_loop.data.shards import Shard, cut, split_sizes
+from ddp_loop.determinism import SAMPLE, next_key, preserved_streams, restore_streams, seed_streams, stream_key, streams
+
+
+class StreamBatch(NamedTuple):
+    """A mini-batch of a stream: its samples over all ranks, the first one and `quick` of it, whether it is the
+    last, and this rank's shards' data."""
+
+    samples: int
+    first: Any
+    digest: int
+    last: bool
+    shards: tuple[Shard, ...]
+    data: tuple[Any, ...]
+
+
+@dataclass
+class StreamBatcher:
+    """A stream as mini-batches, from its beginning.
+
+    Args:
+        source: gives an iterator over the samples anew in each epoch.
+        batch_size, drop_last: of the mini-batches.
+        shards: S.
+        mine: the numbers of this rank's shards.
+        collate: makes a shard's data of a list of samples.
+        key: of the random streams while the stream is read, the same on every rank.
+        device: whose random streams are seeded too, beside the CPU's.
+        compares: whether ranks compare the mini-batches' first samples.
+    """
+
+    source: Iterable[Any]
+    batch_size: int
+    drop_last: bool
+    shards: int
+    mine: range
+    collate: Callable[[list[Any]], Any]
+    key: int = 0
+    device: torch.device | None = None
+    compares: bool = False
+
+    def __iter__(self) -> Generator[StreamBatch, None, None]:
+        for position, (samples, last) in enumerate(_chunks(iter(self.source), self.batch_size, self.drop_last)):
+            shards = cut(split_sizes(len(samples), self.shards), self.mine)
+            # Before it is put together, on one rank: a collate_fn may take parts out of it, or write them.
+            first, digest = (_kept(samples[0]), quick(samples[0])) if self.compares else (None, 0)
+            with preserved_streams(self.device):  # a rank's own shards must not move the stream that all ranks share
+                data = tuple(self._shard(position, shard, samples) for shard in shards)
+            yield StreamBatch(len(samples), first, digest, last, shards, data)
+
+    def _shard(self, position: int, shard: Shard, samples: list[Any]) -> Any:
+        seed_streams(next_key(next_key(self.key, position), shard.number), self.device)
+        return collated(self.collate, samples[shard.start : shard.start + shard.samples])
+
+
+def _kept(sample: Any) -> Any:
+    """The parts that a sample has now."""
+    return type(sample)(sample) if type(sample) in (dict, list) else sample
+
+
+def _chunks(source: Iterator[Any], size: int, drop_last: bool) -> Iterator[tuple[list[Any], bool]]:
+    """Lists of `size`, and whether it is the last; for that one sample is taken ahead, or `size` of them."""
+    ahead = size if drop_last else 1
+    chunk = list(islice(source, size))
+    while chunk and not (drop_last and len(chunk) < size):
+        following = list(islice(source, ahead))
+        yield chunk, len(following) < ahead
+        if len(following) < ahead:
+            return
+        chunk = following + list(islice(source, size - len(following)))
+
+
+class _PrivateStreams:
+    """Random streams that go on from one `using` to the next, beside those of the process."""
+
+    def __init__(self, key: int, device: torch.device | None) -> None:
+        self._key, self._device = key, device
+        self._kept: tuple[Any, ...] | None = None
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        with preserved_streams(self._device):
+            if self._kept is None:
+                seed_streams(self._key, self._device)
+            else:
+                restore_streams(self._kept)
+            yield
+            self._kept = streams(self._device)
+
+
+class StreamReader:
+    """Reads mini-batches of a stream in this process, on random streams of its own.
+
+    Raises:
+        TypeError: an iterator, which does not begin anew.
+    """
+
+    def __init__(self, cut: StreamBatcher, seed: int, places: Places) -> None:
+        self._cut, self._seed, self._places = cut, seed, places
+        if isinstance(cut.source, Iterator):
+            raise TypeError(
+                f"a stream begins anew in every epoch; got {type(cut.source).__name__}, which is gone through once: "
+                "give an object whose __iter__ makes it"
+            )
+
+    def __call__(self, epoch: int) -> Generator[StreamBatch, None, None]:
+        """The mini-batches of an epoch.
+
+        Raises:
+            ValueError: there is none: the stream does not begin anew.
+        """
+        key = stream_key(self._seed, SAMPLE, epoch)
+        this_pass, found = replace(self._cut, key=key), False
+        own = _PrivateStreams(key, self._cut.device)
+        if hasattr(this_pass.source, "set_epoch"):
+            with own.using():
+                this_pass.source.set_epoch(epoch)
+        pieces = iter(this_pass)
+        while True:
+            with own.using():
+                piece = next(pieces, None)
+            if piece is None:
+                break
+            found = True
+            yield piece._replace(data=tuple(to_devices(one, self._places) for one in piece.data))
+        if not found:
+            what = "too few for one" if self._cut.drop_last else "none"
+            raise ValueError(
+                f"a stream gives samples for a mini-batch in every epoch; in epoch {epoch + 1} it gave {what}: "
+                "give an object whose __iter__ begins anew"
+            )

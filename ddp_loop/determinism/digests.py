@@ -1,0 +1,174 @@
+"""Digests and checksums: whether two values have the same bits.
+
+[Note: The sum] The bytes are read as words x_i of 32 bits, signed, the last one filled up with zeros:
+
+    checksum = sum_i w_i x_i  mod 2^64,    w_i = a_(i // K) b_(i mod K)
+
+with odd a and b that look random, so that every w_i is odd. One flipped bit changes the sum by 2^b w_i, b < 32, which
+is never 0 mod 2^64: it is found for certain. Words that differ by less than 2^32 stand in 64 bits, so that also a swap
+of values that differ in their signs alone shows, as it would not if words had 64 bits (there w_i 2^63 = w_j 2^63).
+Whatever else differs is missed with a chance of about 2^-64. With weights 2 i + 1 it would be more: 2^20 values that
+are all multiplied by 4 would give the same sum.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+# K: on the CPU words and weights stay in its cache; on a GPU a kernel is to be worth its launch.
+_WORDS = {"cpu": 2**14 - 1}
+_WORDS_ELSEWHERE = 2**22 - 1
+_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of splitmix64
+
+
+def _odd(count: int, stream: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers that look random, always the same ones; (count,) int64.
+
+    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014 (splitmix64).
+    """
+    numbers = torch.arange(1, count + 1, device=device).mul_(0x9E3779B97F4A7C15 - 2**64).add_(stream)
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        numbers ^= (numbers >> shift) & (2 ** (64 - shift) - 1)
+        numbers *= factor
+    numbers ^= (numbers >> 31) & (2**33 - 1)
+    return numbers | 1
+
+
+@torch.no_grad()
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in the order of its elements, whatever its strides; (W,) int32, filled up with zeros.
+
+    A view where the elements lie in that order already and begin at a whole word, else a copy.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    size = flat.element_size()
+    if flat.numel() * size % 4:
+        flat = torch.cat([flat.view(torch.uint8), flat.new_zeros(-flat.numel() * size % 4, dtype=torch.uint8)])
+    elif flat.storage_offset() * size % 4:
+        flat = flat.clone()
+    return flat.view(torch.int32)
+
+
+def _length(tensor: torch.Tensor) -> int:
+    """W, of `words`."""
+    return -(-tensor.numel() * tensor.element_size() // 4)
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The checksum of a tensor's bits; shape (), int64, on its device, which nobody waits for."""
+    return checksum_all([tensor])[0]
+
+
+@torch.no_grad()
+def checksum_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The checksum of each tensor, by [Note: The sum].
+
+    Neither shape nor dtype is in it: zeros of any kind give 0. It takes memory for a few times K words.
+
+    Args:
+        tensors: T of them, with elements of any type, dense.
+
+    Returns:
+        (T,) int64, on the device of the first one; without one, (0,) on the CPU.
+    """
+    if not tensors:
+        return torch.empty(0, dtype=torch.int64)
+    found: dict[int, torch.Tensor] = {}
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        here = {number: tensor for number, tensor in enumerate(tensors) if tensor.device == device}
+        most = _WORDS.get(device.type, _WORDS_ELSEWHERE)
+        weights = _odd(min(most, max(map(_length, here.values()))), 0, device)
+        small = {number: words(tensor) for number, tensor in here.items() if _length(tensor) <= most}
+        if small:
+            found.update(zip(small, _of_small(list(small.values()), weights).unbind(), strict=True))
+        for number in here.keys() - small.keys():
+            found[number] = _of_large(words(here[number]), weights)
+    return torch.stack([found[number].to(tensors[0].device) for number in range(len(tensors))])
+
+
+def _of_large(flat: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum over pieces of K words; shape ()."""
+    pieces = flat.split(len(weights))
+    long = torch.empty_like(weights)  # one for all: fresh pages for each piece took longer than the sums
+    sums = torch.stack([_dot(long[: len(piece)].copy_(piece), weights[: len(piece)]) for piece in pieces])
+    return (sums * _odd(len(pieces), 1, flat.device)).sum()
+
+
+def _dot(long: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    if long.device.type == "cpu":
+        return torch.dot(long, weights)
+    return long.mul_(weights).sum()  # there is no dot of whole numbers on a GPU
+
+
+def _of_small(flats: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    """Of tensors that fit one piece each, in a few operations for all; (T,)."""
+    factor = _odd(1, 1, weights.device)  # as `_of_large` of one piece
+    sums = []
+    group: list[torch.Tensor] = []
+    size = 0
+    for flat in flats:
+        if group and size + len(flat) > len(weights):
+            sums.append(_of_group(group, weights))
+            group, size = [], 0
+        group.append(flat)
+        size += len(flat)
+    return torch.cat([*sums, _of_group(group, weights)]) * factor
+
+
+def _of_group(flats: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    products = torch.cat(flats).long().mul_(torch.cat([weights[: len(flat)] for flat in flats]))
+    return torch.stack([part.sum() for part in products.split([len(flat) for flat in flats])])
+
+
+Leaf = torch.Tensor | float | str | bytes | None
+
+
+def digest(value: Leaf) -> str:
+    """32 letters that are the same exactly if type, shape and bits are: the beginning of a SHA-256."""
+    if not isinstance(value, torch.Tensor):
+        return hashlib.sha256(f"{type(value).__name__} {value!r}".encode()).hexdigest()[:32]
+    there = value.detach().to("cpu").contiguous()
+    sha = hashlib.sha256(f"{there.dtype} {tuple(there.shape)}".encode())
+    if there.numel():
+        sha.update(there.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()[:32]
+
+
+def leaves(name: str, value: object) -> Iterator[tuple[str, Leaf]]:
+    """The tensors, arrays, numbers and words below a nest of dicts, lists and tuples, each with its name."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from leaves(f"{name}.{key}", one)
+    elif isinstance(value, list | tuple):
+        for key, one in enumerate(value):
+            yield from leaves(f"{name}.{key}", one)
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        yield name, torch.from_numpy(np.array(value))
+    elif value is None or isinstance(value, torch.Tensor | float | int | str | bytes):
+        yield name, value
+
+
+_memcmp = ctypes.PyDLL(None).memcmp
+_memcmp.argtypes, _memcmp.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have, NaN and all; a GPU is waited for.
+
+    On the CPU by `memcmp`: 45 microseconds a MiB, where `torch.equal` takes 320 and finds NaN unlike itself.
+    """
+    plain = type(one) is torch.Tensor and type(other) is torch.Tensor and one.is_contiguous() and other.is_contiguous()
+    if plain and one.device.type == other.device.type == "cpu":
+        return bool(_memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0)
+    if torch.equal(one, other):
+        return True
+    if not one.is_floating_point() and not one.is_complex():
+        return False
+    return torch.equal(*(tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))

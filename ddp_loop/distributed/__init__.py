@@ -1,0 +1,68 @@
+"""The ranks: how a process joins, sums and leaves, who failed, and whether the replicas are the same."""
+
+from ddp_loop.distributed.devices import describe_devices, scale_batch_size
+from ddp_loop.distributed.encoding import as_real, assemble, columns, decode, encode
+from ddp_loop.distributed.failures import PeerFailed, format_error
+from ddp_loop.distributed.join import join_world
+from ddp_loop.distributed.launcher import Pool, RankFailed, launch
+from ddp_loop.distributed.processes import children_except, end_daemons
+from ddp_loop.distributed.replica_check import (
+    ReplicaCheck,
+    ReplicaMismatch,
+    describe_difference,
+    ends_of_copies,
+    kept_by,
+    own_names,
+    require_one_model,
+)
+from ddp_loop.distributed.replicas import (
+    FrozenParameters,
+    check_layout,
+    check_structure,
+    each_buffer,
+    each_module,
+    find_modules,
+    find_parameters,
+    find_tensors,
+    make_equal,
+    under_all_names,
+)
+from ddp_loop.distributed.store import RankStore
+from ddp_loop.distributed.world import World
+
+__all__ = [
+    "FrozenParameters",
+    "PeerFailed",
+    "Pool",
+    "RankFailed",
+    "RankStore",
+    "ReplicaCheck",
+    "ReplicaMismatch",
+    "World",
+    "as_real",
+    "assemble",
+    "check_layout",
+    "check_structure",
+    "children_except",
+    "columns",
+    "decode",
+    "describe_devices",
+    "describe_difference",
+    "each_buffer",
+    "each_module",
+    "encode",
+    "end_daemons",
+    "ends_of_copies",
+    "find_modules",
+    "find_parameters",
+    "find_tensors",
+    "format_error",
+    "join_world",
+    "kept_by",
+    "launch",
+    "make_equal",
+    "own_names",
+    "require_one_model",
+    "scale_batch_size",
+    "under_all_names",
+]

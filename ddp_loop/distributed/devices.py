@@ -1,0 +1,110 @@
+"""Where a rank stands and what it computes on: its numbers from the launcher, its CPU or GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """A rank's numbers: `rank` of `size` over all machines, `local_rank` of `local_size` on its own."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+def read_rank_env(environment: Mapping[str, str]) -> RankEnv:
+    """The numbers that torchrun or `launch` left in the environment; a world of one where neither did.
+
+    Raises:
+        ValueError: only one of RANK and WORLD_SIZE is set, or they contradict each other.
+    """
+    names = ("RANK", "WORLD_SIZE")
+    there = [name for name in names if name in environment]
+    if not there:
+        return RankEnv()
+    if len(there) == 1:
+        missing = names[1 - names.index(there[0])]
+        raise ValueError(
+            f"RANK and WORLD_SIZE must both be set, or neither; {there[0]}={environment[there[0]]} is set and "
+            f"{missing} is not: start with torchrun, or unset {there[0]}"
+        )
+    rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"RANK must be in 0 .. WORLD_SIZE-1; got RANK={rank}, WORLD_SIZE={size}: start with torchrun, or unset both"
+        )
+    local_size = _number(environment, "LOCAL_WORLD_SIZE", size)
+    local_rank = _number(environment, "LOCAL_RANK", rank % max(local_size, 1))
+    if not 0 <= local_rank < local_size <= size:
+        raise ValueError(
+            "LOCAL_RANK must be in 0 .. LOCAL_WORLD_SIZE-1, and that at most WORLD_SIZE; got "
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}, WORLD_SIZE={size}: start with torchrun"
+        )
+    return RankEnv(rank, size, local_rank, local_size)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number; got {name}={text!r}: start with torchrun") from None
+
+
+def choose_device(wish: str, gpus: int, local_rank: int) -> torch.device:
+    """The device for a wish: "auto" (a GPU if there is one), "cpu" or "gpu", on a machine with `gpus` GPUs.
+
+    | wish | no GPU | GPUs |
+    |---|---|---|
+    | auto | cpu | cuda:(local_rank mod gpus) |
+    | cpu | cpu | cpu |
+    | gpu | ValueError | cuda:(local_rank mod gpus) |
+
+    Raises:
+        ValueError: "gpu" without a GPU, or another word.
+    """
+    if wish not in ("auto", "cpu", "gpu"):
+        raise ValueError(f'device must be "auto", "cpu" or "gpu"; got {wish!r}')
+    if wish == "gpu" and gpus == 0:
+        raise ValueError(
+            'device="gpu" needs a GPU that torch can see; torch.cuda.device_count() is 0: take "auto" or "cpu", '
+            "or install a CUDA build of torch"
+        )
+    if wish == "cpu" or gpus == 0:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % gpus)
+
+
+def describe_devices() -> str:
+    """What this machine has for ranks, a line each, and the torchrun line that uses it."""
+    gpus = torch.cuda.device_count()
+    lines = [f"cpu: {torch.get_num_threads()} threads"]
+    for number in range(gpus):
+        properties = torch.cuda.get_device_properties(number)
+        lines.append(f"cuda:{number}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    ranks = gpus or 2
+    why = "one rank per GPU" if gpus else "no GPU: ranks on the CPU"
+    return "\n".join([*lines, f"torchrun --nproc_per_node={ranks} train.py   # {why}"])
+
+
+class HasRanks(Protocol):
+    """What is known of a world here: how many ranks, and this one's device."""
+
+    size: int
+    device: torch.device
+
+
+def scale_batch_size(batch_size: int, world: HasRanks) -> int:
+    """The mini-batch for all ranks from one rank's: times the number of ranks on GPUs, unchanged on CPUs.
+
+    128 on 2 GPUs is 256 and 64 on 4 is 256: each GPU stays as full as one alone. On CPUs the ranks share the
+    machine's cores, so the mini-batch that suits one process suits all together.
+    """
+    return batch_size * world.size if world.device.type == "cuda" else batch_size

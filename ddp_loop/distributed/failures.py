@@ -1,0 +1,107 @@
+"""Failures: what a rank raises when another one failed, and who holds the others up.
+
+A rank that is late, gone, or in another collective is found by a roll call: each rank's watchdog answers where it is.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class PeerFailed(RuntimeError):
+    """Another rank failed, so this one cannot go on.
+
+    Attributes:
+        rank: the rank that failed; None if it is not known.
+        stage: in what it was: data, forward, backward, fold, optimizer (what follows the fold), save, evaluate, ...;
+            empty outside of a loop.
+        step: the loop's iteration, counted from 1; 0 outside of a loop.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, stage: str = "", step: int = 0) -> None:
+        super().__init__(message)
+        self.rank, self.stage, self.step = rank, stage, step
+
+
+class Stopped(SystemExit):
+    """All ranks were asked to stop outside of a step, and what was made is kept: ends the script with exit code 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """Where a rank is.
+
+    Attributes:
+        stage, step: as in `PeerFailed`.
+        waits: the collective that it waits in; empty if it is in none.
+    """
+
+    stage: str = ""
+    step: int = 0
+    waits: str = ""
+
+    def __str__(self) -> str:
+        """Such as " in forward of step 12"."""
+        of = f" of step {self.step}" if self.step else ""
+        return f" in {self.stage}{of}" if self.stage else of.replace(" of", " in")
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """A rank's answer to a call: where it is, and the stack of its main thread."""
+
+    where: RankStatus
+    stack: str
+
+
+def format_error(error: BaseException) -> str:
+    """The last line of its traceback, also of one whose `__str__` raises."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def find_culprit(
+    here: Mapping[int, RankReport], ended: set[int], size: int, timeout_s: float
+) -> tuple[int | None, str, str]:
+    """Who holds the others up, why, and its stack: of the ranks that answered, ended, or did neither.
+
+    In this order: a rank that left without an error; one that does not answer; one that is in no collective while the
+    others wait; one that waits in another collective than most.
+    """
+    if ended:
+        rank = min(ended)
+        return rank, (
+            f"every rank must take part in every collective; rank {rank} left the world, without an error, when others "
+            "were in a collective: leave loops and call evaluate on all ranks alike"
+        ), ""  # fmt: skip
+    if silent := [rank for rank in range(size) if rank not in here]:
+        return silent[0], (
+            f"every rank must take part in every collective; rank {silent[0]} is gone without a word (killed, stopped, "
+            "out of memory, a crash in compiled code, or its machine is gone): look at what its launcher and kernel say"
+        ), ""  # fmt: skip
+    if late := [rank for rank in range(size) if not here[rank].where.waits]:
+        one = here[late[0]]
+        return late[0], (
+            f"every rank must come to every collective within timeout_s={timeout_s:g}; rank {late[0]} is still"
+            f"{str(one.where) or ' outside of a loop'} while rank {_waiting(here)} waits: let it do less between two "
+            "collectives, or give join_world a longer timeout_s"
+        ), one.stack  # fmt: skip
+    kinds = [one.where.waits for _, one in sorted(here.items())]
+    odd = min(range(size), key=lambda rank: (kinds.count(kinds[rank]), -rank))
+    if len(set(kinds)) > 1:
+        other = next(kind for kind in kinds if kind != kinds[odd])
+        return odd, (
+            f"every rank must make the same collectives in the same order; rank {odd} waits in {kinds[odd]}"
+            f"{here[odd].where}, others in {other}: take decisions on folded values alone, and call evaluate, "
+            "and whatever else is for every rank, on all of them"
+        ), here[odd].stack  # fmt: skip
+    return None, f"all ranks wait in {kinds[0]}, and it does not end: is the network between the machines broken?", ""
+
+
+def _waiting(here: Mapping[int, RankReport]) -> str:
+    rank, one = next((rank, one) for rank, one in sorted(here.items()) if one.where.waits)
+    return f"{rank} (in {one.where.waits}{one.where})"

@@ -1,0 +1,48 @@
+"""How a process joins the ranks that a launcher started, or is a world of one."""
+
+from __future__ import annotations
+
+import os
+from math import isfinite
+
+import torch
+
+from ddp_loop.distributed.devices import choose_device, read_rank_env
+from ddp_loop.distributed.processes import end_with_torchrun
+from ddp_loop.distributed.world import World
+
+
+def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout_s: float = 60.0) -> World:
+    """Join the ranks that torchrun or `launch` started; alone, be a world of one. Every rank must call this.
+
+    Use it in a `with`: an exception inside is told to the other ranks, and leaving cleans up. A script that was not
+    written so may call it alone: then its world is left, and what ended the script told, when the interpreter ends.
+
+        with dl.join_world(seed=0) as world:
+            model = Network().to(world.device)
+
+    Args:
+        device: "auto" takes a GPU if there is one, "cpu", or "gpu". Each local rank gets its own GPU (NCCL);
+            where there are fewer GPUs than ranks they are shared, and sums go over gloo.
+        seed: for Python's, NumPy's and torch's generators, and for every stream of the loop.
+        threads: CPU threads of torch on each rank. Fixed, since 1 and 2 threads give different bits: torchrun
+            sets 1 and plain Python takes all cores.
+        timeout_s: how long a collective waits for the slowest rank, in seconds.
+
+    Raises:
+        ValueError: WORLD_SIZE without RANK or the reverse, a device that is not there, or ranks that disagree.
+        PeerFailed: not all ranks came within the timeout.
+    """
+    if not isinstance(seed, int) or not isinstance(threads, int) or threads < 1:
+        raise ValueError(f"seed and threads must be whole numbers, threads 1 or more; got {seed=}, {threads=}")
+    if not (isfinite(timeout_s) and timeout_s > 0):
+        raise ValueError(f"timeout_s must be a finite number of seconds, more than 0; got {timeout_s=}")
+    place = read_rank_env(dict(os.environ))
+    end_with_torchrun(os.environ)
+    chosen = choose_device(device, torch.cuda.device_count(), place.local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.init()  # else there are no generators to seed before the first tensor on the device
+        torch.cuda.set_device(chosen)
+    world = World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s)
+    world.leave_at_exit()
+    return world

@@ -1,0 +1,332 @@
+"""Start ranks from Python: a pool of worker processes, their results, and the culprit where one fails."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch.distributed as dist
+
+from ddp_loop.distributed.worker import (
+    Answer,
+    Failure,
+    FailurePriority,
+    Task,
+    Worker,
+    has_cloudpickle,
+    main_is_interactive,
+    pack,
+    wait_for_any,
+)
+
+Result = TypeVar("Result")
+
+# Peers of a failed rank get this long to end by themselves. With `join_world` they end in milliseconds; the
+# rest of the 3 s in which a fault must end all ranks is for the failure's own way and for killing.
+_GRACE_S = 2.0
+_STOP_S = 30.0  # after Ctrl-C, to write a checkpoint: what torchrun gives
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, died or did not come back. The message says which, why and where.
+
+    The exception of the rank, if it could be pickled, is the `__cause__`.
+
+    Attributes:
+        rank: the culprit: of the ranks that failed, the one that did not fail because of another.
+        traceback: the text of its traceback; of its stack, if it was stuck; empty, if it died.
+    """
+
+    def __init__(self, message: str, rank: int, traceback: str) -> None:
+        super().__init__(message, rank, traceback)
+        self.rank, self.traceback = rank, traceback
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def launch(
+    function: Callable[..., Result],
+    ranks: int,
+    /,
+    *arguments: Any,
+    timeout_s: float | None = None,
+    **keywords: Any,
+) -> list[Result]:
+    """Call `function(*arguments, **keywords)` on each of `ranks` new processes; return the results.
+
+    Each gets the environment variables that torchrun gives, so the same function runs under torchrun:
+
+        def train(epochs):
+            with dl.join_world(seed=0) as world:
+                ...
+
+        if __name__ == "__main__":  # new processes import this file
+            losses = dl.launch(train, 4, 20)
+
+    In a notebook, functions of its own cells need `pip install 'ddp_loop[notebook]'`. As under torchrun,
+    several ranks compute with one thread each unless OMP_NUM_THREADS says otherwise. The ranks are on this
+    machine.
+
+    Args:
+        function: called on each rank; it, its arguments and its result are pickled.
+        ranks: how many processes, 1 or more.
+        timeout_s: seconds that the ranks have for the call; None is no limit. (A keyword of this name for
+            `function` itself goes in by `functools.partial`.)
+
+    Raises:
+        RankFailed: a rank raised, died, or did not come back in time. The others have then been ended too.
+        RuntimeError: the processes could not be started.
+        TypeError, ValueError: `function` cannot be called or pickled, or `ranks` is below 1.
+    """
+    call = _pack_call(function, arguments, keywords)
+    with Pool(ranks) as pool:
+        return pool._run(call, ranks, timeout_s)
+
+
+class Pool:
+    """Worker processes that stay, for many short tasks: a task costs milliseconds, a start seconds.
+
+        with Pool(4) as pool:
+            pool.run(train, 4, 20)
+            pool.run(train, 2, 20)
+
+    Workers start when a task first needs them, and end with the pool, or with this process, however it ends.
+    A worker that died or was stuck is replaced. Modules that changed since a worker imported them are not
+    imported again. One task at a time; a second thread waits its turn.
+
+    Args:
+        size: the most ranks that a task may have, 1 or more.
+
+    Raises:
+        ValueError: `size` is below 1.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"there must be at least 1 rank; {size} were asked for")
+        self.size = size
+        self._workers: dict[int, Worker] = {}
+        self._turn = threading.Lock()
+        self._closed = False
+        # Runs before multiprocessing's own, registered at its import, which would wait for the workers.
+        atexit.register(self.close)
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Ids of the living workers, in rank order."""
+        return tuple(worker.process_id for _, worker in sorted(self._workers.items()) if worker.alive)
+
+    def run(
+        self,
+        function: Callable[..., Result],
+        ranks: int,
+        /,
+        *arguments: Any,
+        timeout_s: float | None = None,
+        **keywords: Any,
+    ) -> list[Result]:
+        """Call `function` on the first `ranks` workers, as `launch` does; return the results in rank order.
+
+        The environment variables, working folder and import path are those of this process now.
+
+        Raises:
+            RankFailed: a rank raised, died, or did not come back in time. The pool can be used again.
+            RuntimeError: the workers could not be started.
+            TypeError, ValueError: `function` cannot be called or pickled, or `ranks` is not 1 .. size.
+        """
+        return self._run(_pack_call(function, arguments, keywords), ranks, timeout_s)
+
+    def close(self) -> None:
+        """End the workers; the pool cannot be used again."""
+        self._closed = True
+        for worker in self._workers.values():
+            worker.ask_to_end()
+        self._end(self._workers)
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, call: bytes, ranks: int, timeout_s: float | None) -> list[Any]:
+        if not 1 <= ranks <= self.size:
+            raise ValueError(
+                f"a task runs on 1 .. {self.size} ranks of this pool; {ranks} were asked for; "
+                "make a larger pool for more"
+            )
+        if timeout_s is not None and timeout_s <= 0:
+            raise ValueError(f"timeout_s must be positive, or None for no limit; got {timeout_s}")
+        with self._turn:
+            if self._closed:
+                raise RuntimeError("a pool runs tasks until it is closed; this one is closed, make a new one")
+            self._start(ranks)
+            store = _host_store()  # a new one for each task: without the keys of the last
+            try:
+                for rank in range(ranks):
+                    environment = _environment(rank, ranks, store.port)
+                    self._workers[rank].send(Task(call, environment, os.getcwd(), sys.path))
+                answers = self._collect(range(ranks), timeout_s)
+            except BaseException:
+                self._interrupt(range(ranks))
+                raise
+        return _results(answers)
+
+    def _start(self, ranks: int) -> None:
+        """Have the first `ranks` workers ready."""
+        gone = [rank for rank, worker in self._workers.items() if not worker.usable]
+        self._end(gone)
+        try:
+            for rank in range(ranks):
+                if rank not in self._workers:
+                    self._workers[rank] = Worker()
+            for rank in range(ranks):
+                self._workers[rank].wait_until_ready()
+        except BaseException:
+            self._end([rank for rank, worker in self._workers.items() if not worker.ready])
+            raise
+
+    def _collect(self, ranks: Iterable[int], timeout_s: float | None) -> dict[int, Answer]:
+        """The answers of these ranks, failures in place of those that did not come."""
+        answers: dict[int, Answer] = {}
+        late = f"did not come back within {timeout_s} s"
+        deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
+        waiting = set(ranks)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            wait_for_any([self._workers[rank] for rank in waiting], left)
+            for rank in sorted(waiting):
+                answer = self._workers[rank].answer()
+                if answer is None:
+                    continue
+                waiting.discard(rank)
+                answers[rank] = answer
+                if isinstance(answer, Failure) and time.monotonic() + _GRACE_S < deadline:
+                    late = f"had not ended {_GRACE_S:g} s after another rank failed, and was killed"
+                    deadline = time.monotonic() + _GRACE_S
+        answers.update({rank: self._workers[rank].stuck(late) for rank in sorted(waiting)})
+        self._end(waiting)
+        return answers
+
+    def _interrupt(self, ranks: Iterable[int]) -> None:
+        """Pass Ctrl-C on to the ranks at work, and give them time to end well; a second Ctrl-C kills them."""
+        working = [rank for rank in ranks if rank in self._workers and self._workers[rank].working]
+        try:
+            for rank in working:
+                self._workers[rank].send_signal(signal.SIGINT)
+            self._collect(working, _STOP_S)
+        finally:
+            self._end([rank for rank in working if rank in self._workers and self._workers[rank].working])
+
+    def _end(self, ranks: Iterable[int]) -> None:
+        for rank in tuple(ranks):
+            self._workers.pop(rank).end()
+
+
+def _host_store() -> dist.TCPStore:
+    """The store where the ranks of one task meet, on a free port.
+
+    torch would listen on all interfaces, and look up the name of each peer's IPv6 form in DNS: with one answer in 50
+    lost, one task of ten began 5 s late. Its clients still do so, here and under torchrun.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """This process's variables and those that torchrun sets, for a store that is hosted here."""
+    threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
+    return (
+        threads
+        | dict(os.environ)
+        | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+    )
+
+
+def _pack_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+    if not callable(function):
+        raise TypeError(f"the first argument must be the function to call on each rank; got {function!r}")
+    remedy = "put it into a module and import it, or: pip install 'ddp_loop[notebook]'"
+    try:
+        call = pack((function, arguments, keywords))
+    except Exception as error:
+        raise TypeError(
+            f"the function and its arguments are pickled for each rank; these cannot be ({error}); {remedy}"
+        ) from error
+    if main_is_interactive() and b"__main__" in call and not has_cloudpickle():
+        raise TypeError(
+            "new processes cannot import what was defined in a notebook or at a prompt; the function is "
+            f"{function!r}; {remedy}"
+        )
+    return call
+
+
+def _results(answers: dict[int, Answer]) -> list[Any]:
+    """The results in rank order.
+
+    Raises:
+        RankFailed: there is a failure among the answers.
+    """
+    results, failures = [], {}
+    for rank, answer in sorted(answers.items()):
+        if isinstance(answer, Failure):
+            failures[rank] = answer
+            continue
+        try:
+            results.append(pickle.loads(answer.result))
+        except Exception as error:
+            failures[rank] = Failure(FailurePriority.RAISED, f"returned what cannot be unpickled here: {error!r}")
+    if failures:
+        culprit = min(failures, key=lambda rank: (failures[rank].blame, rank))
+        if failures[culprit].blame is FailurePriority.PEER_FAILED and (names := failures[culprit].names) in failures:
+            culprit = names
+        raise _rank_failed(culprit, failures) from _cause(failures[culprit])
+    return results
+
+
+def _rank_failed(culprit: int, failures: dict[int, Failure]) -> RankFailed:
+    failure = failures[culprit]
+    lines = [f"rank {culprit} {failure.headline}"]
+    if failure.trace:
+        lines += ["", failure.trace.rstrip()]
+    others = {rank: other for rank, other in failures.items() if rank != culprit}
+    if others:
+        lines += ["", "The others that failed:"]
+        lines += [f"  rank {rank} {other.headline.splitlines()[0]}" for rank, other in others.items()]
+    for rank, other in others.items():
+        if other.blame in (FailurePriority.STUCK, FailurePriority.STUCK_IN_COLLECTIVE):
+            lines += ["", f"The stack of rank {rank}:", other.trace.rstrip()]
+    return RankFailed("\n".join(lines), culprit, failure.trace)
+
+
+def _cause(failure: Failure) -> BaseException | None:
+    if failure.exception is None:
+        return None
+    try:
+        exception = pickle.loads(failure.exception)
+    except Exception:
+        return None  # its text is in the message all the same
+    return exception if isinstance(exception, BaseException) else None

@@ -1,0 +1,377 @@
+"""Replicas that became different: all ranks' parameters, buffers and optimizers, compared by checksums.
+
+[Note: When] What one rank does alone it mostly does in every step: so a loop compares after its first step, after the
+tenth, then now and then, and once more when it ends, as a short run has no hundredth step. An evaluation compares the
+model that it is given, since its number would be made of several models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from ddp_loop.determinism import Leaf, checksum_all, leaves
+from ddp_loop.distributed.failures import PeerFailed
+from ddp_loop.distributed.replicas import find_modules, find_parameters
+from ddp_loop.distributed.world import World
+
+_MOST_NAMES = 3
+_FIRST = (1, 10)  # after so many steps of this process a loop compares, whatever its interval
+_WHAT = "a comparison of replicas"
+_REMEDY = (
+    "look for what one rank does alone (an `if world.rank`, a value of its own shard, a step that an error left out, "
+    "a buffer that forward changes in evaluation mode too)"
+)
+
+
+class ReplicaMismatch(RuntimeError):
+    """The ranks' parameters, buffers or optimizer states are not the same any more."""
+
+
+def kept_by(prefix: str, value: object, names: Mapping[torch.Tensor, str]) -> Iterator[tuple[str, Leaf]]:
+    """What a value of the state that is no module keeps, by name; an optimizer under its parameters' names."""
+    if isinstance(value, nn.Module):
+        return
+    if not isinstance(value, Optimizer):
+        yield from leaves(prefix, value.state_dict() if hasattr(value, "state_dict") else value)
+        return
+    for number, group in enumerate(value.param_groups):
+        settings = {name: setting for name, setting in group.items() if name != "params"}
+        yield from leaves(f"{prefix}, group {number}", settings)
+    for parameter, kept in value.state.items():
+        owner = names.get(parameter, "a parameter")
+        for name, leaf in leaves("", kept):
+            yield f"{prefix}, {name.removeprefix('.')} of {owner}", leaf
+
+
+def named_tensors(state: Mapping[str, object], without: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """All tensors of a job that must be the same on every rank: parameters, buffers, what optimizers and others keep.
+
+    Args:
+        state: what the job is made of, by name.
+        without: the names of buffers that each rank has for itself.
+    """
+    names: dict[torch.Tensor, str] = {one: name for name, one in find_parameters(state).items()}
+    found: dict[str, torch.Tensor] = {f"parameter {name}": one for one, name in names.items()}
+    for prefix, module in find_modules(state).items():
+        for name, buffer in module.named_buffers(prefix=prefix):
+            if name not in without:
+                found[f"buffer {name}"] = buffer
+    copies = ends_of_copies(state, without)
+    for prefix, value in state.items():
+        if not isinstance(value, torch.amp.GradScaler):  # numbers, and to ask for them would hold a GPU's host up
+            for name, leaf in kept_by(prefix, value, names):
+                if isinstance(leaf, torch.Tensor) and not name.endswith(copies):
+                    found[name] = leaf
+    return found
+
+
+def own_names(state: Mapping[str, object], without: Collection[str]) -> set[str]:
+    """The names of the buffers `without`, and of those in other modules that are of the same class and name.
+
+    These are copies, an average's say.
+    """
+    modules = find_modules(state)
+    named = [
+        (prefix, f"{name}.{key}", (type(owner), key))
+        for prefix, module in modules.items()
+        for name, owner in module.named_modules(prefix=prefix)
+        for key, _ in owner._buffers.items()  # a scripted module's have no other iterator
+    ]
+    kinds = {kind for _, name, kind in named if name in without}
+    strict = {prefix for prefix, name, _ in named if name in without}
+    return {*without, *(name for prefix, name, kind in named if kind in kinds and prefix not in strict)}
+
+
+def ends_of_copies(state: Mapping[str, object], without: Collection[str]) -> tuple[str, ...]:
+    """How the names end under which others keep copies of the buffers `without`: early stopping, an average.
+
+    They keep a module's state dict, in which the buffer model.0.level is 0.level.
+    """
+    return tuple(
+        name.removeprefix(prefix) for prefix in find_modules(state) for name in without if name.startswith(f"{prefix}.")
+    )
+
+
+def settings_of(state: Mapping[str, object]) -> dict[str, str]:
+    """The optimizers' plain settings, each group's learning rate among them, as words by name."""
+    return {
+        name: repr(leaf)
+        for prefix, value in state.items()
+        if isinstance(value, Optimizer)
+        for number, group in enumerate(value.param_groups)
+        for key, setting in group.items()
+        if key != "params"
+        for name, leaf in leaves(f"{prefix}, group {number}.{key}", setting)
+        if not isinstance(leaf, torch.Tensor)
+    }
+
+
+def own(state: Mapping[str, object], without: Collection[str] = ()) -> tuple[list[str], torch.Tensor]:
+    """This rank's tensors: names with dtype and shape, and their checksums, (T,) int64 on the host."""
+    tensors = named_tensors(state, without)
+    return _forms(tensors), checksum_all(list(tensors.values())).cpu()
+
+
+def _forms(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    return [f"{name} ({str(one.dtype).removeprefix('torch.')}, {tuple(one.shape)})" for name, one in tensors.items()]
+
+
+def describe_difference(rows: Sequence[torch.Tensor], names: Sequence[str]) -> str | None:
+    """Which ranks differ from the others, and in which tensors; None if all are the same.
+
+    Args:
+        rows: each rank's checksums, (T,) each.
+        names: of the tensors, T.
+    """
+    values = [tuple(row.tolist()) for row in rows]
+    if len(set(values)) <= 1:
+        return None
+    places = [number for number, column in enumerate(zip(*values, strict=True)) if len(set(column)) > 1]
+    said = ", ".join(names[number] for number in places[:_MOST_NAMES])
+    if more := len(places[_MOST_NAMES:]):
+        said += f", and {more} more tensor{'s' if more > 1 else ''}"
+    return f"{_sides(values)} in {said}"
+
+
+def _sides(values: Sequence[object]) -> str:
+    """Which ranks are few against most of them; where there are no such, which have the same."""
+    usual, times = Counter(values).most_common(1)[0]
+    if times > len(values) / 2:
+        few = [rank for rank, value in enumerate(values) if value != usual]
+        verb = "differs" if len(few) == 1 else "differ"
+        return f"{_ranks(few)} of {len(values)} {verb} from the others"
+    groups = [[rank for rank, value in enumerate(values) if value == one] for one in dict.fromkeys(values)]
+    return f"{' and '.join(map(_ranks, groups))} of {len(values)} differ from each other"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+@dataclass(frozen=True)
+class _ReplicaDigest:
+    """A rank's replica at a moment.
+
+    Attributes:
+        where: the moment, in words.
+        names: of the tensors, with dtype and shape.
+        sums: their checksums, (T,) int64 on the host, or on their way there.
+        settings: the optimizers', by name.
+        event: when the sums are there; None if they are.
+    """
+
+    where: str
+    names: list[str]
+    sums: torch.Tensor
+    settings: Mapping[str, str]
+    event: torch.cuda.Event | None = None
+
+    @property
+    def number(self) -> int:
+        """63 bits that are the same exactly if all is; never 0."""
+        if self.event is not None:
+            self.event.synchronize()
+        words = "\n".join([*self.names, *(f"{name} = {value}" for name, value in self.settings.items())])
+        digest = hashlib.sha256(words.encode() + self.sums.numpy().tobytes()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1 | 1
+
+
+def _take(where: str, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, str]) -> _ReplicaDigest:
+    """Take checksums of these tensors; a GPU is not waited for."""
+    sums, event = checksum_all(list(tensors.values())), None
+    if sums.device.type == "cuda":
+        sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return _ReplicaDigest(where, _forms(tensors), sums, settings, event)
+
+
+def _difference(taken: _ReplicaDigest | None, world: World) -> str | None:
+    """In what the ranks' replicas differ, as words; None if not, or if one has none. Every rank must call this."""
+    numbers = world.numbers(0 if taken is None else taken.number, _WHAT)  # 8 bytes: they nearly always are the same
+    if taken is None or 0 in numbers or len(set(numbers)) == 1:
+        return None
+    names, sums, settings = zip(*world.gather((taken.names, taken.sums.tolist(), dict(taken.settings))), strict=True)
+    names, sums = _without_late_buffers(names, sums)
+    if len(set(map(tuple, names))) > 1:
+        return _describe_names(names)
+    different = describe_difference([torch.tensor(row) for row in sums], names[0])
+    return ", and ".join(filter(None, [_describe_settings(settings), different])) or None
+
+
+def _without_late_buffers(
+    names: Sequence[Sequence[str]], sums: Sequence[Sequence[int]]
+) -> tuple[list[list[str]], list[list[int]]]:
+    """All ranks' tensors but the buffers that not every rank has: a forward made them, and some had no samples yet."""
+    bare = [{name.partition(" (")[0] for name in each} for each in names]
+    missing = bare[0].union(*bare) - bare[0].intersection(*bare)
+    late = {name for name in missing if name.startswith("buffer ")}
+    kept = [[number for number, name in enumerate(each) if name.partition(" (")[0] not in late] for each in names]
+    return (
+        [[each[number] for number in those] for each, those in zip(names, kept, strict=True)],
+        [[each[number] for number in those] for each, those in zip(sums, kept, strict=True)],
+    )
+
+
+class ReplicaCheck:
+    """Compares all ranks' tensors at intervals; on a GPU those of the step before, so that the host does not wait.
+
+    See [Note: When].
+
+    Args:
+        state: what the job is made of, by name.
+        world: from `join_world`; it is told which buffers are a rank's own, and what is never compared.
+        interval: the number of steps between two looks; 0 never looks.
+        rules: for single buffers, by name; those of the rule "local" are each rank's own.
+        late: whether checksums stay on their device until the next step; by default on a GPU.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, object],
+        world: World,
+        interval: int,
+        rules: Mapping[str, str],
+        *,
+        late: bool | None = None,
+    ) -> None:
+        self._state, self._world = state, world
+        self._interval = interval if world.size > 1 else 0
+        self._without = own_names(state, [name for name, rule in rules.items() if rule == "local"])
+        self.late = world.device.type != "cpu" if late is None else late
+        self._pending: _ReplicaDigest | None = None
+        self._folds = 0
+        for prefix, module in find_modules(state).items():
+            for name, owner in module.named_modules(prefix=prefix):
+                own = [key for key, _ in owner._buffers.items() if f"{name}.{key}" in self._without]
+                world.own_buffers.update((type(owner), key) for key in own)
+                if interval == 0:
+                    world.uncompared.add(owner)
+
+    def check(self, iteration: int) -> None:
+        """Compare, if it is time, behind the fold of this step. Every rank must call this.
+
+        Raises:
+            ReplicaMismatch: on every rank, if the tensors are not the same on all; which rank and tensor.
+        """
+        self.check_pending()
+        made, self._folds = self._folds, self._folds + 1
+        if self._interval and (iteration % self._interval == 0 or made in _FIRST):
+            self._snapshot(f"at the fold of step {iteration}")
+            if not self.late:
+                self.check_pending()
+
+    def end(self, iteration: int) -> None:
+        """Compare what the loop leaves behind after this step, its last. Every rank must call this."""
+        self.check_pending()
+        if self._interval:
+            self._snapshot(f"after step {iteration}")
+            self.check_pending()
+
+    def leave(self, iteration: int, *, folded: bool) -> None:
+        """The same where the loop is left in the midst.
+
+        Checksums are taken now, and compared before the next collective: what a rank does with its own model afterwards
+        is its own business.
+
+        Args:
+            folded: whether the step was; inside of it ranks are not at the same place.
+        """
+        self._pending = None
+        if self._interval:
+            if folded:
+                with suppress(Exception):  # the loop may be left by an error, which shall be told itself
+                    self._snapshot(f"where the loop was left, in step {iteration},")
+            self._world.defer(self._check_pending_left)
+
+    def check_pending(self) -> None:
+        """Compare what a GPU was still to say. Every rank must call this."""
+        if self._pending is not None:
+            self._check_pending()
+
+    def _check_pending_left(self) -> None:
+        with suppress(PeerFailed):  # as where it says that it left: a break is no error where it is made
+            self._check_pending()
+
+    def _check_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        said = _difference(pending, self._world)
+        if pending is not None and said is not None:
+            raise ReplicaMismatch(self._message(pending.where, said))
+
+    def _snapshot(self, where: str) -> None:
+        self._pending = _take(where, named_tensors(self._state, self._without), settings_of(self._state))
+
+    @staticmethod
+    def _message(where: str, said: str) -> str:
+        return (
+            f"parameters, buffers and optimizers must be the same on every rank; {where} {said}: {_REMEDY}; a tensor "
+            'that is to be a rank\'s own is kept out of state, a buffer is given buffer_reduction={name: "local"}; '
+            "check_replicas_every=0 compares nothing"
+        )
+
+
+def require_one_model(model: nn.Module, world: World, what: str) -> None:
+    """Raise ReplicaMismatch on every rank unless all have the same model. Every rank must call this.
+
+    Its parameters, and the buffers that a checkpoint would have; but for those that a loop was told are a rank's own,
+    in copies of the model too.
+
+    Args:
+        what: takes the model, in words.
+    """
+    if world.size == 1 or any(module in world.uncompared for module in model.modules()):
+        return
+    taken = _take("", _tensors_of(model, world), {})
+    if (said := _difference(taken, world)) is not None:
+        raise ReplicaMismatch(
+            f"{what} takes the same model on every rank; {said}: {_REMEDY}, or give all of them rank 0's first, "
+            "world.broadcast_all([*model.parameters(), *model.buffers()])"
+        )
+
+
+def _tensors_of(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {f"parameter {name}": one for name, one in model.named_parameters()}
+    for prefix, owner in model.named_modules():
+        for key, buffer in owner._buffers.items():
+            is_kept = key not in owner._non_persistent_buffers_set and (type(owner), key) not in world.own_buffers
+            if buffer is not None and is_kept:
+                found[f"buffer {prefix}.{key}".replace(" .", " ")] = buffer
+    return {name: one for name, one in found.items() if _has_bits(one)}
+
+
+def _has_bits(tensor: torch.Tensor) -> bool:
+    """Whether it has values that lie in memory, as one of a lazy module, or a sparse one, has not."""
+    return not is_lazy(tensor) and tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def _describe_settings(settings: Sequence[Mapping[str, str]]) -> str | None:
+    """The first settings that differ, with each rank's value; None if they are the same."""
+    names = list(dict.fromkeys(name for one in settings for name in one))
+    differing = [name for name in names if len({one.get(name) for one in settings}) > 1]
+    if not differing:
+        return None
+    values = [one.get(differing[0], "nothing") for one in settings]
+    groups = {value: [rank for rank, one in enumerate(values) if one == value] for value in dict.fromkeys(values)}
+    said = f"{differing[0]} is " + " and ".join(f"{value} on {_ranks(ranks)}" for value, ranks in groups.items())
+    return said + (f" ({len(differing) - 1} more settings differ)" if len(differing) > 1 else "")
+
+
+def _describe_names(names: Sequence[Sequence[str]]) -> str:
+    """Which ranks have other tensors, and the first one that not all have."""
+    sets = list(map(set, names))
+    everywhere = set.intersection(*sets)
+    for name in [name for each in names for name in each]:
+        if name not in everywhere:
+            having = [rank for rank, one in enumerate(sets) if name in one]
+            return f"{_sides([tuple(each) for each in names])}: {name} is on {_ranks(having)} alone"
+    return f"{_sides([tuple(each) for each in names])} in the order of their tensors"

@@ -1,0 +1,163 @@
+"""Replicas: every module and buffer of a job once, the same structure on every rank, the same values to start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ddp_loop.distributed.world import World
+
+Rule = TypeVar("Rule")
+
+
+def find_modules(state: Mapping[str, object]) -> dict[str, nn.Module]:
+    """The modules among a job's state, by name."""
+    return {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+
+
+def each_module(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """All modules at and below `modules`, each once, by the first of its names."""
+    seen: set[nn.Module] = set()
+    return {
+        name: module
+        for prefix, root in modules.items()
+        for name, module in root.named_modules(memo=seen, prefix=prefix)
+    }
+
+
+@dataclass(slots=True)
+class SharedBuffer:
+    """A buffer's tensor, and where it stands: in one module or several, under one name or several."""
+
+    tensor: torch.Tensor
+    names: list[str] = field(default_factory=list)
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+def each_buffer(modules: Mapping[str, nn.Module]) -> list[SharedBuffer]:
+    """All buffers at and below `modules`, each once."""
+    found: dict[int, SharedBuffer] = {}
+    for prefix, root in modules.items():
+        for owner_name, owner in root.named_modules(prefix=prefix, remove_duplicate=False):
+            for key, tensor in owner._buffers.items():
+                if tensor is None:
+                    continue
+                shared = found.setdefault(id(tensor), SharedBuffer(tensor))
+                shared.names.append(f"{owner_name}.{key}")
+                if not any(one is owner and other == key for one, other in shared.places):
+                    shared.places.append((owner, key))
+    return list(found.values())
+
+
+def under_all_names(modules: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Rules for buffers by name, each under every name that its buffer has; the first of several for one buffer."""
+    spread = dict(rules)
+    for shared in each_buffer(modules) if rules else ():
+        given = [rules[name] for name in shared.names if name in rules]
+        for name in shared.names if given else ():
+            spread.setdefault(name, given[0])
+    return spread
+
+
+def find_parameters(state: Mapping[str, object]) -> dict[str, Parameter]:
+    """All parameters of a job's modules, then those that only its optimizers know; each once, by name.
+
+    Raises:
+        ValueError: a parameter of a lazy module that has no shape yet.
+    """
+    named: dict[str, torch.Tensor] = {}
+    for prefix, module in find_modules(state).items():
+        named.update(module.named_parameters(prefix=prefix))
+    for prefix, value in state.items():
+        if isinstance(value, Optimizer):
+            for number, group in enumerate(value.param_groups):
+                named.update({f"{prefix}.{number}.{k}": one for k, one in enumerate(group["params"])})
+    found: dict[Parameter, str] = {}
+    for name, one in named.items():
+        if isinstance(one, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"every parameter needs a shape before the Loop is made; {name} has none: run the model once on "
+                "one sample"
+            )
+        if isinstance(one, torch.Tensor):
+            found.setdefault(one, name)  # type: ignore[arg-type]  # optimizers take plain tensors too
+    return {name: parameter for parameter, name in found.items()}
+
+
+class FrozenParameters:
+    """Which parameters of a job want a gradient: `state_dict` of a module does not say it."""
+
+    def __init__(self, state: Mapping[str, object]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """The names of those that want none."""
+        return {"frozen": [name for name, one in find_parameters(self._state).items() if not one.requires_grad]}
+
+    def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
+        """Freeze those, and no others."""
+        for name, one in find_parameters(self._state).items():
+            one.requires_grad_(name not in state["frozen"])
+
+
+def find_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of a job, each once, by the first of its names."""
+    tensors: dict[str, torch.Tensor] = dict(find_parameters(state))
+    tensors.update({shared.names[0]: shared.tensor for shared in each_buffer(find_modules(state))})
+    return tensors
+
+
+def check_layout(tensors: Mapping[str, torch.Tensor], world: World) -> None:
+    """Raise ValueError if a parameter or buffer cannot be given to other ranks, or be compared with theirs."""
+    for name, tensor in tensors.items():
+        if (odd := _why_odd(tensor, world.size)) is not None:
+            what, remedy = odd
+            raise ValueError(
+                "every parameter and buffer of state must be a dense tensor with memory of its own for each element; "
+                f"{name} {what}: {remedy}"
+            )
+
+
+def _why_odd(tensor: torch.Tensor, ranks: int) -> tuple[str, str] | None:
+    """What is unusual about a tensor's memory, and what to do; None if nothing."""
+    plain = "keep it as a plain attribute of the module, made alike on every rank, not as a buffer"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"is {'nested' if tensor.is_nested else tensor.layout}", plain
+    if tensor.is_quantized and ranks > 1:
+        return f"is quantized, {tensor.dtype}", f"{plain}, or keep its int_repr()"
+    if tensor.is_meta:
+        return "is on the meta device", "give it values first"
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return "is expanded", "register it as tensor.clone(memory_format=torch.contiguous_format)"
+    return None
+
+
+def check_structure(tensors: Mapping[str, torch.Tensor], world: World, what: str = "the structure of state") -> None:
+    """Raise ValueError on every rank unless all have the same tensors. Every rank must call this.
+
+    The first name whose shape, dtype or memory format differs is named. Where a rank does something else meanwhile,
+    `what` tells it what this one came for.
+    """
+    forms = {name: (tuple(t.shape), str(t.dtype), t.stride()) for name, t in tensors.items()}
+    for rank, other in enumerate(world.gather(forms, what)):
+        if other == forms and list(other) == list(forms):
+            continue
+        names = [*forms, *(name for name in other if name not in forms)]
+        differing = [name for name in names if forms.get(name) != other.get(name)]
+        name = differing[0] if differing else "the order of names"
+        here, there = forms.get(name, "nothing"), other.get(name, "nothing")
+        raise ValueError(
+            f"the state must have the same structure on every rank; {name} is {here} on rank {world.rank} and "
+            f"{there} on rank {rank} (shape, dtype, strides): build the same model on all ranks"
+        )
+
+
+def make_equal(tensors: Mapping[str, torch.Tensor], world: World) -> None:
+    """Give every rank the values of rank 0. Every rank must call this."""
+    world.broadcast_all(list(tensors.values()))

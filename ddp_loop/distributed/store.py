@@ -1,0 +1,225 @@
+"""Messages between ranks through the launcher's key-value store; they outlive the rank that wrote them."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_loop.distributed.failures import PeerFailed, RankReport, RankStatus, find_culprit, format_error
+
+_FAILURE = "ddp_loop/failure"
+_ENDED = "ddp_loop/ended"
+_CALL = "ddp_loop/call"
+_HERE = "ddp_loop/here"
+_STOP = "ddp_loop/stop"
+_NEWS = "ddp_loop/news"
+_WAITS = "ddp_loop/waits"
+_FAILURE_WAIT_S = 0.5  # a rank says why it fails before it closes its connections; a killed one never does
+_ANSWER_S = 1.2  # a watcher looks every 0.25 s; a rank that is dead, or stopped, never answers
+_LOOK_S = 0.01  # a rank that waits at the store looks this often; a look takes 0.1 ms
+
+
+def own_keys(store: dist.Store, rank: int) -> dist.Store:
+    """The store with keys of this world's own.
+
+    The launcher's store outlives a world. Without this, the ranks of a second one find the addresses of the
+    first one's closed connections there, and its failure.
+    """
+    return dist.PrefixStore(f"ddp_loop/{store.add(f'ddp_loop/worlds/{rank}', 1)}", store)
+
+
+class RankStore:
+    """The words of the ranks of one world.
+
+    Args:
+        store: with keys of the world's own.
+        rank: the one that speaks here, of `size`.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._stops = self._numbers = 0  # requests that were followed; numbers that were given
+
+    def put(self, key: str, word: str) -> None:
+        """Leave a word."""
+        self._store.set(key, word)
+
+    def get(self, key: str) -> str | None:
+        """The word that stands there; None for none."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def take(self, key: str) -> str | None:
+        """The word that stands there, which is then gone; None for none."""
+        word = self.get(key)
+        if word is not None:
+            self._store.delete_key(key)
+        return word
+
+    def number(self) -> int:
+        """Another one at each call, the same on every rank that calls as often."""
+        self._numbers += 1
+        return self._numbers
+
+    def get_all(self, keys: list[str]) -> list[str]:
+        """The words that stand there, without the others; in one go if all do."""
+        if not keys or not self._store.check(keys):
+            return [word for key in keys if (word := self.get(key)) is not None]
+        return [word.decode() for word in self._store.multi_get(keys)]
+
+    def news(self) -> int:
+        """How much news there is that watchers must look at: a failure, a call, a stop."""
+        return int(self._store.add(_NEWS, 0))
+
+    def _set_news(self) -> None:
+        self._store.add(_NEWS, 1)
+
+    def set_ended(self) -> None:
+        """Say that this rank leaves without an error."""
+        self.put(f"{_ENDED}/{self._rank}", "")
+
+    # -- failures ------------------------------------------------------------------------------------------
+
+    def set_failure(self, error: BaseException, where: RankStatus) -> None:
+        """Say that this rank fails, unless another one failed before."""
+        text = "".join(traceback.format_exception(error))
+        self._set_failure(
+            f"rank {self._rank} failed{where}: {format_error(error)}\n\n{text}",
+            rank=self._rank,
+            stage=where.stage,
+            step=where.step,
+        )
+
+    def _set_failure(self, message: str, *, rank: int | None, stage: str = "", step: int = 0) -> None:
+        word = json.dumps({"message": message, "rank": rank, "stage": stage, "step": step})
+        try:
+            self._store.compare_set(_FAILURE, "", word)  # the first one to fail is the culprit
+            self._set_news()
+        except RuntimeError:
+            return  # the store is gone with the launcher; the closed connections tell the peers
+
+    def await_first(self, key: str, timeout_s: float) -> None:
+        """Wait for rank 0's word.
+
+        Raises:
+            PeerFailed: rank 0 failed, or does not come.
+        """
+        try:
+            came = self._wait_for((key, _FAILURE), timeout_s)
+            told = self._store.get(key).decode() if came == key else ""
+        except RuntimeError as error:
+            raise self.peer_failure(error, timeout_s) from error
+        failed = self.get_failure() if came == _FAILURE else None
+        if failed is not None:
+            raise failed
+        if came is None:
+            raise PeerFailed(f"rank 0 must leave its block in timeout_s={timeout_s:g}; it did not", 0)
+        if told:
+            raise PeerFailed(f"rank 0 failed while the others waited for it: {told}", 0)
+
+    def peer_failure(self, error: RuntimeError, timeout_s: float) -> PeerFailed:
+        """What this rank raises since its collective ended with `error`: who failed, as all ranks will say it."""
+        left = {f"{_ENDED}/{rank}": rank for rank in range(self._size) if rank != self._rank}
+        try:
+            came = self._wait_for((_FAILURE, *left), _FAILURE_WAIT_S)
+            if came != _FAILURE:
+                self._call_all({left[came]} if came is not None else set(), timeout_s)
+        except RuntimeError:
+            pass  # the store is gone with the launcher
+        return self.get_failure() or PeerFailed(
+            "every rank must take part in every collective; a rank is gone without a word (killed), or slower "
+            f"than timeout_s={timeout_s:g}: {error}"
+        )
+
+    def _call_all(self, ended: set[int], timeout_s: float) -> None:
+        """Ask every rank where it is, and tell who is the culprit; the first to tell is believed."""
+        here: dict[int, RankReport] = {}
+        if not ended:
+            self.put(_CALL, "")
+            self._set_news()
+            deadline = time.monotonic() + _ANSWER_S
+            while len(here) < self._size and time.monotonic() < deadline and not self.has_failure():
+                for rank in set(range(self._size)) - here.keys():
+                    if self._store.check([f"{_HERE}/{rank}"]):
+                        here[rank] = _here_of(json.loads(self._store.get(f"{_HERE}/{rank}")))
+                time.sleep(_LOOK_S)
+            here.setdefault(self._rank, RankReport(RankStatus(waits="a collective"), ""))  # it asks, so it is not gone
+        culprit, message, stack = find_culprit(here, ended, self._size, timeout_s)
+        where = here[culprit].where if culprit is not None and culprit in here else RankStatus()
+        self._set_failure(
+            message + (f"\n\nThe stack of rank {culprit}:\n{stack}" if stack else ""),
+            rank=culprit,
+            stage=where.stage,
+            step=where.step,
+        )
+
+    def set_wait(self, kind: str) -> None:
+        """Say that this rank has waited for a while in a collective of this kind; "" when it waits no more."""
+        self.put(f"{_WAITS}/{self._rank}", kind)
+
+    def wait_of_next(self) -> str:
+        """What the next rank says of its own waiting."""
+        return self.get(f"{_WAITS}/{(self._rank + 1) % self._size}") or ""
+
+    def is_called(self) -> bool:
+        """Whether some rank asks where all are."""
+        return bool(self._store.check([_CALL]))
+
+    def answer(self, here: RankReport) -> None:
+        """Say where this rank is."""
+        self.put(f"{_HERE}/{self._rank}", json.dumps(asdict(here)))
+
+    def has_failure(self) -> bool:
+        """Whether a rank said that it failed."""
+        try:
+            return bool(self._store.check([_FAILURE]))
+        except RuntimeError:
+            return True  # the store is gone with the launcher
+
+    def get_failure(self) -> PeerFailed | None:
+        """What the first rank to fail said, if one did."""
+        try:
+            if not self._store.check([_FAILURE]):
+                return None
+            word = json.loads(self._store.get(_FAILURE))
+        except (RuntimeError, ValueError):
+            return None  # the store is gone with the launcher
+        return PeerFailed(word["message"], word["rank"], word["stage"], word["step"])
+
+    # -- stop ----------------------------------------------------------------------------------------------
+
+    def set_stop(self, why: str) -> None:
+        """Say that the ranks are asked to stop."""
+        self._store.compare_set(f"{_STOP}/{self._stops}", "", why)
+        self._set_news()
+
+    def get_stop(self) -> str | None:
+        """Why the ranks are asked to stop, if they are."""
+        return self.get(f"{_STOP}/{self._stops}")
+
+    def stop_followed(self) -> None:
+        """The request was followed on every rank; the next one is another."""
+        self._stops += 1
+
+    def _wait_for(self, keys: tuple[str, ...], timeout_s: float) -> str | None:
+        """The first of the keys that stands in the store within the time; None for none.
+
+        It looks, since the store's own wait is for all keys, prints a warning when it ends without them, and
+        lets no signal handler run.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for key in keys:
+                if self._store.check([key]):
+                    return key
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_LOOK_S)
+
+
+def _here_of(word: dict[str, Any]) -> RankReport:
+    return RankReport(RankStatus(**word["where"]), word["stack"])

@@ -1,0 +1,245 @@
+"""A thread that watches while the main one computes or waits: for a peer's failure, a call, a signal, a stop.
+
+[Note: Ways out] A rank whose peer failed raises PeerFailed in its own collective. One that is elsewhere (in a long
+forward, asleep, waiting for a worker of a DataLoader) is interrupted by a signal whose handler raises it there; one
+that cannot be interrupted, in compiled code, is ended. So all end within 3 s of a failure, wherever they are.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any, ClassVar
+
+from ddp_loop.distributed.failures import RankReport, RankStatus
+from ddp_loop.distributed.processes import PEER_FAILED_EXIT
+from ddp_loop.distributed.signals import REQUESTS, Signals, StopRequests
+from ddp_loop.distributed.store import RankStore
+
+_LOOK_S = 0.25  # a look takes 0.1 ms
+_INTERRUPT_S = 0.4  # for the main thread to learn of a failure by itself
+_AGAIN_S = 0.1  # until an interrupted thread that has not raised is interrupted again
+_END_S = 1.6  # after which it is ended; before the pool loses its patience, which says less
+_OWN_END_S = 20.0  # for a rank that fails itself to leave
+_JOIN_S = 1.0  # for the thread to end; a store that does not answer holds it longer
+_WRITE_S = 0.2  # for whoever reads stderr
+_END = 255  # the byte that ends the thread; no signal has this number
+_INTERRUPT = getattr(signal, "SIGRTMIN", None)  # of no meaning to anyone else
+
+
+class Watchdog:
+    """Watches for one world; `start` and `end` are called on the main thread where there is a choice.
+
+    Args:
+        store: of the world, where ranks leave words.
+        rank: this one.
+        where: says where the main thread is.
+
+    Attributes:
+        stop: why the ranks are asked to stop; None while they are not.
+        requests: what signals ask for.
+        look_for_stop: looks elsewhere for a request to stop, each time; set by whoever knows a place.
+        say: tells the user that a stop was asked for.
+    """
+
+    _open: ClassVar[list[Watchdog]] = []  # whose main thread can be interrupted: a world inside another one, too
+    _handler_before: ClassVar[Any] = None
+
+    def __init__(self, store: RankStore, rank: int, where: Callable[[], RankStatus]) -> None:
+        self._store, self._rank, self._where = store, rank, where
+        self.stop: str | None = None
+        self.look_for_stop: Callable[[], str | None] = lambda: None
+        self.requests = StopRequests()
+        self.say: Callable[[str], None] = lambda line: None
+        self._main = threading.get_ident()
+        self._pending: BaseException | None = None  # what the interrupted main thread is to raise
+        self._leaving = self._fails = self._answered = False
+        self._deadline, self._exit = float("inf"), (1, "")
+        self._interrupt_at = float("inf")
+        self._seen_news = 0
+        self._lock = threading.Lock()  # of what stop_followed changes
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self.signals = Signals(self._write)
+        self._thread = threading.Thread(target=self._watch, name="ddp_loop watcher", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        if _INTERRUPT is not None and threading.current_thread() is threading.main_thread():
+            if not Watchdog._open:
+                Watchdog._handler_before = signal.signal(_INTERRUPT, _interrupted)
+            Watchdog._open.append(self)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread, and put the handlers back."""
+        self.signals.restore()
+        if self in Watchdog._open:
+            Watchdog._open.remove(self)
+            if not Watchdog._open and signal.getsignal(_INTERRUPT) is _interrupted:  # type: ignore[arg-type]
+                with suppress(ValueError):  # outside of the main thread it stays, and does nothing
+                    signal.signal(_INTERRUPT, Watchdog._handler_before)  # type: ignore[arg-type]
+        os.write(self._write, bytes([_END]))
+        os.close(self._write)
+        if self._thread.ident is None:
+            os.close(self._read)  # it could not be started
+        else:
+            self._thread.join(_JOIN_S)
+
+    def leaving(self, *, failed: bool) -> None:
+        """The main thread leaves the world: it is no longer interrupted; after a failure it must get done."""
+        self._leaving = True
+        if failed:
+            self._fails = True
+            self._limit(_OWN_END_S, 1, f"ddp_loop: rank {self._rank} failed, and could not leave\n")
+
+    def install_stop_handlers(self) -> None:
+        """From now on signals are requests; those that were followed are over."""
+        self.requests.begin()
+        self.signals.take()
+
+    def stop_followed(self) -> str | None:
+        """The request was followed, on every rank at the same step: it is not seen again.
+
+        Returns:
+            Why they were asked, also where nobody looked before; None if no word was left.
+        """
+        with self._lock:
+            why = self.stop
+            with suppress(RuntimeError):  # the store is gone with the launcher
+                why = why or self._store.get_stop()
+            self._store.stop_followed()
+            self.stop = None
+            self.requests.follow()
+            self._seen_news = -1
+        return why
+
+    def ask_to_stop(self, why: str) -> None:
+        """Ask all ranks to stop, unless they have just stopped: a file that asks for it is there for a moment more."""
+        with self._lock:
+            if self.requests.has_followed:
+                return
+            with suppress(RuntimeError):  # the store is gone with the launcher
+                self._store.set_stop(why)
+            self.stop = self.stop or why  # behind the word: who learns of the stop in a fold finds it
+
+    def raise_pending(self) -> None:
+        """Raise in the main thread what it was interrupted for."""
+        pending, self._pending = self._pending, None
+        if isinstance(pending, KeyboardInterrupt):
+            self._deadline = float("inf")  # it has heard; a notebook goes on after that
+        if pending is not None and not self._leaving:
+            raise pending
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while True:
+            due = min(self._interrupt_at, self._deadline) - time.monotonic()
+            ready, _, _ = select.select([self._read], [], [], min(max(due, 0.0), _LOOK_S))
+            for number in os.read(self._read, 64) if ready else b"":
+                if number == _END:
+                    os.close(self._read)
+                    return
+                self._take_signal(number)
+            # The store is gone with the launcher, the main thread will learn of that; or a folder cannot be read now.
+            with suppress(RuntimeError, OSError):
+                self._poll()
+            now = time.monotonic()
+            if now >= self._interrupt_at:
+                self._interrupt()
+            if now >= self._deadline:
+                self._end_process()
+
+    def _poll(self) -> None:
+        if self.stop is None and (why := self.look_for_stop()):
+            self.ask_to_stop(why)
+        if (news := self._store.news()) == self._seen_news:
+            return
+        self._seen_news = news
+        with self._lock:
+            if self.stop is None and (why := self._store.get_stop()):
+                self.stop = why
+        if self._answered is False and self._store.is_called():
+            self._answered = True
+            self._store.answer(RankReport(self._where(), self._stack()))
+        failure = self._store.get_failure()
+        if failure is not None and not self._fails and self._pending is None and self._deadline == float("inf"):
+            self._pending = failure
+            self._interrupt_at = time.monotonic() + _INTERRUPT_S
+            first = str(failure).split("\n", 1)[0]
+            self._limit(_END_S, PEER_FAILED_EXIT, f"ddp_loop: rank {self._rank} was ended{self._where()}: {first}\n")
+
+    def _take_signal(self, number: int) -> None:
+        if number not in REQUESTS:  # any signal with a handler comes here: a worker of a DataLoader has ended, say
+            self.signals.pass_on(number)
+            return
+        meaning = self.requests.meaning_of(number)
+        if meaning == "stop" and number == signal.SIGINT:
+            self.ask_to_stop(f"Ctrl-C at rank {self._rank}")
+            self._say("stopping after this step: Ctrl-C; once more leaves at once, without a checkpoint")
+        elif meaning == "stop" and self.stop is None:
+            name = signal.Signals(number).name
+            self.ask_to_stop(f"{name} at rank {self._rank}")
+            self._say(f"stopping after this step: {name}")
+        elif meaning == "interrupt":
+            self._pending = KeyboardInterrupt("a second Ctrl-C")
+            self._limit(_END_S, 128 + number, f"ddp_loop: rank {self._rank} was ended by Ctrl-C\n")
+            self._interrupt()
+        elif meaning == "exit":
+            os._exit(128 + number)
+
+    def _say(self, line: str) -> None:
+        with suppress(OSError, ValueError):  # nobody reads it any more; this thread must live on
+            self.say(line)
+
+    def _interrupt(self) -> None:
+        """Interrupt the main thread, again and again until it has raised.
+
+        One signal can go unseen: Python runs the handlers and then enters the system call again; a signal that
+        arrives between the two is handled when the call ends, which may be hours later.
+        """
+        self._interrupt_at = float("inf")
+        if _INTERRUPT is not None and self._pending is not None and not self._leaving and self in Watchdog._open:
+            signal.pthread_kill(self._main, _INTERRUPT)
+            self._interrupt_at = time.monotonic() + _AGAIN_S
+
+    def _limit(self, seconds: float, code: int, message: str) -> None:
+        if (deadline := time.monotonic() + seconds) < self._deadline:
+            self._deadline, self._exit = deadline, (code, message)
+
+    def _end_process(self) -> None:
+        code, message = self._exit
+        try:
+            for child in multiprocessing.active_children():
+                if child.daemon:  # they would end at a usual exit too: workers of a DataLoader
+                    child.kill()
+            stack = "".join(f"  {line}\n" for line in self._stack().rstrip().splitlines())
+            _write_if_read(f"{message}Its stack was:\n{stack}".encode(errors="backslashreplace"))
+        finally:
+            os._exit(code)
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self._main)
+        return "" if frame is None else "".join(traceback.format_stack(frame)[-20:])
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    for watcher in reversed(Watchdog._open):  # the innermost world first
+        watcher.raise_pending()
+
+
+def _write_if_read(text: bytes) -> None:
+    """Write to stderr, but do not wait for a reader who has stopped reading."""
+    for start in range(0, len(text), select.PIPE_BUF):
+        if select.select([], [2], [], _WRITE_S)[1]:
+            os.write(2, text[start : start + select.PIPE_BUF])

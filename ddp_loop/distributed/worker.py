@@ -1,0 +1,383 @@
+"""The process of one rank, from both sides: it runs the tasks of its parent, and dies with its parent."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib.util
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_loop.distributed.failures import PeerFailed, Stopped
+from ddp_loop.distributed.process_group import keeps_a_group
+from ddp_loop.distributed.processes import PEER_FAILED_EXIT, children_except, end_daemons, end_with_parent
+
+_PARENT_CHECK_S = 1.0
+_START_S = 120.0  # 4 workers start in 4 s on two idle cores; busy ones may be many times slower
+_END_S = 10.0  # for what tasks registered with atexit; without any a worker ends in milliseconds
+_LOOK_S = 0.5  # the pipes of a dead worker stay open while a process that it forked lives, so we look, too
+_STACK_S = 1.0
+_STACK_SILENCE_S = 0.1
+
+
+class FailurePriority(IntEnum):
+    """What makes a rank the culprit when several failed: the smallest."""
+
+    DIED = 0
+    RAISED = 1
+    STUCK = 2
+    STUCK_IN_COLLECTIVE = 3  # it waits for another rank
+    PEER_FAILED = 4  # it raised because another rank failed
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call, and its surroundings: those of the parent at the call, plus the rank's variables."""
+
+    call: bytes
+    environment: dict[str, str]
+    folder: str
+    path: list[str]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A rank's result, pickled. After a `last` answer its process ends."""
+
+    result: bytes
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed: `headline` goes on after "rank 1 ", `trace` is a traceback or a stack.
+
+    `names` is the rank that it says failed before it.
+    """
+
+    blame: FailurePriority
+    headline: str
+    trace: str = ""
+    exception: bytes | None = None
+    last: bool = False
+    names: int | None = None
+
+
+Answer = Returned | Failure
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The first word of a rank's process: it has imported torch and waits for a task."""
+
+
+def main_is_interactive() -> bool:
+    """Whether `__main__` is a notebook or a prompt, which a new process cannot import."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")
+
+
+def pack(value: object) -> bytes:
+    """Pickle a value; with cloudpickle, where it is installed, what pickle cannot.
+
+    Plain pickle goes first: it names the functions and classes of a script, where cloudpickle copies them
+    with all the globals that they read.
+
+    Raises:
+        Exception: whatever the pickling of the value raises.
+    """
+    if not main_is_interactive():
+        try:
+            return pickle.dumps(value)
+        except Exception:
+            if not has_cloudpickle():
+                raise
+    elif not has_cloudpickle():
+        return pickle.dumps(value)
+    packed: bytes = importlib.import_module("cloudpickle").dumps(value)
+    return packed
+
+
+def has_cloudpickle() -> bool:
+    """Whether functions of a notebook's cells can be pickled."""
+    return importlib.util.find_spec("cloudpickle") is not None
+
+
+class Worker:
+    """A worker process as its parent sees it. It is killed by this very process id, never by a name."""
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")  # threads of torch and gloo do not survive a fork
+        self._tasks, tasks = spawn.Pipe()
+        self._stacks, stacks = spawn.Pipe(duplex=False)
+        self.ready = self.working = self.spent = False
+        main_thread = threading.current_thread() is threading.main_thread()
+        self._process: SpawnProcess = spawn.Process(
+            target=serve, args=(tasks, stacks, os.getpid(), main_thread), name="ddp_loop rank"
+        )
+        self._process.start()
+        tasks.close()
+        stacks.close()
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid or 0
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can take another task."""
+        return self.alive and not self.spent
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _START_S
+        while not self.ready:
+            wait_for_any([self], deadline - time.monotonic())
+            word = self._receive()
+            self.ready = isinstance(word, Ready)
+            if isinstance(word, Failure):
+                raise RuntimeError(
+                    f"a worker process {word.headline} before it was ready; its own message stands above. "
+                    "New processes import the main script: what starts them must stand under "
+                    '`if __name__ == "__main__":`'
+                )
+            if not self.ready and time.monotonic() > deadline:
+                raise RuntimeError(f"a worker process must be ready within {_START_S:g} s; this one was not")
+
+    def send(self, task: Task) -> None:
+        self.working = True
+        try:
+            self._tasks.send(task)
+        except OSError:
+            return  # it has just died; the answer will say so
+
+    def answer(self) -> Answer | None:
+        """What became of the task, or None while it runs."""
+        word: Answer | None = self._receive()
+        if word is not None:
+            self.working, self.spent = False, word.last
+        return word
+
+    def _receive(self) -> Any:
+        alive = self.alive  # before the look into the pipe: a worker may answer and then die
+        try:
+            if self._tasks.poll():
+                return self._tasks.recv()
+        except (EOFError, OSError):
+            self._process.join(_STACK_S)
+            alive = False
+        if alive:
+            return None
+        if self._process.exitcode == PEER_FAILED_EXIT:
+            return Failure(
+                FailurePriority.PEER_FAILED, "was ended, since another rank failed and it could not be interrupted"
+            )
+        return Failure(FailurePriority.DIED, _cause_of_death(self._process.exitcode))
+
+    def stuck(self, headline: str) -> Failure:
+        """The failure of a worker that does not come back, with its stack."""
+        self.send_signal(signal.SIGUSR1)
+        stack, timeout_s = b"", _STACK_S
+        while self._stacks.poll(timeout_s):
+            chunk = os.read(self._stacks.fileno(), 1 << 16)
+            if not chunk:
+                break
+            stack, timeout_s = stack + chunk, _STACK_SILENCE_S
+        text = stack.decode(errors="replace")
+        blame = FailurePriority.STUCK_IN_COLLECTIVE if "torch/distributed" in text else FailurePriority.STUCK
+        return Failure(blame, headline, text or "(it gave no stack: it is stopped, or stuck in the kernel)\n")
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.alive:  # which has reaped it if it died, so the id is not another process's by now
+            os.kill(self.process_id, number)
+
+    def ask_to_end(self) -> None:
+        if self.ready and not self.working and self.alive:
+            try:
+                self._tasks.send(None)
+            except OSError:
+                return
+
+    def end(self) -> None:
+        if self.ready and not self.working:
+            self._process.join(_END_S)
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._tasks.close()
+        self._stacks.close()
+
+
+def wait_for_any(workers: Iterable[Worker], timeout_s: float) -> None:
+    """Wait until one of the workers may have something to say, for `timeout_s` or less."""
+    sources = [source for worker in workers for source in (worker._tasks, worker._process.sentinel)]
+    wait(sources, min(max(timeout_s, 0.0), _LOOK_S))
+
+
+def _cause_of_death(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"died with exit code {exit_code}"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"died by signal {-exit_code} ({known.get(-exit_code, 'unnamed')})"
+
+
+def serve(tasks: Connection, stacks: Connection, parent: int, main_thread: bool) -> None:
+    """Run tasks until None comes or the parent closes or dies. This is the target of a worker process.
+
+    Args:
+        tasks: `Task` or None comes in; `Ready`, then `Returned` or `Failure` for each task goes out.
+        stacks: SIGUSR1 writes the Python stacks of all threads here, also while the process is stuck.
+        parent: process id of the parent.
+        main_thread: whether the parent's main thread started this process.
+    """
+    _end_with(parent, main_thread)
+    os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which passes it on to the ranks at work, once
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A spawned process would spawn the workers of a DataLoader too: 3.3 s for an epoch's start and not 0.06.
+    multiprocessing.set_start_method(None, force=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks.fileno())
+    _print_whole_lines()
+    threads = torch.get_num_threads()
+    tasks.send(Ready())
+    with suppress(EOFError, ConnectionError):
+        while (task := tasks.recv()) is not None:
+            answer = _run(task, threads)
+            tasks.send(answer)
+            if answer.last:
+                break
+    # What the tasks registered runs, but the interpreter is not taken apart: with torch that takes 0.4 s each.
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(0)
+
+
+def _print_whole_lines() -> None:
+    # Under PYTHONUNBUFFERED a print writes its words one by one, and those of several ranks would mix.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more, or the task closed it
+            stream.flush()
+
+
+def _end_with(parent: int, main_thread: bool) -> None:
+    # The kernel's signal comes at the death of the parent's *thread* that started this process. So it serves the main
+    # thread only; otherwise a thread of this process watches.
+    asked = main_thread and end_with_parent()
+    if not asked:
+        threading.Thread(target=_watch, args=(parent,), name="ddp_loop-parent-watch", daemon=True).start()
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    pipe = multiprocessing.parent_process()
+    # Another child that the parent forked may hold the pipe open, so the parent's id is looked at too.
+    while os.getppid() == parent and not wait([pipe.sentinel] if pipe else [], _PARENT_CHECK_S):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _surround(task: Task, threads: int) -> None:
+    """Make the surroundings of the task, whatever an earlier one left."""
+    for name in os.environ.keys() - task.environment.keys():
+        del os.environ[name]
+    os.environ.update(task.environment)
+    sys.path[:] = task.path
+    os.chdir(task.folder)
+    # torch read OMP_NUM_THREADS when it was imported; the pool's workers live longer than one task.
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) else threads)
+
+
+def _run(task: Task, threads: int) -> Answer:
+    answer: Answer
+    children = children_except(set())
+    try:
+        _surround(task, threads)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        function, arguments, keywords = pickle.loads(task.call)
+        result = None
+        with suppress(Stopped):  # asked to stop, it did in good order, and has no result
+            result = function(*arguments, **keywords)
+        answer = _returned(result)
+        _leave_group(failed=False)
+    except BaseException as error:
+        # SystemExit and KeyboardInterrupt too: no task ends a worker of the pool.
+        _leave_group(failed=True)
+        answer = _raised(error)
+        end_daemons(children_except(children))
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _flush()
+    return replace(answer, last=keeps_a_group())
+
+
+def _returned(result: Any) -> Returned:
+    try:
+        return Returned(pack(result))
+    except Exception as error:
+        raise TypeError(
+            f"the result of a rank is pickled on its way back; this {type(result).__qualname__} cannot be "
+            f"({error}); return numbers, tensors, or containers of them"
+        ) from error
+
+
+def _raised(error: BaseException) -> Failure:
+    trace = error.__traceback__
+    while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next  # the frames of this module say nothing to the user
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    summary = traceback.format_exception_only(error)[0].rstrip()
+    exception = None
+    with suppress(Exception):
+        exception = pack(error)
+    blame = FailurePriority.PEER_FAILED if _another_failed(error) else FailurePriority.RAISED
+    names = error.rank if isinstance(error, PeerFailed) else None
+    return Failure(blame, f"raised {summary}", text, exception, names=names)
+
+
+def _another_failed(error: BaseException) -> bool:
+    """Whether a rank raised this because another one failed.
+
+    gloo says "Connection closed by peer" or "Connection reset by peer" in a plain RuntimeError.
+    """
+    return isinstance(error, PeerFailed) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def _leave_group(*, failed: bool) -> None:
+    """Leave the process group that the function left behind: no peer waits, and the next task can join.
+
+    Destroying a gloo group closes its connections only with the last reference to it, and the traceback of a
+    failure holds some; `abort` closes them at once.
+    """
+    if not dist.is_initialized():
+        return
+    with suppress(Exception):  # what the group says now is not news: the function has ended
+        if failed:
+            dist.distributed_c10d._get_default_group().abort()
+        dist.destroy_process_group()

@@ -1,0 +1,441 @@
+"""Ranks: joining them, their devices, sums over them, and one failure that becomes everybody's."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from types import TracebackType
+from typing import Self, TypeVar
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from ddp_loop.determinism import EVALUATION, require_pinned, seed_everything, stream_key
+from ddp_loop.distributed.collectives import Collectives
+from ddp_loop.distributed.devices import RankEnv
+from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error
+from ddp_loop.distributed.process_group import ProcessGroups
+from ddp_loop.distributed.store import RankStore
+from ddp_loop.distributed.watchdog import Watchdog
+
+Value = TypeVar("Value")
+_LEFT = "a world is used inside its `with`, until it is left; this one was left: join_world() again"
+_FIRST = (
+    "inside `with world.rank_zero_first()` the ranks are not at the same place, so no collective can be made: "
+    "put it behind"
+)
+
+
+class World:
+    """The ranks together, as one of them sees them; made by `join_world`, left at the end of its `with`.
+
+    Attributes:
+        rank: this process's number, 0 .. size-1.
+        size: the number of ranks.
+        device: where this rank computes.
+        seed: what all random streams start from; the same on every rank.
+        timeout_s: how long a collective waits for the slowest rank, in seconds.
+        ended_by: the exception by which it is being left.
+        stage, step: where this rank is, as a Loop keeps it: data, forward, backward, fold, optimizer (what follows the
+            fold), ...; and the iteration. A rank that fails tells it.
+    """
+
+    def __init__(self, place: RankEnv, device: torch.device, *, seed: int, threads: int, timeout_s: float) -> None:
+        self.rank, self.size = place.rank, place.size
+        self.device, self.seed, self.timeout_s = device, seed, timeout_s
+        self._closers: list[Callable[[], None]] = []
+        self._firsts = 0
+        self._refusal: str | None = None  # why no collective can be made now
+        self._busy: str | None = None  # why none but the step's own can
+        self._deferred: list[Callable[[], None]] = []  # what comes before the next collective
+        self._threads_before = torch.get_num_threads()
+        self._groups: ProcessGroups | None = None
+        # A world of one has no groups and a store of its own: every line above these is the same for it.
+        self._store = RankStore(dist.HashStore(), self.rank, self.size)
+        self._collectives = Collectives(None, None, self._store, device, timeout_s)
+        self._watchdog: Watchdog | None = None
+        self.stage, self.step = "", 0
+        self._stop_here: Callable[[str], None] | None = None
+        self.ended_by: BaseException | None = None
+        self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # a loop notes what is evaluated
+        # What loops were told of replicas: the class and name of buffers that are each rank's own, and modules that
+        # nobody compares.
+        self.own_buffers: set[tuple[type, str]] = set()
+        self.uncompared: WeakSet[object] = WeakSet()
+        self._evaluations: dict[tuple[int, int], int] = {}  # outside of steps, and at the one at hand: how many
+        try:
+            if place.size > 1 or dist.is_initialized():
+                self._join(place)
+            self._watchdog = Watchdog(self._store_aside(), self.rank, lambda: self.where)
+            self._watchdog.start()
+            self.require_equal("seed, threads and timeout_s", (seed, threads, timeout_s))
+            torch.set_num_threads(threads)
+            seed_everything(seed)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _join(self, place: RankEnv) -> None:
+        self._groups = ProcessGroups(place, self.device, self.timeout_s)
+        self._store = RankStore(self._groups.store, self.rank, self.size)
+        self._collectives = Collectives(
+            self._groups.steps, self._groups.others, self._store, self.device, self.timeout_s
+        )
+        require_pinned(self._groups.backends)
+
+    def _store_aside(self) -> RankStore:
+        """The same words through a connection of its own: whoever waits at the store in the main one blocks that."""
+        return self._store if self._groups is None else RankStore(self._groups.store_aside(), self.rank, self.size)
+
+    @property
+    def store(self) -> RankStore:
+        """What the ranks tell each other through the launcher's store."""
+        return self._store
+
+    @property
+    def where(self) -> RankStatus:
+        """Where this rank is: what it tells the others when it fails, or is asked."""
+        return RankStatus(self.stage, self.step, self._collectives.waits)
+
+    # -- sums and words between the ranks ------------------------------------------------------------------
+
+    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Start to add `tensor` up over all ranks, in place; `finish` waits. Every rank must call this."""
+        return self._start(lambda group: group.allreduce([tensor]))
+
+    def start_exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, from_each: list[int], to_each: list[int]
+    ) -> dist.Work | None:
+        """Start to send each rank its rows of `sent`, and to receive what all send here. Every rank must call this.
+
+        Args:
+            received, sent: (rows, K) each, contiguous, in the order of the ranks.
+            from_each, to_each: how many rows, for each rank.
+        """
+        return self._start(lambda group: group.alltoall_base(received, sent, from_each, to_each))
+
+    def start_gather(self, whole: torch.Tensor, part: torch.Tensor) -> dist.Work | None:
+        """Start to put every rank's `part`, (K,), side by side into `whole`, (size * K,). Every rank must call this."""
+        return self._start(lambda group: group._allgather_base(whole, part))
+
+    def _start(self, collective: Callable[[dist.ProcessGroup], dist.Work]) -> dist.Work | None:
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
+        return self._collectives.start(collective)
+
+    def finish(self, work: dist.Work | None) -> None:
+        """Wait for a sum that `start_sum` began.
+
+        On a GPU with NCCL only the device waits, not the host.
+
+        Raises:
+            PeerFailed: a rank failed, or did not come within the world's timeout.
+        """
+        if work is not None:
+            self._collectives.finish(work)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add `tensor` up over all ranks, in place, and return it. Every rank must call this."""
+        self.require_collectives_allowed()
+        self._collectives.sum(tensor, self.where)
+        return tensor
+
+    def gather(self, value: Value, what: str = "a value", *, in_step: bool = False) -> list[Value]:
+        """Every rank's `value`, in rank order. Every rank must call this.
+
+        For a few words at the start of things: it pickles, and takes two collectives on the CPU.
+
+        Args:
+            value: this rank's.
+            what: it is; ranks that gather something else at the same time are told so.
+            in_step: also where only the step's own collectives are taken.
+        """
+        self._require_allowed(in_step=in_step)
+        return self._collectives.gather(value, what, self.where)
+
+    def numbers(self, number: int, what: str, *, in_step: bool = False) -> list[int]:
+        """Every rank's whole `number` of 64 bits, in rank order, in one small collective. Every rank must call this.
+
+        Args:
+            number, what, in_step: as in `gather`.
+        """
+        self._require_allowed(in_step=in_step)
+        return self._collectives.numbers(number, what, self.where)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Make `tensor` on every rank what it is on rank 0, in place. Every rank must call this."""
+        self.broadcast_all([tensor])
+        return tensor
+
+    def broadcast_all(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make these contiguous tensors on every rank what they are on rank 0. Every rank must call this."""
+        self.require_collectives_allowed()
+        self._collectives.broadcast(tensors, self.where)
+
+    def raise_if_any_failed(self, problem: Exception | None) -> None:
+        """Raise on every rank if one of them has a problem: there its own, elsewhere `PeerFailed`.
+
+        Every rank must call this.
+        """
+        told = self.gather(None if problem is None else (format_error(problem), self.where), "problems")
+        if problem is not None:
+            raise problem
+        for rank, one in enumerate(told):
+            if one is not None:
+                text, where = one
+                raise PeerFailed(f"rank {rank} failed{where}: {text}", rank, where.stage, where.step)
+
+    def require_equal(self, what: str, value: Value) -> None:
+        """Raise ValueError on every rank unless `value` is the same on all. Every rank must call this."""
+        values = self.gather(value, what)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise ValueError(
+                    f"{what} must be the same on every rank; rank 0 has {values[0]}, rank {rank} has {other}"
+                )
+
+    def begin_evaluation(self, stage: str) -> int:
+        """The key of an evaluation's random streams, another one each time. Every rank must call this.
+
+        It follows from the step at hand, whether it is over (no `stage`, as behind an epoch), and how many came before
+        there: so a run that goes on has the same ones.
+        """
+        place = self.step, int(self.step > 0 and stage != "")
+        before = self._evaluations.get(place, 0)
+        outside = (0, 0)
+        self._evaluations = {outside: self._evaluations.get(outside, 0), place: before + 1}
+        return stream_key(self.seed, EVALUATION, *place, before)
+
+    # -- one rank, or one after the other ------------------------------------------------------------------
+
+    def print(self, *values: object) -> None:
+        """Print from rank 0 alone, at once; where nothing can be printed, as to a file on a full disk, it is not."""
+        if self.rank == 0:
+            with suppress(OSError):
+                print(*values, flush=True)
+
+    @contextmanager
+    def rank_zero_first(self, timeout_s: float = 1800.0) -> Iterator[None]:
+        """Run the block on rank 0 first; the others wait, then run it too. Every rank must call this.
+
+        For work that one rank must do before the others find it done: a download, a folder. If rank 0 fails,
+        all fail. On several machines rank 0 is first among all of them. No collective inside.
+
+            with world.rank_zero_first():
+                data = download_unless_there(folder)
+
+        Args:
+            timeout_s: how long the others wait for rank 0, in seconds.
+
+        Raises:
+            PeerFailed: rank 0 failed in the block, a rank failed while this one waited, or rank 0 took longer.
+        """
+        self.require_collectives_allowed()
+        self._firsts += 1
+        key = f"first/{self._firsts}"
+        told = ""
+        if self.rank != 0:
+            self._store.await_first(key, timeout_s)
+        self._refusal = _FIRST
+        try:
+            yield
+        except BaseException as error:
+            told = format_error(error)
+            raise
+        finally:
+            if self._refusal is _FIRST:
+                self._refusal = None
+            if self.rank == 0:
+                self._store.put(key, told)
+
+    def on_rank_zero(self, function: Callable[[], Value], *, timeout_s: float = 1800.0) -> Value:
+        """Call `function` on rank 0 alone; every rank gets its result, or fails with it. Every rank must call this.
+
+            folder = world.on_rank_zero(lambda: make_folder("runs"))
+
+        Args:
+            function: makes no collective; what it returns is pickled for the others.
+            timeout_s: how long the others wait for rank 0, in seconds.
+
+        Raises:
+            Exception: on rank 0, whatever the function raises.
+            PeerFailed: on the others.
+        """
+        self.require_collectives_allowed()
+        self._firsts += 1
+        result, problem, key = [], None, f"first/{self._firsts}"
+        if self.rank == 0:
+            self._refusal = _FIRST
+            try:
+                result = [function()]
+            except Exception as error:
+                problem = error
+            finally:
+                self._refusal = None
+            self._store.put(key, "")
+        else:
+            self._store.await_first(key, timeout_s)
+        self.raise_if_any_failed(problem)
+        found: Value = self.gather(result, "what rank 0 found")[0][0]
+        return found
+
+    # -- stopping ------------------------------------------------------------------------------------------
+
+    @property
+    def stop_asked(self) -> str | None:
+        """Why the ranks are asked to stop, as far as this one knows; None if they are not, or no loop could follow."""
+        return None if self._watchdog is None or self._stop_here is None else self._watchdog.stop
+
+    def install_stop_handlers(self, elsewhere: Callable[[], str | None], stop_here: Callable[[str], None]) -> None:
+        """Take SIGINT and SIGTERM as requests to stop, and what `elsewhere` finds; `stop_here` keeps what was made."""
+        if self._watchdog is not None:
+            self._watchdog.look_for_stop, self._watchdog.say = elsewhere, self._say
+            self._watchdog.install_stop_handlers()
+            self._stop_here = stop_here
+
+    def restore_stop_handlers(self) -> None:
+        """Put the handlers back that were there; after a stop they stay, for the same request's echo, until leaving."""
+        if self._watchdog is not None:
+            self._watchdog.look_for_stop = lambda: None
+            if not self._watchdog.requests.has_followed:
+                self._watchdog.signals.restore()
+            self._stop_here = None
+
+    def stop_followed(self) -> str | None:
+        """The request was followed, on every rank at the same step; why it was made, if anybody said so."""
+        return None if self._watchdog is None else self._watchdog.stop_followed()
+
+    def agree_to_stop(self) -> None:
+        """Leave on every rank if one was asked to stop, outside of a step. Every rank must call this.
+
+        Raises:
+            Stopped: what was made is kept.
+        """
+        if self._stop_here is not None and any(asked := self.gather(self.stop_asked, "requests to stop")):
+            self._stop_here(next(why for why in asked if why))
+            self.stop_followed()
+            raise Stopped
+
+    def _say(self, line: str) -> None:
+        if self.rank == 0:
+            sys.stderr.write(f"ddp_loop: {line}\n")
+
+    # -- leaving -------------------------------------------------------------------------------------------
+
+    def on_leaving(self, close: Callable[[], None]) -> None:
+        """Call `close` when the world is left, also after an exception; the last one given, first."""
+        self._closers.append(close)
+
+    def __enter__(self) -> Self:
+        self.require_collectives_allowed()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Stopped):
+            error = None  # on all ranks, in good order
+        self.ended_by = error
+        if self._watchdog is not None:
+            self._watchdog.leaving(failed=error is not None)
+        if error is not None and not isinstance(error, PeerFailed):
+            self._store.set_failure(error, self.where)
+        try:
+            if error is None:
+                self._run_deferred()
+        finally:
+            self.leave(failed=error is not None)
+            self.ended_by = None  # its traceback holds all that was at hand
+
+    def leave_at_exit(self) -> None:
+        """Leave when the interpreter ends, unless that was done before; an uncaught exception is told the peers."""
+        usual = sys.excepthook
+
+        def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if not self.is_left:
+                self.__exit__(kind, error, trace)
+            usual(kind, error, trace)
+
+        def end() -> None:
+            if not self.is_left:
+                self.__exit__(None, None, None)
+
+        def forget() -> None:
+            atexit.unregister(end)
+            if sys.excepthook is tell:
+                sys.excepthook = usual
+
+        sys.excepthook = tell
+        atexit.register(end)
+        self.on_leaving(forget)
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Leave the ranks: close what was opened, the group and the connections, put the thread count back.
+
+        After a failure the connections are cut at once, so that no peer waits for the timeout.
+        """
+        if self._refusal is _LEFT:
+            return
+        self._refusal = _LEFT
+        with ExitStack() as ending:  # the last one first, and each also if one before it raises
+            if self._watchdog is not None:
+                ending.callback(self._watchdog.end)
+            ending.callback(torch.set_num_threads, self._threads_before)
+            ending.callback(self._leave_groups, failed)
+            for close in self._closers:
+                ending.callback(close)
+            if failed and self._groups is not None:
+                ending.callback(self._groups.cut_off)
+        self._closers = []
+
+    def _leave_groups(self, failed: bool) -> None:
+        if self._groups is not None:
+            if not failed:
+                with suppress(RuntimeError):  # the store is gone with the launcher
+                    self._store.set_ended()
+            under_way = self._collectives.under_way
+            self._collectives = Collectives(None, None, self._store, self.device, self.timeout_s)
+            self._groups.leave(under_way, failed=failed)  # their last references
+        self._groups = None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the world was left."""
+        return self._refusal is _LEFT
+
+    def block_collectives(self, why: str | None) -> None:
+        """Refuse all collectives but sums that are started, with this reason; None takes them again."""
+        self._busy = why
+
+    def defer(self, collective: Callable[[], None]) -> None:
+        """Make this collective before the next one, or when the world is left in good order; not after a failure.
+
+        Several are made one after the other.
+        """
+        self._deferred.append(collective)
+
+    def _run_deferred(self) -> None:
+        owed, self._deferred = self._deferred, []
+        for one in owed:
+            one()
+
+    def _require_allowed(self, *, in_step: bool) -> None:
+        """`require_collectives_allowed`, or inside a step that the world was not left."""
+        if not in_step:
+            self.require_collectives_allowed()
+        elif self._refusal is not None:
+            raise RuntimeError(self._refusal)
+
+    def require_collectives_allowed(self) -> None:
+        """Be ready for a collective.
+
+        Raises:
+            RuntimeError: none can be made here: after leaving, in `rank_zero_first`, inside a step.
+        """
+        self._run_deferred()
+        why = self._refusal or self._busy
+        if why is not None:
+            raise RuntimeError(why)

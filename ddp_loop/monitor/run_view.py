@@ -1,0 +1,338 @@
+"""A run folder as the page shows it: what becomes of the run, how far it is, its curves, and what cannot be read."""
+
+from __future__ import annotations
+
+import shlex
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddp_loop.checkpoint import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    NAME,
+    RANKS,
+    ROWS,
+    STATUS,
+    STOP,
+    ask_to_stop,
+    is_running,
+    read_json,
+)
+from ddp_loop.monitor.series import MetricSeries, extremes, nothing_for_nan, places_of, smooth, thin_out
+from ddp_loop.reporting import JsonlTail
+
+FRESH_S = 0.4  # what was read so long ago is not read again
+READ_S = 0.5  # the most for one look; a long file takes several
+RECENT = 100  # rows by which speed is measured
+MOST_MARKS, MOST_RANKS, MOST_COMMAND = 60, 64, 20_000
+ENDED = ("done", "stopped", "left", "failed")
+
+
+class RunView:
+    """Looks at a run folder, and never writes there but for `stop`. Several threads may ask.
+
+    Args:
+        key: what the page calls the run.
+        folder: of Loop(run_dir=...), there or not.
+    """
+
+    def __init__(self, key: str, folder: Path) -> None:
+        self.key, self.folder = key, folder.absolute()
+        self._turn = threading.RLock()
+        self._looked = -FRESH_S
+        self._seen = False
+        self._generation = 0
+        self._rows, self._evaluations = MetricSeries(), MetricSeries()
+        self._tails = [JsonlTail(self.folder / name) for name in (ROWS, EVALUATIONS, RANKS)]
+        self._ranks: list[dict[str, float | int | None]] = []
+        self._status: dict[str, Any] = {}
+        self._extent: dict[str, int] = {}
+        self._state, self._is_behind = "missing", False
+        self._summary: dict[str, Any] = {}
+
+    # -- looking -------------------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        if time.monotonic() - self._looked < FRESH_S and not self._is_behind:
+            return
+        if not self.folder.is_dir():
+            self._state = "gone" if self._seen else "missing"
+        else:
+            self._seen = True
+            self._status = read_json(self.folder / STATUS) or {}
+            self._state = self._state_now()
+            self._record_extent()
+            self._read()
+        self._looked = time.monotonic()
+        self._summary = self._sum_up()
+
+    def _state_now(self) -> str:
+        said = self._status.get("status")
+        if is_running(self.folder):
+            return "stopping" if (self.folder / STOP).exists() else "running"
+        if said in ENDED:
+            return str(said)
+        return "lost" if said is not None else "waiting"
+
+    def _record_extent(self) -> None:
+        """How much there is to do, from the newest word that says it."""
+        for name in ("epochs", "steps_per_epoch", "steps"):
+            if (number := _count(self._status.get(name))) is not None:
+                self._extent[name] = number
+            elif name in self._status:
+                self._extent.pop(name, None)
+
+    def _read(self) -> None:
+        deadline, self._is_behind = time.monotonic() + READ_S, False
+        for tail, take in zip(self._tails, (self._rows_anew, self._evaluations_anew, self._ranks_anew), strict=True):
+            while True:
+                news = tail.poll()
+                take(news.rows, news.anew)
+                if not news.more:
+                    break
+                if time.monotonic() > deadline:
+                    self._is_behind = True
+                    break
+
+    def _rows_anew(self, rows: list[dict[str, Any]], anew: bool) -> None:
+        if anew:
+            self._rows, self._generation = MetricSeries(), self._generation + 1
+        for row in rows:
+            self._rows.add(row)
+
+    def _evaluations_anew(self, rows: list[dict[str, Any]], anew: bool) -> None:
+        if anew:
+            self._evaluations, self._generation = MetricSeries(), self._generation + 1
+        for row in rows:
+            self._evaluations.add(row)
+
+    def _ranks_anew(self, rows: list[dict[str, Any]], anew: bool) -> None:
+        if anew:
+            self._ranks = []
+        said = rows[-1].get("ranks") if rows else None
+        if isinstance(said, list):
+            found = [one for one in said if isinstance(one, dict) and _count(one.get("rank")) is not None]
+            names = ("rank", "step_s", "wait_s", "memory_mib")
+            self._ranks = [{name: _finite(one.get(name)) for name in names} for one in found[:MOST_RANKS]]
+
+    # -- what the page shows -------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the curves, as JSON values; `version` is another one when the curves changed."""
+        with self._turn:
+            self._poll()
+            return self._summary
+
+    def _sum_up(self) -> dict[str, Any]:
+        rows, last = self._rows, self._rows.last()
+        iteration, total = self._iteration(), self._total()
+        elapsed_s, rest_s, speed = self._times(iteration, total)
+        done = self._state == "done"
+        return {
+            "key": self.key,
+            "folder": str(self.folder),
+            "version": f"{self._generation}.{len(rows)}.{len(self._evaluations)}.{last.get('iteration', 0)}",
+            "state": self._state,
+            "says": self._says(iteration),
+            "why": self._why(),
+            "rows": len(rows),
+            "iteration": iteration,
+            "steps": total,
+            "epoch": last.get("epoch") or None,
+            "epochs": self._extent.get("epochs"),
+            "fraction": 1.0 if done else min(1.0, iteration / total) if total else None,
+            "elapsed_s": elapsed_s,
+            "remaining_s": rest_s,
+            "samples_per_s": speed,
+            "ranks": _count(self._status.get("ranks")),
+            "device": _text(self._status.get("device")),
+            "checkpoint": self._checkpoint(),
+            "last": last,
+            "names": rows.names,
+            "evaluated": self._evaluations.names,
+            "by_rank": self._ranks,
+            "problems": self._problems(),
+            "continue": self._continue(),
+            "can_stop": self._state == "running",
+        }
+
+    def _iteration(self) -> int:
+        row = self._rows.last().get("iteration") or 0
+        said = _count(self._status.get("iteration")) or 0
+        return said if self._state in ENDED and said else max(int(row), said)
+
+    def _total(self) -> int | None:
+        have = self._extent
+        by_epochs = have["epochs"] * have["steps_per_epoch"] if {"epochs", "steps_per_epoch"} <= have.keys() else None
+        found = [number for number in (have.get("steps"), by_epochs) if number]
+        return min(found) if found else None
+
+    def _times(self, iteration: int, total: int | None) -> tuple[float | None, float | None, float | None]:
+        """Seconds gone, seconds to come, samples per second lately; None for what is not known."""
+        if not len(self._rows) or "elapsed_s" not in self._rows.names:
+            return None, None, None
+        seconds = self._rows.values("elapsed_s")
+        if seconds[-1] != seconds[-1]:
+            return None, None, None
+        since = 0.0
+        if self._state in ("running", "stopping"):
+            began = self._status.get("at")
+            with suppress(OSError):
+                written = (self.folder / ROWS).stat().st_mtime
+                began = max(written, began) if isinstance(began, int | float) else written
+            since = max(0.0, time.time() - began) if isinstance(began, int | float) else 0.0
+        elapsed = float(seconds[-1]) + since
+        recent = min(len(seconds) - 1, RECENT)
+        took = float(seconds[-1] - seconds[-1 - recent]) if recent else 0.0
+        if not took > 0:
+            return round(elapsed), None, None
+        made = int(self._rows.iterations[-1] - self._rows.iterations[-1 - recent])
+        samples = self._rows.values("samples")[-recent:] if "samples" in self._rows.names else [np.nan]
+        rest = None
+        if total is not None and self._state in ("running", "stopping"):
+            rest = round(max(0.0, (total - iteration) * took / made - since))
+        return round(elapsed), rest, nothing_for_nan(float(np.sum(samples)) / took)
+
+    def _says(self, iteration: int) -> str:
+        at = f"step {iteration}"
+        kept = NAME.fullmatch(_text(self._status.get("checkpoint")) or "")
+        if kept is None:
+            saved = "no checkpoint"
+        elif int(kept[1]) == iteration:
+            saved = "checkpoint saved"
+        else:
+            saved = f"last checkpoint at step {int(kept[1])}"
+        return {
+            "missing": "there is no such run folder yet",
+            "gone": "the run folder is not there any more",
+            "waiting": "no run has begun in this folder yet",
+            "running": "running",
+            "stopping": "stopping\u2026",
+            "lost": f"ended without a word after {at}: its process is gone",
+            "done": f"done at {at}, {saved}",
+            "stopped": f"stopped at {at}, {saved}",
+            "left": f"left by its script at {at}, {saved}",
+            "failed": f"failed {self._where()}",
+        }[self._state]
+
+    def _where(self) -> str:
+        step, rank, stage = _count(self._status.get("step")), self._status.get("rank"), _text(self._status.get("stage"))
+        parts = ["on a rank" if _count(rank) is None else f"on rank {rank}"]
+        parts += [f"in step {step}"] if step is not None else []
+        parts += [f"({stage})"] if stage else []
+        return " ".join(parts)
+
+    def _why(self) -> str | None:
+        if self._state == "stopping":
+            with suppress(OSError):
+                return _text((self.folder / STOP).read_text(errors="replace")[:200].strip())
+        return _text(self._status.get("why")) if self._state in ENDED else None
+
+    def _checkpoint(self) -> str | None:
+        """The newest one's name; whether it is valid, `checkpoints` says."""
+        with suppress(OSError):
+            names = [one.name for one in (self.folder / CHECKPOINTS).iterdir() if NAME.fullmatch(one.name)]
+            return max(names, key=lambda name: (int(name.split("-")[1]), name), default=None)
+        return None
+
+    def _problems(self) -> list[str]:
+        said = ["the files are still being read"] if self._is_behind else []
+        for tail in self._tails:
+            if tail.unreadable:
+                many = f"{tail.unreadable} lines" if tail.unreadable > 1 else "1 line"
+                said.append(f"{tail.path.name}: {many} cannot be read, the first is line {tail.first_unreadable}")
+            if tail.half and self._state not in ("running", "stopping"):
+                said.append(f"{tail.path.name}: the last line is half-written and left out ({tail.half} bytes)")
+        for name, columns in ((ROWS, self._rows), (EVALUATIONS, self._evaluations)):
+            if columns.refused:
+                said.append(f"{name}: {columns.refused} rows have no iteration and are left out")
+            if columns.left_out:
+                said.append(f"{name}: {len(columns.left_out)} more metrics are left out")
+        if "loss" in self._rows.names and (bad := int(np.isnan(self._rows.values("loss")).sum())):
+            said.append(f"{bad} {'losses are' if bad > 1 else 'loss is'} not finite")
+        return said
+
+    def _continue(self) -> str | None:
+        """The command that goes on with the run, as far as status.json knows it."""
+        if self._state not in ("stopped", "failed", "left", "lost"):
+            return None
+        said, directory = self._status.get("command"), _text(self._status.get("directory"))
+        command = [str(word) for word in said] if isinstance(said, list) and said else ["SCRIPT.py"]
+        ranks = _count(self._status.get("ranks")) or 1
+        start = ["torchrun", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
+        there = f"cd {shlex.quote(directory)} && " if directory else ""
+        whole = there + shlex.join([*start, *command])
+        return whole if len(whole) < MOST_COMMAND else f"{there}{' '.join(start)} ... (too long to be shown)"
+
+    # -- curves --------------------------------------------------------------------------------------------
+
+    def curves(self, points: int, smoothing: int, first: int, last: int) -> dict[str, Any]:
+        """The columns, thinned out to `points`, as JSON values.
+
+        Args:
+            points: the most per curve; each bucket of rows keeps its minimum and maximum, and the last row is itself.
+            smoothing: rows of the exponential mean, taken of all rows before they are thinned out; 0 for none.
+            first, last: iterations shown, and one more on either side.
+        """
+        with self._turn:
+            self._poll()
+            rows = self._rows
+            iterations, epochs = rows.iterations, rows.epochs
+            low = max(0, int(np.searchsorted(iterations, first)) - 1)
+            high = min(len(rows), int(np.searchsorted(iterations, last, side="right")) + 1)
+            starts = thin_out(high - low, points)
+            curves, smoothed = {}, {}
+            for name in rows.names:
+                if name == "elapsed_s":
+                    continue
+                values = rows.values(name)
+                curves[name] = _listed(extremes(values[low:high], starts))
+                if smoothing > 1:
+                    smoothed[name] = _listed(extremes(smooth(values, smoothing)[low:high], starts))
+            ends = np.flatnonzero(np.diff(epochs))
+            every = max(1, -(-len(ends) // MOST_MARKS))
+            ends = ends[every - 1 :: every]
+            points_of = self._evaluations
+            return {
+                "version": self._summary["version"],
+                "x": iterations[low:high][places_of(starts, high - low)].tolist(),
+                "curves": curves,
+                "smoothed": smoothed,
+                "evaluated_x": points_of.iterations.tolist(),
+                "evaluated": {name: _listed(points_of.values(name)) for name in points_of.names if name != "elapsed_s"},
+                "epochs": [[int(epochs[end]), int(iterations[end])] for end in ends],
+            }
+
+    # -- the one thing it does -----------------------------------------------------------------------------
+
+    def stop(self, why: str) -> None:
+        """Ask the run to stop with a checkpoint after the step under way.
+
+        Raises:
+            ValueError: no run is under way there.
+            OSError: the folder cannot be written.
+        """
+        ask_to_stop(self.folder, why)
+        with self._turn:
+            self._looked = -FRESH_S
+
+
+def _listed(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:
+    return [nothing_for_nan(value) for value in values.tolist()]
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value <= 10**12 else None
+
+
+def _finite(value: object) -> float | int | None:
+    return value if type(value) in (int, float) and abs(value) < 1e300 else None  # type: ignore[arg-type,return-value]
+
+
+def _text(value: object) -> str | None:
+    return value[:2000] if isinstance(value, str) and value else None

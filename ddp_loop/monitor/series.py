@@ -1,0 +1,172 @@
+"""Rows of numbers kept as columns: added to, cut back, smoothed, and thinned out for a picture of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from math import isfinite, nan
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MOST_COLUMNS = 64
+MOST_STEPS = 10**12
+_KEYS = ("iteration", "epoch")
+
+Values = npt.NDArray[np.float64]
+
+
+class MetricSeries:
+    """Rows with an iteration that rises; what else they have, by name. A value that is no finite number is NaN.
+
+    Attributes:
+        names: of the columns, as they came.
+        refused: rows without an iteration.
+        left_out: names beyond the most columns.
+    """
+
+    def __init__(self) -> None:
+        self._keys = {key: array("q") for key in _KEYS}
+        self._columns: dict[str, array[float]] = {}
+        self.refused = 0
+        self.left_out: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._keys["iteration"])
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take a row; those of later iterations go, and one of its own is added to."""
+        iteration, epoch = (row.get(key) for key in _KEYS)
+        if type(iteration) is not int or not 0 <= iteration <= MOST_STEPS:
+            self.refused += 1
+            return
+        if len(self) and iteration < self._keys["iteration"][-1]:
+            self._cut(iteration)
+        if not len(self) or iteration > self._keys["iteration"][-1]:
+            self._keys["iteration"].append(iteration)
+            self._keys["epoch"].append(epoch if type(epoch) is int and 0 <= epoch <= MOST_STEPS else 0)
+            for column in self._columns.values():
+                column.append(nan)
+        for name, value in row.items():
+            if name in _KEYS or not (value is None or isinstance(value, int | float)):
+                continue
+            if name not in self._columns:
+                if len(self._columns) >= MOST_COLUMNS:
+                    self.left_out.add(name)
+                    continue
+                self._columns[name] = array("d", [nan]) * len(self)
+            self._columns[name][-1] = _number(value)
+
+    def _cut(self, iteration: int) -> None:
+        keep = int(np.searchsorted(self.iterations, iteration))
+        for key in self._keys.values():
+            del key[keep:]
+        for column in self._columns.values():
+            del column[keep:]
+
+    @property
+    def iterations(self) -> npt.NDArray[np.int64]:
+        """Shape (rows,), rising."""
+        return np.array(self._keys["iteration"], dtype=np.int64)
+
+    @property
+    def epochs(self) -> npt.NDArray[np.int64]:
+        """Shape (rows,); 0 where a row had none."""
+        return np.array(self._keys["epoch"], dtype=np.int64)
+
+    def values(self, name: str) -> Values:
+        """A column, shape (rows,); NaN where a row had no such value, or none that is finite."""
+        return np.array(self._columns[name], dtype=np.float64)
+
+    def last(self) -> dict[str, float | int | None]:
+        """The last row; None for what is not finite."""
+        if not len(self):
+            return {}
+        row: dict[str, float | int | None] = {key: column[-1] for key, column in self._keys.items()}
+        return row | {name: nothing_for_nan(column[-1]) for name, column in self._columns.items()}
+
+
+def _number(value: object) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return nan
+    return number if isfinite(number) else nan
+
+
+def nothing_for_nan(value: float) -> float | None:
+    """JSON has no word for NaN."""
+    return None if value != value else value
+
+
+def smooth(values: Values, rows: int) -> Values:
+    """The exponential mean over some `rows`, shape (n,): m_t / w_t, which does not start at 0.
+
+        m_t = a m_(t-1) + x_t        w_t = a w_(t-1) + 1        a = 1 - 1 / rows
+
+    A NaN adds nothing to either. Recursions go block by block: inside one, m_t = a^t (m_0 + sum x_s a^-s).
+    """
+    if rows <= 1 or not len(values):
+        return values
+    there = np.isfinite(values)
+    both = np.stack([np.where(there, values, 0.0), there.astype(np.float64)])
+    decay = 1.0 - 1.0 / rows
+    block = min(len(values), max(1, int(20 * rows)))  # a^-block is e^20: no overflow, and no digits lost
+    powers = decay ** np.arange(1, block + 1)
+    carried = np.zeros((2, 1))
+    for start in range(0, len(values), block):
+        part = both[:, start : start + block]
+        power = powers[: part.shape[1]]
+        part = power * (carried + np.cumsum(part / power, axis=1))
+        both[:, start : start + block] = part
+        carried = part[:, -1:]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean: Values = both[0] / both[1]
+    return mean
+
+
+def thin_out(count: int, points: int) -> npt.NDArray[np.int64]:
+    """Where buckets of `count` rows begin so that, two points for each and the last row, there are at most `points`.
+
+    Empty if all rows fit.
+    """
+    if count <= max(points, 3):
+        return np.zeros(0, dtype=np.int64)
+    size = max(2, -(-(count - 1) // max(1, (points - 1) // 2)))
+    while (count - 1) % size == 1:  # a bucket of one row would have two points at one place
+        size += 1
+    return np.arange(0, count - 1, size, dtype=np.int64)
+
+
+def places_of(starts: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """The rows at which a thinned curve has its points: each bucket's first and last, and the last row."""
+    if not len(starts):
+        return np.arange(count, dtype=np.int64)
+    ends = np.append(starts[1:], count - 1) - 1
+    pairs = np.stack([starts, ends], axis=1).reshape(-1)
+    places: npt.NDArray[np.int64] = np.append(pairs, count - 1)
+    return places
+
+
+def extremes(values: Values, starts: npt.NDArray[np.int64]) -> Values:
+    """A thinned curve, as long as its places: each bucket's least and greatest, as they came; the last row."""
+    if not len(starts):
+        return values
+    body, size = values[:-1], int(starts[1]) if len(starts) > 1 else len(values) - 1
+    padded = np.full(len(starts) * size, nan)
+    padded[: len(body)] = body
+    table = padded.reshape(len(starts), size)
+    missing = np.isnan(table)
+    low, high = np.where(missing, np.inf, table), np.where(missing, -np.inf, table)
+    first, second = low.argmin(axis=1), high.argmax(axis=1)
+    row = np.arange(len(starts))
+    least, most = table[row, first], table[row, second]
+    rises = first <= second
+    pairs = np.stack([np.where(rises, least, most), np.where(rises, most, least)], axis=1)
+    curve: Values = np.append(pairs.reshape(-1), values[-1])
+    return curve

@@ -1,0 +1,289 @@
+"""The process behind the page: its socket, its token, the link that it prints, and when it ends.
+
+[Note: Beside training] The page is served by a process that training does not know. The command's ends with Ctrl-C. One
+that `Loop(monitor=True)` started is not stopped by the terminal's Ctrl-C, which is meant for the run, so that the page
+can say how the run ended; it ends when the script has ended and no page was open for 10 seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from ipaddress import ip_address
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from ddp_loop.monitor.app import MonitorApp, make_app
+from ddp_loop.monitor.demo import FakeRuns
+from ddp_loop.monitor.run_view import RunView
+
+if TYPE_CHECKING:
+    import uvicorn
+
+HERE = "127.0.0.1"
+LINGER_S = 10.0
+REQUEST_S = 10.0  # a client that has not said what it wants by then is sent away
+OWN_FILES = 10  # files below this number are given to the new process
+CONNECTIONS = 600  # more are told to come again
+INSTALL = "pip install 'ddp_loop[monitor]'"
+
+Say = Callable[[str], None]
+
+
+class MonitorUnavailable(ValueError):
+    """There can be no page."""
+
+
+# -- who listens, and who is let in ------------------------------------------------------------------------
+
+
+def listen(host: str = HERE, port: int = 0) -> socket.socket:
+    """A listening socket; port 0 is a free one.
+
+    Raises:
+        MonitorUnavailable: there is no such address, or it is taken.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=512)
+    except (OSError, OverflowError) as error:
+        raise MonitorUnavailable(
+            f"the page needs an address of this machine and a free port; {host}, port {port}, cannot be had ({error}): "
+            "leave --port out, and a free one is taken"
+        ) from error
+
+
+def is_here(host: str) -> bool:
+    """Whether an address is this machine's own loopback."""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def names_of(host: str, also: Sequence[str]) -> list[str]:
+    """The names that a server bound to `host` answers to."""
+    own = [HERE, "localhost", "::1"] if is_here(host) else [host, socket.gethostname()]
+    return [*own, *also]
+
+
+@contextmanager
+def token_file(host: str, port: int, token: str) -> Iterator[tuple[str, Path]]:
+    """The link, and a file with it that its owner alone can read; the file goes at the end."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    link = f"http://{f'[{name}]' if ':' in name else name}:{port}/#token={token}"
+    with tempfile.TemporaryDirectory(prefix="ddp_loop-page-") as folder:
+        path = Path(folder) / "link"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(file, "w", encoding="utf-8") as opened:
+            opened.write(link + "\n")
+        yield link, path
+
+
+def check_installed() -> None:
+    """Raise ImportError, with the command that helps, unless the page's libraries are there."""
+    try:
+        import starlette
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"the page needs starlette and uvicorn, and {error.name} is missing: {INSTALL}") from error
+    del starlette
+
+
+def views_of(runs: Sequence[Path]) -> list[RunView]:
+    """The runs, each with a short name of its own."""
+    views: dict[str, RunView] = {}
+    for run in dict.fromkeys(Path(os.path.abspath(run)) for run in runs):
+        key, number = run.name or "run", 1
+        while key in views:
+            number += 1
+            key = f"{run.name or 'run'}-{number}"
+        views[key] = RunView(key, run)
+    return list(views.values())
+
+
+def make_server(site: MonitorApp, listening: socket.socket, token: str, hosts: Sequence[str]) -> uvicorn.Server:
+    """The server of a page; `server.run(sockets=[listening])` serves until `server.should_exit`.
+
+    Raises:
+        ImportError: starlette or uvicorn is missing.
+    """
+    check_installed()
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Impatient(H11Protocol):
+        """Sends a client away that asks for nothing: at first, or after what it was answered."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._answered: object = None
+            self.loop.call_later(REQUEST_S, self._close_unless_asked)
+
+        def _close_unless_asked(self) -> None:
+            if self.transport.is_closing():
+                return
+            waits = self.cycle is None or self.cycle.response_complete
+            if waits and self.cycle is self._answered:
+                self.transport.close()
+                return
+            self._answered = self.cycle
+            self.loop.call_later(REQUEST_S, self._close_unless_asked)
+
+    class Server(uvicorn.Server):
+        """Tells the streams that it ends, so that nobody waits for them."""
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            site.is_closing = True
+            await super().shutdown(sockets)
+
+    return Server(
+        uvicorn.Config(
+            make_app(site, token, hosts, listening.getsockname()[1]),
+            http=Impatient,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=CONNECTIONS,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=2,
+        )
+    )
+
+
+# -- the command -------------------------------------------------------------------------------------------
+
+
+def serve(
+    runs: Sequence[Path], say: Say, *, host: str = HERE, port: int = 0, also: Sequence[str] = (), demo: bool = False
+) -> None:
+    """Serve the page of these runs until Ctrl-C or SIGTERM, and print its link, once.
+
+    Args:
+        runs: run folders, there or not yet.
+        say: prints a line.
+        host, port: where to listen; port 0 is a free one.
+        also: names that the page answers to, beside the address itself.
+        demo: show made-up runs too.
+
+    Raises:
+        ImportError: starlette or uvicorn is missing.
+        MonitorUnavailable: the address cannot be had.
+    """
+    check_installed()
+    signal.signal(signal.SIGTERM, _leave)
+    with listen(host, port) as listening, tempfile.TemporaryDirectory(prefix="ddp_loop-demo-") as folder:
+        number, token = listening.getsockname()[1], secrets.token_urlsafe(32)
+        with token_file(host, number, token) as (link, path):
+            if not is_here(host):
+                say(
+                    f"WARNING: {host} is more than this machine: whoever sees the link can read and stop the runs, "
+                    "and nothing that is sent is encrypted"
+                )
+            say(f"Page: {link}")
+            say(f"The link is in {path} too, for you alone. Ctrl-C ends the page, not the run.")
+            if demo:
+                with FakeRuns(Path(folder)) as made:
+                    _serve([*runs, *made.runs], listening, token, names_of(host, also))
+            else:
+                _serve(runs, listening, token, names_of(host, also))
+
+
+def _serve(runs: Sequence[Path], listening: socket.socket, token: str, hosts: Sequence[str]) -> None:
+    make_server(MonitorApp(views_of(runs)), listening, token, hosts).run(sockets=[listening])
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+# -- a page that a loop starts -----------------------------------------------------------------------------
+
+
+def start_page(run: Path, say: Say, linger_s: float = LINGER_S) -> int:
+    """Start a process that serves the page of a run, and print the link; see [Note: Beside training].
+
+    Args:
+        run: the run folder.
+        say: prints a line.
+        linger_s: how long it stays when this process has ended and no page is open.
+
+    Returns:
+        The process's id.
+
+    Raises:
+        ImportError: starlette or uvicorn is missing.
+        MonitorUnavailable, OSError: there is no free port, or no process.
+    """
+    check_installed()
+    with listen() as first, out_of_the_way(first) as listening:
+        token = secrets.token_urlsafe(32)
+        job = {"run": str(run.absolute()), "token": token, "parent": os.getpid(), "linger_s": linger_s}
+        # What the ranks have open must not stay open here: their peers would not see that it was closed.
+        start = f"import os, sys; os.closerange(4, 65536); sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
+        start += "from ddp_loop.monitor.server import serve_child; serve_child()"
+        low, writing = os.pipe()  # the token stays off the command line, which everybody can read
+        reading = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, OWN_FILES)
+        os.close(low)
+        try:
+            process = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-c", start],
+                os.environ,
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, reading, 0),
+                    (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+                    (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, listening.fileno(), 3),
+                ],
+                setsid=True,
+            )
+            os.write(writing, json.dumps(job).encode())
+        finally:
+            os.close(reading)
+            os.close(writing)
+        say(f"Page: http://{HERE}:{listening.getsockname()[1]}/#token={token}")
+    return process
+
+
+def out_of_the_way(listening: socket.socket) -> socket.socket:
+    """The same socket with a number that the new process has no use for; where stdin is closed, one is as low."""
+    return socket.socket(fileno=fcntl.fcntl(listening.fileno(), fcntl.F_DUPFD_CLOEXEC, OWN_FILES))
+
+
+def serve_child() -> None:
+    """What the process of `start_page` does: serve the socket 3 as standard input says."""
+    job: dict[str, Any] = json.loads(sys.stdin.read())
+    signal.signal(signal.SIGTERM, _leave)
+    with socket.socket(fileno=3) as listening:
+        site = MonitorApp(views_of([Path(job["run"])]))
+        with token_file(HERE, listening.getsockname()[1], job["token"]):
+            server = make_server(site, listening, job["token"], names_of(HERE, ()))
+            threading.Thread(target=_end_with, args=(job["parent"], job["linger_s"], site, server), daemon=True).start()
+            server.run(sockets=[listening])
+
+
+def _end_with(parent: int, linger_s: float, site: MonitorApp, server: uvicorn.Server) -> None:
+    used = time.monotonic()
+    while time.monotonic() - used < linger_s:
+        if site.open_pages or os.getppid() == parent:
+            used = time.monotonic()
+        time.sleep(min(0.5, linger_s / 2))
+    server.should_exit = True

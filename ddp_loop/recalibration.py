@@ -1,0 +1,157 @@
+"""Running statistics made anew over a data set, as after averaging weights: cumulative, of whole mini-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddp_loop.batch_norm import BatchNormStatistics, BatchStatistics, SyncChannel, batch_norm_layers, find_sync_channels
+from ddp_loop.data import Batches, LoadedBatch, MiniBatch
+from ddp_loop.determinism import preserved_streams, seed_shard
+from ddp_loop.distributed import World, each_module
+from ddp_loop.evaluation import Forward, forward_first
+from ddp_loop.training import IDENTITY, Buffers, check_synced, find_buffers, refuse_wrapped
+
+_AGAIN = 2**32  # among the passes over a step's shards: no loop makes so many
+
+
+def update_bn(model: nn.Module, batches: Batches, *, forward: Forward | None = None) -> None:
+    """Make batch norm's running statistics the plain mean of those of each mini-batch. Every rank must call this.
+
+    running = sum_k(statistics_k) / K over the K whole mini-batches: what `torch.optim.swa_utils.update_bn` computes in
+    one process, on any number of ranks. It is for averaged weights, which no training forward has seen. Each layer
+    keeps its momentum, each module its mode, and all other buffers stay as they are.
+
+    Args:
+        model: the same on every rank; its batch-norm layers take part if they keep running statistics.
+        batches: gone through once.
+        forward: `forward(model, data)` computes a shard's data; by default the model is given the data's first part.
+
+    Raises:
+        ValueError: data that never end; a model that torch shares between ranks; several shards a rank under synced
+            batch norm.
+        Stopped: all ranks are asked to stop, in the middle of a loop.
+        PeerFailed: another rank failed.
+    """
+    world = batches.world
+    layers = batch_norm_layers({"model": model})
+    sync_channels = [channel for channel in find_sync_channels([model]) if channel.size > 1]
+    problem: ValueError | None = None
+    try:
+        refuse_wrapped({"model": model})
+        check_synced(batches, sync_channels)
+        if not batches.ends:
+            raise ValueError("running statistics are made of the data once; these never end: give Batches a length")
+    except ValueError as error:
+        problem = error
+    world.raise_if_any_failed(problem)
+    stage, world.stage = world.stage, "update_bn"
+    others = Buffers(find_buffers({"model": model}, {*layers.values(), *_norms(model)}, {}))
+    statistics = BatchNormStatistics(layers)
+    try:
+        with _anew(model), preserved_streams(world.device), torch.no_grad(), closing(batches.epoch(0)) as stream:
+            for loaded in stream:
+                captures = _forward_shards(
+                    model, loaded, statistics, others, forward or forward_first, sync_channels, world
+                )
+                if not _move(statistics, captures, loaded.mini_batch, world):
+                    break
+            else:
+                _agreed_calls(None, (), world)
+    finally:
+        statistics.release()
+    world.agree_to_stop()
+    world.stage = stage
+
+
+def _norms(model: nn.Module) -> list[_BatchNorm]:
+    return [layer for layer in each_module({"model": model}).values() if isinstance(layer, _BatchNorm)]
+
+
+@contextmanager
+def _anew(model: nn.Module) -> Iterator[None]:
+    """Training mode, statistics that begin anew as plain means; then modes and momenta are what they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    momenta = [(layer, layer.momentum) for layer in _norms(model)]
+    try:
+        model.train()
+        for layer, _ in momenta:
+            layer.reset_running_stats()
+            layer.momentum = None
+        yield
+    finally:
+        for layer, momentum in momenta:
+            layer.momentum = momentum
+        for module, mode in modes:
+            module.training = mode
+
+
+def _forward_shards(
+    model: nn.Module,
+    loaded: LoadedBatch,
+    statistics: BatchNormStatistics,
+    others: Buffers,
+    forward: Forward,
+    sync_channels: list[SyncChannel],
+    world: World,
+) -> dict[int, list[list[BatchStatistics]]]:
+    """This rank's shards of a mini-batch gone through: each one's captures, by its number."""
+    found = {}
+    mini_batch = loaded.mini_batch
+    statistics.open()
+    for number, shard in enumerate(mini_batch.shards):
+        data = loaded.data(number)
+        seed_shard(world.seed, mini_batch.position + 1, shard.number, world.device, _AGAIN)
+        found[shard.number] = statistics.recording()
+        try:
+            with others.untouched():
+                forward(model, data)
+        finally:
+            statistics.stop()
+    if sync_channels and not mini_batch.shards:
+        with others.untouched():
+            forward(model, loaded.nothing())
+    for channel in sync_channels:
+        channel.send_control()
+    return found
+
+
+def _agreed_calls(
+    mini_batch: MiniBatch | None, calls: tuple[int, ...], world: World, problem: Exception | None = None
+) -> tuple[int, ...] | None:
+    """How often a shard calls each layer at most, on any rank; None where one is asked to stop."""
+    world.raise_if_any_failed(problem)
+    facts = None if mini_batch is None else (mini_batch.position, mini_batch.samples)
+    said = world.gather((facts, calls, world.stop_asked is not None), "a mini-batch of update_bn")
+    if any(other != said[0][0] for other, _, _ in said):
+        raise ValueError(
+            "a stream must give every rank the same samples; its mini-batches (position, samples) are "
+            f"{[other for other, _, _ in said]} on the ranks: give all ranks the whole of it"
+        )
+    return (
+        None if any(stops for _, _, stops in said) else tuple(map(max, zip(*(one for _, one, _ in said), strict=True)))
+    )
+
+
+def _move(
+    statistics: BatchNormStatistics,
+    captures: dict[int, list[list[BatchStatistics]]],
+    mini_batch: MiniBatch,
+    world: World,
+) -> bool:
+    """Move the running statistics by those of the whole mini-batch; False where a rank is asked to stop."""
+    own = [tuple(map(len, one)) for one in captures.values()] or [(0,) * len(statistics.layers)]
+    calls = _agreed_calls(mini_batch, tuple(map(max, zip(*own, strict=True))), world, statistics.problem)
+    if calls is None:
+        return False
+    shape = (len(mini_batch.sizes), statistics.width(calls))
+    rows = torch.full(shape, IDENTITY, dtype=torch.float64, device=world.device)
+    for number, one in captures.items():
+        statistics.pack(one, calls, rows[number])
+    if statistics.layers:
+        statistics.apply(world.sum(rows), calls)
+    return True

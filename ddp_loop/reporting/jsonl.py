@@ -1,0 +1,330 @@
+"""Files of JSON lines that grow by whole lines, also on a disk that is full for a while. See [Note: Damage]."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
+from io import FileIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ddp_loop.checkpoint import explained, sync_folder
+from ddp_loop.reporting.jsonl_tail import CHUNK, has_numbers, is_at_an_iteration, is_number, object_of
+
+# [Note: Damage] A run that goes on cuts its files back to its checkpoint. What lies before that is nobody's to lose: of
+# a file in which a line is no row (a flipped bit, a page of NULs after a crash, a hand) the rows stay, in order, and
+# the other lines are moved to a file beside it. Of two rows of one iteration the later one stays: it is of the process
+# that went on. What lies behind a row of a later iteration, or behind the checkpoint's own, is cut without a word.
+
+MOST_LINES = 100_000  # that wait for room, some 20 MB; then the oldest are left out
+_MOST_GAPS = 4  # that are said one by one
+
+Row = dict[str, Any]
+Each = Callable[[Row], None]
+Spans = Iterable[tuple[int, int]]
+
+
+def append_whole(file: FileIO, data: bytes, size: int) -> None:
+    """Add `data` at the file's end, all or nothing.
+
+    Raises:
+        OSError: that is not possible; the file is cut to `size` again.
+    """
+    view, written = memoryview(data), 0
+    try:
+        while written < len(data):  # a disk that is almost full takes a part
+            written += file.write(view[written:]) or 0
+    except OSError:
+        with suppress(OSError):
+            file.truncate(size)
+        raise
+
+
+def aside(path: Path) -> Path:
+    """A name beside a file, for what is damaged in it, that is not taken: rows.damaged.jsonl, rows.damaged-2.jsonl."""
+    number, there = 1, path.with_name(f"{path.stem}.damaged{path.suffix}")
+    while there.exists():
+        number += 1
+        there = path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")
+    return there
+
+
+def _lines_of(file: Any) -> Iterator[tuple[int, int, bytes]]:
+    """Where each line begins and ends, and what it says; b"" for one that is too long to be a row."""
+    start = end = 0
+    while piece := file.readline(CHUNK):
+        end += len(piece)
+        if piece.endswith(b"\n") or len(piece) < CHUNK:
+            yield start, end, piece if end - start <= CHUNK else b""
+            start = end
+    if end > start:
+        yield start, end, b""
+
+
+def _copy(source: int, spans: Spans, path: Path) -> None:
+    """Write these bytes of a file, a line each, to a new one, and bring it to the disk."""
+    try:
+        with path.open("xb") as file:
+            for start, end in spans:
+                data = b""
+                while start < end and (data := os.pread(source, min(CHUNK, end - start), start)):
+                    start += file.write(data)
+                if not data.endswith(b"\n"):
+                    file.write(b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):
+            path.unlink()
+        raise
+
+
+class _ScannedRows:
+    """What is found in a file of rows: which stay, and what is damaged; see [Note: Damage].
+
+    Args:
+        file: open for reading.
+        after: rows of later iterations go.
+        once: whether there is one row for each iteration.
+        each: is given each row that stays, until one is found that is out of its place.
+
+    Attributes:
+        damaged: where the lines lie that are no rows, and are not to be cut anyway.
+        is_sound: whether the rows that stay are the file's beginning, in order.
+        is_in_order: whether they came in order.
+        size: of that beginning.
+        elapsed_s: of its last row.
+    """
+
+    def __init__(self, file: Any, after: int, once: bool, each: Each | None) -> None:
+        self._after, self._once, self._each = after, once, each
+        self._iterations, self._starts, self._ends = array("q"), array("q"), array("q")
+        self.damaged: list[tuple[int, int]] = []
+        self.is_sound = self.is_in_order = True
+        self.size, self.elapsed_s, last = 0, 0.0, b"\n"
+        is_behind = False  # a row that is later than all that stay
+        for start, end, line in _lines_of(file):
+            text = line.lstrip(b"\0")  # which a crash may leave before what was added after it
+            row = object_of(text)
+            if row is None or not self._is_whole(row):
+                self.damaged += [] if is_behind else [(start, end)]
+                continue
+            is_behind = row["iteration"] > after
+            if not is_behind:
+                self.damaged += [(start, end - len(text))] if len(text) < len(line) else []
+                self._take(row, end - len(text), end)
+                last = line
+        if not self.is_in_order:
+            self._put_in_order()
+        if once and len(self._iterations) == after:
+            whole = max(self._ends, default=0)
+            self.damaged = [span for span in self.damaged if span[0] < whole]
+        self.is_sound = self.is_sound and not self.damaged and last.endswith(b"\n")
+
+    def _is_whole(self, row: Row) -> bool:
+        if not is_at_an_iteration(row) or not is_number(row.get("elapsed_s")):
+            return False
+        counts = (row.get("epoch"), row.get("samples"))
+        return not self._once or (row["iteration"] > 0 and has_numbers(row) and {int} == set(map(type, counts)))
+
+    def _take(self, row: Row, start: int, end: int) -> None:
+        """A row that stays."""
+        iteration, before = row["iteration"], self._iterations[-1] if self._iterations else -1
+        self.is_in_order = self.is_in_order and (iteration > before or (iteration == before and not self._once))
+        self.is_sound = self.is_sound and self.is_in_order and start == self.size
+        for column, value in ((self._iterations, iteration), (self._starts, start), (self._ends, end)):
+            column.append(value)
+        if self.is_sound:
+            self.size, self.elapsed_s = end, float(row["elapsed_s"])
+            if self._each is not None:
+                self._each(row)
+
+    def _put_in_order(self) -> None:
+        order = sorted(range(len(self._iterations)), key=self._iterations.__getitem__)
+        if self._once:
+            last = {self._iterations[number]: number for number in order}
+            self.damaged += [(self._starts[n], self._ends[n]) for n in order if last[self._iterations[n]] != n]
+            self.damaged.sort()
+            order = list(last.values())
+        for column in (self._iterations, self._starts, self._ends):
+            column[:] = array("q", [column[number] for number in order])
+
+    @property
+    def rows(self) -> Spans:
+        """Where those lie that stay, in order."""
+        return zip(self._starts, self._ends, strict=True)
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The iterations without a row, from the first one to the last one of each gap."""
+        if not self._once or len(self._iterations) == self._after:
+            return []
+        there = [0, *self._iterations, self._after + 1]
+        return [(one + 1, next_one - 1) for one, next_one in pairwise(there) if next_one > one + 1]
+
+
+def _message(gaps: list[tuple[int, int]]) -> str:
+    shown = gaps if len(gaps) <= _MOST_GAPS else gaps[: _MOST_GAPS - 1]
+    said = [str(first) if first == last else f"{first} to {last}" for first, last in shown]
+    more = sum(last - first + 1 for first, last in gaps[len(shown) :])
+    said += [f"{more} more"] if more else []
+    one = len(gaps) == 1 and gaps[0][0] == gaps[0][1]
+    listed = " and ".join(part for part in (", ".join(said[:-1]), said[-1]) if part)
+    return f"row{'' if one else 's'} {listed} {'is' if one else 'are'} missing"
+
+
+class JsonlWriter:
+    """A file of rows that grows by whole lines: one that could be written in part alone is taken out again.
+
+    Args:
+        path: the file, made unless it is there.
+        after: rows of later iterations are taken out; what is damaged before is kept aside: [Note: Damage].
+        begin: each time that the file is read, gives what is given each row that stays.
+        once: whether the file has one row for each iteration, from 1 on.
+
+    Attributes:
+        elapsed_s: of the last row that stays.
+        notice: what is to be said of damage and gaps; empty without any.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path, after: int, begin: Callable[[], Each] | None = None, *, once: bool = False) -> None:
+        self._path = path
+        self.elapsed_s, self._size = 0.0, 0  # of what is whole
+        self.notice = ""
+        with self._explaining():
+            self._file = path.open("a+b", buffering=0)  # what could not be written waits nowhere else
+            try:
+                self._keep(after, begin, once)
+            except BaseException:
+                self._file.close()
+                raise
+
+    def append(self, lines: str) -> None:
+        """Add lines.
+
+        Raises:
+            OSError: that is not possible; the file is as it was.
+        """
+        data = lines.encode()
+        with self._explaining():
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "it was removed")
+            self._cut()
+            append_whole(self._file, data, self._size)
+        self._size += len(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):  # some file systems write only now
+            self._file.close()
+
+    def _cut(self) -> None:
+        """Leave the whole lines."""
+        if os.fstat(self._file.fileno()).st_size > self._size:
+            self._file.truncate(self._size)
+
+    def _keep(self, after: int, begin: Callable[[], Each] | None, once: bool) -> None:
+        def sift() -> _ScannedRows:
+            self._file.seek(0)
+            with open(self._file.fileno(), "rb", closefd=False) as file:
+                return _ScannedRows(file, after, once, None if begin is None else begin())
+
+        found = sift()
+        said = self._mend(found) if not found.is_sound else []
+        if gaps := found.gaps():
+            said.append(f"{_message(gaps)} from {self._path.name}")
+        self.notice = "; ".join(said)
+        found = found if found.is_sound else sift()
+        self.elapsed_s, self._size = found.elapsed_s, found.size
+        self._cut()
+
+    def _mend(self, found: _ScannedRows) -> list[str]:
+        """Write the rows that stay to a file that takes this one's place, and keep aside what is damaged."""
+        said, many = [], len(found.damaged)
+        if many:
+            there = aside(self._path)
+            _copy(self._file.fileno(), found.damaged, there)
+            lines = "lines" if many > 1 else "line"
+            verb = "are" if many > 1 else "is"
+            said.append(f"{many} damaged {lines} of {self._path.name} {verb} kept in {there.name}")
+        elif not found.is_in_order:
+            said.append(f"the rows of {self._path.name} are put in order")
+        temporary = self._path.with_name(f".{self._path.name}-{secrets.token_hex(4)}")
+        _copy(self._file.fileno(), found.rows, temporary)
+        temporary.replace(self._path)
+        sync_folder(self._path.parent)
+        self._file.close()
+        self._file = self._path.open("a+b", buffering=0)
+        return said
+
+    def _explaining(self) -> AbstractContextManager[None]:
+        rule = f"a row is written for each update; writing to {self._path} failed"
+        return explained(rule, "make room there, make it writable, or put it back; what is in it stays")
+
+
+class BufferedJsonlWriter:
+    """Lines that wait for their file to be written, at once or when there is room again.
+
+    Args:
+        file: that they are added to, and that is closed with this.
+        warn: called with a line when the file cannot be written, and when it can again.
+        goes_on: whether lines then wait for that, instead of an error.
+    """
+
+    def __init__(self, file: JsonlWriter, warn: Callable[[str], None], *, goes_on: bool) -> None:
+        self._file, self._warn, self._goes_on = file, warn, goes_on
+        self._lines: list[str] = []
+        self._problem: OSError | None = None  # while the file cannot be written
+        self._is_open, self._closes = True, False
+
+    def add(self, line: str) -> None:
+        """Add a line, to be written by the next `flush`."""
+        self._lines.append(line)
+
+    def flush(self) -> None:
+        """Write what was added.
+
+        Raises:
+            OSError: that is not possible; what is in the file stays, in whole lines.
+        """
+        if not self._lines or not self._is_open:
+            return
+        try:
+            self._file.append("".join(self._lines))
+        except OSError as error:
+            self._take(error)
+            return
+        if self._problem is not None:
+            self._warn(f"rows are written again, with the {len(self._lines)} that waited")
+        self._lines, self._problem = [], None
+
+    def close(self) -> None:
+        """Write what was added, and close the file; what cannot be written is a line to `warn`, and no error."""
+        self._closes = True
+        try:
+            self.flush()
+            if self._problem is not None:
+                self._warn(f"the last {len(self._lines)} rows were not written: {self._problem}")
+        finally:
+            self._close_file()
+
+    def _close_file(self) -> None:
+        self._is_open, self._lines = False, []
+        self._file.close()
+
+    def _take(self, error: OSError) -> None:
+        """The file cannot be written now."""
+        if not self._goes_on and not self._closes:
+            self._close_file()  # whoever closes this is not told again
+            raise error
+        if self._problem is None and not self._closes:
+            self._warn(f"no rows are written for now, training goes on: {error}")
+        self._problem = error
+        del self._lines[:-MOST_LINES]

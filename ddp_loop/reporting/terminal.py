@@ -1,0 +1,334 @@
+"""What a run prints in the terminal: a line per epoch, and in between a live display or a line now and then."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+from ddp_loop.reporting.rows import NORM, RATE, EpochMeans, RowMeta, WeightedMeans
+from ddp_loop.reporting.throughput import RankTiming, Throughput, TrainingLength, as_clock, slowest
+
+LINE_S = 5.0  # between two lines, at first
+_SPARSER = 50  # and a 50th of the time since the run began, later: some 300 lines in a day
+LOOK_S = 0.25  # between two looks of the display
+_SHARE = 400  # and 400 times as long as the last look took
+_POINTS = 256  # of the curve, at most
+
+
+class LossCurve:
+    """The losses of a run as at most `_POINTS` means over equally many rows each."""
+
+    def __init__(self) -> None:
+        self.points: list[float] = []
+        self._rows_each, self._sum, self._rows = 1, 0.0, 0
+
+    def add(self, value: float, rows: int = 1) -> None:
+        """Add the mean of so many rows."""
+        self._sum += value * rows
+        self._rows += rows
+        if self._rows < self._rows_each:
+            return
+        self.points.append(self._sum / self._rows)
+        self._sum, self._rows = 0.0, 0
+        if len(self.points) >= _POINTS:
+            self.points = [(a + b) / 2 for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
+            self._rows_each *= 2
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressView:
+    """A run at a moment, to be shown.
+
+    Attributes:
+        extent: how far it goes.
+        epoch, iteration: of the last row.
+        values: the means of the last rows, by name; the last rate and norm.
+        samples_per_s: of late.
+        gone_s, left_s: the run's time so far, and what it still takes; None if that is unknown.
+        losses: from the run's beginning, or where this process went on.
+        slow_rank: which the others wait for.
+    """
+
+    extent: TrainingLength
+    epoch: int
+    iteration: int
+    values: Mapping[str, float]
+    samples_per_s: float
+    gone_s: float
+    left_s: float | None
+    losses: Sequence[float] = field(default=())
+    slow_rank: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Such as "Epoch 3 of 20, step 41 of 200"."""
+        of_epochs = f" of {self.extent.epochs}" if self.extent.epochs is not None else ""
+        of_steps = f" of {self.extent.whole}" if self.extent.whole is not None else ""
+        return f"Epoch {self.epoch}{of_epochs}, step {self.iteration}{of_steps}"
+
+    @property
+    def speed(self) -> str:
+        """Such as "12,345 samples/s"."""
+        rate = self.samples_per_s
+        return f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
+
+    @property
+    def left(self) -> str:
+        """Such as "1:12 left"."""
+        return "" if self.left_s is None else f"{as_clock(self.left_s)} left"
+
+    def line(self) -> str:
+        """All this in a line of plain text."""
+        means = [f"{name.capitalize()}: {value:.4f}" for name, value in self.values.items() if not _is_beside(name)]
+        slow = [] if self.slow_rank is None else [f"rank {self.slow_rank} is slowest"]
+        said = [*means, self.speed, *([self.left] if self.left else []), *slow]
+        return f"{self.place}: {', '.join(said)}"
+
+
+def _is_beside(name: str) -> bool:
+    return name == NORM or name.startswith(RATE)
+
+
+class Display(Protocol):
+    """Shows a view in the place of the last one."""
+
+    def show(self, view: ProgressView) -> None:
+        """Show this one now."""
+
+    def close(self) -> None:
+        """Leave the last one where it is."""
+
+
+class Terminal:
+    """Says how a run goes on, from rank 0.
+
+    Args:
+        say: prints a line.
+        extent: of the run.
+        began: when the run began, on the monotonic clock; earlier by what it had taken before it went on.
+        display: shows it while it goes on; without one lines are printed.
+        epoch: with the rows of the epoch that a run goes on in.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        extent: TrainingLength,
+        began: float,
+        display: Display | None,
+        epoch: EpochMeans | None = None,
+    ) -> None:
+        self._say, self._extent, self._began, self._display = say, extent, began, display
+        self._opened = time.monotonic()
+        self._next = self._opened + (LOOK_S if display is not None else LINE_S)
+        self._epoch, self._late = epoch or EpochMeans(), WeightedMeans()  # without those since the last look
+        self._last: RowMeta | None = None
+        self._values: Mapping[str, float] = {}
+        self._rate, self._curve = Throughput(self._opened - began), LossCurve()
+        self._slow: int | None = None
+        self._view: ProgressView | None = None  # that was not shown yet
+
+    def take(self, moment: RowMeta, values: Mapping[str, float]) -> None:
+        """A row has come."""
+        self._epoch.turn_to(moment.epoch)
+        self._last, self._values = moment, values
+        self._late.add(moment.samples, values)
+        if moment.is_last_of_epoch:
+            self._view = self._make_view(moment)
+            self._say(self._epoch_line(moment.epoch))
+            self._epoch.turn_to(0)
+
+    def take_ranks(self, ranks: Sequence[RankTiming]) -> None:
+        """The ranks' paces have come."""
+        self._slow = slowest(ranks)
+
+    def refresh(self) -> None:
+        """Show where the run is, if it is time."""
+        now = time.monotonic()
+        if now < self._next or self._last is None:
+            return
+        if self._display is None:
+            if self._late.rows:
+                self._say(self._make_view(self._last).line())
+            self._next = now + max(LINE_S, (now - self._opened) / _SPARSER)
+        else:
+            self._show(self._display)
+            ended = time.monotonic()
+            self._next = ended + max(LOOK_S, _SHARE * (ended - now))
+
+    def _show(self, display: Display) -> None:
+        if self._late.rows and self._last is not None:
+            self._view = self._make_view(self._last)
+        view, self._view = self._view, None
+        if view is not None:
+            self._draw(lambda: display.show(view))
+
+    def _draw(self, draw: Callable[[], None]) -> None:
+        """Draw; a terminal that is gone gets no more, and stops nobody."""
+        try:
+            draw()
+        except OSError:
+            self._display = None
+
+    def close(self, last_words: str | None = None) -> None:
+        """The run ends, or was left."""
+        if self._display is not None:
+            self._show(self._display)
+        if self._display is not None:
+            self._draw(self._display.close)
+        if last_words is not None:
+            self._say(last_words)
+
+    def _make_view(self, moment: RowMeta) -> ProgressView:
+        """The run at this row; the rows since the last view are counted."""
+        late, self._late = self._late, WeightedMeans()
+        self._epoch.means.add_all(late)
+        means = late.means()
+        if "loss" in means:
+            self._curve.add(means["loss"], late.rows)
+        beside = {name: value for name, value in self._values.items() if _is_beside(name)}
+        return ProgressView(
+            self._extent,
+            moment.epoch,
+            moment.iteration,
+            means | beside,
+            self._rate.take(moment.elapsed_s, late.samples),
+            moment.elapsed_s,
+            self._extent.left_s(moment.iteration, time.monotonic() - self._opened),
+            self._curve.points,
+            self._slow,
+        )
+
+    def _epoch_line(self, epoch: int) -> str:
+        means = self._epoch.means
+        said = ", ".join(f"{name.capitalize()}: {mean:.4f}" for name, mean in means.means().items())
+        if means.skipped:
+            said += f"{', ' if said else ''}{means.skipped} steps skipped, not finite"
+        return f"Epoch: {epoch}, {said}"
+
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+_LEAST_BAR, _MOST_CURVE = 8, 100  # columns
+_BETWEEN = "   "
+
+
+def open_display() -> LiveDisplay | None:
+    """A display, if stdout is a terminal that can move its cursor, and rich is there; else None."""
+    if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown", ""):
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None  # lines are printed then
+    return LiveDisplay(Console(file=sys.stdout, highlight=False))
+
+
+class LiveDisplay:
+    """A few lines at the terminal's end that are written anew; whatever is printed meanwhile goes above them."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
+        self._console = console
+        self._live = Live(
+            console=console,
+            auto_refresh=False,  # no thread: what it draws is drawn while the ranks wait for each other
+            redirect_stderr=sys.stderr.isatty(),
+            vertical_overflow="ellipsis",
+        )
+
+    def show(self, view: ProgressView) -> None:
+        """Show this one now."""
+        self._live.update(self._render(view))
+        if not self._live.is_started:
+            self._live.start()
+            self._console.show_cursor(True)  # a process may be ended without a chance to bring it back
+        self._live.refresh()
+
+    def close(self) -> None:
+        """Leave the last one where it is."""
+        if self._live.is_started:
+            self._live.stop()
+
+    def _render(self, view: ProgressView) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        width = self._console.width
+        bar = self._bar(view, width)
+        curve = self._curve(view.losses, width)
+        place = [] if bar is not None else flowed([view.place, view.left] if view.left else [view.place], width)
+        lines = [*place, *flowed(_cells(view), width), *([curve] if curve else [])]
+        texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
+        return Group(*([] if bar is None else [bar]), *texts)
+
+    def _bar(self, view: ProgressView, width: int) -> RenderableType | None:
+        """Where the run is: words on the left, on the right, and between them the bar; None where it has no room."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        whole = view.extent.whole
+        share = f"{100 * view.iteration // whole:3} %" if whole else ""
+        right = f"{share}  {view.left}" if view.left else share
+        room = width - len(view.place) - len(right) - 2
+        if not whole or room < _LEAST_BAR:
+            return None
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(view.place, ProgressBar(total=whole, completed=view.iteration, width=room), right)
+        return grid
+
+    def _curve(self, losses: Sequence[float], width: int) -> str:
+        if len(losses) < 2:
+            return ""
+        first, last = f"loss {losses[0]:.4g} ", f" {losses[-1]:.4g}"
+        blocks = _BLOCKS if "utf" in self._console.encoding else _PLAIN_BLOCKS
+        return first + sparkline(losses, min(width - len(first) - len(last), _MOST_CURVE), blocks) + last
+
+
+def _cells(view: ProgressView) -> list[str]:
+    cells = [f"{_named(name)} {_number(name, value)}" for name, value in view.values.items()]
+    ranks = view.extent.ranks
+    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {view.extent.device}"
+    slow = f", rank {view.slow_rank} is slowest" if view.slow_rank is not None else ""
+    return [*cells, view.speed, f"{as_clock(view.gone_s)} gone", where + slow]
+
+
+def _named(name: str) -> str:
+    return name.replace("_", " ") if name == NORM or name.startswith(RATE) else name
+
+
+def _number(name: str, value: float) -> str:
+    return f"{value:.3g}" if name == NORM or name.startswith(RATE) else f"{value:.4f}"
+
+
+def flowed(cells: Sequence[str], width: int) -> list[str]:
+    """Cells side by side, in as few lines as they need."""
+    lines: list[str] = []
+    for cell in cells:
+        if lines and len(lines[-1]) + len(_BETWEEN) + len(cell) <= width:
+            lines[-1] += _BETWEEN + cell
+        else:
+            lines.append(cell)
+    return lines
+
+
+def sparkline(values: Sequence[float], width: int, blocks: str = _BLOCKS) -> str:
+    """Values as blocks between the least and the largest one, at most `width` of them; "?" is not finite."""
+    if width < 1 or not values:
+        return ""
+    count = min(width, len(values))
+    cuts = [len(values) * place // count for place in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    known = [value for value in means if math.isfinite(value)]
+    least, most = min(known, default=0.0), max(known, default=0.0)
+    step = (most - least) / (len(blocks) - 1) or 1.0
+    return "".join(blocks[round((value - least) / step)] if math.isfinite(value) else "?" for value in means)

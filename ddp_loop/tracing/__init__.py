@@ -1,0 +1,17 @@
+"""Traces of what each step computed, and how two runs compare."""
+
+from ddp_loop.tracing.compare import compare_runs
+from ddp_loop.tracing.trace import TRACE
+from ddp_loop.tracing.tracer import Tracer, TraceRequest, current_trace_request
+from ddp_loop.tracing.verification import CannotVerify, VerifyJob, verify
+
+__all__ = [
+    "TRACE",
+    "CannotVerify",
+    "TraceRequest",
+    "Tracer",
+    "VerifyJob",
+    "compare_runs",
+    "current_trace_request",
+    "verify",
+]

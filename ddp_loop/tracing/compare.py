@@ -1,0 +1,294 @@
+"""How far two runs' values are apart, and the first step, stage and tensor where they part.
+
+[Note: Units] A difference is measured against the largest value of its tensor, in all steps for rows and numbers of
+the state; against a hundredth of that of its companions where that is more, for a tensor may be rounding and nothing
+else: for a gradient those are all gradients, for what an optimizer keeps of a parameter what it keeps of the others
+under the same name, for a buffer those of the same module and shape, for a parameter the one in the middle by size.
+The tolerance is what a few steps make of a sum's rounding: 1e-9 in float64, 1e-4 in float32, 2e-2 in narrower types,
+0 for whole numbers. So a gradient that is off by a percent is off by 100 tolerances. "Bits" are the last ones of that
+largest value which the difference reaches.
+
+[Note: Untouched elements] An element whose gradient was exactly 0 in every fold of both runs (a row of an embedding
+that no sample asked for) got the same update in both. What rounds there is a common factor at most, so its tolerance
+is 16 units of the last place: a decay by the wrong factor shows in such elements first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ddp_loop.tracing.trace import MEANING, STAGES, Difference, Trace, Values, check_comparable, differences, read_trace
+
+_SHOWN = 5
+
+
+def compare_runs(one: Path, other: Path) -> tuple[bool, list[str]]:
+    """Whether two runs have the same bits in every step that both have, and lines that say where not.
+
+    Raises:
+        ValueError: a run has no trace, or the two have other tensors or no step in common.
+    """
+    traces = read_trace(one), read_trace(other)
+    check_comparable(*traces)
+    found = list(differences(*traces))
+    lines = [_run_text(trace) for trace in traces]
+    if traces[0].head["shards"] != traces[1].head["shards"]:
+        lines.append(
+            "They cut mini-batches into different shards, so that only what is of the whole mini-batch is compared."
+        )
+    parting = [difference for _, difference in found if difference is not None]
+    if not parting:
+        return True, [*lines, f"The same bits in all {len(found)} steps that both have."]
+    first = parting[0]
+    before = [step for step, _ in found if step < first.step]
+    if before:
+        lines.append(f"The same bits from step {before[0]} to step {before[-1]}.")
+    lines += [describe(first, traces[0].head["shards"] == traces[1].head["shards"]), *_afterwards(found, first.step)]
+    return False, lines
+
+
+def _run_text(trace: Trace) -> str:
+    head, steps = trace.head, trace.numbers
+    extent = f"steps {steps[0]} to {steps[-1]}" if steps else "no whole step"
+    return f"{trace.folder}: {counted(head['ranks'], 'rank')}, {counted(head['shards'], 'shard')}, {extent}"
+
+
+def counted(number: int, what: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def describe(difference: Difference, same_shards: bool = True) -> str:
+    """A difference, and what it means that it comes first."""
+    others = ""
+    if difference.others:
+        shown = ", ".join(f"`{name}`" for name in difference.others[:_SHOWN])
+        more = len(difference.others) - _SHOWN
+        others = f" (and in the same stage {shown}{f' and {more} more' if more > 0 else ''})"
+    if difference.stage == "start":
+        return f"Before the first step: `{difference.name}` differs first{others}: {MEANING['start']}."
+    verb = "is in one run only, and is the first difference" if difference.is_missing else "differs first"
+    where = f"Step {difference.step}, {difference.stage}: `{difference.name}` {verb}{others}."
+    return f"{where}\nWhat came before it is the same: {_meaning(difference, same_shards)}."
+
+
+def _meaning(difference: Difference, same_shards: bool) -> str:
+    """By the stage alone; in `forward` also by whether the loss is among what differs."""
+    if difference.is_missing:
+        return "one run computes what the other does not"
+    if difference.stage == "fold" and not same_shards:
+        return "from the same samples, parameters and buffers other shards gave something else"
+    names = (difference.name, *difference.others)
+    if difference.stage == "forward" and not any(name.endswith((", loss", "output 0")) for name in names):
+        return "the losses are the same too, what was given beside them is not"
+    return MEANING[difference.stage]
+
+
+def _afterwards(found: list[tuple[int, Difference | None]], first: int) -> list[str]:
+    """From which step on all is the same again, if it is."""
+    later = [(step, difference) for step, difference in found if step > first]
+    for place, (step, _) in enumerate(later):
+        if all(difference is None for _, difference in later[place:]):
+            return [f"The same bits again from step {step} on."]
+    return [f"They differ to the end, step {later[-1][0]}."] if later else []
+
+
+_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+_NARROW = 2e-2
+_FLOOR = 1e-2
+_UNTOUCHED = 16.0  # units of the last place
+_SMALL = 1e-3  # rows below it are not told from 0 by their own size
+KINDS = ("row", "gradient", "parameter", "buffer", "state")
+
+
+@dataclass(frozen=True)
+class MaxDifference:
+    """The largest difference of one kind of values.
+
+    Attributes:
+        tolerances: in units of the tolerance.
+        bits: how many of the last ones.
+        name, step: of the tensor.
+    """
+
+    tolerances: float
+    bits: float
+    name: str
+    step: int
+
+
+@dataclass(frozen=True)
+class FirstMismatch:
+    """Of the first step and stage in which a value is off by more than the tolerance, the one that is off the most."""
+
+    step: int
+    stage: str
+    name: str
+    tolerances: float
+
+    def is_worse(self, step: int, stage: str, tolerances: float) -> bool:
+        """Whether another value of the same stage is off by more."""
+        return (step, stage) == (self.step, self.stage) and tolerances > self.tolerances
+
+
+def rounding_of(trace: Trace) -> float:
+    """The tolerance of what comes out of a job's arithmetic: that of its parameters' narrowest type."""
+    names = [name for _, name in trace.common(trace.numbers[0]) if kind_of(name) == "parameter"]
+    forms = [trace.head["tensors"][name.removeprefix("parameter ")][0] for name in names]
+    return max((_tolerance_of(getattr(torch, form.removeprefix("torch."))) for form in forms), default=0.0)
+
+
+def compare_values(
+    one: Trace, other: Trace, tolerance: float | None = None
+) -> tuple[FirstMismatch | None, dict[str, MaxDifference]]:
+    """The first value that is off by more than its tolerance, and the largest difference of each kind.
+
+    Args:
+        tolerance: for all values; by default that of the widest rounding among a value's type and the parameters'.
+    """
+    measure = _DifferenceMeter(tolerance or rounding_of(one), tolerance is not None)
+    first: FirstMismatch | None = None
+    largest = {kind: MaxDifference(0.0, 0.0, "", 0) for kind in KINDS}
+    for step in one.numbers:
+        here, there = one.values(step), other.values(step)
+        words = one.common(step), other.common(step)
+        measure.compare(here, there)
+        for stage in STAGES:
+            for name in dict.fromkeys(name for entries in words for at, name in entries if at == stage):
+                key = (stage, name)
+                kind = kind_of(name)
+                if key in here or key in there:
+                    tolerances, bits = measure(name, here.get(key), there.get(key))
+                else:
+                    tolerances, bits = (0.0, 0.0) if words[0].get(key) == words[1].get(key) else (math.inf, math.inf)
+                if tolerances > largest[kind].tolerances:
+                    largest[kind] = MaxDifference(tolerances, bits, name, step)
+                if tolerances > 1 and (first is None or first.is_worse(step, stage, tolerances)):
+                    first = FirstMismatch(step, stage, name, tolerances)
+    return first, {kind: one for kind, one in largest.items() if one.name}
+
+
+def is_close(one: float, other: float, tolerance: float) -> bool:
+    """Whether two numbers are the same up to the tolerance."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return True
+    return abs(one - other) <= tolerance * max(abs(one), abs(other), _SMALL)
+
+
+class _DifferenceMeter:
+    """Measures values step after step. See [Note: Units] and [Note: Untouched elements]."""
+
+    def __init__(self, rounding: float, is_given: bool) -> None:
+        self._rounding, self._is_given = rounding, is_given
+        self._largest: dict[str, float] = {}  # by name
+        self._companions: dict[str, float] = {}
+        self._untouched: dict[str, torch.Tensor] = {}  # by the parameter's name
+
+    def compare(self, here: Values, there: Values) -> None:
+        """Take a step's values in."""
+        for values in (here, there):
+            for (_, name), tensor in values.items():
+                if not _is_whole(tensor):
+                    self._largest[name] = max(self._largest.get(name, 0.0), largest_of(tensor))
+                    key = _companions(name, tensor)
+                    self._companions[key] = max(self._companions.get(key, 0.0), self._largest[name])
+        sizes = [largest for name, largest in self._largest.items() if kind_of(name) == "parameter"]
+        self._companions["parameter"] = float(torch.tensor(sizes, dtype=torch.float64).quantile(0.5)) if sizes else 0.0
+        for (stage, name), gradient in here.items():
+            if kind_of(name) == "gradient" and stage == "fold" and (stage, name) in there:
+                owner = name.partition("gradient of ")[2]
+                untouched = (gradient == 0) & (there[stage, name] == 0)
+                self._untouched[owner] = untouched & self._untouched.get(owner, torch.ones_like(untouched))
+
+    def _tolerance(self, dtype: torch.dtype) -> float:
+        return self._rounding if self._is_given else max(self._rounding, _tolerance_of(dtype))
+
+    def __call__(self, name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, float]:
+        """How far two values are apart, in tolerances and in bits."""
+        kind = kind_of(name)
+        if kind in ("gradient", "parameter", "buffer", "state") and one is not None:
+            scale = _FLOOR * self._companions.get(_companions(name, one), 0.0)
+        else:
+            scale = max(self._largest.get(name, 0.0), _SMALL)
+        if kind == "state":
+            scale = max(scale, self._largest.get(name, 0.0))
+        relative, bits = apart(one, other, scale)
+        tolerance = 0.0 if one is None or _is_whole(one) else self._tolerance(one.dtype)
+        tolerances = relative / tolerance if tolerance else (math.inf if relative else 0.0)
+        if kind == "parameter" and one is not None and other is not None and 0 < relative < math.inf:
+            tolerances = max(tolerances, self._of_untouched(name.removeprefix("parameter "), one, other))
+        return tolerances, bits
+
+    def _of_untouched(self, owner: str, one: torch.Tensor, other: torch.Tensor) -> float:
+        untouched = self._untouched.get(owner)
+        if self._is_given or untouched is None or untouched.shape != one.shape or not bool(untouched.any()):
+            return 0.0
+        relative, _ = apart(one[untouched], other[untouched], largest_of(one))
+        return relative / min(_UNTOUCHED * torch.finfo(one.dtype).eps, self._tolerance(one.dtype))
+
+
+def _companions(name: str, tensor: torch.Tensor) -> str:
+    """Under what the largest value is kept that a tensor is measured against too. See [Note: Units]."""
+    kind = kind_of(name)
+    if kind == "buffer":
+        return f"{name.rpartition('.')[0]} {tuple(tensor.shape)}"
+    if kind == "state":
+        return name.rpartition(" of ")[0] or name
+    return kind if kind != "row" else name
+
+
+def kind_of(name: str) -> str:
+    """Row, gradient, parameter, buffer, or other state."""
+    name = name.partition(", ")[2] if name.startswith("pass ") else name
+    for kind, beginning in (("gradient", "gradient of "), ("parameter", "parameter "), ("buffer", "buffer ")):
+        if name.startswith(beginning):
+            return kind
+    return "state" if "." in name or ", " in name else "row"
+
+
+def _tolerance_of(dtype: torch.dtype) -> float:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    return _TOLERANCES.get(dtype, _NARROW)
+
+
+def gradient_scale(gradient: torch.Tensor, largest: float) -> float:
+    """What a gradient's differences are measured against; `largest` is the largest value of all gradients."""
+    return max(largest_of(gradient), _FLOOR * largest)
+
+
+def largest_of(tensor: torch.Tensor) -> float:
+    """The largest finite magnitude."""
+    wide = _wide(tensor).abs()
+    return float(torch.nan_to_num(wide, nan=0.0, posinf=0.0).max()) if tensor.numel() else 0.0
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def apart(one: torch.Tensor | None, other: torch.Tensor | None, scale: float) -> tuple[float, float]:
+    """How far two values are apart, relative to the larger of their size and `scale`, and in bits of that."""
+    nowhere = math.inf, math.inf
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return nowhere
+    if torch.equal(one, other):
+        return 0.0, 0.0
+    here, there = _wide(one), _wide(other)
+    odd = ~(here.isfinite() & there.isfinite())
+    if _is_whole(one) or not torch.equal(here[odd].nan_to_num(nan=7.0), there[odd].nan_to_num(nan=7.0)):
+        return nowhere
+    difference = largest_of(here[~odd] - there[~odd])
+    if not difference:
+        return 0.0, 0.0  # nan or infinite in the same places
+    against = max(largest_of(one), scale)
+    relative = difference / against if against else math.inf
+    return relative, math.log2(1 + relative / torch.finfo(one.dtype).eps)

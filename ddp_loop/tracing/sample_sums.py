@@ -1,0 +1,93 @@
+"""A shard's samples as a few numbers each, so that mini-batches that were cut differently can be compared.
+
+[Note: Sample sums] Of each sample four sums are kept, in float64: of its values, of their magnitudes, of the values
+weighted by cos(1), cos(2), and so on, and their number; and how far two such sums may be apart, relative to that of
+the magnitudes. One value that is off shows in the sums, and so do values that changed places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+SUM, WEIGHTED, SIZE, COUNT, ROUNDING, WHOLE = range(6)  # the columns of a sample's sums
+_ULPS = 64  # what a transform of the samples may round differently on other shards
+_MOST = 2e-2  # of types narrower than float32
+_LEAST = 1e-12  # what summing whole numbers rounds
+
+
+def sums_of_samples(data: Any, count: int) -> dict[str, torch.Tensor]:
+    """For each part of a shard's data that has a value per sample its sums, (n, 6) float64, by name.
+
+    A part is a tensor with a row per sample, or a list with an entry for each.
+    """
+    return dict(_parts("part", data, count)) if count else {}
+
+
+def _parts(name: str, data: Any, count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(data, torch.Tensor):
+        if data.dim() and len(data) == count and data.layout == torch.strided:
+            yield name, _of_rows(data)
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _parts(f"{name} {key}", value, count)
+    elif isinstance(data, tuple | list):
+        found = list(_of_parts(name, data, count))
+        yield from found
+        if not found and isinstance(data, list) and len(data) == count:
+            yield from _of_samples(name, data)
+
+
+def _of_parts(name: str, data: tuple[Any, ...] | list[Any], count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, value in enumerate(data):
+        yield from _parts(f"{name} {number}", value, count)
+
+
+def _of_samples(name: str, samples: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    leaves = [list(_leaves(sample)) for sample in samples]
+    if len({len(each) for each in leaves}) == 1:
+        for number, values in enumerate(zip(*leaves, strict=True)):
+            yield f"{name}, {number} of each sample", torch.cat([_of_rows(value[None]) for value in values])
+
+
+def _leaves(sample: Any) -> Iterator[torch.Tensor]:
+    if isinstance(sample, torch.Tensor) and sample.layout == torch.strided:
+        yield sample
+    elif isinstance(sample, Mapping):
+        for value in sample.values():
+            yield from _leaves(value)
+    elif isinstance(sample, tuple | list):
+        for value in sample:
+            yield from _leaves(value)
+
+
+def _of_rows(tensor: torch.Tensor) -> torch.Tensor:
+    there = tensor.detach().to("cpu")
+    whole = not (there.is_floating_point() or there.is_complex())
+    rounding = 0.0 if whole else min(_ULPS * torch.finfo(there.dtype).eps, _MOST)
+    there = torch.view_as_real(there.to(torch.complex128)) if there.is_complex() else there.to(torch.float64)
+    rows = there.reshape(len(there), -1)
+    weights = torch.cos(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64))
+    sums = torch.empty(len(rows), 6, dtype=torch.float64)
+    sums[:, SUM], sums[:, WEIGHTED] = rows.sum(1), (rows * weights).sum(1)
+    sums[:, SIZE], sums[:, COUNT] = rows.abs().sum(1), rows.shape[1]
+    sums[:, ROUNDING], sums[:, WHOLE] = max(rounding, _LEAST), whole
+    return sums
+
+
+def first_other(one: torch.Tensor, other: torch.Tensor) -> int | None:
+    """The first of the samples that differs by more than rounding; None also where they cannot be compared.
+
+    Rows of other lengths were padded, to what is longest in a shard.
+    """
+    if one.shape != other.shape or not torch.equal(one[:, COUNT], other[:, COUNT]):
+        return None
+    sums = [SUM, WEIGHTED, SIZE]
+    here, there = one[:, sums], other[:, sums]
+    same = (here == there) | (here.isnan() & there.isnan())
+    size = torch.minimum(one[:, SIZE], other[:, SIZE])  # of values that are finite in one of them
+    bound = (size * one[:, ROUNDING]).unsqueeze(1)
+    bad = (~same & ~((here - there).abs() <= bound)).any(1).nonzero()
+    return int(bad[0]) if len(bad) else None

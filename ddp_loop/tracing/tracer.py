@@ -1,0 +1,267 @@
+"""A trace: what each step of a run computed, as digests, so that two runs can be held against each other.
+
+[Note: Stages] A step goes through stages, in this order: `data` (which samples, what each shard was handed),
+`forward` (each shard's loss and metrics), `backward` (each shard's gradients), `fold` (the mini-batch's loss,
+metrics, gradients and buffers), `optimizer` (parameters, buffers and everything else in the state, when the step is
+over). Step 0 has the stage `start`. The first digest that differs between two runs says where they part. What is of a
+shard stands in the file of the rank that had it; what is of the whole mini-batch in every rank's, and is the same in
+all.
+
+[Note: Followed gradients] Where a gradient is rounding and nothing else (of a bias in front of a batch norm, of a key's
+bias in attention), Adam makes a whole step of it, and two sound runs part. So a watch can have a run follow another:
+behind each fold every element of a gradient that is the other run's up to rounding becomes the other run's. From the
+same gradients the same state must come, in all its tensors; no element needs to be left out. Ten times the tolerance is
+taken over, and hides nothing: the trace has the gradients as they were before, and these are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_loop.data import Batches, MiniBatch, tensors_in
+from ddp_loop.determinism import Leaf, digest
+from ddp_loop.distributed import find_parameters, find_tensors, kept_by
+from ddp_loop.tracing.compare import gradient_scale, largest_of
+from ddp_loop.tracing.diagnosis import sparse_part
+from ddp_loop.tracing.sample_sums import sums_of_samples
+from ddp_loop.tracing.trace import EVALUATIONS, VERSION
+
+_AMPLE = 10  # tolerances within which a gradient is taken over
+
+
+@dataclass
+class TraceRequest:
+    """What every Loop of this process leaves a trace in, whatever its arguments.
+
+    Attributes:
+        folder: where; each Loop has a folder of its own in it, in the order in which they are made.
+        steps: a Loop ends after so many.
+        followed: where another run's traces lie whose gradients are taken. See [Note: Followed gradients].
+        rounding: how far a gradient may be from that one to be taken for the same, relative.
+        loops: how many there were.
+    """
+
+    folder: Path
+    steps: int
+    followed: Path | None = None
+    rounding: float = 0.0
+    loops: int = field(default=0)
+
+
+_WATCH: ContextVar[TraceRequest | None] = ContextVar("watch", default=None)
+
+
+@contextmanager
+def watching(watch: TraceRequest) -> Iterator[None]:
+    """Have every Loop that is made inside leave a trace with values, and end early."""
+    token = _WATCH.set(watch)
+    try:
+        yield
+    finally:
+        _WATCH.reset(token)
+
+
+def current_trace_request() -> TraceRequest | None:
+    """What this process is watched by, if it is."""
+    return _WATCH.get()
+
+
+def _is_long(value: torch.Tensor | float) -> bool:
+    """Whether a whole number fits no tensor; such a one is compared as a word."""
+    return isinstance(value, int) and abs(value) >= 2**63
+
+
+class Tracer:
+    """Writes the trace of one rank of one loop.
+
+    Args:
+        folder: where rank-K.jsonl is written.
+        batches, state: of the loop.
+        ordered: whether the loop's fold is.
+        values: whether rank 0 also keeps what is of the whole mini-batch itself, not just digests.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        batches: Batches,
+        state: Mapping[str, object],
+        *,
+        ordered: bool,
+        values: bool,
+    ) -> None:
+        world = batches.world
+        self._state, self._indices = state, batches.indices
+        watch = current_trace_request() if values else None
+        self._world, self._rank = world, world.rank
+        self._of_shards = folder if values else None
+        self._values = folder if values and world.rank == 0 else None
+        self._followed = None if watch is None or watch.followed is None else watch.followed / folder.name
+        self._rounding = 0.0 if watch is None else watch.rounding
+        self._step, self._largest = 0, 0.0
+        self._kept_of_shards: dict[str, torch.Tensor] = {}
+        floating = [one.dtype for one in find_parameters(state).values()]
+        self._dtype = torch.float64 if set(floating) == {torch.float64} else torch.float32
+        self._kept: dict[str, torch.Tensor] = {}
+        self._entries: list[tuple[str, str, str]] = []
+        self._mini_batch: MiniBatch | None = None
+        self._pass = ""
+        self.is_new = True  # nothing was written
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"rank-{world.rank}.jsonl").open("w", encoding="utf-8")
+        tensors = {name: [str(one.dtype), list(one.shape)] for name, one in find_tensors(state).items()}
+        head = {
+            "version": VERSION,
+            "ranks": world.size,
+            "rank": world.rank,
+            "shards": batches.shards,
+            "ordered": ordered,
+            "tensors": tensors,
+        }
+        self._file.write(json.dumps(head) + "\n")
+
+    def _record(self, stage: str, name: str, value: Leaf, *, keep: bool = False) -> None:
+        self._entries.append((stage, f"{self._pass}{name}", digest(value)))
+        if keep and self._values is not None and not isinstance(value, str | bytes | None) and not _is_long(value):
+            there = (
+                value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=self._number(value))
+            )
+            self._kept[f"{stage}: {self._pass}{name}"] = there.to("cpu").contiguous().clone()
+
+    def _number(self, value: float) -> torch.dtype:
+        """A number of the state came out of the job's own arithmetic, and is as exact as that."""
+        return self._dtype if isinstance(value, float) else torch.int64
+
+    # -- stages --------------------------------------------------------------------------------------------
+
+    def start(self, iteration: int) -> None:
+        """What the loop begins with, after `iteration` steps."""
+        self.is_new = False
+        self._step = iteration
+        if self._values is not None:
+            self._record_evaluations(self._values / EVALUATIONS)
+        self._record_state("start")
+        self._write(iteration)
+
+    def begin(self, mini_batch: MiniBatch, number: int) -> None:
+        """Pass number `number` over a mini-batch."""
+        self._mini_batch = mini_batch
+        self._step += number == 0
+        self._pass = "" if number == 0 else f"pass {number + 1}, "
+        self._record("data", "samples", self._indices(mini_batch.epoch, mini_batch.start, mini_batch.samples))
+
+    def data(self, shard: int, data: Any) -> None:
+        """What a shard was handed."""
+        for number, tensor in enumerate(tensors_in(data)):
+            self._record("data", f"shard {shard}, part {number}", tensor)
+        if self._of_shards is not None and self._mini_batch is not None:
+            sizes = {one.number: one.samples for one in self._mini_batch.shards}
+            for name, rows in sums_of_samples(data, sizes[shard]).items():
+                self._kept_of_shards[f"data: {self._pass}shard {shard}, {name}"] = rows
+
+    def forward(self, shard: int, values: Mapping[str, Leaf]) -> None:
+        """A shard's loss, metrics, weight, or outputs."""
+        for name, value in values.items():
+            self._record("forward", f"shard {shard}, {name}", value)
+        if self._of_shards is not None and isinstance(weight := values.get("weight"), float):
+            self._kept_of_shards[f"forward: {self._pass}shard {shard}, weight"] = torch.tensor(weight)
+
+    def backward(self, number: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """The gradients of this rank's shard number `number`, counted from 0."""
+        if self._mini_batch is not None:
+            shard = self._mini_batch.shards[number].number
+            for name, gradient in gradients.items():
+                self._record("backward", f"shard {shard}, gradient of {name}", gradient)
+                if self._of_shards is not None:
+                    key = f"backward: {self._pass}shard {shard}, gradient of {name}"
+                    self._kept_of_shards[key] = sparse_part(gradient)
+
+    def folded(self, metrics: Sequence[str], values: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
+        """The mini-batch's loss and metrics, (1 + metrics,), its gradients, and the buffers."""
+        for name, value in zip(("loss", *metrics), values, strict=True):
+            self._record("fold", name, value, keep=True)
+        for name, gradient in gradients.items():
+            self._record("fold", f"gradient of {name}", gradient, keep=True)
+        for name, buffer in self._buffers():
+            self._record("fold", f"buffer {name}", buffer, keep=True)
+        if self._followed is not None:
+            self._follow(self._followed / f"step-{self._step}.safetensors", gradients)
+
+    def _follow(self, path: Path, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take the other run's gradients where they are the same up to rounding. See [Note: Followed gradients]."""
+        from safetensors import safe_open
+
+        if not path.exists():
+            return
+        self._largest = max([self._largest, *map(largest_of, gradients.values())])
+        with torch.no_grad(), safe_open(path, "pt", device="cpu") as others:
+            there = set(others.keys())
+            for name, gradient in gradients.items():
+                if (key := f"fold: {self._pass}gradient of {name}") in there:
+                    other = others.get_tensor(key).to(gradient.device)
+                    bound = _AMPLE * self._rounding * gradient_scale(gradient, self._largest)
+                    if other.shape == gradient.shape and other.dtype == gradient.dtype:
+                        gradient.copy_(torch.where((gradient - other).abs() <= bound, other, gradient))
+
+    def _record_evaluations(self, path: Path) -> None:
+        before = self._world.on_evaluated
+
+        def note(result: dict[str, float]) -> None:
+            before(result)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
+
+        self._world.on_evaluated = note
+
+    def end(self, iteration: int) -> None:
+        """A step is over."""
+        self._pass = ""
+        self._record_state("optimizer")
+        self._write(iteration)
+
+    # -- the state -----------------------------------------------------------------------------------------
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, value in self._state.items():
+            if isinstance(value, nn.Module):
+                yield from value.named_buffers(prefix=prefix)
+
+    def _record_state(self, stage: str) -> None:
+        names: dict[torch.Tensor, str] = {one: name for name, one in find_parameters(self._state).items()}
+        for prefix, value in self._state.items():  # before the parameters, which follow from them
+            for name, leaf in kept_by(prefix, value, names):
+                self._record(stage, name, leaf, keep=True)
+        for parameter, name in names.items():
+            self._record(stage, f"parameter {name}", parameter, keep=True)
+        for name, buffer in self._buffers():
+            self._record(stage, f"buffer {name}", buffer, keep=True)
+
+    # -- files ---------------------------------------------------------------------------------------------
+
+    def _write(self, iteration: int) -> None:
+        line = {"step": iteration, "entries": self._entries}
+        self._file.write(json.dumps(line) + "\n")
+        self._entries = []
+        if self._values is not None:
+            from safetensors.torch import save_file
+
+            save_file(self._kept, self._values / f"step-{iteration}.safetensors")
+            self._kept = {}
+        if self._of_shards is not None:
+            from safetensors.torch import save_file
+
+            save_file(self._kept_of_shards, self._of_shards / f"shards-{self._rank}-{iteration}.safetensors")
+            self._kept_of_shards = {}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,257 @@
+"""NaN in what a job keeps: a parameter, a buffer or an optimizer's state that became NaN is named. See [Note: Became].
+
+[Note: Became] A parameter is bad where it is NaN or infinite, a buffer and what an optimizer keeps where they are NaN:
+infinity stands in masks and in the best score so far. What was so in an element when the loop began may stay so there,
+since masks, rings that are filled, and values that are still unset are made so; but for the statistics of norm layers,
+which are numbers or wrong. The norm of a tensor is NaN exactly if an element is, so a look costs one norm for each.
+
+[Note: Before the data] When a loss is not finite, a tensor that was bad before the step's data came in says why, and
+the samples are innocent. Where the fold has just found it, all tensors but a rank's own buffers and the statistics
+that forward moved are as they stood before the step. On a GPU it is found one step late: the update of the bad step
+has been made, so only what no update writes was surely bad before; others are named as what is bad by now. What was bad
+when the loop began and has a gradient is to blame in the first step only: a finite one could bear it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from ddp_loop.distributed import World, find_modules, find_parameters, kept_by
+from ddp_loop.training.nonfinite import NonFiniteTensors, OnNonFinite, listed
+
+_FIRST, _EVERY = (1, 10), 100  # steps after which all is looked at
+_PARAMETER, _BUFFER = "parameter ", "buffer "
+
+Tensors = dict[str, torch.Tensor]
+Marks = list[tuple[list[str], torch.Tensor, torch.cuda.Event | None]]
+
+
+def kept_numbers(state: Mapping[str, object]) -> Tensors:
+    """The tensors of floating numbers that a job's parameters, buffers and optimizers are, by name."""
+    names: dict[torch.Tensor, str] = {one: name for name, one in find_parameters(state).items()}
+    found = {f"{_PARAMETER}{name}": one for one, name in names.items()}
+    for prefix, module in find_modules(state).items():
+        found |= {f"{_BUFFER}{name}": one for name, one in module.named_buffers(prefix=prefix)}
+    for prefix, value in state.items():
+        if isinstance(value, Optimizer):
+            found |= {name: one for name, one in kept_by(prefix, value, names) if isinstance(one, torch.Tensor)}
+    return {name: one for name, one in found.items() if _has_numbers(one)}
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    there = tensor.layout is torch.strided and not tensor.is_meta
+    return there and (tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() > 1))
+
+
+def statistics(state: Mapping[str, object], *, moved: bool | None = None) -> set[str]:
+    """The names of the norm layers' statistics; with `moved` only those that forward moves, or does not."""
+    return {
+        f"{_BUFFER}{path}.{name}" if path else f"{_BUFFER}{name}"
+        for prefix, module in find_modules(state).items()
+        for path, layer in module.named_modules(prefix=prefix)
+        if isinstance(layer, _NormBase) and moved in (None, layer.training)
+        for name in ("running_mean", "running_var")
+    }
+
+
+@torch.no_grad()
+def _norms(tensors: Tensors) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """The norms of all, by device and type, (T,) each: NaN exactly where an element is."""
+    groups: dict[tuple[torch.device, torch.dtype], Tensors] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault((tensor.device, tensor.dtype), {})[name] = tensor.detach()
+    for group in groups.values():
+        yield list(group), torch.stack(torch._foreach_norm(list(group.values())))
+
+
+def _marks(tensors: Tensors) -> Marks:
+    """The norms, perhaps still on their way to the host."""
+    marks: Marks = []
+    for names, norms in _norms(tensors):
+        event = None
+        if norms.device.type == "cuda":
+            norms = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=True).copy_(norms, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        marks.append((names, norms, event))
+    return marks
+
+
+def _suspects(marks: Marks) -> list[str]:
+    """Those whose norm is not finite."""
+    found: list[str] = []
+    for names, norms, event in marks:
+        if event is not None:
+            event.synchronize()
+        if not bool(norms.isfinite().all()):
+            found += [name for name, norm in zip(names, norms.isfinite().tolist(), strict=True) if not norm]
+    return found
+
+
+def _where_bad(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return ~tensor.isfinite() if name.startswith(_PARAMETER) else tensor.isnan()
+
+
+def _one_of_each_kind(names: Collection[str]) -> list[str]:
+    """The first parameter, the first buffer, and the first that an optimizer keeps."""
+    kinds = {
+        name.split(" ", 1)[0] if name.startswith((_PARAMETER, _BUFFER)) else "": name for name in reversed([*names])
+    }
+    return [name for name in names if name in kinds.values()]
+
+
+class NonFiniteStateCheck:
+    """Looks whether a job's tensors became NaN: now and then, before a checkpoint, at the end, and when a step is bad.
+
+    Args:
+        state: of the job.
+        world: from `join_world`.
+        rule: "raise", or "skip" and "allow" to say it once and go on.
+        local: the names of buffers that are each rank's own.
+
+    Attributes:
+        late: whether norms stay on their device until the next step, as they should on a GPU.
+    """
+
+    def __init__(
+        self, state: Mapping[str, object], world: World, rule: OnNonFinite, local: Collection[str] = ()
+    ) -> None:
+        self._state, self._world, self._raises = state, world, rule == "raise"
+        self._rule, self._local = rule, {f"{_BUFFER}{name}" for name in local}
+        self.late = world.device.type != "cpu"
+        self._before: Tensors | None = None  # where elements were bad when the loop began
+        self._pending: tuple[int, Marks] | None = None
+        self._problem: FloatingPointError | None = None
+        self._told = False
+        self._looks = 0  # folds that were finite, or on a GPU may have been
+
+    def begin(self) -> None:
+        """Note what is not finite when the loop begins; later calls do nothing."""
+        if self._before is None:
+            tensors = kept_numbers(self._state)
+            bad = {name: _where_bad(name, tensors[name]) for name in _suspects(_marks(tensors))}
+            self._before = {name: where for name, where in bad.items() if bool(where.any())}
+
+    # -- now and then --------------------------------------------------------------------------------------
+
+    def check_if_due(self, iteration: int) -> None:
+        """Look, if it is time, behind the fold of this step; what is found is told in a later fold."""
+        self._check_pending()
+        self._looks += 1
+        if iteration in _FIRST or iteration % _EVERY == 0:
+            self._pending = iteration, _marks(kept_numbers(self._state))
+            if not self.late:
+                self._check_pending()
+
+    def _check_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None and (suspects := _suspects(pending[1])):
+            self._problem = self._problem or self._judge(self._became(suspects), pending[0])
+
+    def check(self, iteration: int) -> FloatingPointError | None:
+        """What is wrong with the state after this step, before a checkpoint of it is written; the host waits."""
+        found = self._check_now(iteration)
+        return None if found is None else FloatingPointError(f"{found}; no checkpoint is written of it")
+
+    def problem(self) -> Exception | None:
+        """What was found, to be told to all in a fold; once."""
+        problem, self._problem = self._problem, None
+        return problem
+
+    def finish(self, iteration: int) -> None:
+        """Look behind the last step. Every rank must call this.
+
+        Raises:
+            FloatingPointError: something became NaN.
+        """
+        self._check_pending()
+        self._world.raise_if_any_failed(self.problem() or self._check_now(iteration))
+
+    def _check_now(self, iteration: int) -> FloatingPointError | None:
+        suspects = _suspects(_marks(kept_numbers(self._state)))
+        return self._judge(self._became(suspects), iteration) if suspects else None
+
+    def _became(self, suspects: Collection[str]) -> list[str]:
+        """Which of these are bad where they were not when the loop began, by now."""
+        before, tensors = self._before or {}, kept_numbers(self._state)
+        never = statistics(self._state)
+        return [name for name in suspects if name in tensors and _is_new(name, tensors[name], before, never)]
+
+    def _judge(self, names: list[str], iteration: int) -> FloatingPointError | None:
+        if not names:
+            return None
+        said = _one_of_each_kind(names)
+        told = f"{listed(said)} {'is' if len(said) == 1 else 'are'}"
+        if self._raises:
+            return FloatingPointError(
+                f"parameters, buffers and optimizer states must not become NaN; after step {iteration} {told}: look at "
+                "what writes it (the learning rate, 0 / 0 in a statistic, an average of a bad step); a loop that can "
+                'bear it is given on_nonfinite="skip" or on_nonfinite="allow"'
+            )
+        if not self._told:
+            self._told = True
+            self._world.print(
+                f'ddp_loop: {told} NaN after step {iteration}; training goes on, with on_nonfinite="{self._rule}"'
+            )
+        return None
+
+    # -- a step that is not finite -------------------------------------------------------------------------
+
+    def blame(self, late: bool) -> NonFiniteTensors:
+        """What is not finite when a step is not; see [Note: Before the data]. Every rank must call this if it raises.
+
+        Args:
+            late: whether the step's update has been made.
+
+        Returns:
+            Names, with the ranks that have what others have not; where nobody raises, this rank's own.
+        """
+        own = self._blame(late)
+        if not self._raises:
+            return own
+        every = self._world.gather((own.before, own.by_now), "what is not finite")
+        return NonFiniteTensors(*(self._of_ranks([one[kind] for one in every]) for kind in (0, 1)))
+
+    def _blame(self, late: bool) -> NonFiniteTensors:
+        tensors, before = kept_numbers(self._state), self._before or {}
+        moved, still = statistics(self._state, moved=True), statistics(self._state, moved=False)
+        bad = [
+            name
+            for name in _suspects(_marks(tensors))
+            if name not in moved and bool(_where_bad(name, tensors[name]).any())  # no loss is made of those
+        ]
+        used = {name for name in bad if tensors[name].is_leaf and tensors[name].grad is not None}
+        if self._looks > late:  # a step was finite in spite of them
+            used.clear()
+        new = {name for name in bad if _is_new(name, tensors[name], before, still)} | used  # these are no placeholders
+        written = {name for name in bad if name in self._local or (late and not _is_frozen(name, tensors[name], still))}
+        sure = [name for name in bad if name in new and name not in written]
+        others = [name for name in bad if name not in sure]
+        return NonFiniteTensors(
+            _one_of_each_kind(sure), _one_of_each_kind([name for name in others if name in new] or others)
+        )
+
+    def _of_ranks(self, named: list[list[str]]) -> list[str]:
+        said = []
+        for name in dict.fromkeys(name for names in named for name in names):
+            ranks = [rank for rank, names in enumerate(named) if name in names]
+            where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {len(named)}"
+            said.append(name if len(ranks) == len(named) else f"{name} (on {where})")
+        return said
+
+
+def _is_frozen(name: str, tensor: torch.Tensor, still: Collection[str]) -> bool:
+    """Whether no step writes it: a frozen parameter, a statistic that forward does not move."""
+    return name in still or (name.startswith(_PARAMETER) and not tensor.requires_grad)
+
+
+def _is_new(name: str, tensor: torch.Tensor, before: Tensors, never: Collection[str]) -> bool:
+    where = _where_bad(name, tensor)
+    there = before.get(name)
+    if there is not None and there.shape == where.shape and name not in never:
+        where = where & ~there.to(where.device)
+    return bool(where.any())

@@ -1,0 +1,257 @@
+"""Disks that are full, read-only or gone while ranks train: by policy all stop together, or go on; nothing is lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import ddp_loop as dl
+from ddp_loop.checkpoint import CheckpointStore, RunFolder, is_running
+from ddp_loop.checkpoint.atomic_files import SAVING
+from ddp_loop.checkpoint.serialization import to_tree
+from ddp_loop.reporting.jsonl import BufferedJsonlWriter, JsonlWriter
+from ddp_loop.reporting.rows import RowMeta, jsonl_line
+from tests.faults.bad_disks import (
+    DISKS,
+    EVERY,
+    HARMED,
+    HEALED,
+    KEEP,
+    RANKS,
+    STEPS,
+    Outcome,
+    examine,
+    fill,
+    kept_in,
+    limit_files,
+    rows_of,
+    small_disk,
+    train,
+    unmount_below,
+)
+from tests.support.harness import FAULT_S, OnRanks
+
+NOBODY = 65534
+SAVED = list(range(EVERY, STEPS + 1, EVERY))
+BEFORE = [at for at in SAVED if at <= HARMED]
+MEANWHILE = [at for at in SAVED if HARMED < at < HEALED]
+ALL_ROWS = list(range(1, STEPS + 1))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder for a run: a small disk of its own where that can be mounted."""
+    with ExitStack() as ending:
+        try:
+            folder = ending.enter_context(small_disk(tmp_path / "disk"))
+        except OSError as error:
+            pytest.skip(f"needs a small disk, which root can mount: {error}")
+        yield folder / "run"
+    unmount_below(tmp_path)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[Path]:
+    """A folder for a run on the usual disk."""
+    yield tmp_path / "run"
+    unmount_below(tmp_path)
+
+
+@contextmanager
+def limited(most: int) -> Iterator[None]:
+    """No file of this process grows beyond `most` bytes; the one that pytest writes to neither."""
+    heal = limit_files(Path(), most)
+    try:
+        yield
+    finally:
+        heal()
+
+
+@pytest.fixture
+def outcome(name: str, policy: str, on_ranks: OnRanks, request: pytest.FixtureRequest) -> Outcome:
+    run: Path = request.getfixturevalue("disk" if DISKS[name].mounts else "plain")
+    return examine(on_ranks, name, policy, run)
+
+
+@pytest.fixture(scope="module")
+def whole(pool: dl.Pool) -> str:
+    """The state at the end of a run that nobody disturbed."""
+    first, *others = pool.run(train, RANKS, "")
+    assert {one.digest for one in others} == {first.digest}
+    return first.digest
+
+
+# -- all ranks -----------------------------------------------------------------------------------------------
+
+
+def assert_nothing_is_lost(outcome: Outcome, name: str, whole: str) -> None:
+    """The older checkpoints are valid, and a run that is started again has all rows, and the undisturbed one's bits."""
+    assert outcome.problems == []
+    if DISKS[name].heals:
+        assert set(BEFORE) <= set(outcome.kept)
+        assert {(one.kind, one.text, one.digest) for one in outcome.again} == {("", "", whole)}
+        assert outcome.left == []
+        assert outcome.all_rows == ALL_ROWS
+
+
+@pytest.mark.covers("E5")
+@pytest.mark.parametrize("policy", ["raise"])
+@pytest.mark.parametrize("name", DISKS)
+def test_all_ranks_stop_together_and_say_where_and_why(name: str, outcome: Outcome, whole: str) -> None:
+    first, *others = outcome.ended
+    disk = DISKS[name]
+    assert (first.kind in ("OSError", "FileNotFoundError"), first.stage) == (True, disk.stage), first
+    for one in others:
+        assert (one.kind, one.rank, one.stage) == ("PeerFailed", 0, disk.stage), one
+        assert first.text in one.text
+    for said in ("/run/", disk.says, ": make room there, make it writable, or put it back; "):
+        assert any(word in first.text for word in said.split("|")), first.text
+    assert {one.step for one in outcome.ended} == {first.step}
+    assert max(one.took_s for one in outcome.ended) < FAULT_S
+    assert outcome.kept == (BEFORE if disk.heals else [])
+    assert outcome.rows == list(range(1, (outcome.rows or [0])[-1] + 1))
+    assert outcome.status in disk.tells.split("|")
+    assert_nothing_is_lost(outcome, name, whole)
+
+
+@pytest.mark.covers("E5")
+@pytest.mark.parametrize("policy", ["warn"])
+@pytest.mark.parametrize("name", DISKS)
+@pytest.mark.slow
+def test_all_ranks_go_on_with_a_warning_for_each_and_save_again(name: str, outcome: Outcome, whole: str) -> None:
+    assert [(one.kind, one.text, one.digest) for one in outcome.ended] == [("", "", whole)] * RANKS
+    disk, lines = DISKS[name], outcome.ended[0].lines
+    missed = [line for line in lines if line.startswith("ddp_loop: no checkpoint was written, training goes on: ")]
+    assert len(missed) == (len(MEANWHILE) if disk.heals else sum(at > HARMED for at in SAVED)), lines
+    no_rows = [line for line in lines if line.startswith("ddp_loop: no rows are written for now, training goes on: ")]
+    again = [line for line in lines if line.startswith("ddp_loop: rows are written again, with the ")]
+    assert len(no_rows) == (disk.stage == "rows"), lines
+    assert len(again) == (disk.stage == "rows" and disk.heals), lines
+    if disk.heals:
+        assert outcome.kept == [at for at in SAVED if at not in MEANWHILE]
+        assert (outcome.rows, outcome.status) == (ALL_ROWS, "done")
+    else:
+        assert sum("rows were not written" in line or "could not be made to say so" in line for line in lines) == 2
+    assert_nothing_is_lost(outcome, name, whole)
+
+
+def test_the_last_checkpoint_that_cannot_be_written_is_told_to_all(on_ranks: OnRanks, plain: Path) -> None:
+    first, *others = on_ranks(RANKS, train, str(plain), "full for what is large", at=STEPS - 1)
+    assert (first.kind, first.stage, first.step) == ("OSError", "save", STEPS)
+    assert {(one.kind, one.rank, one.stage) for one in others} == {("PeerFailed", 0, "save")}
+    assert max(one.took_s for one in (first, *others)) < FAULT_S
+    assert kept_in(plain) == (SAVED[:-1][-KEEP:], [])
+
+
+def test_a_log_on_the_full_disk_stops_nobody(on_ranks: OnRanks, disk: Path, whole: str) -> None:
+    log = disk.with_name("log")
+    ended = on_ranks(RANKS, train, str(disk), "full", "warn", str(log))
+    assert [(one.kind, one.text, one.digest) for one in ended] == [("", "", whole)] * RANKS
+    assert rows_of(disk) == ALL_ROWS
+
+
+def test_a_loop_that_is_left_while_a_save_fails_says_so(on_ranks: OnRanks, plain: Path) -> None:
+    ended = on_ranks(2, train, str(plain), "full for what is large", "raise", "", MEANWHILE[0] + 1)
+    assert [one.kind for one in ended] == ["", ""]
+    (line,) = [line for line in ended[0].lines if line.startswith("ddp_loop: no checkpoint was written: ")]
+    assert "File too large" in line
+    assert not is_running(plain)
+
+
+# -- where a run begins --------------------------------------------------------------------------------------
+
+
+def test_a_run_on_a_full_disk_is_refused_by_all_with_the_remedy(on_ranks: OnRanks, disk: Path) -> None:
+    disk.mkdir()
+    heal = fill(disk)
+    first, second = on_ranks(2, train, str(disk))
+    assert first.text.endswith(": make room there, make it writable, or give another run_dir=")
+    assert "No space left on device" in first.text
+    assert (second.kind, second.rank) == ("PeerFailed", 0)
+    heal()
+    assert [one.kind for one in on_ranks(2, train, str(disk))] == ["", ""]  # nobody holds it
+
+
+def test_what_a_killed_save_left_on_a_full_disk_makes_room_for_the_run_that_goes_on(
+    on_ranks: OnRanks, disk: Path, whole: str
+) -> None:
+    on_ranks(2, train, str(disk), "full", "raise")
+    left = disk / "checkpoints" / f"{SAVING}4-01234567"
+    left.mkdir()
+    fill(disk)
+    disk.with_name("ballast").rename(left / "tensors.safetensors")
+    assert [(one.kind, one.text, one.digest) for one in on_ranks(2, train, str(disk))] == [("", "", whole)] * 2
+    assert not left.exists()
+
+
+# -- one file ------------------------------------------------------------------------------------------------
+
+
+def test_a_row_that_does_not_fit_is_taken_out_again(plain: Path) -> None:
+    plain.mkdir()
+    lines = [jsonl_line(RowMeta(1, number, 1, 0.5, False), {"loss": 0.25}) for number in range(1, 4)]
+    path = plain / "rows.jsonl"
+    file = JsonlWriter(path, 0)
+    file.append(lines[0])
+    said = rf"a row is written for each update; writing to {path} failed .*: make room"
+    with limited(len(lines[0]) + 20), pytest.raises(OSError, match=said):
+        file.append(lines[1])
+    assert path.read_text() == lines[0]
+    file.append(lines[1] + lines[2])
+    file.close()
+    assert path.read_text() == "".join(lines)
+    with path.open("a") as half:
+        half.write(lines[0][:9])
+    JsonlWriter(path, 2).close()
+    assert path.read_text() == "".join(lines[:2])
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_rows_that_cannot_be_written_are_an_error_once_or_wait(goes_on: bool, plain: Path) -> None:
+    plain.mkdir()
+    said: list[str] = []
+    first, second = (jsonl_line(RowMeta(1, number, 4, 0.5, False), {"loss": 1.0}) for number in (1, 2))
+    lines = BufferedJsonlWriter(JsonlWriter(plain / "rows.jsonl", 0), said.append, goes_on=goes_on)
+    lines.add(first)
+    if goes_on:
+        with limited(10):
+            lines.flush()
+            lines.flush()
+        assert [line.split(":")[0] for line in said] == ["no rows are written for now, training goes on"]
+        lines.add(second)
+    else:
+        with limited(10), pytest.raises(OSError, match="a row is written for each update"):
+            lines.flush()
+    lines.close()
+    assert rows_of(plain) == ([1, 2] if goes_on else [])
+    assert said[1:] == (["rows are written again, with the 2 that waited"] if goes_on else [])
+
+
+def test_a_score_that_cannot_be_written_leaves_the_checkpoint_as_it_was(plain: Path) -> None:
+    plain.mkdir()
+    checkpoints = CheckpointStore(plain, "r1")
+    path = checkpoints.write(to_tree({"w": torch.ones(3)}), iteration=1, facts={})
+    with limited(10), pytest.raises(OSError, match=r"whole or not at all; .*make room there"):
+        checkpoints.give_score(path, 1.0)
+    assert checkpoints.read(path).score is None
+    assert os.listdir(checkpoints.folder) == [path.name]
+    checkpoints.give_score(path, 1.0)
+    assert checkpoints.read(path).score == 1.0
+
+
+def test_a_run_folder_that_cannot_be_looked_into_asks_for_no_stop(plain: Path) -> None:
+    held, mine = RunFolder(plain, {}, None), os.geteuid()
+    plain.chmod(0)
+    try:
+        if not mine:
+            os.seteuid(NOBODY)  # permissions do not bind root
+        assert held.asked_to_stop() is None
+    finally:
+        os.seteuid(mine)
+        plain.chmod(0o755)
+        held.close()

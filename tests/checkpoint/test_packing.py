@@ -1,0 +1,395 @@
+"""A state taken apart and put together again: the same values, types, bits and strides."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import struct
+import sys
+import time
+import warnings
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ddp_loop.checkpoint.serialization import (
+    DTYPES,
+    JSON_LEVELS,
+    LEVELS,
+    NATIVE,
+    SerializedState,
+    StagingBuffers,
+    from_tree,
+    parse,
+    to_tree,
+)
+from ddp_loop.determinism import digest
+
+
+def again(state: object) -> Any:
+    """The state after a way through JSON, as a file has it."""
+    packed = to_tree(state)
+    return from_tree(
+        SerializedState(parse(json.dumps(packed.structure).encode()), StagingBuffers().copy(packed).tensors)
+    )
+
+
+def bits(value: float) -> bytes:
+    return struct.pack("d", value)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """The same types, values, bits and order, all the way down."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        assert digest(one.reshape(-1).view(torch.uint8)) == digest(other.reshape(-1).view(torch.uint8))
+    elif isinstance(one, dict):
+        assert_same(list(one.items()), list(other.items()))
+        assert_same(getattr(one, "_metadata", None), getattr(other, "_metadata", None))
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_same(left, right)
+    elif isinstance(one, float):
+        assert bits(one) == bits(other)
+    else:
+        assert one == other
+
+
+def name_of(value: object) -> str:
+    """The same in every process, as a set's repr is not."""
+    words = f"{type(value).__name__} of {len(value)}" if isinstance(value, set | frozenset) else repr(value)
+    return words[:30].encode("ascii", "replace").decode()
+
+
+ODD_NAN = struct.unpack("d", struct.pack("Q", 0xFFF800000000BEEF))[0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, True, False, "", "a\nü\ud800\0", b"", b"\x00\xff", 0, -1, 2**63 - 1, -(2**63), 2**63, -(10**3999)),
+        *(0.1, -0.0, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan, ODD_NAN, complex(-0.0, math.inf)),
+        *([], [[]], (), (1, (2.0, "x"), []), {}, set(), frozenset({1, "a"}), {1, 2, (3, None)}),
+        {1: "a", "1": "b", None: 0, (1, ("x", None)): [2], -0.5: {}, b"k": True},
+        *(OrderedDict([("b", 1), ("a", 2)]), Counter({30: 1, 80: 2}), {"dict": {"tensor": [1]}, "__metadata__": 1}),
+        *(torch.float32, torch.float8_e5m2, torch.device("cuda:3"), torch.device("cpu")),
+        *(torch.Size([2, 0]), torch.Size([])),
+    ],
+    ids=name_of,
+)  # fmt: skip
+def test_a_value_comes_back_as_it_was(value: object) -> None:
+    assert_same(again({"a": [value]}), {"a": [value]})
+
+
+def test_a_defaultdict_comes_back_as_a_dict() -> None:
+    assert_same(again(defaultdict(list, {3: [1]})), {3: [1]})
+
+
+@pytest.mark.parametrize("name", [name for name, one in DTYPES.items() if not name.startswith(("q", "uint8x"))])
+def test_a_tensor_of_each_dtype_comes_back_with_its_bits(name: str) -> None:
+    dtype = DTYPES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls half complex numbers an experiment
+        raw = torch.arange(2 if dtype == torch.bool else 96, dtype=torch.uint8)
+        tensor = raw.view(dtype)
+        back = again({"x": tensor})["x"]
+        assert back.dtype == dtype
+        assert torch.equal(back.view(torch.uint8), raw)
+        assert all(one.dtype in NATIVE for one in to_tree(tensor).tensors.values())
+
+
+def test_payloads_of_nan_and_signs_of_zero_stay() -> None:
+    raw = torch.tensor([0x7FC0BEEF, 0xFF800001, 0x80000000, 0x00000001], dtype=torch.int64).to(torch.uint32)
+    tensor = raw.view(torch.float32)
+    assert torch.equal(again(tensor).view(torch.uint32).to(torch.int64), raw.to(torch.int64))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 1).to(memory_format=torch.contiguous_format).as_strided((4, 1), (1, 7)),
+        *(torch.randn(3, 4).t(), torch.randn(()), torch.empty(0, 3), torch.empty(3, 0).t()),
+        torch.randn(2, 3, 4).permute(2, 0, 1),
+        *(torch.randn(3, 4, dtype=torch.complex128).t(), torch.arange(6).to(torch.uint16).view(2, 3).t()),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.stride()}",
+)  # fmt: skip
+def test_a_dense_tensor_keeps_its_strides(tensor: torch.Tensor) -> None:
+    assert_same(again([tensor]), [tensor])
+
+
+def test_a_dense_tensor_is_packed_without_a_copy() -> None:
+    tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    (stored,) = to_tree(tensor).tensors.values()
+    assert stored.data_ptr() == tensor.data_ptr()
+    assert stored.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.arange(12.0)[::2], torch.arange(12.0).view(3, 4)[:, 1:3], torch.ones(1, 3).expand(5, 3)],
+)
+def test_a_slice_is_packed_as_its_values_alone(tensor: torch.Tensor) -> None:
+    back = again(tensor)
+    assert torch.equal(back, tensor)
+    assert back.is_contiguous()
+    assert back.untyped_storage().nbytes() == tensor.numel() * 4
+
+
+def test_a_conjugate_is_packed_as_its_values() -> None:
+    tensor = torch.randn(3, dtype=torch.complex64)
+    assert torch.equal(again({"a": tensor, "b": tensor.conj()})["b"], tensor.conj())
+
+
+def test_tied_tensors_are_stored_once_and_tied_again() -> None:
+    weight = nn.Parameter(torch.randn(3, 4))
+    state = {"embedding": weight, "head": weight.detach().view(3, 4), "other": weight.t()}
+    assert len(to_tree(state).tensors) == 2
+    back = again(state)
+    back["embedding"][0, 0] = 7.0
+    assert back["head"][0, 0] == 7.0
+    assert back["other"][0, 0] != 7.0
+
+
+def test_tensors_whose_paths_look_alike_are_kept_apart() -> None:
+    state = {
+        "a.b": torch.tensor(1.0),
+        "a": {"b": torch.tensor(2.0)},
+        "__metadata__": torch.tensor(3.0),
+        "\ud800": torch.ones(1),
+    }
+    packed = to_tree(state)
+    assert_same(from_tree(packed), state)
+    assert list(packed.tensors) == ["a.b", "a.b#2", "__metadata__#2", "?"]
+
+
+@pytest.mark.parametrize("letter", ["b1", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16", ">f4", ">i8", "g"])
+def test_arrays_and_their_scalars_come_back(letter: str) -> None:
+    array = (np.arange(12) - 3).astype(letter).reshape(3, 4)
+    for one in (array, np.asfortranarray(array), array[::2, 1:], array[0, 0:0], array[1, 2:3].reshape(())):
+        back = again({"x": one})["x"]
+        assert back.dtype == one.dtype
+        assert back.shape == one.shape
+        assert np.array_equal(back, one)
+        assert back.flags.f_contiguous == one.flags.f_contiguous or one.base is array
+    assert type(again(array[1, 1])) is type(array[1, 1])
+    assert again(array[1, 1]) == array[1, 1]
+
+
+def test_an_array_that_cannot_be_written_to_is_packed() -> None:
+    array = np.arange(3.0)
+    array.flags.writeable = False
+    assert np.array_equal(again(array), array)
+
+
+def test_states_of_random_generators_come_back() -> None:
+    source = np.random.default_rng(3)
+    for state in (random.getstate(), source.bit_generator.state, torch.get_rng_state()):
+        assert_same(again(state), state)
+    legacy = np.random.RandomState(3).get_state()
+    assert all(np.array_equal(one, other) for one, other in zip(again(legacy), legacy, strict=True))
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "MultiStepLR": lambda one: torch.optim.lr_scheduler.MultiStepLR(one, [1, 2, 2]),
+    "OneCycleLR": lambda one: torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=9),
+    "SequentialLR": lambda one: torch.optim.lr_scheduler.SequentialLR(
+        one, [torch.optim.lr_scheduler.ConstantLR(one), torch.optim.lr_scheduler.ExponentialLR(one, 0.9)], [2]
+    ),
+    "ReduceLROnPlateau": lambda one: torch.optim.lr_scheduler.ReduceLROnPlateau(one, patience=1),
+}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_goes_on_with_the_same_bits(optimizer: str, scheduler: str) -> None:
+    def parts(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        own = OPTIMIZERS[optimizer](model.parameters())
+        average = torch.optim.swa_utils.AveragedModel(model)
+        return {"model": model, "optimizer": own, "average": average, "scheduler": SCHEDULERS[scheduler](own)}
+
+    def train(model: Any, optimizer: Any, average: Any, scheduler: Any) -> None:
+        for _ in range(3):
+            loss = model(torch.randn(5, 1, 4, 4)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            average.update_parameters(model)
+            scheduler.step(*[loss.item()] * (type(scheduler).__name__ == "ReduceLROnPlateau"))
+
+    def states(parts: dict[str, Any]) -> dict[str, Any]:
+        return {name: one.state_dict() for name, one in parts.items()} | {"random": torch.get_rng_state()}
+
+    parts_of_one = parts(1)
+    train(**parts_of_one)
+    kept = StagingBuffers().copy(to_tree(states(parts_of_one)))
+    train(**parts_of_one)
+    parts_of_other = parts(2)
+    back = from_tree(kept)
+    for name, one in parts_of_other.items():
+        one.load_state_dict(back[name])
+    torch.set_rng_state(back["random"])
+    train(**parts_of_other)
+    assert_same(states(parts_of_one), states(parts_of_other))
+
+
+def test_a_state_dict_keeps_the_versions_of_its_modules() -> None:
+    state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    assert state._metadata["0"]["version"] == 2  # type: ignore[attr-defined]
+    assert_same(again(state), state)
+
+
+def test_a_gradient_scalers_state_comes_back() -> None:
+    state = torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()
+    assert state
+    assert_same(again(state), state)
+
+
+class Own:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"scheduler": {"lr_lambdas": [lambda step: 1.0]}}, "state.scheduler.lr_lambdas.0 is a function: give the"),
+        ({"a": ({"b": Own()},)}, r"state.a.0.b is a tests.checkpoint.test_packing.Own: give the object a state_dict"),
+        ({"a": {Own(): 1}}, r"\(the key\) is a tests.checkpoint.test_packing.Own"),
+        ({"a": {torch.ones(1): 1}}, r"state.a \(a key\) is a torch.Tensor: let the keys"),
+        ([np.array(["x"])], "state.0 is a numpy.ndarray: of its elements, <U1, only numbers"),
+        ([np.array([Own()])], "state.0 is a numpy.ndarray: of its elements, object, only"),
+        ([np.datetime64("2020-01-01")], "state.0 is a numpy.datetime64: give"),
+        ([torch.ones(2).to_sparse()], "state.0 is a torch.Tensor: only dense tensors"),
+        ([torch.ones(2, device="meta")], "state.0 is a torch.Tensor: only dense tensors with values"),
+        ([nn.UninitializedParameter()], "state.0 is a torch.nn.parameter.UninitializedParameter: only dense"),
+        ([torch.Generator()], "state.0 is a torch._C.Generator: give"),
+        ([range(3)], "state.0 is a range: give"),
+        ([sys], "state.0 is a module: give"),
+    ],
+)
+def test_what_cannot_be_packed_is_named_by_its_path(value: object, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        to_tree(value)
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+def test_a_hundred_levels_are_packed_and_more_are_refused() -> None:
+    assert_same(again(nested(LEVELS)), nested(LEVELS))
+    endless: list[Any] = []
+    endless.append(endless)
+    for value in (nested(LEVELS + 1), nested(100_000), endless):
+        with pytest.raises(ValueError, match="at most 100 levels"):
+            to_tree(value)
+
+
+MALFORMED = """
+{} ; {"a": 1} ; {"dict": 1, "list": 2} ; {"dict": [[1]]} ; {"dict": [[[1], 2]]} ; {"dict": [[1, 2], [1, 3]]}
+{"dict": {}} ; {"ordered": []} ; {"ordered": [[], 3]} ; {"tuple": 5} ; {"tuple": "ab"} ; {"set": [[1]]}
+{"set": [{"dict": []}]} ; {"int": "x"} ; {"int": 5} ; {"int": "1111111111_"} ; {"float": "00"} ; {"float": 1}
+{"complex": ""} ; {"bytes": "%%"} ; {"bytes": 3} ; {"number": ["<f4", "00"]} ; {"number": ["O", "0000000000000000"]}
+{"number": [7, 7]} ; {"number": ["<f3", "000000"]} ; {"array": ["u", "O", [1], "C"]}
+{"array": ["u", "<f4", [3], "C"]} ; {"array": ["u", "<f4", [-1], "C"]} ; {"array": ["u", "<f4", [2], "K"]}
+{"array": ["no", "<f4", [2], "C"]} ; {"array": []} ; {"dtype": "Tensor"} ; {"dtype": []} ; {"device": "disk"}
+{"device": []} ; {"size": [-1]} ; {"size": [1180591620717411303424]} ; {"size": [1.5]} ; {"size": 1} ; {"tensor": "x"}
+{"tensor": ["x", "float32", [2, 3], [1, 1]]} ; {"tensor": ["x", "float32", [7], [1]]}
+{"tensor": ["x", "int32", [6], [1]]} ; {"tensor": ["x", "float32", [-6], [1]]}
+{"tensor": ["x", "float32", [6], [-1]]} ; {"tensor": ["x", "qint8", [6], [1]]}
+{"tensor": ["x", "float32", [6], [0]]} ; {"tensor": ["x", "float32", [2, 3], [3]]}
+{"tensor": [["x"], "float32", [6], [1]]} ; {"tensor": ["x", "os.system", [6], [1]]}
+{"tensor": ["x", "float32", [4611686018427387904, 0], [1, 1]]} ; {"posix.system": "true"}
+"""
+
+
+@pytest.mark.parametrize("structure", re.split(" ; |\n", MALFORMED.strip()))
+def test_a_structure_that_pack_does_not_make_is_refused(structure: str) -> None:
+    tensors = {"x": torch.zeros(6), "u": torch.zeros(8, dtype=torch.uint8)}
+    good = [{"tensor": ["x", "float32", [6], [1]]}, {"array": ["u", "<f4", [2], "C"]}]
+    assert len(from_tree(SerializedState(good, tensors))) == 2
+    with pytest.raises(ValueError, match=r"\w"):
+        from_tree(SerializedState([*good, parse(structure.encode())], tensors))
+
+
+def test_a_tensor_without_a_place_is_refused() -> None:
+    with pytest.raises(ValueError, match="each tensor has a place in the structure; x has none"):
+        from_tree(SerializedState([1], {"x": torch.zeros(6)}))
+
+
+@pytest.mark.parametrize("levels", [LEVELS + 2, 400, 500])
+def test_too_many_levels_are_refused_also_on_the_way_back(levels: int) -> None:
+    with pytest.raises(ValueError, match="at most 100 levels"):
+        from_tree(SerializedState(parse(b"[" * levels + b"]" * levels), {}))
+    if levels > JSON_LEVELS:  # what Python's own parser would take
+        with pytest.raises(ValueError, match="at most 100 levels; the JSON"):
+            parse(b"[" * levels + b"]" * levels)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"[" * 100_000, b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 100_000, b'{"a": 1, "a": 2}'),
+        *(b"NaN", b"[-Infinity]"),
+        *(b"\xff\xfe", "[1]".encode("utf-16"), b"", b"{", b'"' + b"\\", b"1" * 5000, b'["' + b'\\"' * 300_000),
+    ],
+    ids=lambda text: repr(text[:20]),
+)  # fmt: skip
+def test_json_that_is_none_or_too_deep_is_refused_quickly(text: bytes) -> None:
+    began = time.process_time()
+    with pytest.raises(ValueError, match=r"\w"):
+        parse(text)
+    assert time.process_time() - began < 1.0  # 0.05; the square of the length would be minutes
+
+
+def test_brackets_in_words_are_no_levels() -> None:
+    assert parse(json.dumps(["[" * 1000, '\\"[' * 1000]).encode()) == ["[" * 1000, '\\"[' * 1000]
+
+
+def test_copies_use_their_memory_again_where_the_form_is_the_same() -> None:
+    copies = StagingBuffers()
+    one = copies.copy(to_tree({"a": torch.ones(3), "b": torch.ones(2), "c": 1}))
+    memory = one.tensors["a"].data_ptr()
+    two = copies.copy(to_tree({"a": torch.full((3,), 2.0), "b": torch.ones(4), "c": 2}))
+    assert two.tensors["a"].data_ptr() == memory
+    assert_same(from_tree(two), {"a": torch.full((3,), 2.0), "b": torch.ones(4), "c": 2})
+
+
+def test_a_copy_stays_when_the_state_goes_on() -> None:
+    weight = nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    kept = StagingBuffers().copy(to_tree({"w": weight, "half": weight.detach().half()}))
+    with torch.no_grad():
+        weight.add_(1)
+    assert from_tree(kept)["w"].eq(1).all()
+    assert from_tree(kept)["w"].stride() == weight.stride()
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_gpu_come_back_on_the_cpu() -> None:
+    state = {"w": torch.randn(100, 100, device="cuda").t(), "n": torch.ones(3)}
+    copies = StagingBuffers()
+    for _ in range(2):
+        kept = copies.copy(to_tree(state))
+        assert kept.tensors["w"].is_pinned()
+        assert_same(from_tree(kept), {"w": state["w"].cpu(), "n": state["n"]})

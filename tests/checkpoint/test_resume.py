@@ -1,0 +1,204 @@
+"""A run that was stopped anywhere and goes on, on any number of ranks, is the undisturbed run: to the bit."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop.checkpoint import CheckpointStore, run_id_of
+from tests.support.harness import OnRanks
+from tests.support.resuming import BUILDS, EPOCHS, STEPS, Ended, different, train, train_in
+from tests.support.runs import ROWS, checkpoints_of, endless, rows_of, status_of
+
+# torch does not know that the optimizer stepped in another process, where a run goes on at the first epoch's end.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+
+
+# -- everywhere ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("E5")
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_run_that_goes_on_after_any_step_is_the_undisturbed_one(build: str, tmp_path: Path) -> None:
+    whole = train(str(tmp_path / "whole"), build=build)
+    assert whole.made == list(range(1, EPOCHS * STEPS + 1))
+    for at in whole.made if build == "usual" else (2, STEPS, STEPS + 1):
+        run = tmp_path / str(at)
+        first = train(str(run), at, build)
+        assert (first.stopped, first.made[-1], checkpoints_of(run)[-1]) == ("loop.stop()", at, at)
+        assert (status_of(run)["status"], status_of(run)["iteration"]) == ("stopped", at)
+        second = train(str(run), build=build)
+        assert second.made == whole.made[at:]
+        assert different(whole, second) == []
+        assert rows_of(run) == whole.made
+        assert status_of(run)["status"] == "done"
+
+
+@pytest.mark.covers("E5")
+def test_a_run_stopped_twice_within_an_epoch_is_the_undisturbed_one(tmp_path: Path) -> None:
+    whole = train("")
+    parts = [train(str(tmp_path), at).made for at in (6, 8)]
+    last = train(str(tmp_path))
+    assert [*parts, last.made] == [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10]]
+    assert different(whole, last) == []
+    assert rows_of(tmp_path) == whole.made
+
+
+@pytest.mark.covers("E5", "H7")
+@pytest.mark.parametrize("at", [3, STEPS])
+@pytest.mark.parametrize("build", ["usual", "bfloat16"])
+@pytest.mark.slow
+def test_a_run_of_two_ranks_goes_on_on_any_number(at: int, build: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    whole = on_ranks(2, train, "", build=build)[0]
+    on_ranks(2, train, str(tmp_path / "begun"), at, build)
+    for ranks in (1, 3, 4):
+        run = tmp_path / f"{ranks} ranks"
+        shutil.copytree(tmp_path / "begun", run)
+        for ended in on_ranks(ranks, train, str(run), build=build):
+            assert ended.made == whole.made[at:]
+            assert different(whole, ended) == []
+        assert rows_of(run) == whole.made
+
+
+def without_fixed_shards(folder: str, at: int | None) -> Ended:
+    with dl.join_world(seed=3) as world:
+        return train_in(world, folder, at, "usual", shards=None)
+
+
+@pytest.mark.covers("E5")
+def test_on_the_same_number_of_ranks_the_shards_need_not_be_fixed(on_ranks: OnRanks, tmp_path: Path) -> None:
+    whole = on_ranks(2, without_fixed_shards, "", None)
+    on_ranks(2, without_fixed_shards, str(tmp_path), 7)
+    for one, other in zip(whole, on_ranks(2, without_fixed_shards, str(tmp_path), None), strict=True):
+        assert different(one, other) == []
+
+
+# -- which one is gone on from ---------------------------------------------------------------------------------
+
+
+def test_a_finished_run_makes_no_step_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = train(str(tmp_path))
+    again = train(str(tmp_path))
+    assert again.made == []
+    assert different(whole, again) == []
+    assert status_of(tmp_path)["status"] == "done"
+    with dl.join_world(seed=3) as world:
+        model = nn.Linear(1, 1)
+        for _ in range(2):
+            for step in dl.Loop(
+                dl.Batches(torch.ones(4, 1), 2, world), 1, state={"m": model}, run_dir=tmp_path / "other"
+            ):
+                for rows in step:
+                    step.backward(model(rows).mean())
+                step.fold()
+    assert f"{tmp_path / 'other'}: nothing is left to do after step 2\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"number": 100}, "samples: was 113, is 100"),
+        ({"batch_size": 12}, "batch_size: was 24, is 12"),
+        ({"shards": 3}, "shards: was 6, is 3"),
+    ],
+)
+def test_a_run_of_something_else_is_refused_with_the_difference(
+    keywords: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    train(str(tmp_path), 3)
+    with pytest.raises(ValueError, match=said):
+        train(str(tmp_path), **keywords)
+    assert status_of(tmp_path)["status"] == "stopped"  # it is as it was
+    assert train(str(tmp_path)).made[0] == 4
+
+
+def test_another_argument_of_the_script_is_refused_unless_told_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.1"])
+    train(str(tmp_path), 3)
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.2"])
+    with pytest.raises(ValueError, match=r"arguments: was '--lr 0.1', is '--lr 0.2'.*resume=True.*resume=False"):
+        train(str(tmp_path))
+    assert train(str(tmp_path), 5, resume=True).made == [4, 5]
+    assert train(str(tmp_path)).made[0] == 6  # the new arguments are the run's now
+
+
+def test_a_run_begun_anew_keeps_the_old_one(tmp_path: Path) -> None:
+    whole = train("")
+    train(str(tmp_path), 3)
+    assert different(whole, train(str(tmp_path), resume=False)) == []
+    train(str(tmp_path), 2, resume=False)
+    assert checkpoints_of(tmp_path) == [2]
+    assert rows_of(tmp_path) == [1, 2]
+    for number, rows, status in (("1", [1, 2, 3], "stopped"), ("2", whole.made, "done")):
+        before = tmp_path / "before" / number
+        assert (rows_of(before), status_of(before)["status"]) == (rows, status)
+        assert checkpoints_of(before)[-1] == rows[-1]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = train("")
+    train(str(tmp_path), 8, save_every=3)
+    damaged = tmp_path / "checkpoints" / "step-00000008" / "tensors.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-5] ^= 1
+    damaged.write_bytes(data)
+    before = checkpoints_of(tmp_path)[-2]
+    ended = train(str(tmp_path), save_every=3)
+    assert ended.made == whole.made[before:]
+    assert different(whole, ended) == []
+    assert rows_of(tmp_path) == whole.made
+    said = capsys.readouterr().out
+    assert str(damaged) in said
+    assert "the one before it is used" in said
+
+
+def test_rows_after_the_checkpoint_and_half_lines_are_taken_out(tmp_path: Path) -> None:
+    train(str(tmp_path), 4)
+    with (tmp_path / ROWS).open("a") as file:  # what a killed process leaves
+        file.write('{"epoch": 1, "iteration": 5, "samples": 24, "loss": 1.0, "elapsed_s": 1.0}\n{"epoch": 2, "it')
+    assert train(str(tmp_path)).made == [5, 6, 7, 8, 9, 10]
+    assert rows_of(tmp_path) == list(range(1, 11))
+
+
+def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
+    scores = {1: 5.0, 2: 4.0, 3: 0.5, 4: 3.0, 5: float("nan"), 6: 2.0, 7: 0.5, 8: 9.0, 9: 8.0, 10: 7.0}
+    train(str(tmp_path), keep_last=2, score=scores)
+    assert checkpoints_of(tmp_path) == [3, 9, 10]
+
+
+def test_a_score_of_a_whole_epoch_is_that_of_its_last_step(tmp_path: Path) -> None:
+    scores = dict.fromkeys(range(1, 11), 9.0) | {5: 0.25, 10: 0.5}
+    whole = train("")
+    for every in (None, 4, 10**6):  # written behind the epoch, before its end, or kept in memory until it has a score
+        run = tmp_path / str(every)
+        train(str(run), keep_last=1, score=scores, save_every=every)
+        assert checkpoints_of(run) == [5, 10]
+        found = CheckpointStore(run, run_id_of(run) or "").entries(verify=True)
+        assert [(one.iteration, one.score, one.problem) for one in found] == [(10, 0.5, None), (5, 0.25, None)]
+        shutil.rmtree(run / "checkpoints" / "step-00000010")
+        assert different(whole, train(str(run), keep_last=1, score=scores, save_every=every)) == []
+
+
+def lose_an_unknown_peer(folder: str) -> None:
+    with suppress(dl.PeerFailed), dl.join_world() as world:
+        loop, make = endless(world, run_dir=folder)
+        for step in loop:
+            make(step)
+            raise dl.PeerFailed("the network between the machines is broken")
+
+
+def test_a_failure_of_which_nobody_knows_the_rank_is_not_given_to_one(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(1, lose_an_unknown_peer, str(tmp_path))
+    status = status_of(tmp_path)
+    assert (status["status"], status["rank"], status["iteration"]) == ("failed", -1, 1)

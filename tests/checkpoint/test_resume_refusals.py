@@ -1,0 +1,135 @@
+"""What a run does not go on from, and that the tests of going on would see what is not put back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop.checkpoint import async_save as saving
+from ddp_loop.checkpoint import state as restoring
+from ddp_loop.data import position as positions
+from ddp_loop.distributed import ReplicaMismatch
+from tests.support.harness import OnRanks, caught
+from tests.support.refusals import Refused, loop_over, loss_of, network
+from tests.support.resuming import different, train
+
+
+def hold_and_try(folder: str) -> tuple[str, str, float]:
+    """A Loop of this process holds the folder, while another one wants it."""
+    with dl.join_world() as world:
+        loop_over(world, folder, network())
+        return caught(loop_over, world, folder, network())
+
+
+def test_a_second_loop_of_a_process_is_refused_the_folder_of_the_first(on_ranks: OnRanks, tmp_path: Path) -> None:
+    for ranks, own in ((1, ["RuntimeError"]), (2, ["RuntimeError", "PeerFailed"])):
+        results = on_ranks(ranks, hold_and_try, str(tmp_path / str(ranks)))
+        assert [kind for kind, _, _ in results] == own
+        for _, text, _ in results:
+            assert "is held by another Loop of this process: wait for it, stop it (python -m ddp_loop stop" in text
+
+
+def test_a_second_process_is_refused_and_told_who_holds_the_folder(on_ranks: OnRanks, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    with dl.join_world() as world:
+        loop_over(world, folder, network())
+        for kind, text, _ in on_ranks(2, caught, train, folder):
+            assert kind in ("RuntimeError", "PeerFailed")
+            assert f"{folder} is held by process {os.getpid()} on " in text
+    assert on_ranks(1, caught, train, folder, 1)[0][0] == "ValueError"  # it is free, and a run of something else
+
+
+def begin(folder: str) -> None:
+    with dl.join_world() as world:
+        model = network()
+        for step in loop_over(world, folder, model):
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            step.fold()
+
+
+def another_model(world: dl.World, folder: str) -> None:
+    loop_over(world, folder, nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1)).double())
+
+
+def another_name(world: dl.World, folder: str) -> None:
+    model = network()
+    loop_over(world, folder, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def no_state_dict(world: dl.World, folder: str) -> None:
+    loop_over(world, folder, network(), [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("scenario", "kind", "said"),
+    [
+        (
+            another_model,
+            "ValueError",
+            "must fit the state; 'model' does not take it .*size mis",
+        ),
+        (another_name, "ValueError", r"the checkpoint \['model'\]: give Loop the same state=, or begin anew"),
+        (
+            no_state_dict,
+            "TypeError",
+            r"state\['other 0'\] is a list: give it these, put it into a dict, or leave run_dir=",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_on_all_ranks(
+    scenario: Callable[..., Any], kind: str, said: str, refused: Refused, tmp_path: Path, on_ranks: OnRanks
+) -> None:
+    on_ranks(1, begin, str(tmp_path / "run"))
+    refused(3, scenario, kind=kind, said=said)
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert left == ["step-00000004"]
+
+
+def leave_out(name: str) -> Callable[..., Any]:
+    """The usual way to put one object back, but for this one."""
+    usual = restoring._restore
+
+    def put_back(value: Any, kept: Any) -> None:
+        if type(value).__name__ != name:
+            usual(value, kept)
+
+    return put_back
+
+
+def one_further(self: positions.LoopPosition, state: dict[str, int]) -> None:
+    self.iteration, self.epochs, self.at = state["iteration"], state["epoch"], state["position"] + 1
+    self.resumed_at = self.iteration
+
+
+MUTATIONS: dict[str, tuple[object, str, Any]] = {
+    "the generators": (saving, "restore_random_state", lambda state, device: None),
+    "the position": (positions.LoopPosition, "resume_from", one_further),
+    **{
+        f"the {name}": (restoring, "_restore", leave_out(name))
+        for name in ("AdamW", "AveragedModel", "CosineAnnealingLR", "GradScaler", "EarlyStopping", "dict")
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_the_comparison_of_two_runs_sees_what_is_not_put_back(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train("")
+    train(str(tmp_path), 7)  # in the second epoch, so that the patience and the schedule were at work
+    place, name, mutated = MUTATIONS[what]
+    monkeypatch.setattr(place, name, mutated)
+    try:
+        seen = different(whole, train(str(tmp_path))) != []
+    except ReplicaMismatch:
+        seen = True  # by the package itself, which takes checksums of what it put back
+    assert seen

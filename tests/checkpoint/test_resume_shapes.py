@@ -1,0 +1,158 @@
+"""Shapes of jobs that once could not go on, or not to the bit: frozen layers, counts, two loops, lists."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from tests.support.harness import OnRanks
+from tests.support.runs import checkpoints_of, digests, go_by_epochs, rows_of
+
+STEPS, EPOCHS = 4, 2
+
+
+def run(
+    folder: Path | str, stop_at: int | None = None, *, bad: int = 0, freeze: bool = False, optimizer: Any = None,
+    late: bool = False, **options: Any,
+) -> tuple[dict[str, str], dl.Loop, dict[str, Any]]:  # fmt: skip
+    """Two layers, 2 epochs of 4 steps; a row of NaN in step `bad`, the first layer frozen behind the first epoch."""
+    with dl.join_world(seed=1) as world:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer = (optimizer or torch.optim.Adam)(model.parameters(), lr=0.05)
+        data = torch.randn(STEPS * 8, 3, generator=torch.Generator().manual_seed(2))
+        if bad:
+            data[8 * bad - 1] = float("nan")
+        log: list[int] = []
+        notes: dict[str, Any] = {"log": log}
+        state = {"model": model, "optimizer": optimizer, "notes": notes}
+        batches = dl.Batches(data, 8, world, shards=4, shuffle=False)
+        loop = dl.Loop(
+            batches, EPOCHS, state=state, run_dir=folder, progress=bool(options.pop("say", False)), **options
+        )
+        loop._guard.late = late or loop._guard.late
+
+        def freeze_if_asked() -> None:
+            if freeze:
+                model[0].weight.requires_grad_(False)
+
+        go_by_epochs(loop, model, optimizer, stop_at, after_step=log.append, after_epoch=freeze_if_asked)
+        return digests({"model": model, "optimizer": optimizer}), loop, notes
+
+
+@pytest.mark.covers("E5")
+@pytest.mark.parametrize("at", [2, 4, 6])
+def test_a_layer_that_was_frozen_meanwhile_stays_so(at: int, tmp_path: Path) -> None:
+    whole, _, _ = run(tmp_path / "whole", freeze=True)
+    assert whole != run(tmp_path / "never")[0]
+    run(tmp_path / "parts", at, freeze=True)
+    again, loop, _ = run(tmp_path / "parts", freeze=True)
+    assert again == whole
+    assert loop.stopped is None
+
+
+@pytest.mark.covers("E5")
+def test_a_list_that_the_script_holds_goes_on(tmp_path: Path) -> None:
+    run(tmp_path, 3)
+    _, _, notes = run(tmp_path)
+    assert notes["log"] == list(range(1, STEPS * EPOCHS + 1))
+
+
+@pytest.mark.covers("E5")
+@pytest.mark.slow
+def test_skipped_steps_and_the_epochs_mean_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, loop, _ = run(tmp_path / "whole", bad=2, on_nonfinite="skip", say=True)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch: 1"))
+    assert "1 steps skipped" in line
+    run(tmp_path / "parts", 3, bad=2, on_nonfinite="skip")
+    again, gone_on, _ = run(tmp_path / "parts", bad=2, on_nonfinite="skip", say=True)
+    assert line in capsys.readouterr().out
+    assert (again, gone_on.skipped, loop.skipped) == (whole, 2, 2)
+
+
+def test_a_step_that_is_found_bad_one_step_late_is_never_kept(tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError, match="step 4"):
+        run(tmp_path, bad=STEPS, late=True)
+    assert checkpoints_of(tmp_path) == []
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["calls"] = self.state.get("calls", 0) + 1  # type: ignore[index, call-overload]
+        return super().step(closure)
+
+
+@pytest.mark.covers("E5")
+def test_an_optimizer_with_state_of_no_parameter_goes_on(tmp_path: Path) -> None:
+    whole, _, _ = run(tmp_path / "whole", optimizer=Counting)
+    run(tmp_path / "parts", 3, optimizer=Counting)
+    assert run(tmp_path / "parts", optimizer=Counting)[0] == whole
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_its_rows_stay(tmp_path: Path) -> None:
+    run(tmp_path)
+    rows = rows_of(tmp_path)
+    for path in (tmp_path / "checkpoints").glob("step-*"):
+        (path / "state.json").write_bytes(b"{}")
+    with pytest.raises(ValueError, match=r"none of the 2 in .*begin anew \(resume=False\)"):
+        run(tmp_path)
+    assert rows_of(tmp_path) == rows
+    run(tmp_path, resume=False)
+    assert checkpoints_of(tmp_path) == [4, 8]
+
+
+def test_checkpoints_without_the_run_they_belong_to_are_refused(tmp_path: Path) -> None:
+    run(tmp_path, 3)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ValueError, match=r"run\.json .* is missing or damaged"):
+        run(tmp_path)
+    assert checkpoints_of(tmp_path) == [3]
+    run(tmp_path, resume=False)
+    assert checkpoints_of(tmp_path / "before" / "1") == [3]
+
+
+def test_a_run_folder_may_be_moved_and_linked_to_but_held_once(tmp_path: Path) -> None:
+    whole, _, _ = run(tmp_path / "whole")
+    run(tmp_path / "here", 3)
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    assert run(tmp_path / "link")[0] == whole
+    with dl.join_world() as world:
+        model = nn.Linear(1, 1)
+        loops = [tmp_path / "there", tmp_path / "link"]
+        state = {"model": model}
+        dl.Loop(dl.Batches(torch.ones(4, 1), 2, world), 1, state=state, run_dir=loops[0], progress=False, resume=False)
+        with pytest.raises(RuntimeError, match="is held by another Loop of this process"):
+            dl.Loop(
+                dl.Batches(torch.ones(4, 1), 2, world), 1, state=state, run_dir=loops[1], progress=False, resume=False
+            )
+
+
+def two_loops(folder: str) -> list[list[int]]:
+    with dl.join_world(seed=1) as world:
+        made: list[list[int]] = []
+        for name in ("one", "other"):
+            model = nn.Linear(3, 1)
+            loop = dl.Loop(
+                dl.Batches(torch.randn(8, 3), 4, world), 2, state={name: model}, run_dir=Path(folder, name),
+                save_every=1, progress=False,
+            )  # fmt: skip
+            made.append([])
+            for step in loop:
+                for rows in step:
+                    step.backward(model(rows).mean())
+                step.fold()
+                made[-1].append(step.iteration)
+        return made
+
+
+@pytest.mark.covers("E5")
+def test_two_loops_of_a_script_keep_their_own_checkpoints(on_ranks: OnRanks, tmp_path: Path) -> None:
+    assert on_ranks(2, two_loops, str(tmp_path)) == [[[1, 2, 3, 4], [1, 2, 3, 4]]] * 2

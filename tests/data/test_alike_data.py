@@ -1,0 +1,400 @@
+"""Every rank is given the whole data: ranks that split them by hand are told so, before half of them is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info, random_split
+
+import ddp_loop as dl
+from ddp_loop.data.fingerprints import difference, of
+from tests.support.harness import OnRanks
+from tests.support.refusals import ALL, Refused
+
+pytestmark = pytest.mark.covers("D10")
+
+SIZE = 24
+REMEDY = "give every rank the whole data, in the same order; Batches splits them"
+
+
+def tensors() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(SIZE, 4, generator=generator), torch.arange(SIZE) % 3
+
+
+class Pairs(Dataset[Any]):
+    """The tensors as samples; one that draws adds noise to them."""
+
+    def __init__(self, noise: Callable[[], float] | None = None) -> None:
+        self.inputs, self.labels = tensors()
+        self.noise, self.read = noise, 0
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.read += 1
+        rows = self.inputs[index] if self.noise is None else self.inputs[index] + self.noise()
+        return rows, int(self.labels[index])
+
+
+class Stream(IterableDataset[Any]):
+    """The samples first, first + every, ..., as a stream; `keep` is which of them."""
+
+    def __init__(self, first: int, every: int, noise: Callable[[], float] = lambda: 0.0) -> None:
+        self.first, self.every, self.noise = first, every, noise
+
+    def __iter__(self) -> Iterator[Any]:
+        inputs, labels = tensors()
+        for row, label in islice(zip(inputs, labels, strict=True), self.first, None, self.every):
+            yield row + self.noise(), int(label)
+
+
+def other_labels(rank: int) -> Any:
+    inputs, labels = tensors()
+    return inputs, labels + rank * (labels == 2)
+
+
+def labels_changed(rank: int) -> Pairs:
+    data = Pairs()
+    data.labels = data.labels + rank
+    return data
+
+
+UNALIKE: dict[str, tuple[Callable[[int], Any], str]] = {
+    "tensors split by hand": (
+        lambda rank: tuple(one[rank::2] for one in tensors()),
+        r"data\[0\], float32 \(12, 4\), has other values on rank 1 than on rank 0",
+    ),
+    "tensors of unequal lengths": (
+        lambda rank: tuple(one[rank:] for one in tensors()),
+        "the length is 24 samples on rank 0, but 23 samples on rank 1",
+    ),
+    "a Subset": (
+        lambda rank: Subset(Pairs(), range(rank, SIZE, 2)),
+        "the indices of the Subset, 12 numbers, has other values on rank 1",
+    ),
+    "a Subset of a Subset": (
+        lambda rank: Subset(Subset(Pairs(), list(range(rank, SIZE, 2))), range(12)),
+        "the indices of the Subset, 12 numbers, has other values on rank 1",
+    ),
+    "random_split": (
+        lambda rank: random_split(Pairs(), [12, 12], generator=torch.Generator().manual_seed(rank))[0],
+        "the indices of the Subset, 12 numbers, has other values on rank 1",
+    ),
+    "a data set that splits itself": (
+        lambda rank: Subset(Pairs(), range(rank, SIZE, 2)).__getitem__,
+        r"sample 0\[0\], float32 \(4,\), has other values on rank 1",
+    ),
+    "another dtype": (
+        lambda rank: (tensors()[0].to((torch.float32, torch.float64)[rank]), tensors()[1]),
+        r"data\[0\] is float32 \(24, 4\) on rank 0, but float64 \(24, 4\) on rank 1",
+    ),
+    "another dtype of an array": (
+        lambda rank: {"x": tensors()[0].numpy().astype(("f4", "f8")[rank])},
+        r"data\['x'\] is float32 \(24, 4\) on rank 0, but float64 \(24, 4\) on rank 1",
+    ),
+    "another shape": (lambda rank: torch.zeros(SIZE, 2 + rank), r"data is float32 \(24, 2\) on rank 0, but"),
+    "other labels": (other_labels, r"data\[1\], int64 \(24,\), has other values on rank 1"),
+    "other labels of a Subset of tensors": (
+        lambda rank: Subset(TensorDataset(*other_labels(rank)), range(SIZE)),
+        r"data\[1\], int64 \(24,\), has other values on rank 1",
+    ),
+    "other labels of a data set": (labels_changed, r"sample 0\[1\], int, has other values on rank 1"),
+    "a stream that splits itself": (
+        lambda rank: Stream(rank, 2),
+        r"the first sample of mini-batch 1\[0\], float32 \(4,\), has other values on rank 1",
+    ),
+}
+
+
+def train(data: Any, world: dl.World, **options: Any) -> None:
+    model = nn.Linear(4, 1)
+    for step in dl.Loop(dl.Batches(data, 6, world, **options), 1, state={"model": model}, progress=False):
+        for part in step:
+            rows = part["x"] if isinstance(part, dict) else part[0]
+            step.backward(model(rows.float()).mean())
+        step.fold()
+
+
+def train_on_unalike(world: dl.World, folder: str, kind: str) -> None:
+    options = {"length": 12} if kind == "a data set that splits itself" else {}
+    train(UNALIKE[kind][0](world.rank), world, **options)
+
+
+@pytest.mark.parametrize("kind", UNALIKE)
+def test_ranks_that_are_given_other_data_are_told_in_what_they_differ(kind: str, refused: Refused) -> None:
+    said = f"every rank must be given the same data; {UNALIKE[kind][1]}.*: {REMEDY}"
+    refused(2, train_on_unalike, kind, kind="ValueError", said=said, by=ALL)
+
+
+def train_on_unalike_with_workers(world: dl.World, folder: str) -> None:
+    train(labels_changed(world.rank), world, num_workers=1, multiprocessing_context="fork")
+
+
+def test_ranks_whose_workers_read_other_data_are_told_so_too(refused: Refused) -> None:
+    said = r"sample 0\[1\], int, has other values on rank 1 than on rank 0"
+    refused(2, train_on_unalike_with_workers, kind="ValueError", said=said, by=ALL)
+
+
+def on_the_last_of_three(world: dl.World, folder: str) -> None:
+    dl.Batches(tensors()[0] + (world.rank == 2), 6, world)
+
+
+def test_the_ranks_that_differ_are_named(refused: Refused) -> None:
+    refused(3, on_the_last_of_three, kind="ValueError", said="other values on rank 2 than on rank 0", by=ALL)
+
+
+def evaluate_unalike(world: dl.World, folder: str, kind: str) -> None:
+    shuffle = None if kind == "a stream that splits itself" else False
+    batches = dl.Batches(UNALIKE[kind][0](world.rank), 6, world, shuffle=shuffle)
+    dl.evaluate(nn.Identity(), batches, sums=lambda rows, labels: rows.sum(1))
+
+
+@pytest.mark.parametrize("kind", ["tensors split by hand", "a Subset", "a stream that splits itself"])
+def test_unalike_data_are_not_evaluated_either(kind: str, refused: Refused) -> None:
+    refused(2, evaluate_unalike, kind, kind="ValueError", said=f"{UNALIKE[kind][1]}.*: {REMEDY}", by=ALL)
+
+
+def train_later_unalike(world: dl.World, folder: str) -> None:
+    train(Later(world.rank), world)
+
+
+class Later(Stream):
+    """Is the same on all ranks up to its fourth mini-batch."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(0, 1)
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, (row, label) in enumerate(super().__iter__()):
+            yield row + (self.rank if number >= 18 else 0), label
+
+
+def test_a_stream_that_becomes_another_one_is_found_in_its_last_mini_batch(refused: Refused) -> None:
+    said = r"the first sample of mini-batch 4\[0\], float32 \(4,\), has other values on rank 1"
+    refused(2, train_later_unalike, kind="ValueError", said=said, by=ALL)
+
+
+# -- what is sound passes --------------------------------------------------------------------------------------
+
+
+class Picture:
+    """An image as pillow has it: no tensor, but can be made an array."""
+
+    def __init__(self, index: int) -> None:
+        self.kept = np.full((3, 3), index, dtype=np.uint8)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        return self.kept
+
+
+class Everything(Dataset[Any]):
+    """Samples of all that a sample may hold."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "picture": Picture(index),
+            "words": ["a", str(index)],
+            "nothing": None,
+            "bytes": b"x",
+            "set": {1, index},
+            "nan": float("nan"),
+            "coordinates": torch.eye(2).to_sparse(),
+        }
+
+
+class InAWorker(Pairs):
+    """Can be read in a worker alone."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if get_worker_info() is None:
+            raise OSError("the file is opened by a worker")
+        return super().__getitem__(index)
+
+
+def sound(kind: str, world: dl.World, folder: str) -> Any:
+    if kind == "a file in memory":
+        path = Path(folder) / "data.npy"
+        with world.rank_zero_first():
+            if world.rank == 0:
+                np.save(path, tensors()[0].numpy())
+        return (np.load(path, mmap_mode="r"),)
+    generator = np.random.default_rng(world.rank)  # unseeded, say: another one on each rank
+    return {
+        "tensors": tensors(),
+        "draws by random": Pairs(random.random),
+        "draws by numpy": Pairs(lambda: float(np.random.rand())),
+        "draws by torch": Pairs(lambda: float(torch.rand(()))),
+        "draws by its own generator": Pairs(generator.random),
+        "draws by the system": Pairs(lambda: float(os.urandom(1)[0])),
+        "a stream that draws": Stream(0, 1, random.random),
+        "a Subset": Subset(Pairs(), range(3, SIZE)),
+        "a Subset of what cannot be listed": Subset(Pairs(), Numbers()),  # type: ignore[arg-type]
+        "what a worker reads": InAWorker(),
+        "large": (torch.arange(20 * 2**20, dtype=torch.float32).view(-1, 4).expand(5 * 2**20, 4),),
+        "turned": (torch.arange(20 * 2**20, dtype=torch.float32).view(4, -1).t(),),
+    }[kind]
+
+
+class Numbers:
+    def __len__(self) -> int:
+        return 200_000
+
+    def __getitem__(self, at: int) -> int:
+        return at % SIZE
+
+
+def train_on_sound(kind: str, folder: str) -> None:
+    with dl.join_world(seed=1) as world:
+        data = sound(kind, world, folder)
+        options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"} if "worker" in kind else {}
+        model = nn.Linear(4, 1)
+        batches = dl.Batches(data, 6, world, **options)
+        for step in dl.Loop(batches, steps=2, state={"model": model}, progress=False):
+            for part in step:
+                step.backward(model(part[0].float()).mean())
+            step.fold()
+
+
+SOUND = (
+    "tensors", "draws by random", "draws by numpy", "draws by torch", "draws by its own generator",
+    "draws by the system", "a stream that draws", "a Subset", "a Subset of what cannot be listed",
+    "what a worker reads", "large", "turned", "a file in memory",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_the_same_data_on_every_rank_pass(kind: str, tmp_path: Path, on_ranks: OnRanks) -> None:
+    on_ranks(2, train_on_sound, kind, str(tmp_path))
+
+
+def make_batches_of_everything() -> None:
+    with dl.join_world() as world:
+        dl.Batches(Everything(), 6, world, collate_fn=list)
+
+
+def test_samples_of_any_kind_are_compared_as_far_as_they_can_be(on_ranks: OnRanks) -> None:
+    on_ranks(2, make_batches_of_everything)
+    names = of("sample", Everything()[1])
+    assert names["sample['picture']"][0] == "uint8 (3, 3)"
+    assert names["sample['picture']"] != of("sample", Everything()[2])["sample['picture']"]
+    assert names["sample['words'][1]"] != of("sample", Everything()[2])["sample['words'][1]"]
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["as it lies", "turned"])
+def test_large_tensors_that_were_split_by_hand_are_told_apart_by_a_part_of_their_bytes(turned: bool) -> None:
+    whole = torch.arange(36 * 2**20, dtype=torch.float32)
+    whole = whole.view(2, -1).t() if turned else whole.view(-1, 2)
+    halves = [whole[rank::2] if turned else whole[rank::2].contiguous() for rank in (0, 1)]
+    assert min(half.nbytes for half in halves) > 64 * 2**20
+    assert difference([of("data", half) for half in halves]) is not None
+    assert difference([of("data", halves[0])] * 2) is None
+
+
+def samples_read(check_data: bool) -> tuple[int, int]:
+    with dl.join_world() as world:
+        data = Pairs()
+        batches = dl.Batches(data, 6, world, check_data=check_data)
+        made = data.read
+        for epoch in (0, 1):
+            for loaded in batches.epoch(epoch):
+                loaded.finish_reading()
+        return made, data.read - made
+
+
+def test_three_samples_are_read_once_and_none_where_it_was_not_asked_for(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, samples_read, True) == [(3, SIZE)] * 2
+    assert on_ranks(2, samples_read, False) == [(0, SIZE)] * 2
+    assert on_ranks(1, samples_read, True) == [(0, 2 * SIZE)]
+
+
+def where_the_streams_are() -> str:
+    with dl.join_world(seed=4) as world:
+        dl.Batches(Pairs(lambda: random.random() + np.random.rand() + float(torch.rand(()))), 6, world)
+        return f"{random.random()} {np.random.rand()} {torch.rand(())}"
+
+
+def test_the_comparison_draws_nothing_from_the_process_s_streams(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, where_the_streams_are) == on_ranks(1, where_the_streams_are) * 2
+
+
+def make_unalike_unchecked(kind: str) -> None:
+    with dl.join_world() as world:
+        train(UNALIKE[kind][0](world.rank), world, check_data=False)
+
+
+@pytest.mark.parametrize("kind", ["tensors split by hand", "a Subset", "a stream that splits itself"])
+def test_data_are_not_compared_where_it_was_not_asked_for(kind: str, on_ranks: OnRanks) -> None:
+    on_ranks(2, make_unalike_unchecked, kind)
+
+
+class Rows(IterableDataset[Any]):
+    """Samples of all that a stream may give, some of it on this rank alone."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, row in enumerate(tensors()[0]):
+            things = np.empty(2, dtype=object)
+            things[:] = Picture, object()
+            tree: dict[str, Any] = {"number": number}
+            tree["child"] = {"parent": tree}
+            yield {
+                "row": row.clone(),
+                "label": number,
+                "things": things,
+                "tree": tree,
+                "of another machine": row.numpy().astype(">f4"),
+                "long": np.ones(2, np.longdouble),
+                "nested": torch.nested.nested_tensor([row, row[:2]], layout=torch.jagged),
+                "turned": torch.complex(row, row).conj(),
+                "day": np.datetime64("2020-02-02"),
+            }
+
+
+def take_apart(samples: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """As many a collate_fn does: parts are taken out of the samples, and written."""
+    labels = [sample.pop("label") for sample in samples]
+    return [torch.stack([sample["row"].div_(2) for sample in samples]), torch.tensor(labels)]
+
+
+def go_through_rows() -> int:
+    with dl.join_world(seed=1) as world:
+        if world.rank:
+            torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)  # they are numbered in each process
+        train(Rows(), world, collate_fn=take_apart)
+        batches = dl.Batches(Rows(), 6, world, collate_fn=take_apart)
+        return int(dl.evaluate(nn.Identity(), batches, sums=lambda rows, labels: rows.sum(1))["samples"])
+
+
+def test_a_stream_s_samples_may_be_of_any_kind_and_taken_apart_by_collate_fn(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, go_through_rows) == [SIZE] * 2
+
+
+class ByKey(Pairs):
+    def __getitem__(self, key: Any) -> tuple[torch.Tensor, int]:
+        return super().__getitem__(int(key[0]))
+
+
+def make_batches_by_key() -> int:
+    keys: list[list[Any]] = [[(number, "a") for number in range(6)], ["0a", "1b", "2c"]]
+    with dl.join_world() as world:
+        for some in keys:
+            train(Subset(ByKey(), some), world)
+    return len(keys)
+
+
+def test_the_indices_of_a_subset_may_be_keys_of_any_kind(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, make_batches_by_key) == [2, 2]  # both were trained on, and none was refused

@@ -1,0 +1,238 @@
+"""Which samples come when, and on which rank: each once an epoch, in an order that does not know the ranks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import ddp_loop as dl
+from tests.support.harness import OnRanks
+from tests.support.sources import Drawn, Place, numbers, places, squares
+
+Draw = tuple[int, int, int | None, int]  # size, mini-batch, shards, seed
+
+
+# -- each once, in one order -----------------------------------------------------------------------------------
+
+
+def random_draws(ranks: int) -> list[Draw]:
+    """A quarter of 100 draws, always the same: of all kinds, mini-batches above the size and empty shards too."""
+    draw = random.Random(ranks)
+    return [
+        (draw.randint(1, 60), draw.randint(1, 70), draw.choice([None, 1, 2, 3, 5, 8]), draw.randrange(2**40))
+        for _ in range(25)
+    ]
+
+
+def places_of_draws(draws: list[Draw]) -> list[dict[Place, list[int]]]:
+    with dl.join_world() as world:
+        return [
+            places(dl.Batches(numbers(size), batch_size, world, shards=shards, seed=seed))
+            for size, batch_size, shards, seed in draws
+        ]
+
+
+def in_order(found: dict[Place, list[int]], epoch: int) -> list[int]:
+    """The samples of an epoch, in the order of mini-batches and shards."""
+    return [index for place in sorted(found) if place[0] == epoch for index in found[place]]
+
+
+@pytest.mark.covers("A6", "C6")
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_sample_comes_once_an_epoch_in_the_order_of_one_rank(ranks: int, on_ranks: OnRanks) -> None:
+    draws = random_draws(ranks)
+    by_rank = on_ranks(ranks, places_of_draws, draws)
+    alone = places_of_draws(draws)
+    for number, (size, batch_size, _, _) in enumerate(draws):
+        together: dict[Place, list[int]] = {}
+        for found in by_rank:
+            assert not together.keys() & found[number].keys()  # no shard is on two ranks
+            together |= found[number]
+        for epoch in (0, 1):
+            order = in_order(together, epoch)
+            assert sorted(order) == list(range(size))
+            assert order == in_order(alone[number], epoch)
+        assert {place[1] for place in together} == set(range(-(-size // batch_size)))
+
+
+@pytest.mark.covers("A6")
+def test_the_order_is_the_same_whatever_the_shards() -> None:
+    with dl.join_world() as world:
+        orders = [in_order(places(dl.Batches(numbers(50), 8, world, shards=s)), 1) for s in (1, 2, 3, 11)]
+    assert all(order == orders[0] for order in orders)
+
+
+@pytest.mark.covers("A6")
+def test_an_order_follows_the_seed_and_the_epoch() -> None:
+    with dl.join_world(seed=1) as world:
+        found = [places(dl.Batches(numbers(50), 8, world, seed=seed)) for seed in (None, 1, 2, 2)]
+    first, same, other, again = [[in_order(one, epoch) for epoch in (0, 1)] for one in found]
+    assert first == same  # the world's seed, unless one is given
+    assert other == again
+    orders = [*first, *other]
+    # By chance, two orders of 50 are equal once in 50! times.
+    assert len({tuple(order) for order in orders}) == 4
+    assert list(range(50)) not in orders
+
+
+def test_without_shuffling_the_data_come_in_their_own_order() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(numbers(10), 4, world, shuffle=False)
+        assert [in_order(places(batches), epoch) for epoch in (0, 1)] == [list(range(10))] * 2
+
+
+def classes_of_this_rank(batch_size: int) -> list[list[list[int]]]:
+    """The class counts of this rank's shards, epoch by epoch, in data sorted by class; 10 classes of 300."""
+    labels = torch.arange(10).repeat_interleave(300)
+    with dl.join_world() as world:
+        batches = dl.Batches(labels, batch_size, world)
+        return [[loaded.data(0).bincount(minlength=10).tolist() for loaded in batches.epoch(epoch)] for epoch in (0, 1)]
+
+
+def chi_square(counts: list[int]) -> float:
+    expected = sum(counts) / len(counts)
+    return sum((count - expected) ** 2 / expected for count in counts)
+
+
+@pytest.mark.covers("A10")
+def test_every_rank_has_the_classes_of_the_whole_within_sampling_noise(on_ranks: OnRanks) -> None:
+    # chi-square of 10 classes has mean 9 and variance 18 in a random sample, less without putting back. Six
+    # deviations over what is summed; sorted data that are not shuffled, or cut over ranks first, give thousands.
+    for shards in classes_of_this_rank(60):  # each whole mini-batch
+        assert sum(map(chi_square, shards)) < 9 * len(shards) + 6 * (18 * len(shards)) ** 0.5
+    for epochs in on_ranks(3, classes_of_this_rank, 60):
+        for shards in epochs:
+            assert sum(map(chi_square, shards)) < 9 * len(shards) + 6 * (18 * len(shards)) ** 0.5
+            assert chi_square([sum(counts) for counts in zip(*shards, strict=True)]) < 9 + 6 * 18**0.5
+
+
+@pytest.mark.covers("A10")
+def test_no_sample_belongs_to_a_rank(on_ranks: OnRanks) -> None:
+    found = on_ranks(3, places_of_draws, [(3000, 60, None, 0)])[0][0]
+    first, second = (set(in_order(found, epoch)) for epoch in (0, 1))
+    # Of rank 0's 1,000 a third come again; hypergeometric, deviation 12. If data were cut over ranks first: all.
+    assert abs(len(first & second) - 1000 / 3) < 6 * 12.2
+
+
+@pytest.mark.covers("A13")
+def test_the_last_partial_mini_batch_is_kept_unless_dropped() -> None:
+    with dl.join_world() as world:
+        kept, dropped = dl.Batches(numbers(10), 4, world), dl.Batches(numbers(10), 4, world, drop_last=True)
+        assert [len(indices) for indices in places(kept, 1).values()] == [4, 4, 2]
+        assert [len(indices) for indices in places(dropped, 1).values()] == [4, 4]
+        assert (len(kept), len(dropped)) == (3, 2)
+        assert in_order(places(dropped), 1) == in_order(places(kept), 1)[:8]
+        assert len(dl.Batches(numbers(8), 4, world)) == len(dl.Batches(numbers(8), 4, world, drop_last=True)) == 2
+
+
+@pytest.mark.covers("C6")
+def test_a_mini_batch_above_the_size_of_the_data_has_what_there_is() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(numbers(5), 100, world, shards=2)
+        assert [len(indices) for indices in places(batches, 1).values()] == [3, 2]
+        assert batches.sizes(0) == (3, 2)
+
+
+def test_positions_far_out_are_known_without_going_there() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(lambda i: i, 3, world)
+        loaded = next(batches.epoch(0, start=2**40))
+        assert loaded.data(0).tolist() == [3 * 2**40, 3 * 2**40 + 1, 3 * 2**40 + 2]
+
+
+# -- going on in the middle ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("start", [0, 3, 5, 6, 7])
+def test_an_epoch_begun_in_the_middle_is_the_rest_of_it(start: int, workers: int) -> None:
+    def rest(position: int) -> list[list[Any]]:
+        found = [[loaded.data(0)[0], loaded.data(0)[1]] for loaded in batches.epoch(1, start=position)]
+        return [[tensor.tolist() for tensor in pair] for pair in found]
+
+    with dl.join_world() as world:
+        batches = dl.Batches(Drawn(), 4, world, num_workers=workers)
+        assert rest(start) == rest(0)[start:]
+
+
+def test_shards_that_the_loop_left_unread_do_not_shift_the_next_ones() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(numbers(12), 4, world, shards=2, shuffle=False)
+        assert [loaded.data(0).tolist() for loaded in batches.epoch(0)] == [[0, 1], [4, 5], [8, 9]]
+
+
+@pytest.mark.parametrize("data", [numbers(23), Drawn()], ids=["tensor", "data set"])
+def test_the_data_of_a_mini_batch_are_there_until_it_is_let_go(data: Any) -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(data, 4, world, shards=2)
+        loaded = next(batches.epoch(0))  # the epoch itself is let go at once
+        first, second = loaded.data(0), loaded.data(1)
+        assert loaded.data(0) is first
+        assert loaded.data(1) is second
+
+
+# -- sources without a length ----------------------------------------------------------------------------------
+
+
+class Windows:
+    """Random windows of a text, one per number."""
+
+    def __init__(self, text: torch.Tensor, width: int) -> None:
+        self.text, self.width = text, width
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = int(torch.randint(len(self.text) - self.width + 1, ()))
+        return self.text[start : start + self.width]
+
+
+def test_a_source_with_a_given_length_is_numbered_on_from_epoch_to_epoch() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(squares, 2, world, length=3)
+        assert len(batches) == 2
+        assert list(places(batches).values()) == [[0, 1], [4], [9, 16], [25]]
+
+
+def test_a_source_without_any_length_never_ends() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(squares, 2, world)
+        assert (batches.length, batches.steps) == (None, None)
+        found = [loaded.data(0).tolist() for loaded, _ in zip(batches.epoch(0), range(3), strict=False)]
+        assert found == [[0, 1], [4, 9], [16, 25]]
+        with pytest.raises(TypeError, match="never ends: give Batches a length, or Loop its steps"):
+            len(batches)
+
+
+def windows_of_this_rank(shards: int, workers: int) -> dict[tuple[int, int], list[list[int]]]:
+    with dl.join_world() as world:
+        batches = dl.Batches(Windows(torch.arange(1000), 5), 6, world, shards=shards, num_workers=workers)
+        return {
+            (loaded.mini_batch.position, shard.number): loaded.data(number).tolist()
+            for loaded, _ in zip(batches.epoch(0), range(5), strict=False)
+            for number, shard in enumerate(loaded.mini_batch.shards)
+        }
+
+
+def test_random_windows_of_a_text_are_the_same_on_any_number_of_ranks_and_workers(on_ranks: OnRanks) -> None:
+    alone = windows_of_this_rank(3, 0)
+    starts = [window[0] for shard in alone.values() for window in shard]
+    assert len(set(starts)) > 25  # of 30; by chance two of 996 coincide in a third of all runs
+    assert windows_of_this_rank(3, 2) == alone
+    together: dict[tuple[int, int], list[list[int]]] = {}
+    for found in on_ranks(2, windows_of_this_rank, 3, 0):
+        together |= found
+    assert together == alone
+
+
+def rows_and_their_number(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.stack(samples), torch.tensor(len(samples))
+
+
+def test_what_stands_for_a_shard_without_samples_has_all_parts_and_no_rows() -> None:
+    with dl.join_world() as world:
+        rows_of_three: list[torch.Tensor] = list(torch.arange(18.0).reshape(6, 3))
+        batches = dl.Batches(rows_of_three, 4, world, collate_fn=rows_and_their_number)
+        rows, number = next(batches.epoch(0)).nothing()
+        assert (rows.shape, rows.dtype, number.shape) == ((0, 3), torch.float32, ())

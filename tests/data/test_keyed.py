@@ -1,0 +1,169 @@
+"""What a sample draws follows its number, whatever else is read beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, default_collate
+
+import ddp_loop as dl
+from ddp_loop.data.readers import SeededDataset
+from ddp_loop.determinism import preserved_streams
+
+pytestmark = pytest.mark.covers("A9", "H1")
+
+SIZE = 140
+
+GENERATORS: dict[str, Callable[[], float]] = {
+    "Python": random.random,
+    "Python's normal": lambda: random.gauss(0.0, 1.0),
+    "NumPy": lambda: float(np.random.rand()),
+    "NumPy's normal": lambda: float(np.random.randn()),
+    "torch": lambda: torch.rand((), dtype=torch.float64).item(),
+    "torch's normal": lambda: torch.randn((), dtype=torch.float64).item(),
+}
+
+
+class Drawing(Dataset[Any]):
+    """Sample i is i and a draw; only some samples draw."""
+
+    def __init__(self, generator: str, every: int) -> None:
+        self.generator, self.every = generator, every
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, GENERATORS[self.generator]() if index % self.every == 0 else 0.0
+
+
+def drawn(source: Dataset[Any], batch_size: int, shards: int, workers: int) -> dict[int, float]:
+    found: dict[int, float] = {}
+    with dl.join_world(seed=3) as world:
+        batches = dl.Batches(source, batch_size, world, shards=shards, num_workers=workers)
+        for loaded in batches.epoch(0):
+            for number, _ in enumerate(loaded.mini_batch.shards):
+                random.gauss(0.0, 1.0), np.random.randn(), torch.randn(3)  # what a training loop draws in between
+                found.update(zip(*(part.tolist() for part in loaded.data(number)), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("every", [1, 7, 139])
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_draws_do_not_depend_on_how_a_shard_is_read(generator: str, every: int) -> None:
+    source = Drawing(generator, every)
+    expected = drawn(source, 1, 1, 0)  # each sample seeded
+    assert len({value for index, value in expected.items() if index % every == 0}) == -(-SIZE // every)
+    for batch_size, shards in ((SIZE, 1), (40, 2), (7, 1)):
+        assert drawn(source, batch_size, shards, 0) == expected
+
+
+@pytest.mark.parametrize("generator", ["Python's normal", "NumPy's normal"])
+def test_draws_do_not_depend_on_the_worker(generator: str) -> None:
+    assert drawn(Drawing(generator, 7), 20, 2, 2) == drawn(Drawing(generator, 7), 1, 1, 0)
+
+
+class Counted:
+    def __init__(self, draws: bool) -> None:
+        self.read: list[int] = []
+        self.draws = draws
+
+    def __getitem__(self, index: int) -> float:
+        self.read.append(index)
+        return random.random() if self.draws else 0.0
+
+
+class Late(Counted):
+    """Draws from sample number `first` on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(draws=False)
+        self.first = first
+
+    def __getitem__(self, index: int) -> float:
+        self.draws = index >= self.first
+        return super().__getitem__(index)
+
+
+class Caching(Counted):
+    """Draws once for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__(draws=True)
+        self.kept: dict[int, float] = {}
+
+    def __getitem__(self, index: int) -> float:
+        if index not in self.kept:
+            self.kept[index] = super().__getitem__(index)
+        return self.kept[index]
+
+
+def read_by(source: Any, size: int) -> list[int]:
+    with preserved_streams():
+        keyed = SeededDataset(source, 0, default_collate)
+        for start in range(0, 200, size):
+            keyed[0, start, list(range(start, start + size))]
+    return source.read  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("source", [Counted(draws=False), Counted(draws=True), Late(100)], ids=["no", "yes", "late"])
+def test_a_sample_is_read_once_whether_it_draws_or_not(source: Counted) -> None:
+    assert read_by(source, 20) == list(range(200))
+
+
+@pytest.mark.parametrize("size", [1, 20, 200])
+def test_a_data_set_that_keeps_what_it_drew_drew_from_its_own_streams(size: int) -> None:
+    expected, source = Caching(), Caching()
+    read_by(expected, 1)
+    read_by(source, size)
+    assert source.kept == expected.kept
+    assert len(set(source.kept.values())) == 200
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_a_collate_fn_does_not_draw_on_where_the_last_sample_left_its_streams(generator: str) -> None:
+    draw = GENERATORS[generator]
+    with preserved_streams():
+        samples = SeededDataset(Drawing(generator, 1), 0, list)
+        of_collate = SeededDataset(Drawing("torch", SIZE), 0, lambda _: draw())  # whose samples 1, 2, ... draw nothing
+        for first in (1, 20):
+            indices = list(range(first, first + 10))
+            assert of_collate[0, first, indices] not in [value for _, value in samples[0, first, indices]]
+        assert of_collate[0, 1, [5]] != of_collate[0, 20, [5]]  # by where the shard begins, not by its samples
+
+
+class Forked(Dataset[Any]):
+    """Draws that leave torch's generator as it was."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        with torch.random.fork_rng(devices=[]):
+            return index, torch.rand((), dtype=torch.float64).item()
+
+
+def test_draws_that_leave_torchs_generator_as_it_was_are_keyed_too() -> None:
+    expected = drawn(Forked(), 1, 1, 0)
+    assert len(set(expected.values())) == SIZE
+    assert drawn(Forked(), 20, 1, 2) == expected
+
+
+class Torn(Drawing):
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        if index == 17:
+            raise OSError("the file is torn")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
+    with pytest.raises(OSError, match="the file is torn") as caught:
+        drawn(Torn("torch", 100), 30, 1, workers)
+    said = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    assert "while sample 17 of epoch 0 was read" in said

@@ -1,0 +1,109 @@
+"""Each part of a shard's data on the device asked for. The second device is torch's "meta", which every machine has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ddp_loop as dl
+from ddp_loop.distributed import RankFailed
+from tests.support.harness import OnRanks
+from tests.support.sources import Pair
+
+pytestmark = pytest.mark.covers("C8")
+
+INPUTS = torch.arange(12.0).reshape(6, 2)
+LABELS = torch.arange(6)
+
+
+def shards(data: Any, devices: Any, **options: Any) -> list[Any]:
+    """What this process is given in an epoch, by shard."""
+    with dl.join_world() as world:
+        batches = dl.Batches(data, 4, world, shuffle=False, devices=devices, **options)
+        return [loaded.data(0) for loaded in batches.epoch(0)]
+
+
+READERS = pytest.mark.parametrize("options", [{}, {"num_workers": 0}], ids=["by index", "by DataLoader"])
+
+
+@READERS
+def test_each_part_lies_where_it_was_asked_for_and_none_stands_for_the_worlds_device(options: dict[str, Any]) -> None:
+    for first, second in [(None, "meta"), ("meta", None), (torch.device("meta"), "cpu")]:
+        inputs, labels = shards((INPUTS, LABELS), (first, second), **options)[1]
+        there = [str(part.device) for part in (inputs, labels)]
+        assert there == ["cpu" if device in (None, "cpu") else "meta" for device in (first, second)]
+        on_cpu, rows = (inputs, INPUTS) if there[0] == "cpu" else (labels, LABELS)
+        assert torch.equal(on_cpu, rows[4:])
+
+
+@READERS
+def test_parts_may_be_named_and_nested_and_one_device_stands_for_all_below_it(options: dict[str, Any]) -> None:
+    data = {"x": Pair(INPUTS, LABELS), "y": (INPUTS, (LABELS, LABELS))}
+    found = shards(data, {"x": [None, "meta"], "y": (None, "meta")}, **options)[0]
+    assert type(found["x"]) is Pair
+    assert [found["x"].inputs.device.type, found["x"].labels.device.type] == ["cpu", "meta"]
+    assert [part.device.type for part in found["y"][1]] == ["meta", "meta"]
+    assert torch.equal(found["y"][0], INPUTS[:4])
+
+
+@READERS
+def test_one_device_is_for_all_parts(options: dict[str, Any]) -> None:
+    assert [part.device.type for part in shards((INPUTS, LABELS), "meta", **options)[0]] == ["meta", "meta"]
+    assert [part.device.type for part in shards((INPUTS, LABELS), None, **options)[0]] == ["cpu", "cpu"]
+
+
+def test_a_part_whose_device_is_full_is_copied_shard_by_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ddp_loop.data.placement
+
+    monkeypatch.setattr(ddp_loop.data.placement, "fits", lambda parts, device: len(parts[0]) < 3)
+    data = (INPUTS, torch.ones(6, 3), LABELS[:, None])
+    assert [part.device.type for part in shards(data, ("meta", "meta", None))[0]] == ["meta", "meta", "cpu"]
+
+
+def labels_seen() -> list[int]:
+    with dl.join_world() as world:
+        batches = dl.Batches((INPUTS, LABELS), 4, world, devices=("meta", None))
+        return [
+            int(label)
+            for loaded in batches.epoch(0)
+            for number, _ in enumerate(loaded.mini_batch.shards)
+            for label in loaded.data(number)[1]
+        ]
+
+
+def test_the_order_is_kept_where_parts_lie_on_several_devices(on_ranks: OnRanks) -> None:
+    left, right = on_ranks(2, labels_seen)
+    assert sorted(left + right) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        ("gpu 3", "must be a device that is there.*got 'gpu 3'"),
+        ("cuda:77", "must be a device that is there.*got 'cuda:77'"),
+        (("cpu", 1.5), "must be a device that is there.*got 1.5"),
+        (("cpu",), r"a tuple or dict like the data's own; got .* for 2 parts"),
+        ({"x": "cpu"}, "a tuple or dict like the data's own; got .* for 2 parts"),
+        (("cpu", ("cpu", "cpu")), "like the data's own; got .* for Tensor"),
+    ],
+)
+def test_devices_that_are_not_there_or_fit_no_part_are_refused(devices: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        shards((INPUTS, LABELS), devices)
+
+
+def read_what_collate_made() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches((INPUTS, LABELS), 4, world, devices=(None, None, None), num_workers=0)
+        for step in dl.Loop(batches, 1, state={"model": torch.nn.Linear(2, 1)}, progress=False):
+            for _ in step:
+                pass
+
+
+def test_data_of_another_shape_than_the_devices_are_refused_on_every_rank(on_ranks: OnRanks) -> None:
+    with pytest.raises(RankFailed, match=r"like the data's own; got .* for 2 parts") as failed:
+        on_ranks(2, read_what_collate_made)
+    assert "rank 0" in str(failed.value)
+    assert "rank 1" in str(failed.value)

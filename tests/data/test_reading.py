@@ -1,0 +1,271 @@
+"""Data of every kind that a user may bring, read by index: tensors, arrays, data sets, sources of his own."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+import ddp_loop as dl
+from ddp_loop import datasets
+from ddp_loop.data.readers import LoaderReader, TensorReader, make_reader
+from tests.support.sources import INPUTS, SIZE, WORKERS, Images, Pair
+
+
+def shards_of(data: Any, batch_size: int = 4, *, epoch: int = 0, **options: Any) -> list[Any]:
+    """What this process is given in an epoch, shard by shard, as a world of one."""
+    with dl.join_world(seed=3) as world:
+        batches = dl.Batches(data, batch_size, world, **{"shuffle": False, **options})
+        return [
+            loaded.data(number) for loaded in batches.epoch(epoch) for number, _ in enumerate(loaded.mini_batch.shards)
+        ]
+
+
+def first_of(data: Any, **options: Any) -> Any:
+    """The first four samples."""
+    return shards_of(data, **options)[0]
+
+
+def equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(torch.equal(one, other))
+
+
+# -- tensors side by side --------------------------------------------------------------------------------------
+
+LABELS = torch.arange(SIZE) % 3
+FOUR, CLASSES = INPUTS[:4], LABELS[:4]
+
+
+def test_a_tensor_an_array_and_a_parameter_give_their_rows() -> None:
+    assert equal(first_of(INPUTS), FOUR)
+    assert equal(first_of(INPUTS.numpy()), FOUR)
+    assert equal(first_of(torch.nn.Parameter(INPUTS.clone())), FOUR)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 0}], ids=["by index", "by DataLoader"])
+def test_tensors_side_by_side_come_in_the_container_they_are_in(options: dict[str, Any]) -> None:
+    in_tuple = first_of((INPUTS, LABELS.numpy()), **options)
+    assert isinstance(in_tuple, tuple | list)  # DataLoader makes a list of a tuple
+    assert equal(in_tuple[0], FOUR)
+    assert equal(in_tuple[1], CLASSES)
+    in_dict = first_of({"x": INPUTS, "more": (LABELS, {"y": LABELS})}, **options)
+    assert equal(in_dict["x"], FOUR)
+    assert equal(in_dict["more"][1]["y"], CLASSES)
+    named = first_of(Pair(INPUTS, LABELS), **options)
+    assert type(named) is Pair
+    assert equal(named.labels, CLASSES)
+
+
+def test_a_tensor_data_set_stands_for_its_tensors() -> None:
+    inputs, labels = first_of(TensorDataset(INPUTS, LABELS))
+    assert equal(inputs, FOUR)
+    assert equal(labels, CLASSES)
+
+
+class Doubling(TensorDataset):
+    """A data set that holds tensors and does not give them as they are."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(2 * tensor[index] for tensor in self.tensors)
+
+
+def test_a_getitem_of_the_users_own_goes_before_the_tensors_that_the_data_set_has() -> None:
+    assert equal(first_of(Doubling(INPUTS, LABELS))[0], 2 * FOUR)
+
+
+@pytest.mark.covers("A7")
+def test_labelled_images_come_as_floats_from_0_to_1_with_class_indices() -> None:
+    pixels = torch.arange(SIZE * 28, dtype=torch.uint8).reshape(SIZE, 1, 4, 7)
+    pixels[0, 0, 0, :2] = torch.tensor([0, 255])
+    names = ("a", "b", "c")
+    images, labels = first_of(datasets.LabelledImages(pixels, LABELS, names))
+    assert equal(images, pixels[:4].float() / 255)
+    assert (images.min(), images.max()) == (0.0, 1.0)
+    assert equal(labels, CLASSES)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(30.0).reshape(SIZE, 3)[::-1],
+        np.arange(30.0).reshape(SIZE, 3)[:, ::-1],
+        np.arange(60.0).reshape(SIZE, 6)[:, ::2],
+        np.asfortranarray(np.arange(30.0).reshape(SIZE, 3)),
+        np.arange(SIZE, dtype=np.uint16),
+        np.arange(SIZE) > 4,
+        np.arange(SIZE, dtype=np.complex64),
+        np.zeros((SIZE, 0)),
+    ],
+    ids=["upside down", "mirrored", "every other", "Fortran", "uint16", "bool", "complex", "no columns"],
+)
+def test_arrays_of_every_layout_and_type_give_their_rows(array: np.ndarray[Any, Any]) -> None:
+    assert np.array_equal(first_of(array).numpy(), array[:4])
+    assert first_of(array).numpy().dtype == array.dtype
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 0}], ids=["by index", "by DataLoader"])
+def test_an_array_that_may_only_be_read_is_read_without_a_warning(options: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "inputs.npy"
+    np.save(path, INPUTS.numpy())
+    mapped = np.load(path, mmap_mode="r")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = first_of(mapped, **options)
+    assert [str(warning.message) for warning in caught] == []
+    rows += 1  # what is given out is no longer the file's
+    assert equal(first_of(mapped), FOUR)
+
+
+def test_rows_of_another_layout_keep_it() -> None:
+    images = torch.rand(SIZE, 3, 5, 5).to(memory_format=torch.channels_last)
+    rows = first_of(images)
+    assert equal(rows, images[:4])
+    assert rows.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_data_that_need_a_gradient_give_rows_that_do_not() -> None:
+    data = (INPUTS.clone().requires_grad_() * 2, LABELS)
+    assert not first_of(data)[0].requires_grad
+    assert not first_of(data, num_workers=0)[0].requires_grad
+
+
+def as_they_are(rows: list[Any]) -> list[Any]:
+    return rows
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("collate", [None, as_they_are])
+@pytest.mark.parametrize("workers", [None, 0])
+def test_what_is_handed_out_may_be_changed_in_place(shuffle: bool, collate: Any, workers: int | None) -> None:
+    data = INPUTS.clone()
+    options: dict[str, Any] = {} if workers is None else {"num_workers": workers}
+    if collate is not None:
+        options["collate_fn"] = collate
+    for shard in shards_of(data, shuffle=shuffle, **options):
+        for row in shard:
+            row.zero_()
+    assert equal(data, INPUTS)
+
+
+def test_what_a_data_set_hands_out_may_be_changed_in_place() -> None:
+    data = Images()
+    for shard in shards_of(data):
+        shard.zero_()
+    assert equal(data.inputs, INPUTS)
+
+
+# -- data sets -------------------------------------------------------------------------------------------------
+
+
+class Mixed(Dataset[Any]):
+    """Samples that are dicts of all that people put into them."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {
+            "tensor": INPUTS[index],
+            "array": INPUTS[index].numpy(),
+            "scalar": np.float32(index),
+            "label": np.int64(index),
+            "number": index,
+            "name": f"image {index}",
+            "nested": Pair(index, [float(index)]),
+        }
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_samples_may_be_dicts_of_anything(workers: str) -> None:
+    shards = shards_of(Mixed(), **WORKERS[workers])
+    assert [len(shard["label"]) for shard in shards] == [4, 4, 2]
+    first = shards[0]
+    assert equal(first["tensor"], FOUR)
+    assert equal(first["array"], FOUR)
+    assert equal(first["scalar"], torch.arange(4.0))
+    assert equal(first["label"], torch.arange(4))
+    assert equal(first["number"], torch.arange(4))
+    assert first["name"] == ["image 0", "image 1", "image 2", "image 3"]
+    assert type(first["nested"]) is Pair
+    assert equal(first["nested"].labels[0], torch.arange(4.0).double())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [0, 1, 2, 3, 4],
+        Subset(list(range(100)), range(5)),  # type: ignore[arg-type]
+        ConcatDataset([TensorDataset(torch.arange(2)), TensorDataset(torch.arange(2, 5))]),
+        tuple((index, str(index)) for index in range(5)),
+        tuple((torch.tensor(index), index) for index in range(5)),
+    ],
+    ids=["list", "subset", "concatenated", "pairs", "pairs with tensors"],
+)
+def test_whatever_has_a_length_and_is_read_by_index_is_a_data_set(data: Any) -> None:
+    shards = [shard[0] if isinstance(shard, list) else shard for shard in shards_of(data)]
+    assert torch.cat(shards).tolist() == [0, 1, 2, 3, 4]
+
+
+SEQUENCES = [torch.arange(1.0, 2 + index) for index in range(SIZE)]
+
+
+def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])
+
+
+def packed(rows: list[torch.Tensor]) -> PackedSequence:
+    return pack_sequence(rows, enforce_sorted=False)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_sequences_of_variable_length_go_through_a_collate(workers: str) -> None:
+    inputs, lengths = first_of(SEQUENCES, collate_fn=padded, **WORKERS[workers])
+    assert lengths.tolist() == [1, 2, 3, 4]
+    assert inputs.tolist() == [[1, 0, 0, 0], [1, 2, 0, 0], [1, 2, 3, 0], [1, 2, 3, 4]]
+
+
+def test_packed_sequences_stay_packed_with_their_sizes_on_the_host() -> None:
+    shard = first_of(SEQUENCES, collate_fn=packed)
+    assert type(shard) is PackedSequence
+    assert torch.equal(shard.data, packed(SEQUENCES[:4]).data)
+
+
+class Movable:
+    """A batch of a user's own class, which moves itself."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows, self.device = rows, torch.device("meta")
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> Movable:
+        self.device = device
+        return self
+
+
+def test_a_batch_of_the_users_own_class_is_moved_by_its_own_to() -> None:
+    batch = first_of([1, 2, 3], collate_fn=Movable)
+    assert (batch.rows, batch.device) == ([1, 2, 3], torch.device("cpu"))
+
+
+def test_tensors_go_through_a_collate_of_the_users_own_too() -> None:
+    assert first_of((INPUTS, LABELS), collate_fn=len) == 4
+
+
+def test_options_are_those_of_the_data_loader() -> None:
+    options = {"num_workers": 1, "timeout": 60, "worker_init_fn": note, "multiprocessing_context": "fork"}
+    assert equal(first_of(Images(), **options, prefetch_factor=1), FOUR)
+
+
+def note(worker: int) -> None:
+    """Something for a worker to do when it starts."""
+
+
+def test_tensors_are_read_where_they_lie_unless_an_option_asks_for_a_loader() -> None:
+    cpu = torch.device("cpu")
+    assert isinstance(make_reader(TensorDataset(INPUTS), 0, cpu, {})[0], TensorReader)
+    assert isinstance(make_reader(TensorDataset(INPUTS), 0, cpu, {"num_workers": 0})[0], LoaderReader)

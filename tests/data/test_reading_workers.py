@@ -1,0 +1,220 @@
+"""Reading by DataLoader: its randomness follows the sample, and its workers come and go."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import ddp_loop as dl
+from ddp_loop.data import readers as reading
+from ddp_loop.distributed import children_except
+from tests.support.harness import OnRanks, child_processes
+from tests.support.sources import SIZE, WORKERS, Images
+
+# -- randomness while reading ----------------------------------------------------------------------------------
+
+
+class Noisy(Dataset[Any]):
+    """Sample i is i and three draws."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, torch.Tensor]:
+        return index, random.random(), np.random.rand(), torch.rand((), dtype=torch.float64)
+
+
+Draws = dict[int, tuple[float, ...]]
+
+
+def draws(epoch: int, batch_size: int, shards: int | None, options: dict[str, Any]) -> Draws:
+    """What this rank draws, by sample."""
+    with dl.join_world(seed=3) as world:
+        found: Draws = {}
+        for loaded in dl.Batches(Noisy(), batch_size, world, shards=shards, **options).epoch(epoch):
+            for number, _ in enumerate(loaded.mini_batch.shards):
+                index, *values = loaded.data(number)
+                rows = zip(*(value.tolist() for value in values), strict=True)
+                found.update(zip(index.tolist(), rows, strict=True))
+        return found
+
+
+def test_draws_follow_the_sample_and_not_the_mini_batch_or_the_shard_or_the_worker() -> None:
+    expected = draws(0, 4, 1, WORKERS["none"])
+    assert sorted(expected) == list(range(SIZE))
+    for workers in WORKERS.values():
+        assert draws(0, 3, 2, workers) == expected
+
+
+def test_draws_follow_the_sample_and_not_the_rank(on_ranks: OnRanks) -> None:
+    expected = draws(1, 4, 1, {})
+    together: Draws = {}
+    # A rank is a spawned process, whose workers would be spawned, too, and import torch: 3 s on two cores.
+    for found in on_ranks(3, draws, 1, 7, None, {"num_workers": 1, "multiprocessing_context": "fork"}):
+        together |= found
+    assert together == expected
+
+
+def test_draws_differ_from_sample_to_sample_and_from_epoch_to_epoch() -> None:
+    values = [value for epoch in (0, 1) for row in draws(epoch, 4, 1, {}).values() for value in row]
+    assert len(set(values)) == 2 * SIZE * 3  # of 53 bits each
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_reading_does_not_disturb_the_streams_of_the_process(workers: str) -> None:
+    with dl.join_world(seed=3) as world:
+        expected = [(random.random(), np.random.rand(), float(torch.rand(()))) for _ in range(6)]
+    with dl.join_world(seed=3) as world:
+        batches, found = dl.Batches(Noisy(), 4, world, **WORKERS[workers]), []
+        for epoch in (0, 1):
+            for loaded in batches.epoch(epoch):
+                loaded.data(0)
+                found.append((random.random(), np.random.rand(), float(torch.rand(()))))
+    assert found == expected
+
+
+def test_reading_leaves_the_streams_alone_also_when_it_fails() -> None:
+    def fail(index: int) -> float:
+        random.random()
+        raise LookupError(f"no {index}")
+
+    with dl.join_world() as world:
+        state = random.getstate(), torch.get_rng_state().tolist()
+        with pytest.raises(LookupError):
+            next(dl.Batches(fail, 4, world).epoch(0)).data(0)
+        assert (random.getstate(), torch.get_rng_state().tolist()) == state
+
+
+# -- workers come and go ---------------------------------------------------------------------------------------
+
+
+def test_workers_end_with_the_epoch_while_its_last_mini_batch_is_held() -> None:
+    with dl.join_world() as world:
+        before = child_processes()
+        held = list(dl.Batches(Images(), 4, world, num_workers=2).epoch(0))
+        assert len(held) == 3
+        assert child_processes() == before
+
+
+def test_workers_that_persist_are_the_same_from_epoch_to_epoch_and_end_with_the_batches() -> None:
+    with dl.join_world() as world:
+        before = child_processes()
+        batches = dl.Batches(Images(), 4, world, **WORKERS["two that persist"])
+        found = []
+        for epoch in (0, 1):
+            found += [child_processes() - before for loaded in batches.epoch(epoch) if loaded.data(0) is not None]
+        assert len(found[0]) == 2
+        assert all(workers == found[0] for workers in found)
+        del batches
+        assert child_processes() == before
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_an_epoch_may_be_left_in_the_middle_for_the_next_one(workers: str) -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(torch.arange(20), 2, world, shuffle=True, **WORKERS[workers])
+        for epoch in range(3):
+            found = []
+            for loaded in batches.epoch(epoch):
+                found.append(loaded.data(0).tolist())
+                if len(found) == 2:
+                    break
+            order = batches.indices(epoch, 0, 20).tolist()
+            assert found == [order[:2], order[2:4]]
+        assert [loaded.data(0).tolist() for loaded in batches.epoch(0)][9] == batches.indices(0, 18, 2).tolist()
+
+
+@pytest.mark.parametrize("workers", ["none", "two"])
+def test_two_epochs_may_be_gone_through_side_by_side(workers: str) -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(torch.arange(6), 2, world, shuffle=True, **WORKERS[workers])
+        pairs = zip(batches.epoch(0), batches.epoch(1), strict=True)
+        found = [(one.data(0).tolist(), other.data(0).tolist()) for one, other in pairs]
+        for epoch in (0, 1):
+            assert [index for pair in found for index in pair[epoch]] == batches.indices(epoch, 0, 6).tolist()
+
+
+def test_workers_that_persist_refuse_to_be_taken_out_of_an_epoch() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(torch.arange(6), 2, world, **WORKERS["two that persist"])
+        training = batches.epoch(0)
+        next(training).data(0)
+        assert len([loaded.data(0) for loaded in batches.epoch(1)]) == 3  # an evaluation in between, say
+        with pytest.raises(RuntimeError, match="persistent workers read one epoch at a time"):
+            next(training).data(0)
+
+
+class Torn(Images):
+    """One of its samples cannot be read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise OSError("the file is torn")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", ["two", "two that persist"])
+def test_workers_end_when_reading_fails_while_the_exception_is_held(workers: str) -> None:
+    with dl.join_world() as world:
+        before = child_processes()
+        options = WORKERS[workers]
+        with pytest.raises(OSError, match="the file is torn") as caught:
+            [loaded.data(0) for loaded in dl.Batches(Torn(), 2, world, **options).epoch(0)]
+        assert caught.value.__traceback__ is not None
+        assert child_processes() == before
+
+
+def leave_in_the_middle(options: dict[str, Any]) -> bool:
+    """Whether a rank that leaves an epoch in the middle leaves no worker behind."""
+    before = child_processes()
+    with dl.join_world() as world:
+        for loaded in dl.Batches(Images(), 3, world, **options).epoch(0):
+            loaded.data(0)
+            break
+        del loaded
+    return child_processes() == before
+
+
+def test_a_rank_that_leaves_in_the_middle_leaves_no_worker_behind(on_ranks: OnRanks) -> None:
+    options = {"num_workers": 1, "multiprocessing_context": "fork"}
+    assert on_ranks(2, leave_in_the_middle, options) == [True, True]
+
+
+def workers_of_this_rank() -> int:
+    """How many workers a rank has while it goes through one shard a mini-batch, which is rank 0's."""
+    before = child_processes()
+    with dl.join_world() as world:
+        options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+        batches = dl.Batches(Images(), 3, world, shards=1, **options)
+        return max(len(child_processes() - before) for loaded in batches.epoch(0) if list(read(loaded)) is not None)
+
+
+def read(loaded: Any) -> Iterator[Any]:
+    for number, _ in enumerate(loaded.mini_batch.shards):
+        yield loaded.data(number)
+
+
+@pytest.mark.covers("C6")
+def test_a_rank_without_shards_starts_no_worker(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, workers_of_this_rank) == [1, 0]
+
+
+def test_a_worker_that_ends_with_the_lock_of_its_event_holds_nothing_up() -> None:
+    """As one does that is ended while it asks whether it should end."""
+    before = children_except(set())
+    loaded: Any = iter(DataLoader(Images(), num_workers=1))
+    next(loaded)
+    assert loaded._workers_done_event._cond._lock.acquire(timeout=5.0)  # for the worker: nothing releases it
+    reading._end_workers(loaded, children_except(before))
+    ending = threading.Thread(target=loaded._shutdown_workers, daemon=True)
+    ending.start()
+    ending.join(20.0)
+    assert not ending.is_alive()
+    assert not loaded._workers[0].is_alive()

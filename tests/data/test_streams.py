@@ -1,0 +1,345 @@
+"""Data that can only be gone through: every sample once, the same mini-batches on any number of ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, IterableDataset
+
+import ddp_loop as dl
+from tests.support.comparing import Tensors, is_same, same_on_all, values_of
+from tests.support.harness import OnRanks
+from tests.support.refusals import ALL, Refused, network, samples
+
+pytestmark = pytest.mark.covers("A9")
+
+Taken = list[tuple[int, int, int, bool, list[int]]]  # epoch, position, shard, whether it ends the stream; samples
+
+
+class Counting(IterableDataset[int]):
+    """0, 1, 2, ...; of a later epoch 100 more."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100 * self.epoch, 100 * self.epoch + self.count))
+
+
+def taken(count: int, size: int, **options: Any) -> Taken:
+    with dl.join_world() as world:
+        batches = dl.Batches(Counting(count), size, world, **options)
+        assert batches.ends
+        assert batches.steps is None
+        found: Taken = []
+        for epoch in range(2):
+            for loaded in batches.epoch(epoch):
+                at = loaded.mini_batch
+                for number, shard in enumerate(at.shards):
+                    found.append((epoch, at.position, shard.number, at.ends_stream, loaded.data(number).tolist()))
+        return found
+
+
+@pytest.mark.parametrize(("count", "size", "shards"), [(23, 7, 3), (21, 7, 3), (2, 7, 3), (5, 1, 2), (24, 24, 5)])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_stream_is_cut_as_tensors_are(ranks: int, count: int, size: int, shards: int, on_ranks: OnRanks) -> None:
+    expected: Taken = []
+    for epoch in range(2):
+        for position, rows in enumerate(torch.arange(100 * epoch, 100 * epoch + count).split(size)):
+            last = (position + 1) * size >= count
+            parts = rows.split(list(dl.split_sizes(len(rows), shards)))
+            expected += [(epoch, position, s, last, part.tolist()) for s, part in enumerate(parts) if len(part)]
+    results = on_ranks(ranks, taken, count, size, shards=shards)
+    assert sorted(one for result in results for one in result) == expected
+
+
+def test_a_last_mini_batch_that_is_smaller_is_dropped_on_request(on_ranks: OnRanks) -> None:
+    for count in (23, 21):
+        rows = [one for result in on_ranks(2, taken, count, 7, drop_last=True, shards=1) for one in result]
+        assert [(position, ends, len(part)) for _, position, _, ends, part in rows] == [
+            *[(0, False, 7), (1, False, 7), (2, True, 7)] * 2
+        ]
+
+
+class Rows:
+    """Samples with their sums, as an iterable that is no torch data set."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = torch.cat([samples(23), samples(40)[23:]])[:count]  # the first ones whatever the count
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return ((row, row.sum().reshape(1)) for row in self.rows)
+
+
+def trained(as_stream: bool) -> tuple[Tensors, list[tuple[int, bool, float]]]:
+    with dl.join_world() as world:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows = samples(23)
+        data: Any = Rows(23) if as_stream else (rows, rows.sum(1, keepdim=True))
+        batches = dl.Batches(data, 6, world, shards=3, transform=shifted, shuffle=False)
+        told = []
+        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+            for inputs, sums in step:
+                step.backward(mse_loss(model(inputs), sums))
+            told.append((step.samples, step.is_last_of_epoch, step.fold().loss.item()))
+            optimizer.step()
+        return values_of(model), told
+
+
+def shifted(data: Any, draws: dl.Draws) -> Any:
+    inputs, sums = data
+    return inputs + draws.normal(4).double() / 10, sums
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_training_on_a_stream_is_training_on_the_same_tensors(ranks: int, on_ranks: OnRanks) -> None:
+    expected, expected_told = on_ranks(ranks, trained, False)[0]
+    results = on_ranks(ranks, trained, True)
+    assert is_same(same_on_all([tensors for tensors, _ in results]), expected)
+    assert [told for _, told in results] == [expected_told] * ranks
+    assert [samples for samples, _, _ in expected_told] == [6, 6, 6, 5] * 2
+
+
+class Drawing(IterableDataset[Any]):
+    """Random numbers of all three generators, drawn one after the other."""
+
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(10):
+            yield random.random() + float(np.random.rand()) + torch.rand(()).item()
+
+
+def noisy_collate(rows: list[float]) -> torch.Tensor:
+    return torch.tensor(rows) + torch.rand(len(rows))
+
+
+def drawn(shards: int, collate: Any) -> list[list[tuple[int, list[float]]]]:
+    with dl.join_world(seed=3) as world:
+        batches = dl.Batches(Drawing(), 4, world, shards=shards, collate_fn=collate)
+        epochs = []
+        for epoch in range(2):
+            found = []
+            for loaded in batches.epoch(epoch):
+                random.random(), np.random.rand(), torch.rand(())
+                for number, shard in enumerate(loaded.mini_batch.shards):
+                    data = loaded.data(number).tolist()
+                    found.append((loaded.mini_batch.position * 10 + shard.number, data))
+            epochs.append(found)
+        return epochs
+
+
+@pytest.mark.covers("H7")
+@pytest.mark.parametrize("collate", [None, noisy_collate])
+def test_draws_while_reading_do_not_depend_on_ranks(collate: Any, on_ranks: OnRanks) -> None:
+    alone = on_ranks(1, drawn, 2, collate)[0]
+    assert alone[0] != alone[1]
+    for ranks in (2, 3):
+        results = on_ranks(ranks, drawn, 2, collate)
+        for epoch in range(2):
+            assert sorted(one for result in results for one in result[epoch]) == sorted(alone[epoch])
+
+
+def streams_of_the_process() -> tuple[object, ...]:
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+
+
+def reading_moves_the_streams() -> bool:
+    with dl.join_world(seed=1) as world:
+        before = streams_of_the_process()
+        for _ in dl.Batches(Drawing(), 4, world):
+            pass
+        return streams_of_the_process() != before
+
+
+def test_reading_a_stream_leaves_the_streams_of_the_process_alone(on_ranks: OnRanks) -> None:
+    assert on_ranks(1, reading_moves_the_streams) == [False]
+
+
+def evaluated() -> tuple[dict[str, float], list[int]]:
+    with dl.join_world() as world:
+        batches = dl.Batches(Rows(23), 5, world)
+        result = dl.evaluate(network(), batches, sums=lambda output, sums: sums.squeeze(1))
+        return result, [len(sums) for _, sums in batches]
+
+
+def test_a_stream_is_evaluated_with_each_sample_once(on_ranks: OnRanks) -> None:
+    results = on_ranks(3, evaluated)
+    mean = samples(23).sum(1).mean().item()
+    for result, _ in results:
+        assert result["samples"] == 23
+        assert result["sums"] == pytest.approx(mean, rel=1e-12)
+    assert sum(sum(sizes) for _, sizes in results) == 23
+
+
+def read_side_by_side(also: bool) -> list[list[float]]:
+    """Mini-batches of an epoch; `also` says whether another pass is made in the middle of it."""
+    with dl.join_world(seed=3) as world:
+        batches = dl.Batches(Drawing(), 4, world, collate_fn=noisy_collate)
+        found = []
+        for loaded in batches.epoch(1):
+            found.append(loaded.data(0).tolist())
+            if also:
+                for _ in batches:
+                    pass
+        return found
+
+
+def test_two_passes_over_a_stream_do_not_disturb_each_other() -> None:
+    assert read_side_by_side(True) == read_side_by_side(False)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------
+
+
+def train_on(world: dl.World, folder: str, data: Any, epochs: int = 2, **options: Any) -> None:
+    batches = dl.Batches(data, 6, world, **options)
+    model = network()
+    for step in dl.Loop(batches, epochs, state={"model": model}, run_dir=folder, progress=False):
+        for inputs, sums in step:
+            step.backward(mse_loss(model(inputs), sums))
+        step.fold()
+
+
+class Once(Rows):
+    """Empty the second time."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        rows, self.rows = self.rows, self.rows[:0]
+        return ((row, row.sum().reshape(1)) for row in rows)
+
+
+def go_twice_through_it(world: dl.World, folder: str) -> None:
+    train_on(world, folder, Once(12))
+
+
+def end_earlier_on_rank_1(world: dl.World, folder: str, short: int) -> None:
+    train_on(world, folder, Rows(short if world.rank == 1 else 23))
+
+
+def evaluate_other_streams(world: dl.World, folder: str) -> None:
+    dl.evaluate(network(), dl.Batches(Rows(20 + world.rank), 5, world), mean=lambda output, sums: output.squeeze(1))
+
+
+class Torn(Rows):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for number, row in enumerate(super().__iter__()):
+            if number == 14:
+                raise OSError("the file is torn")
+            yield row
+
+
+def read_torn_on_rank_1(world: dl.World, folder: str) -> None:
+    train_on(world, folder, Torn(23) if world.rank == 1 else Rows(23))
+
+
+def make_with(world: dl.World, folder: str, **options: Any) -> None:
+    dl.Batches(Rows(6), 3, world, **options)
+
+
+def with_workers(world: dl.World, folder: str) -> None:
+    make_with(world, folder, num_workers=2)
+
+
+def with_length(world: dl.World, folder: str) -> None:
+    make_with(world, folder, length=4)
+
+
+def with_shuffle(world: dl.World, folder: str) -> None:
+    make_with(world, folder, shuffle=True)
+
+
+def with_sampler(world: dl.World, folder: str) -> None:
+    make_with(world, folder, sampler=[0])
+
+
+def a_generator(world: dl.World, folder: str) -> None:
+    dl.Batches(iter(Rows(6)), 3, world)
+
+
+def a_loader(world: dl.World, folder: str) -> None:
+    dl.Batches(DataLoader(samples(6)), 3, world)  # type: ignore[arg-type]
+
+
+def predict_a_stream(world: dl.World, folder: str) -> None:
+    dl.predict(network(), dl.Batches(Rows(6), 3, world))
+
+
+@pytest.mark.covers("D10")
+def test_a_stream_that_does_not_begin_anew_is_refused(refused: Refused) -> None:
+    said = "in every epoch; in epoch 2 it gave none: give an object whose __iter__ begins anew"
+    refused(2, go_twice_through_it, kind="ValueError", said=said, by=ALL)
+
+
+@pytest.mark.covers("D10")
+@pytest.mark.parametrize(
+    ("short", "said"),
+    [
+        (11, "in mini-batch 2 of epoch 1 it ended on 1 of 3 ranks: give all ranks the whole of it"),
+        (18, "in mini-batch 3 of epoch 1 it ended on 1 of 3 ranks"),
+        (29, "in mini-batch 4 of epoch 1 it ended on 2 of 3 ranks"),
+        (
+            22,
+            "a stream's last mini-batch must be the same on every rank; rank 0 has 5, rank 1 has 4",
+        ),
+    ],
+)
+def test_streams_that_differ_between_ranks_are_refused_on_all(short: int, said: str, refused: Refused) -> None:
+    refused(3, end_earlier_on_rank_1, short, kind="ValueError", said=said, by=ALL)
+
+
+@pytest.mark.covers("D10")
+def test_streams_that_differ_are_refused_by_evaluation_too(refused: Refused) -> None:
+    said = "the stream is 20 samples on rank 0, but 21 samples on rank 1: give every rank the whole data"
+    refused(2, evaluate_other_streams, kind="ValueError", said=said, by=ALL)
+
+
+@pytest.mark.covers("D10")
+def test_a_stream_that_raises_ends_all_ranks(refused: Refused) -> None:
+    refused(2, read_torn_on_rank_1, kind="OSError", said="the file is torn", by=1)
+
+
+def steps_before_the_tear(folder: str) -> int:
+    made = 0
+    with dl.join_world() as world:
+        model = network()
+        try:
+            for step in dl.Loop(
+                dl.Batches(Torn(23), 6, world), 1, state={"model": model}, run_dir=folder, progress=False
+            ):
+                for inputs, sums in step:
+                    step.backward(mse_loss(model(inputs), sums))
+                step.fold()
+                made += 1
+        except OSError:
+            return made
+    return -1
+
+
+def test_an_error_of_a_stream_belongs_to_the_step_that_wants_what_is_behind_it(tmp_path: Path) -> None:
+    assert steps_before_the_tear(str(tmp_path)) == 2  # sample 14 is of the third
+
+
+@pytest.mark.parametrize(
+    ("scenario", "kind", "said"),
+    [
+        (with_workers, "TypeError", r"a stream is read in this process, .* takes collate_fn; got \['num_workers'\]"),
+        (with_length, "ValueError", "an epoch of a stream ends where the stream does; got length=4: leave it out"),
+        (with_shuffle, "ValueError", "shuffle needs data with a length; give shuffle=False"),
+        (with_sampler, "TypeError", r"it takes collate_fn; got \['sampler'\]"),
+        (a_generator, "TypeError", "a stream begins anew in every epoch; got generator, .* __iter__ makes it"),
+        (a_loader, "TypeError", "data must be .* got DataLoader: give its dataset"),
+        (predict_a_stream, "ValueError", "nobody knows how many a stream has: give a data set"),
+    ],
+)
+def test_what_a_stream_cannot_be_is_refused(scenario: Any, kind: str, said: str, refused: Refused) -> None:
+    refused(2, scenario, kind=kind, said=said, by=ALL)

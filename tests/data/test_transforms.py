@@ -1,0 +1,182 @@
+"""Transforms: on the device, random for each sample, the same on any number of shards, ranks and workers."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import ddp_loop as dl
+from ddp_loop.distributed import RankFailed
+from tests.support.harness import FAULT_S, OnRanks, caught
+
+pytestmark = pytest.mark.covers("A8")
+
+SIZE = 23
+ROWS = torch.arange(SIZE, dtype=torch.float32)[:, None].expand(SIZE, 4).contiguous()
+
+
+def noisy(data: tuple[torch.Tensor, torch.Tensor], draws: dl.Draws) -> tuple[torch.Tensor, ...]:
+    rows, numbers = data
+    return (
+        rows + draws.uniform(4),
+        numbers,
+        draws.normal(),
+        draws.integers(0, 1000, 2),
+        draws.chance(0.5, 3),
+        draws.uniform(),
+    )
+
+
+Seen = dict[tuple[int, int], list[list[float]]]
+
+
+def seen(shards: int | None, batch_size: int, options: dict[str, Any], by_index: bool) -> Seen:
+    """What this rank's shards hold after the transform, by epoch and sample."""
+    found: Seen = {}
+    with dl.join_world(seed=5) as world:
+        parts = ROWS, torch.arange(SIZE)
+        data = parts if by_index else TensorDataset(*parts)
+        batches = dl.Batches(data, batch_size, world, shards=shards, transform=noisy, **options)
+        for epoch in range(2):
+            for loaded in batches.epoch(epoch):
+                for number, _ in enumerate(loaded.mini_batch.shards):
+                    rows, numbers, *rest = loaded.data(number)
+                    parts_of = [part.reshape(len(rows), -1).tolist() for part in (rows, *rest)]
+                    for place, sample in enumerate(numbers.tolist()):
+                        found[epoch, sample] = [part[place] for part in parts_of]
+    return found
+
+
+def test_draws_follow_the_sample_whatever_the_shards_ranks_and_workers(on_ranks: OnRanks) -> None:
+    alone = on_ranks(1, seen, 1, 8, {}, True)[0]
+    assert len(alone) == 2 * SIZE
+    for ranks, shards, batch_size, options, by_index in [
+        (2, None, 8, {}, True),
+        (3, 4, 5, {}, True),
+        (2, 3, 23, {"num_workers": 1}, False),
+        (1, 1, 4, {"shuffle": False}, True),
+    ]:
+        together: Seen = {}
+        for found in on_ranks(ranks, seen, shards, batch_size, options, by_index):
+            together |= found
+        assert together == alone
+
+
+def test_draws_differ_by_sample_epoch_call_and_seed() -> None:
+    samples = torch.arange(1000)
+    values = [dl.Draws(seed, epoch, samples, torch.device("cpu")).uniform() for seed in (0, 1) for epoch in (0, 1)]
+    draws = dl.Draws(0, 0, samples, torch.device("cpu"))
+    values += [draws.uniform(), draws.uniform()]
+    assert torch.equal(values[0], values[4])
+    everything = torch.cat([*values[:4], values[5]])
+    assert len(everything.unique()) > 4990  # 5,000 of 2^24 numbers
+
+
+def test_draws_have_the_distribution_that_they_say() -> None:
+    n = 200_000
+    draws = dl.Draws(3, 0, torch.arange(n), torch.device("cpu"))
+    uniform = draws.uniform(low=-1.0, high=3.0)
+    assert (float(uniform.min()) >= -1.0, float(uniform.max()) < 3.0) == (True, True)
+    counts = torch.histc(uniform, 64, -1.0, 3.0)
+    # chi-square of 63 degrees of freedom: mean 63, deviation 11.2
+    assert float(((counts - n / 64) ** 2 / (n / 64)).sum()) < 63 + 5 * 11.2
+    normal = draws.normal(mean=2.0, deviation=0.5)
+    assert abs(float(normal.mean()) - 2.0) < 5 * 0.5 / n**0.5
+    assert abs(float(normal.std()) - 0.5) < 0.005
+    standard = (normal - 2.0) / 0.5
+    assert abs(float((standard**4).mean()) - 3.0) < 0.1
+    dice = torch.bincount(draws.integers(1, 7), minlength=7)
+    assert int(dice[0]) == 0
+    assert all(abs(int(count) - n / 6) < 5 * (n / 6) ** 0.5 for count in dice[1:])
+    assert abs(float(draws.chance(0.3).float().mean()) - 0.3) < 0.006
+    # neighbours, in samples and in elements, have nothing to do with each other
+    pairs = draws.uniform(2) - 0.5
+    assert abs(float((pairs[:, 0] * pairs[:, 1]).mean())) < 5 / 12 / n**0.5
+    assert abs(float((pairs[1:, 0] * pairs[:-1, 0]).mean())) < 5 / 12 / n**0.5
+
+
+def test_shapes_and_types_are_those_of_the_documentation() -> None:
+    draws = dl.Draws(0, 0, torch.arange(3), torch.device("cpu"))
+    assert (draws.uniform().shape, draws.uniform(2, 5).shape, draws.normal(4).shape) == ((3,), (3, 2, 5), (3, 4))
+    assert (draws.uniform().dtype, draws.normal().dtype) == (torch.float32, torch.float32)
+    assert (draws.integers(0, 2).dtype, draws.chance(0.5).dtype) == (torch.int64, torch.bool)
+    assert draws.integers(-5, -4, 2).tolist() == [[-5, -5]] * 3
+    assert draws.chance(0.0, 9).sum() == 0
+    assert draws.chance(1.0, 9).sum() == 27
+    assert dl.Draws(0, 0, torch.arange(0), torch.device("cpu")).uniform(4).shape == (0, 4)
+    with pytest.raises(ValueError, match=r"got low=3, high=3: high is left out"):
+        draws.integers(3, 3)
+
+
+def test_a_transform_does_not_disturb_the_streams_of_the_process() -> None:
+    def greedy(data: torch.Tensor, draws: dl.Draws) -> torch.Tensor:
+        return data + torch.rand(()) + random.random() + np.random.rand()
+
+    after = []
+    for transform in (None, greedy):
+        with dl.join_world(seed=1) as world:
+            loaded = list(dl.Batches(ROWS, 8, world, transform=transform).epoch(0))
+            given = [one.data(0) for one in loaded if transform is not None]
+            after.append((random.random(), float(np.random.rand()), torch.rand(()).item()))
+    assert after[0] == after[1]
+    assert len({float((rows - rows.round()).abs().max()) for rows in given}) == 3  # torch's draws, keyed by shard
+
+
+def change(kind: str, rank: int, rows: torch.Tensor) -> torch.Tensor | None:
+    changed: dict[str, Callable[[], torch.Tensor | None]] = {
+        "fewer": lambda: rows[1:],
+        "more": lambda: rows.repeat(2, 1),
+        "nothing": lambda: None,
+        "raises": lambda: rows @ torch.ones(7),
+        "one rank": lambda: rows if rank else rows[1:],
+    }
+    return changed[kind]()
+
+
+def train_with_a_change(kind: str) -> None:
+    with dl.join_world() as world:
+        model = nn.Linear(4, 1)
+        batches = dl.Batches(ROWS, 8, world, transform=lambda rows, draws: change(kind, world.rank, rows))
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for rows in step:
+                step.backward(model(rows).mean())
+            step.fold()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("fewer", "a transform keeps the number of samples, 4 in this shard; it gave 3"),
+        ("more", "4 in this shard; it gave 8"),
+        ("nothing", "4 in this shard; it gave nothing"),
+        ("raises", "mat1 and mat2|size mismatch"),
+        ("one rank", "4 in this shard; it gave 3"),
+    ],
+)
+def test_a_transform_that_changes_the_number_of_samples_or_raises_ends_all_ranks(
+    kind: str, said: str, on_ranks: OnRanks
+) -> None:
+    results = on_ranks(2, caught, train_with_a_change, kind)
+    for name, text, took_s in results:
+        assert name in ("ValueError", "RuntimeError", "PeerFailed")
+        assert re.search(said, text)
+        assert took_s < FAULT_S
+    assert {name for name, _, _ in results} - {"PeerFailed"}
+
+
+def test_what_is_no_function_is_refused_when_the_batches_are_made(on_ranks: OnRanks) -> None:
+    with pytest.raises(RankFailed, match=r"transform must be a function, transform\(data, draws\); got 'flip'"):
+        on_ranks(2, batches_with, "flip")
+
+
+def batches_with(transform: Any) -> None:
+    with dl.join_world() as world:
+        dl.Batches(ROWS, 8, world, transform=transform)

@@ -1,0 +1,313 @@
+"""Images in a folder for each class: which there are, each decoded, all in memory."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFile
+
+import ddp_loop as dl
+from ddp_loop.datasets import ImageFolder
+from ddp_loop.datasets.image_folder import SUFFIXES
+from tests.support.files import noise, numbered_folder, only_image, save
+from tests.support.harness import FAULT_S, OnRanks, caught
+
+# -- what is in a folder -----------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("A2", "A4")
+def test_sub_folders_are_the_classes_and_files_are_numbered_by_name_wherever_they_lie(tmp_path: Path) -> None:
+    names = ["a/10.png", "a/2.png", "a/deep/er/1.jpg", "a/z.bmp", "b c/1.png", "ä/1.PNG"]
+    shuffled = names[:]
+    random.Random(1).shuffle(shuffled)
+    for name in shuffled:
+        save(tmp_path / name, noise())
+    data = ImageFolder(tmp_path)
+    assert [path.relative_to(tmp_path).as_posix() for path in data.paths] == names
+    assert data.class_names == ("a", "b c", "ä")
+    assert data.labels.dtype == torch.int64
+    assert data.labels.tolist() == [0, 0, 0, 0, 1, 2]
+    assert len(data) == 6
+    assert [data[i][1] for i in range(6)] == data.labels.tolist()
+
+
+@pytest.mark.covers("A2")
+def test_hidden_names_and_other_suffixes_are_left_out(tmp_path: Path) -> None:
+    save(tmp_path / "a" / "1.png", noise())
+    for name in (".b/1.png", "a/.2.png", "a/.deep/3.png", ".4.png"):
+        save(tmp_path / name, noise())
+    (tmp_path / "a" / "labels.txt").write_text("a")
+    (tmp_path / "read me.md").write_text("here")
+    data = ImageFolder(tmp_path)
+    assert data.paths == (tmp_path / "a" / "1.png",)
+    assert data.class_names == ("a",)
+
+
+@pytest.mark.covers("A2")
+def test_the_suffixes_are_some_that_pillow_knows() -> None:
+    Image.init()
+    readable = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    assert set(SUFFIXES) <= readable | {".avif"}  # not every pillow has it
+    assert {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm"} <= set(SUFFIXES)
+
+
+@pytest.mark.covers("A2")
+def test_links_are_followed_and_a_link_upwards_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "elsewhere" / "1.png", noise())
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a").symlink_to(tmp_path / "elsewhere")
+    assert ImageFolder(tmp_path / "data").paths == (tmp_path / "data" / "a" / "1.png",)
+    (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"must come to an end; got .*/a/up, a link up to .*elsewhere: remove"):
+        ImageFolder(tmp_path / "data")
+
+
+@pytest.mark.covers("A2")
+def test_a_folder_that_holds_no_classes_of_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"can be read; got {tmp_path}/none: No such file or directory: look at"):
+        ImageFolder(tmp_path / "none")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=rf"can be read; got {tmp_path}/file: Not a directory"):
+        ImageFolder(tmp_path / "file")
+    with pytest.raises(ValueError, match=rf"a sub-folder for each class; got {tmp_path} without one: make .*/cat"):
+        ImageFolder(tmp_path)
+    save(tmp_path / "a" / "1.png", noise())
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").touch()
+    with pytest.raises(ValueError, match=rf"every class must have an image; got {tmp_path}/empty without one"):
+        ImageFolder(tmp_path)
+
+
+@pytest.mark.covers("A2")
+def test_images_beside_the_class_folders_are_refused_since_they_have_no_class(tmp_path: Path) -> None:
+    for name in ("a/1.png", "x.png", "b.jpg"):
+        save(tmp_path / name, noise())
+    with pytest.raises(ValueError, match=rf"names their class; got 2 beside the class folders, as {tmp_path}/b.jpg"):
+        ImageFolder(tmp_path)
+
+
+@pytest.mark.covers("A2")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "RGBA"}, "mode must be .*got 'RGBA'"),
+        ({"size": (28, 0)}, r"size must be \(height, width\).*got \(28, 0\)"),
+        ({"size": 28}, "got 28: try"),
+        ({"size": (28,)}, r"got \(28,\)"),
+        ({"size": (1.5, 2)}, r"got \(1.5, 2\)"),
+    ],
+)
+def test_another_mode_or_size_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save(tmp_path / "a" / "1.png", noise())
+    with pytest.raises(ValueError, match=message):
+        ImageFolder(tmp_path, **options)
+
+
+def test_without_pillow_the_install_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "a" / "1.png", noise())
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ImportError, match=r'pillow, which is missing: pip install "ddp_loop\[digits\]"'):
+        ImageFolder(tmp_path)
+
+
+# -- an image ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("A2")
+def test_grey_and_colour_images_come_with_their_channels_in_front(tmp_path: Path) -> None:
+    grey, colour = noise(8, 6), noise(8, 6, 3)
+    save(tmp_path / "grey" / "a" / "1.png", grey)
+    save(tmp_path / "colour" / "a" / "1.png", colour)
+    assert torch.equal(only_image(tmp_path / "grey"), torch.from_numpy(grey)[None])
+    assert torch.equal(only_image(tmp_path / "grey", mode="RGB"), torch.from_numpy(grey).expand(3, 8, 6))
+    image = only_image(tmp_path / "colour", mode="RGB")
+    assert torch.equal(image, torch.from_numpy(colour).permute(2, 0, 1))
+    assert image.is_contiguous()
+    # ITU-R 601: 0.299, 0.587, 0.114; pillow rounds.
+    weights = np.array([0.299, 0.587, 0.114])
+    assert np.abs(only_image(tmp_path / "colour")[0].numpy() - colour @ weights).max() <= 1
+
+
+@pytest.mark.covers("A2")
+@pytest.mark.parametrize("suffix", ["png", "tiff", "jpg"])
+def test_an_image_is_upright_as_its_camera_says(suffix: str, tmp_path: Path) -> None:
+    left_half_light = np.zeros((8, 16), dtype=np.uint8)
+    left_half_light[:, :8] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6  # shown right, it is turned a quarter clockwise: what is left comes to the top
+    save(tmp_path / "a" / f"1.{suffix}", left_half_light, exif=exif)
+    image = only_image(tmp_path)
+    assert image.shape == (1, 16, 8)
+    assert image[0, :8].min() > 250
+    assert image[0, 8:].max() < 5
+
+
+@pytest.mark.covers("A2")
+def test_an_image_is_resized_to_height_and_width(tmp_path: Path) -> None:
+    save(tmp_path / "a" / "1.png", np.repeat(np.array([[0, 200]], dtype=np.uint8), 40, axis=1).repeat(20, axis=0))
+    image = only_image(tmp_path, size=(10, 28))
+    assert image.shape == (1, 10, 28)
+    assert image[0, :, :12].max() == 0
+    assert image[0, :, 16:].min() == 200
+
+
+@pytest.mark.covers("A2")
+def test_a_palette_and_transparency_become_plain_colours(tmp_path: Path) -> None:
+    palette = Image.fromarray(np.array([[0, 1], [2, 1]], dtype=np.uint8), mode=None).convert("P")
+    palette.putpalette([10, 20, 30, 40, 50, 60, 70, 80, 90])
+    (tmp_path / "a").mkdir()
+    palette.save(tmp_path / "a" / "1.png", transparency=b"\x00\x80\xff")
+    expected = torch.tensor([[[10, 40], [70, 40]], [[20, 50], [80, 50]], [[30, 60], [90, 60]]], dtype=torch.uint8)
+    assert torch.equal(only_image(tmp_path, mode="RGB"), expected)
+
+
+@pytest.mark.covers("A2")
+@pytest.mark.parametrize(("suffix", "tail"), [("jpg", 0), ("png", 4)])  # a PNG's last 4 bytes are the end mark's sum
+def test_an_image_that_is_cut_short_is_an_error_and_never_grey(suffix: str, tail: int, tmp_path: Path) -> None:
+    path = save(tmp_path / "a" / f"1.{suffix}", noise(64, 64))
+    whole = path.read_bytes()
+    data = ImageFolder(tmp_path)
+    data[0]
+    last = len(whole) - tail - 1
+    for size in [*range(0, last, len(whole) // 12), last - 1, last]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=rf"must be a whole file.*got {path}: .*: get it anew, or remove it"):
+            data[0]
+
+
+@pytest.mark.covers("A2")
+def test_an_image_that_is_damaged_or_none_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path / "a" / "1.png", noise(64, 64))
+    data = ImageFolder(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    checksum = bytearray(path.read_bytes())
+    checksum[-13] ^= 4  # the last byte before the end mark of 12
+    for ruin, message in ((content, ""), (checksum, ""), (b"hello" * 100, "no image that pillow knows: get it anew")):
+        path.write_bytes(ruin)
+        with pytest.raises(ValueError, match=f"got {path}: {message}"):
+            data[0]
+
+
+@pytest.mark.covers("A2")
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "a" / "2.png").symlink_to("/dev/null")  # not a pipe, whose reading would have no end
+    data = ImageFolder(tmp_path)
+    for i in (0, 1):
+        with pytest.raises(ValueError, match=f"got {data.paths[i]}: no file, or a link to none"):
+            data[i]
+
+
+@pytest.mark.covers("A2")
+def test_more_than_8_bits_a_channel_are_refused_and_not_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    deep = np.array([[0, 256, 65535]], dtype=np.uint16)
+    Image.fromarray(deep).save(tmp_path / "a" / "1.png")
+    with pytest.raises(ValueError, match=f"got {tmp_path}/a/1.png: its mode I;16 has more than 8 bits a channel"):
+        only_image(tmp_path)
+
+
+@pytest.mark.covers("A2")
+def test_pillows_setting_that_makes_up_what_is_missing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a" / "1.png", noise())
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    with pytest.raises(ValueError, match=r"must not be made up; got PIL.ImageFile.LOAD_TRUNCATED_IMAGES = True"):
+        only_image(tmp_path)
+
+
+# -- all of them -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("A2")
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
+def test_all_images_in_memory_are_a_labelled_data_set(mode: str, channels: int, tmp_path: Path) -> None:
+    for k, name in enumerate(["a/1.png", "b/1.png", "b/2.png"]):
+        save(tmp_path / name, noise(8, 6, 3, seed=k))
+    folder = ImageFolder(tmp_path, mode=mode)
+    data = folder.images()
+    assert data.images.shape == (3, channels, 8, 6)
+    assert data.class_names == folder.class_names
+    for i in range(3):
+        assert torch.equal(data.images[i], folder[i][0])
+    images, labels = data.tensors
+    assert torch.equal(images, data.images / 255)
+    assert labels.tolist() == [0, 1, 1]
+
+
+@pytest.mark.covers("A2")
+def test_images_of_different_sizes_are_refused_in_memory_unless_they_are_resized(tmp_path: Path) -> None:
+    save(tmp_path / "a" / "1.png", noise(8, 6))
+    save(tmp_path / "b" / "2.png", noise(6, 8))
+    message = r"must have one size; got .*/a/1.png of 8x6 and .*/b/2.png of 6x8 pixels: try .*size=\(8, 6\)"
+    with pytest.raises(ValueError, match=message):
+        ImageFolder(tmp_path).images()
+    assert ImageFolder(tmp_path, size=(5, 4)).images().images.shape == (2, 1, 5, 4)
+
+
+@pytest.mark.covers("A2", "A3")
+def test_a_folder_is_split_like_its_images_in_memory(tmp_path: Path) -> None:
+    folder = ImageFolder(numbered_folder(tmp_path, 10, 7))
+    for seed in (0, 1):
+        parts = folder.split(0.5, 0.2, seed=seed)
+        assert [torch.bincount(part.labels).tolist() for part in parts] == [[5, 3], [2, 1], [3, 3]]
+        for part, expected in zip(parts, folder.images().split(0.5, 0.2, seed=seed), strict=True):
+            assert torch.equal(part.images().images, expected.images)
+            assert torch.equal(part.labels, expected.labels)
+            assert part.class_names == expected.class_names
+    assert len(folder) == 17
+    with pytest.raises(ValueError, match="together 1: leave the last one out"):
+        folder.split(0.9, 0.1)
+
+
+@pytest.mark.covers("A2")
+def test_a_folder_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    folder = ImageFolder(numbered_folder(tmp_path, 2, 1), mode="RGB", size=(3, 2))
+    sent = pickle.loads(pickle.dumps(folder))
+    assert torch.equal(sent.images().images, folder.images().images)
+
+
+def read_by_workers(folder: Path) -> tuple[list[tuple[int, int]], tuple[str, str, float]]:
+    """The values and labels that this rank is given, and what is raised; a sum behind each mini-batch."""
+    found: list[tuple[int, int]] = []
+
+    def work() -> None:
+        with dl.join_world() as world:
+            # A rank is a spawned process, whose workers would be spawned, too, and import torch: 3 s on two cores.
+            options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+            for loaded in dl.Batches(ImageFolder(folder), 4, world, **options).epoch(0):
+                if loaded.mini_batch.shards:
+                    images, labels = loaded.data(0)
+                    found.extend(zip(images[:, 0, 0, 0].tolist(), labels.tolist(), strict=True))
+                world.sum(torch.ones(()))
+
+    return found, caught(work)
+
+
+@pytest.mark.covers("A2")
+def test_workers_of_two_ranks_read_each_image_once(tmp_path: Path, on_ranks: OnRanks) -> None:
+    results = on_ranks(2, read_by_workers, numbered_folder(tmp_path, 6, 5))
+    assert [raised[:2] for _, raised in results] == [("", "")] * 2
+    assert sorted(pair for found, _ in results for pair in found) == [(k, int(k > 5)) for k in range(11)]
+    assert {len(found) for found, _ in results} == {5, 6}
+
+
+@pytest.mark.covers("A2", "D10")
+def test_a_corrupt_image_in_a_worker_ends_all_ranks_and_is_named(tmp_path: Path, on_ranks: OnRanks) -> None:
+    corrupt = numbered_folder(tmp_path, 6, 5) / "b" / "003.png"
+    corrupt.write_bytes(corrupt.read_bytes()[:-20])
+    results = [raised for _, raised in on_ranks(2, read_by_workers, tmp_path)]
+    assert sorted(kind for kind, _, _ in results) == ["PeerFailed", "ValueError"]
+    for _, text, took_s in results:
+        assert f"got {corrupt}: " in text
+        assert took_s < FAULT_S

@@ -1,0 +1,143 @@
+"""Checksums: one flipped bit changes them for certain, strides do not, whatever the elements are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_loop.determinism import checksum, checksum_all
+from ddp_loop.determinism.digests import _odd, words
+
+pytestmark = pytest.mark.covers("D10")
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.complex64, torch.complex128),
+]
+SHAPES = [(), (0,), (1,), (3,), (2, 5), (7, 1, 3), (4, 3, 5, 2)]
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A tensor of random bits, but for bool."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(2, shape, generator=generator).bool()
+    count = int(np.prod(shape)) * dtype.itemsize
+    return torch.randint(256, (count,), generator=generator, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def by_hand(tensor: torch.Tensor, length: int) -> int:
+    """[Note: The sum], in whole numbers without end; `length` is K."""
+    data = tensor.contiguous().reshape(-1)
+    raw = b"" if not data.numel() else bytes(data.view(torch.uint8).tolist())
+    found = np.frombuffer(raw + b"\0" * (-len(raw) % 4), dtype=np.int32).tolist()
+    inner, outer = _odd(length, 0, tensor.device).tolist(), _odd(len(found) // length + 1, 1, tensor.device).tolist()
+    total: int = sum(inner[place % length] * outer[place // length] * word for place, word in enumerate(found))
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_checksum_is_the_sum_of_the_note(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = drawn(shape, dtype)
+    found = checksum(tensor)
+    assert (found.shape, found.dtype) == ((), torch.int64)
+    assert found.item() == by_hand(tensor, 2**14 - 1)
+
+
+def test_a_large_tensor_is_summed_up_in_pieces() -> None:
+    for count in (2**14 - 2, 2**14 - 1, 2**14, 3 * (2**14 - 1), 50_001):
+        tensor = drawn((count,), torch.float32)
+        assert checksum(tensor).item() == by_hand(tensor, 2**14 - 1)
+        odd = drawn((4 * count - 3,), torch.uint8)
+        assert checksum(odd).item() == by_hand(odd, 2**14 - 1)
+
+
+def test_all_weights_are_odd_and_different() -> None:
+    for stream in (0, 1):
+        weights = _odd(100_000, stream, torch.device("cpu"))
+        assert bool((weights & 1).all())
+        assert len(weights.unique()) == 100_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex64])
+def test_each_flipped_bit_changes_it(dtype: torch.dtype) -> None:
+    tensor = drawn((3, 5), dtype)
+    seen = {checksum(tensor).item()}
+    for place in range(tensor.nbytes):
+        for bit in range(8):
+            flipped = tensor.clone()
+            flipped.reshape(-1).view(torch.uint8)[place] ^= 1 << bit
+            seen.add(checksum(flipped).item())
+    assert len(seen) == 1 + 8 * tensor.nbytes  # and all are different
+
+
+def test_a_flipped_bit_anywhere_in_a_large_tensor_changes_it() -> None:
+    tensor = torch.zeros(100_003)
+    before = checksum(tensor).item()
+    for place in (0, 16_382, 16_383, 65_536, 100_002):
+        for bit in range(32):
+            tensor.view(torch.int32)[place] = 1 << bit if bit < 31 else -(2**31)
+            assert checksum(tensor).item() != before
+            tensor[place] = 0
+    assert checksum(tensor).item() == before
+
+
+def test_every_swap_of_two_values_changes_it() -> None:
+    values = torch.tensor([1.0, -1.0, 2.0, -2.0, 0.0, -0.0, 1.5, 4.0])  # signs and powers of two differ in few bits
+    before = checksum(values).item()
+    for first in range(len(values)):
+        for second in range(first):
+            swapped = values.clone()
+            swapped[[first, second]] = values[[second, first]]
+            assert checksum(swapped).item() != before
+
+
+@pytest.mark.parametrize("count", [2**10, 2**20])
+def test_a_tensor_all_of_whose_values_change_alike_has_another_one(count: int) -> None:
+    values = drawn((count,), torch.float32).nan_to_num(1.0, 1.0, 1.0).clamp(1e-3, 1e3)
+    seen = {checksum(values * factor).item() for factor in (1, 2, 4, 8, 0.5, -1, -2)}
+    seen |= {checksum(values.roll(shift)).item() for shift in (1, 2, 16)}
+    assert len(seen) == 10
+
+
+def test_strides_and_offsets_do_not_matter() -> None:
+    image = drawn((4, 3, 5, 2), torch.float32)
+    assert checksum(image.contiguous(memory_format=torch.channels_last)).item() == checksum(image).item()
+    assert checksum(image.mT).item() == checksum(image.mT.clone(memory_format=torch.contiguous_format)).item()
+    assert checksum(image.mT).item() != checksum(image).item()
+    assert checksum(image[1:, :, ::2]).item() == checksum(image[1:, :, ::2].clone()).item()
+    odd = drawn((41,), torch.uint8)
+    assert checksum(odd[1:]).item() == checksum(odd[1:].clone()).item()
+    assert checksum(odd[:16:2]).item() == checksum(odd[:16:2].clone()).item()
+    complex_one = drawn((5,), torch.complex64)
+    assert checksum(complex_one.conj()).item() == checksum(complex_one.conj().resolve_conj()).item()
+    assert checksum(torch.ones(3).expand(3)).item() == checksum(torch.ones(1).expand(3)).item()
+
+
+def test_many_at_once_are_those_of_each() -> None:
+    tensors = [drawn(shape, dtype, seed) for seed, shape in enumerate(SHAPES) for dtype in DTYPES]
+    tensors += [drawn((count,), torch.float32, count) for count in (1000, 16_383, 40_000, 9000, 9000)]
+    found = checksum_all(tensors)
+    assert found.tolist() == [checksum(tensor).item() for tensor in tensors]
+    assert checksum_all([]).shape == (0,)
+
+
+def test_tensors_that_need_gradients_are_read_only() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    found = checksum(weight)
+    assert not found.requires_grad
+    assert weight._version == 0
+    assert words(weight).data_ptr() == weight.data_ptr()  # not copied
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_the_same_of_small_tensors() -> None:
+    tensors = [drawn(shape, dtype) for shape in SHAPES for dtype in DTYPES] + [drawn((16_000,), torch.float32)]
+    assert checksum_all([tensor.cuda() for tensor in tensors]).tolist() == checksum_all(tensors).tolist()
+    large = torch.zeros(2**22 + 5, device="cuda")
+    before = checksum(large).item()
+    large[-1] = 1
+    assert checksum(large).item() != before

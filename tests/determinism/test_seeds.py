@@ -1,0 +1,149 @@
+"""One seed fixes everything that is drawn, and every rank makes the same updates."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop.determinism import next_key
+from tests.support.harness import OnRanks
+
+
+def draw(seed: int) -> tuple[float, float, float]:
+    with dl.join_world(seed=seed):
+        return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+
+@pytest.mark.covers("H1")
+def test_one_seed_starts_all_generators_alike_on_every_rank(on_ranks: OnRanks) -> None:
+    first, second = on_ranks(2, draw, 3)
+    assert first == second == on_ranks(1, draw, 3)[0]
+    assert all(one != other for one, other in zip(first, on_ranks(1, draw, 4)[0], strict=True))
+
+
+def test_the_keys_of_streams_are_those_of_splitmix64() -> None:
+    # The first three numbers from state 0, as the authors' program gives them (Steele, Lea, Flood 2014; Vigna 2015).
+    step = 0x9E3779B97F4A7C15
+    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [next_key(0, number * step) for number in range(3)] == expected
+
+
+class Noisy(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """Samples with noise of all three generators."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        noise = torch.randn(5) + random.random() + float(np.random.rand())
+        return torch.full((5,), float(index)) / 20 + noise, index % 3
+
+
+def train_noisily(seed: int) -> dict[str, Any]:
+    order, noise = [], []
+    with dl.join_world(seed=seed) as world:
+        model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).to(world.device)
+        start = [tensor.tolist() for tensor in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = dl.Batches(Noisy(), 8, world, shards=4)
+        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+            for inputs, labels in step:
+                order.append(labels.tolist())
+                noise.append(inputs.tolist())
+                step.backward(nn.functional.cross_entropy(model(inputs), labels))
+            step.fold()
+            optimizer.step()
+        end = [tensor.tolist() for tensor in model.parameters()]
+    return {"weights": start, "order": order, "noise": noise, "trained": end}
+
+
+@pytest.mark.covers("H1")
+def test_one_seed_fixes_weights_and_order_and_noise_and_dropout(on_ranks: OnRanks) -> None:
+    runs = [on_ranks(2, train_noisily, 5) for _ in range(2)]
+    assert runs[0] == runs[1]
+    others = on_ranks(2, train_noisily, 6)[0]
+    for what, value in runs[0][0].items():
+        assert value != others[what], f"another seed must give other {what}"
+
+
+class Shut(nn.Module):
+    """Keeps the dropout mask of each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.masks: list[tuple[float, ...]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dropped = nn.functional.dropout(torch.ones(64), 0.5)
+        self.masks.append(tuple(dropped.tolist()))
+        return self.weight * x.sum()
+
+
+def masks_by_shard() -> list[tuple[float, ...]]:
+    with dl.join_world(seed=1) as world:
+        model = Shut().to(world.device)
+        batches = dl.Batches(torch.ones(12, 1), 4, world, shards=4, shuffle=False)
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for rows in step:
+                step.backward(model(rows))
+            step.fold()
+        return model.masks
+
+
+@pytest.mark.covers("H1")
+def test_each_shard_of_each_step_has_dropout_of_its_own_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
+    alone = on_ranks(1, masks_by_shard)[0]
+    assert len(set(alone)) == len(alone) == 12
+    left, right = on_ranks(2, masks_by_shard)
+    assert [mask for k in range(3) for mask in (*left[2 * k : 2 * k + 2], *right[2 * k : 2 * k + 2])] == alone
+
+
+def drawn_after_folds(shards: int) -> list[float]:
+    with dl.join_world(seed=1) as world:
+        model = nn.Linear(2, 1).to(world.device)
+        drawn = []
+        for step in dl.Loop(
+            dl.Batches(torch.ones(7, 2), 3, world, shards=shards), 1, state={"model": model}, progress=False
+        ):
+            for rows in step:
+                step.backward(nn.functional.dropout(model(rows)).mean())
+            step.fold()
+            drawn.append(torch.rand(()).item())
+        return drawn
+
+
+@pytest.mark.covers("H1")
+def test_draws_after_the_fold_are_the_same_on_every_rank_and_differ_from_step_to_step(on_ranks: OnRanks) -> None:
+    first, second = on_ranks(
+        2, drawn_after_folds, 3
+    )  # one rank has two shards of a step, or one where the other has none
+    assert first == second == on_ranks(1, drawn_after_folds, 3)[0]
+    assert len(set(first)) == len(first) == 3
+
+
+def updates(samples: int, batch_size: int, shards: int | None) -> int:
+    with dl.join_world() as world:
+        model = nn.Linear(2, 1).to(world.device)
+        batches = dl.Batches(torch.ones(samples, 2), batch_size, world, shards=shards)
+        made = 0
+        for step in dl.Loop(batches, 3, state={"model": model}, progress=False):
+            for rows in step:
+                step.backward(model(rows).mean())
+            step.fold()
+            made += 1
+        return made
+
+
+@pytest.mark.covers("D2")
+@pytest.mark.parametrize(("samples", "batch_size", "shards"), [(10, 4, None), (1, 4, None), (13, 2, 1), (7, 3, 5)])
+def test_every_rank_makes_the_same_number_of_updates_whatever_the_data(
+    samples: int, batch_size: int, shards: int | None, on_ranks: OnRanks
+) -> None:
+    assert on_ranks(3, updates, samples, batch_size, shards) == [3 * -(-samples // batch_size)] * 3

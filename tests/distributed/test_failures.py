@@ -1,0 +1,125 @@
+"""One rank's failure becomes everybody's, with its words, within the time that the project promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import pytest
+import torch
+
+import ddp_loop as dl
+from ddp_loop.distributed import RankFailed
+from tests.support.harness import FAULT_S, OnRanks, Unspeakable, caught
+
+
+class Mute(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise LookupError("no words")
+
+
+def fail_in(kind: str) -> tuple[str, str, float]:
+    errors: dict[str, Callable[[], BaseException]] = {
+        "ValueError": lambda: ValueError("a fault of rank 1"),
+        "two arguments": lambda: Unspeakable(1, 2),
+        "mute": Mute,
+        "SystemExit 0": lambda: SystemExit(0),
+        "SystemExit 3": lambda: SystemExit(3),
+        "KeyboardInterrupt": KeyboardInterrupt,
+        "GeneratorExit": GeneratorExit,
+        "not of this alphabet": lambda: RuntimeError("\ud800 \0 \U0001f600"),
+        "long": lambda: RuntimeError("x" * 10**6),
+        "group": lambda: ExceptionGroup("two faults", [ValueError("one"), KeyError("two")]),
+    }
+
+    def work() -> None:
+        with dl.join_world() as world:
+            world.sum(torch.ones(()))
+            if world.rank == 1:
+                raise errors[kind]()
+            world.sum(torch.ones(()))
+
+    return caught(work)
+
+
+@pytest.mark.covers("D10")
+@pytest.mark.parametrize(
+    ("kind", "own", "told"),
+    [
+        ("ValueError", "ValueError", "ValueError: a fault of rank 1"),
+        ("two arguments", "Unspeakable", "Unspeakable: 1 is not 2"),
+        ("mute", "Mute", "Mute: <exception str() failed>"),
+        ("SystemExit 0", "SystemExit", "SystemExit: 0"),
+        ("SystemExit 3", "SystemExit", "SystemExit: 3"),
+        ("KeyboardInterrupt", "KeyboardInterrupt", "KeyboardInterrupt"),
+        ("GeneratorExit", "GeneratorExit", "GeneratorExit"),
+        ("not of this alphabet", "RuntimeError", "RuntimeError: "),
+        ("long", "RuntimeError", "RuntimeError: xxx"),
+        ("group", "ExceptionGroup", "two faults (2 sub-exceptions)"),
+    ],
+)
+def test_whatever_a_rank_raises_the_others_are_told_it_with_its_traceback(
+    kind: str, own: str, told: str, on_ranks: OnRanks
+) -> None:
+    results = on_ranks(3, fail_in, kind)
+    assert results[1][0] == own
+    for peer in (0, 2):
+        raised, text, took_s = results[peer]
+        assert raised == "PeerFailed"
+        assert text.startswith("rank 1 failed: ")
+        assert told in text
+        assert "Traceback (most recent call last)" in text
+        assert "in work\n" in text
+        assert took_s < FAULT_S
+
+
+def peers_rank() -> int | None:
+    try:
+        with dl.join_world() as world:
+            if world.rank == 2:
+                raise ValueError
+            world.sum(torch.ones(()))
+    except dl.PeerFailed as error:
+        return error.rank
+    except ValueError:
+        return None
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.covers("D10")
+def test_the_culprit_is_a_number_too(on_ranks: OnRanks) -> None:
+    assert on_ranks(3, peers_rank) == [2, 2, None]
+
+
+def all_fail() -> NoReturn:
+    with dl.join_world() as world:
+        raise ValueError(f"rank {world.rank} has it too")
+
+
+@pytest.mark.covers("D10")
+def test_a_fault_of_all_ranks_is_raised_by_each(on_ranks: OnRanks) -> None:
+    with pytest.raises(RankFailed, match="rank 0 raised ValueError: rank 0 has it too") as failed:
+        on_ranks(3, all_fail)
+    assert isinstance(failed.value.__cause__, ValueError)
+    assert "rank 2 raised ValueError: rank 2 has it too" in str(failed.value)
+
+
+def agree_on(problems: dict[int, str]) -> tuple[str, str, float]:
+    def work() -> None:
+        with dl.join_world() as world:
+            world.raise_if_any_failed(ValueError(problems[world.rank]) if world.rank in problems else None)
+
+    return caught(work)
+
+
+@pytest.mark.covers("D10")
+@pytest.mark.parametrize("problems", [{1: "bad"}, {0: "bad", 2: "worse"}, {0: "a", 1: "b", 2: "c"}])
+def test_one_ranks_problem_is_raised_by_all(problems: dict[int, str], on_ranks: OnRanks) -> None:
+    for rank, (kind, text, took_s) in enumerate(on_ranks(3, agree_on, problems)):
+        if rank in problems:
+            assert (kind, text) == ("ValueError", problems[rank])
+        else:
+            assert (kind, text.split(": ")[0]) == ("PeerFailed", f"rank {min(problems)} failed")
+        assert took_s < FAULT_S

@@ -1,0 +1,135 @@
+"""One rank first, the others after it; one rank alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp_loop as dl
+from tests.support.harness import FAULT_S, OnRanks, caught
+
+
+def go_first(folder: str) -> list[list[str]]:
+    found = []
+    with dl.join_world() as world:
+        for turn in range(3):
+            with world.rank_zero_first():
+                there = sorted(name for name in os.listdir(folder) if name.startswith(f"{turn}-"))
+                found.append(there)
+                Path(folder, f"{turn}-{world.rank}").touch()
+    return found
+
+
+@pytest.mark.covers("C8")
+def test_rank_0_is_through_before_the_others_begin(on_ranks: OnRanks, tmp_path: Path) -> None:
+    first, *others = on_ranks(3, go_first, str(tmp_path))
+    assert first == [[], [], []]
+    for found in others:
+        assert [f"{turn}-0" in there for turn, there in enumerate(found)] == [True] * 3
+    assert len(os.listdir(tmp_path)) == 9
+
+
+def go_first_in_two_worlds(folder: str) -> list[bool]:
+    found = []
+    for number in range(2):
+        with dl.join_world() as world, world.rank_zero_first():
+            found.append(Path(folder, str(number)).exists())
+            Path(folder, str(number)).touch()
+    return found
+
+
+@pytest.mark.covers("C8")
+def test_rank_0_is_first_also_in_a_second_world_of_the_same_launcher(on_ranks: OnRanks, tmp_path: Path) -> None:
+    assert on_ranks(2, go_first_in_two_worlds, str(tmp_path)) == [[False, False], [True, True]]
+
+
+def fail_around_first(where: str) -> tuple[str, str, float]:
+    def work() -> None:
+        with dl.join_world() as world:
+            if where == "before" and world.rank == 0:
+                raise OSError("no such host")
+            if where == "elsewhere" and world.rank == 1:
+                raise OSError("no such host")
+            if where == "elsewhere" and world.rank == 0:
+                world.sum(torch.ones(()))
+            with world.rank_zero_first():
+                if where == "inside" and world.rank == 0:
+                    raise OSError("no such host")
+                if where == "leaving" and world.rank == 0:
+                    sys.exit(0)
+
+    return caught(work)
+
+
+@pytest.mark.covers("C8", "D10")
+@pytest.mark.parametrize(
+    ("where", "culprit", "own"),
+    [("inside", 0, "OSError"), ("leaving", 0, "SystemExit"), ("before", 0, "OSError"), ("elsewhere", 1, "OSError")],
+)
+def test_a_failure_while_others_wait_for_the_first_is_everybodys(
+    where: str, culprit: int, own: str, on_ranks: OnRanks
+) -> None:
+    for rank, (kind, text, took_s) in enumerate(on_ranks(3, fail_around_first, where)):
+        assert kind == (own if rank == culprit else "PeerFailed")
+        assert "no such host" in text or own == "SystemExit"
+        assert rank == culprit or f"rank {culprit} failed" in text
+        assert took_s < FAULT_S
+
+
+def wait_for_a_slow_first() -> tuple[str, str, float]:
+    def work() -> None:
+        with dl.join_world() as world:
+            if world.rank == 0:
+                dist.distributed_c10d._get_default_store().wait(["gave up"])
+                return
+            try:
+                with world.rank_zero_first(timeout_s=1.0):
+                    pass
+            finally:
+                dist.distributed_c10d._get_default_store().set("gave up", "")
+
+    return caught(work)
+
+
+@pytest.mark.covers("C8")
+def test_the_wait_for_the_first_has_an_end(on_ranks: OnRanks) -> None:
+    kind, text, took_s = on_ranks(2, wait_for_a_slow_first)[1]
+    assert (kind, text) == ("PeerFailed", "rank 0 must leave its block in timeout_s=1; it did not")
+    assert 1.0 <= took_s < 1.0 + FAULT_S
+
+
+def sum_inside_first() -> tuple[str, str, float]:
+    def work() -> None:
+        with dl.join_world() as world, world.rank_zero_first():
+            world.sum(torch.ones(()))
+
+    return caught(work)
+
+
+@pytest.mark.covers("C8")
+def test_a_collective_inside_first_is_refused_and_does_not_hang(on_ranks: OnRanks) -> None:
+    first, second = on_ranks(2, sum_inside_first)
+    assert first[0] == "RuntimeError"
+    assert "inside `with world.rank_zero_first()` the ranks are not at the same place" in first[1]
+    assert (second[0], second[1].splitlines()[0][:13]) == ("PeerFailed", "rank 0 failed")
+    assert max(first[2], second[2]) < FAULT_S
+
+
+def print_something(path: str) -> None:
+    with dl.join_world() as world, Path(path).joinpath(f"{world.rank}.txt").open("w") as file:
+        before, sys.stdout = sys.stdout, file
+        try:
+            world.print("one line", world.size)
+        finally:
+            sys.stdout = before
+
+
+@pytest.mark.covers("C8")
+def test_a_line_is_printed_once(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(3, print_something, str(tmp_path))
+    assert [tmp_path.joinpath(f"{rank}.txt").read_text() for rank in range(3)] == ["one line 3\n", "", ""]

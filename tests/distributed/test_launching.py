@@ -1,0 +1,365 @@
+"""Ranks started from Python: results in order, the culprit named, nobody left waiting and nothing left running."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_loop.distributed import PeerFailed, Pool, RankFailed, join_world, launch
+from tests.support.harness import FAULT_S, Unspeakable, sum_of_ranks
+
+pytestmark = pytest.mark.covers("C7")
+
+
+class Unreadable:
+    """A value that can be pickled and not unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[str], NoReturn], tuple[str]]:
+        return refuse, ("no such value here",)
+
+
+def refuse(reason: str) -> NoReturn:
+    raise LookupError(reason)
+
+
+# -- what runs on the ranks ------------------------------------------------------------------------------------
+
+
+def own_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def rank_and_arguments(*arguments: Any, **keywords: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    return own_rank(), arguments, keywords
+
+
+def variables(*names: str) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
+
+
+def threads_of_torch() -> int:
+    return torch.get_num_threads()
+
+
+def forget_the_group() -> int:
+    dist.init_process_group("gloo")
+    dist.barrier()
+    return dist.get_world_size()
+
+
+def raise_on(culprits: dict[int, Exception]) -> str:
+    if own_rank() in culprits:
+        raise culprits[own_rank()]
+    return "well"
+
+
+def fail_while_peers_wait(culprit: int, how: Callable[[], object]) -> None:
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == culprit:
+        how()
+    dist.all_reduce(torch.ones(1))
+
+
+def fail_in_a_world(culprit: int) -> None:
+    with join_world(device="cpu") as world:
+        if world.rank == culprit:
+            raise_value_error()
+        world.sum(torch.ones(1))
+
+
+def raise_unspeakable() -> NoReturn:
+    raise Unspeakable(1, 2)
+
+
+def raise_value_error() -> NoReturn:
+    raise ValueError("negative weight")
+
+
+def die_by(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+def wait_for_ever_on(culprit: int) -> None:
+    if own_rank() == culprit:
+        wait_for_ever()
+    dist.init_process_group("gloo")  # waits for the culprit
+
+
+def raise_on_0_and_wait_on_1() -> None:
+    if own_rank() == 0:
+        raise ValueError("negative weight")
+    wait_for_ever()
+
+
+def change_the_surroundings(folder: str) -> None:
+    os.environ["LEFT_BY_A_TASK"] = "here"
+    del os.environ["PATH"]
+    sys.path.append(folder)
+    os.chdir(folder)
+
+
+def surroundings() -> tuple[str | None, bool, list[str], str]:
+    return os.environ.get("LEFT_BY_A_TASK"), "PATH" in os.environ, sys.path, os.getcwd()
+
+
+def what_cannot_be_pickled_on_1() -> object:
+    return threading.Lock() if own_rank() == 1 else 0
+
+
+def what_cannot_be_unpickled_on_1() -> object:
+    return Unreadable() if own_rank() == 1 else 0
+
+
+def tensors_of(size: int) -> dict[str, torch.Tensor]:
+    return {"ones": torch.ones(size, dtype=torch.float64), "rank": torch.tensor(own_rank())}
+
+
+# -- results ---------------------------------------------------------------------------------------------------
+
+
+def test_results_come_in_rank_order(pool: Pool) -> None:
+    assert pool.run(rank_and_arguments, 4, 7, name="x") == [(rank, (7,), {"name": "x"}) for rank in range(4)]
+
+
+def test_a_task_may_use_fewer_ranks_than_the_pool_has(pool: Pool) -> None:
+    assert [pool.run(sum_of_ranks, ranks) for ranks in (1, 3, 2, 4)] == [[0], [3] * 3, [1] * 2, [6] * 4]
+
+
+def test_results_may_be_tensors(pool: Pool) -> None:
+    results = pool.run(tensors_of, 2, 300_000)  # 2.4 MB: more than a pipe holds
+    assert [result["rank"].item() for result in results] == [0, 1]
+    assert all(torch.equal(result["ones"], torch.ones(300_000, dtype=torch.float64)) for result in results)
+
+
+@pytest.mark.slow
+def test_launch_starts_new_processes_and_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEEN_BY_RANKS", "yes")
+    results = launch(variables, 2, "RANK", "SEEN_BY_RANKS")
+    assert results == [["0", "yes"], ["1", "yes"]]
+    # That the two processes are gone is checked after every test.
+
+
+def test_a_rank_gets_the_variables_that_torchrun_gives(pool: Pool) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+    elastic = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
+    results = pool.run(variables, 2, *names, *elastic)
+    assert results == [[rank, rank, "2", "2", "0", "127.0.0.1", "True", "0"] for rank in ("0", "1")]
+
+
+def test_several_ranks_compute_with_one_thread_each_as_under_torchrun(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert pool.run(threads_of_torch, 2) == [1, 1]
+    assert pool.run(variables, 2, "OMP_NUM_THREADS") == [["1"], ["1"]]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert pool.run(threads_of_torch, 2) == [2, 2]
+
+
+def test_a_task_finds_the_surroundings_of_its_caller_whatever_an_earlier_one_left(pool: Pool, tmp_path: Path) -> None:
+    pool.run(change_the_surroundings, 2, str(tmp_path))
+    assert pool.run(surroundings, 2) == [(None, True, sys.path, os.getcwd())] * 2
+
+
+def test_a_process_group_left_behind_does_not_disturb_the_next_task(pool: Pool) -> None:
+    assert pool.run(forget_the_group, 2) == [2, 2]
+    assert pool.run(forget_the_group, 3) == [3, 3, 3]
+
+
+def test_a_task_on_a_warm_pool_takes_milliseconds(pool: Pool) -> None:
+    pool.run(own_rank, 4)
+    seconds = []
+    for _ in range(10):
+        start = time.monotonic()
+        pool.run(own_rank, 4)
+        seconds.append(time.monotonic() - start)
+    # 5 ms on two cores that others share; the fastest of ten, so that a busy machine does not fail it.
+    assert min(seconds) < 0.05
+
+
+# -- faults ----------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_comes_back_with_its_rank_its_traceback_and_itself(pool: Pool) -> None:
+    with pytest.raises(RankFailed, match=r"^rank 2 raised ValueError: negative weight") as caught:
+        pool.run(raise_on, 3, {2: ValueError("negative weight")})
+    failed = caught.value
+    assert failed.rank == 2
+    assert "in raise_on" in failed.traceback
+    assert failed.traceback in str(failed) + "\n"
+    assert isinstance(failed.__cause__, ValueError)
+    assert pool.run(own_rank, 3) == [0, 1, 2]
+
+
+def test_of_several_the_lowest_rank_is_the_culprit_and_the_others_are_listed(pool: Pool) -> None:
+    with pytest.raises(RankFailed) as caught:
+        pool.run(raise_on, 3, {1: ValueError("one\nin two lines"), 2: KeyError("two")})
+    assert caught.value.rank == 1
+    assert str(caught.value).splitlines()[-1] == "  rank 2 raised KeyError: 'two'"
+
+
+def test_a_rank_that_failed_because_of_another_is_not_the_culprit(pool: Pool) -> None:
+    with pytest.raises(RankFailed) as caught:
+        pool.run(raise_on, 3, {0: PeerFailed("rank 1 failed\nbecause"), 1: ValueError("negative weight")})
+    assert caught.value.rank == 1
+    assert str(caught.value).splitlines()[-1].endswith("PeerFailed: rank 1 failed")
+
+
+def test_a_rank_that_raises_frees_those_that_wait_for_it(pool: Pool) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=r"^rank 1 raised ValueError: negative weight") as caught:
+        pool.run(fail_while_peers_wait, 3, 1, raise_value_error)
+    assert time.monotonic() - start < FAULT_S
+    assert "rank 0 raised RuntimeError" in str(caught.value)
+    assert "rank 2 raised RuntimeError" in str(caught.value)
+    assert pool.run(sum_of_ranks, 3) == [3, 3, 3]
+
+
+def test_a_rank_that_raises_in_a_world_is_the_culprit_and_its_peers_name_it(pool: Pool) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=r"^rank 1 raised ValueError: negative weight") as caught:
+        pool.run(fail_in_a_world, 3, 1)
+    assert time.monotonic() - start < FAULT_S
+    assert str(caught.value).count("PeerFailed: rank 1 failed: ValueError: negative weight") == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (partial(die_by, signal.SIGKILL), r"died by signal 9 \(SIGKILL\)"),
+        (partial(os._exit, 3), "died with exit code 3"),
+    ],
+    ids=["signal", "exit code"],
+)
+@pytest.mark.slow
+def test_a_rank_that_dies_is_named_and_replaced(pool: Pool, how: Callable[[], None], said: str) -> None:
+    before = pool.run(os.getpid, 3)
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=f"^rank 1 {said}") as caught:
+        pool.run(fail_while_peers_wait, 3, 1, how)
+    assert time.monotonic() - start < FAULT_S
+    assert caught.value.rank == 1
+    after = pool.run(os.getpid, 3)
+    assert [before[rank] == after[rank] for rank in range(3)] == [True, False, True]
+    assert pool.run(sum_of_ranks, 3) == [3, 3, 3]
+
+
+@pytest.mark.slow
+def test_a_rank_that_died_between_two_tasks_is_replaced(pool: Pool) -> None:
+    victim = pool.run(os.getpid, 2)[1]
+    handle = os.pidfd_open(victim)
+    os.kill(victim, signal.SIGKILL)
+    assert select.select([handle], [], [], FAULT_S)[0] == [handle]
+    os.close(handle)
+    assert pool.run(own_rank, 2) == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_with_the_line_where_it_hangs(pool: Pool) -> None:
+    with pytest.raises(RankFailed, match=r"^rank 1 did not come back within 1 s") as caught:
+        pool.run(wait_for_ever_on, 2, 1, timeout_s=1)
+    failed = caught.value
+    assert failed.rank == 1  # and not rank 0, which waits for it
+    assert "test_launching.py" in failed.traceback
+    assert "in wait_for_ever\n" in failed.traceback
+    assert "rank 0 did not come back within 1 s" in str(failed)
+    assert "in init_process_group" in str(failed)
+    assert pool.run(sum_of_ranks, 2) == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_end_after_anothers_failure_is_ended(pool: Pool) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=r"^rank 0 raised ValueError: negative weight") as caught:
+        pool.run(raise_on_0_and_wait_on_1, 2)
+    assert time.monotonic() - start < FAULT_S
+    assert "rank 1 had not ended 2 s after another rank failed, and was killed" in str(caught.value)
+    assert "in wait_for_ever\n" in str(caught.value)
+    assert pool.run(own_rank, 2) == [0, 1]
+
+
+def test_an_end_of_the_interpreter_is_an_exception_like_others(pool: Pool) -> None:
+    with pytest.raises(RankFailed, match=r"^rank 0 raised SystemExit: 3"):
+        pool.run(sys.exit, 1, 3)
+    assert pool.run(own_rank, 1) == [0]
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank(pool: Pool) -> None:
+    with pytest.raises(RankFailed, match=r"^rank 1 raised TypeError: .*this lock cannot be .*; return numbers"):
+        pool.run(what_cannot_be_pickled_on_1, 2)
+
+
+def test_a_result_that_cannot_be_unpickled_is_an_error_of_its_rank(pool: Pool) -> None:
+    with pytest.raises(RankFailed, match=r"^rank 1 returned what cannot be unpickled here: .*no such value"):
+        pool.run(what_cannot_be_unpickled_on_1, 2)
+
+
+def test_an_exception_that_cannot_be_unpickled_is_told_by_its_text(pool: Pool) -> None:
+    with pytest.raises(RankFailed, match=r"^rank 0 raised .*Unspeakable: 1 is not 2") as caught:
+        pool.run(raise_unspeakable, 1)
+    assert caught.value.__cause__ is None
+
+
+def test_a_failure_can_be_pickled() -> None:
+    copy = pickle.loads(pickle.dumps(RankFailed("rank 1 died", 1, "trace")))
+    assert (str(copy), copy.rank, copy.traceback) == ("rank 1 died", 1, "trace")
+
+
+# -- bad input -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 9])
+def test_a_number_of_ranks_that_the_pool_has_not_is_refused(pool: Pool, ranks: int) -> None:
+    with pytest.raises(ValueError, match=rf"on 1 \.\. 8 ranks of this pool; {ranks} were asked for"):
+        pool.run(own_rank, ranks)
+
+
+def test_fewer_than_one_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 rank; 0 were asked for"):
+        launch(own_rank, 0)
+
+
+def test_what_cannot_be_called_is_refused_before_a_process_starts() -> None:
+    with pytest.raises(TypeError, match="must be the function to call on each rank; got 3"):
+        launch(3, 2)  # type: ignore[arg-type]
+
+
+def test_an_argument_that_cannot_be_pickled_is_refused_before_a_process_starts() -> None:
+    with pytest.raises(TypeError, match=r"are pickled for each rank; these cannot be .*lock"):
+        launch(rank_and_arguments, 2, threading.Lock())
+
+
+def test_a_time_limit_that_is_not_positive_is_refused(pool: Pool) -> None:
+    with pytest.raises(ValueError, match="timeout_s must be positive, or None for no limit; got 0"):
+        pool.run(own_rank, 1, timeout_s=0)
+
+
+def test_a_closed_pool_refuses_tasks() -> None:
+    with Pool(1) as closed:
+        pass
+    with pytest.raises(RuntimeError, match="this one is closed, make a new one"):
+        closed.run(own_rank, 1)
+
+
+def test_a_function_without_a_name_runs_with_cloudpickle(pool: Pool) -> None:
+    pytest.importorskip("cloudpickle", reason="needs the extra ddp_loop[notebook]")
+    three = 3
+    assert pool.run(lambda: three, 2) == [3, 3]

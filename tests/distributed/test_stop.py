@@ -1,0 +1,264 @@
+"""All ranks stop after the same step, with a checkpoint, whoever is asked and how; and go on to the same bits."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import ddp_loop as dl
+from ddp_loop.checkpoint import STOP, stop_and_wait
+from ddp_loop.cli import main
+from ddp_loop.distributed import Pool
+from tests.faults.stop_anywhere import campaign
+from tests.support.harness import FAULT_S, OnRanks
+from tests.support.resuming import samples
+from tests.support.runs import LONG_S, ask, checkpoints_of, digests, endless, rows_of, status_of
+
+pytestmark = pytest.mark.covers("E5")
+
+EPOCHS, STEPS, BATCH, SHARDS = 2, 5, 24, 6
+ALL = list(range(1, EPOCHS * STEPS + 1))
+KINDS = ("SIGTERM", "SIGINT", "file", "call")
+
+
+@dataclass
+class Ended:
+    """How a rank ended: its steps, the state's digests, evaluations, why it stopped; and two times."""
+
+    made: list[int] = field(default_factory=list)
+    state: dict[str, str] = field(default_factory=dict)
+    evaluated: list[dict[str, float]] = field(default_factory=list)
+    stopped: str | None = None
+    exit_code: object = None
+    asked_at: float = 0.0
+    ended_at: float = 0.0
+
+
+class Kept:
+    """Plain values in the state."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"values": list(self.values)}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self.values = list(state["values"])
+
+
+class Images(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The samples one by one, for workers."""
+
+    def __len__(self) -> int:
+        return BATCH * STEPS
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, labels = samples(len(self))
+        return inputs[index], labels[index]
+
+
+def train(folder: str, kind: str = "", place: str = "forward", at: int = 4, by: int = 1, **keywords: Any) -> Ended:
+    """Two epochs of 5 steps with an evaluation after each; rank `by` is asked at a place of step `at`."""
+    ended = Ended()
+    try:
+        with dl.join_world(seed=3) as world:
+            train_in(world, ended, folder, kind, place, at, by, **keywords)
+    except SystemExit as error:
+        ended.exit_code = error.code
+    ended.ended_at = time.monotonic()
+    return ended
+
+
+def train_in(
+    world: dl.World, ended: Ended, folder: str, kind: str, place: str, at: int, by: int, workers: int = 0,
+    **keywords: Any,
+) -> None:  # fmt: skip
+    world.__dict__["process_of_rank_0"] = world.gather(os.getpid())[0]
+    inputs, labels = samples(BATCH * STEPS)
+    data: Any = Images() if workers else (inputs, labels)
+    options: dict[str, Any] = {"num_workers": workers} if workers else {}
+    batches = dl.Batches(data, BATCH, world, shards=SHARDS, **options)
+    held_out = dl.Batches((inputs, labels), 2, world, shuffle=False, shards=2)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+    optimizer, kept = torch.optim.Adam(model.parameters(), lr=0.01), Kept()
+    state: dict[str, object] = {"model": model, "optimizer": optimizer, "kept": kept}
+    loop = dl.Loop(batches, EPOCHS, state=state, run_dir=folder or None, progress=False, **keywords)
+
+    def here(now: str) -> None:
+        if kind and now == place and loop.iteration == at:
+            ended.asked_at = ended.asked_at or time.monotonic()
+            if world.rank == by and world.stop_asked is None:
+                ask(kind, folder, loop)
+            elif now == "evaluate":
+                time.sleep(0.1)  # 60 mini-batches: 6 s without the stop
+
+    def hits(output: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        here("evaluate")
+        return output.argmax(1) == right
+
+    for _ in range(loop.epochs_completed, EPOCHS):
+        for step in loop.epoch():
+            for images, classes in step:
+                here("forward")
+                step.backward(cross_entropy(model(images), classes))
+            step.fold()
+            optimizer.step()
+            here("optimizer")
+            kept.values.append(float(torch.rand(())))
+            ended.made.append(step.iteration)
+        ended.stopped = loop.stopped
+        assert not (loop.stopped and multiprocessing.active_children())  # workers end with the loop
+        ended.evaluated.append(dl.evaluate(model, held_out, hits=hits))
+        if loop.stopped is not None:
+            break
+        kept.values.append(ended.evaluated[-1]["hits"])
+    ended.state = digests(state)
+
+
+def assert_goes_on(on_ranks: OnRanks, run: Path, whole: Ended, at: int) -> None:
+    """Stopped at this step; on two ranks it goes on to the undisturbed run's end."""
+    said = status_of(run)
+    assert (said["status"], said["iteration"], said["checkpoint"]) == ("stopped", at, f"step-{at:08d}")
+    assert checkpoints_of(run)[-1] == at
+    assert rows_of(run) == ALL[:at]
+    assert not (run / STOP).exists()
+    for ended in on_ranks(2, train, str(run)):
+        assert ended.made == ALL[at:]
+        assert [name for name, bits in whole.state.items() if ended.state[name] != bits] == []
+    assert rows_of(run) == ALL
+    assert status_of(run)["status"] == "done"
+
+
+# -- the same step on all ranks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_same_bits(
+    kind: str, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    whole = on_ranks(1, train, "")[0]
+    why = {"SIGINT": "Ctrl-C at rank 1", "file": "the file stop in its folder"}.get(kind, f"{kind} at rank 1")
+    for ended in on_ranks(3, train, str(tmp_path), kind):
+        assert (ended.made, ended.exit_code) == (ALL[:4], None)
+        assert ended.stopped == ("loop.stop()" if kind == "call" else why)
+        assert ended.evaluated[0]["samples"] == BATCH * STEPS  # behind a stop it is over all data
+    assert_goes_on(on_ranks, tmp_path, whole, 4)
+
+
+@pytest.mark.parametrize("kind", ["SIGTERM", "SIGINT", "call"])
+def test_a_loop_without_a_folder_stops_too(kind: str, on_ranks: OnRanks) -> None:
+    assert [ended.made for ended in on_ranks(2, train, "", kind)] == [ALL[:4]] * 2
+
+
+def test_a_request_after_the_last_fold_changes_nothing(on_ranks: OnRanks, tmp_path: Path) -> None:
+    whole = on_ranks(1, train, "")[0]
+    for ended in on_ranks(3, train, str(tmp_path), "SIGTERM", "optimizer", EPOCHS * STEPS):
+        assert (ended.made, ended.stopped, ended.state) == (ALL, None, whole.state)
+        assert ended.evaluated == whole.evaluated
+    assert status_of(tmp_path)["status"] == "done"
+
+
+@pytest.mark.parametrize("save_every", [None, 4])
+@pytest.mark.parametrize("kind", ["SIGTERM", "file"])
+@pytest.mark.slow
+def test_a_stop_in_a_long_evaluation_is_obeyed_at_once(
+    kind: str, save_every: int | None, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    whole = on_ranks(1, train, "")[0]
+    arguments = str(tmp_path), kind, "evaluate", STEPS
+    results = on_ranks(3, train, *arguments, save_every=save_every)
+    for ended in results:
+        assert (ended.made, ended.exit_code, ended.evaluated) == (ALL[:STEPS], 0, [])
+        assert ended.ended_at - results[1].asked_at < FAULT_S  # 0.1 to 0.4 s where nothing else runs
+    for ended in on_ranks(2, train, *arguments, save_every=save_every):  # and again, in the same one
+        assert (ended.made, ended.exit_code) == ([], 0)
+    assert status_of(tmp_path)["why"] == ("SIGTERM at rank 1" if kind == "SIGTERM" else "the file stop in its folder")
+    assert_goes_on(on_ranks, tmp_path, whole, STEPS)
+
+
+@pytest.mark.slow
+def test_a_signal_to_a_rank_and_its_workers_leaves_these_to_the_step(on_ranks: OnRanks, tmp_path: Path) -> None:
+    whole = on_ranks(1, train, "")[0]
+    at = STEPS + 3  # the workers of the first epoch have ended by then, and nobody took that for a request
+    for ended in on_ranks(2, train, str(tmp_path), "all processes of rank 0", at=at, workers=1):
+        assert (ended.made, ended.stopped) == (ALL[:at], "SIGTERM at rank 0")
+    assert_goes_on(on_ranks, tmp_path, whole, at)
+
+
+def predict_until_stopped(folder: str) -> tuple[object, int, list[int]]:
+    """Rank 0 is asked in a prediction behind the second epoch; what ends it, and how many shards it went through."""
+    seen: list[int] = []
+    try:
+        with dl.join_world() as world:
+            loop, make = endless(world, run_dir=folder, save_every=3)
+
+            def forward(model: nn.Module, data: Any) -> torch.Tensor:
+                seen.append(len(data))
+                if world.rank == 0 and loop.epochs_completed == 2:
+                    ask("SIGTERM", folder, loop)
+                return torch.ones(len(data))
+
+            held_out = dl.Batches(torch.ones(40, 3), 4, world, shuffle=False, shards=2)
+            while True:
+                for step in loop.epoch():
+                    make(step)
+                dl.predict(nn.Identity(), held_out, forward=forward)
+    except SystemExit as error:
+        return error.code, loop.iteration, seen
+
+
+def test_a_stop_in_a_prediction_is_obeyed_at_once(on_ranks: OnRanks, tmp_path: Path) -> None:
+    (code, at, seen), (also, at_too, _) = on_ranks(2, predict_until_stopped, str(tmp_path))
+    assert (code, also, at, at_too, len(seen)) == (0, 0, 4, 4, 11)
+    assert checkpoints_of(tmp_path) == [3, 4]
+
+
+# -- asked from outside ----------------------------------------------------------------------------------------
+
+
+def stop_by_command(folder: str) -> tuple[int, list[str]]:
+    """Rank 1 waits beside its own loop until the run has ended."""
+    said: list[str] = []
+    thread = threading.Thread(target=lambda: said.append(str(stop_and_wait(Path(folder), LONG_S, said.append))))
+    with dl.join_world() as world:
+        loop, make = endless(world, run_dir=folder)
+        for step in loop:
+            if world.rank == 1 and step.iteration == 2:
+                thread.start()
+            make(step)
+    if world.rank == 1:
+        thread.join()
+    return loop.iteration, said
+
+
+def test_the_command_stops_a_run_and_says_where(
+    on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (at, _), (also, said) = on_ranks(2, stop_by_command, str(tmp_path))
+    assert at == also == status_of(tmp_path)["iteration"]
+    assert said == [
+        f"{tmp_path}: stopping after the step under way",
+        f"{tmp_path}: stopped at step {at}, checkpoint step-{at:08d}",
+        "True",
+    ]
+    for folder, why in ((tmp_path, "(its status: stopped)"), (tmp_path / "other", "has none")):
+        assert main(["stop", str(folder)]) == 2
+        assert why in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_wherever_the_request_comes_the_run_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path) -> None:
+    counts = campaign(pool, tmp_path, times=3, by_torchrun=0, seed=7, epochs=2)
+    assert counts.broken == []
+    assert counts.same == counts.kept == counts.equal == counts.stops >= 3

@@ -1,0 +1,301 @@
+"""Joining and leaving a world.
+
+Where a test asks that a fault ends all ranks, they have FAULT_S for it, as the project promises.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp_loop as dl
+from tests.support.harness import FAULT_S, OnRanks, caught
+
+TIMEOUT_S = 2.0  # of a world in which a rank does not come
+
+
+# -- joining -----------------------------------------------------------------------------------------------------
+
+
+def facts() -> dict[str, Any]:
+    with dl.join_world(seed=4, timeout_s=7) as world:
+        return {
+            "rank": world.rank,
+            "size": world.size,
+            "device": str(world.device),
+            "seed": world.seed,
+            "timeout_s": world.timeout_s,
+            "threads": torch.get_num_threads(),
+            "sum": world.sum(torch.tensor([1.0, float(world.rank)])).tolist(),
+            "gather": world.gather(f"rank {world.rank}"),
+            "broadcast": world.broadcast(torch.tensor([world.rank + 1])).item(),
+        }
+
+
+@pytest.mark.covers("C1", "H1")
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_of_a_launcher_and_a_world_of_one_run_the_same_lines(ranks: int, on_ranks: OnRanks) -> None:
+    for rank, found in enumerate(on_ranks(ranks, facts)):
+        assert found == {
+            "rank": rank,
+            "size": ranks,
+            "device": "cuda:0" if torch.cuda.is_available() else "cpu",
+            "seed": 4,
+            "timeout_s": 7,
+            "threads": 1,
+            "sum": [ranks, sum(range(ranks))],
+            "gather": [f"rank {other}" for other in range(ranks)],
+            "broadcast": 1,
+        }
+
+
+@pytest.mark.covers("C1")
+def test_without_a_launcher_it_is_a_world_of_one() -> None:
+    with dl.join_world(device="cpu") as world:
+        assert (world.rank, world.size) == (0, 1)
+        assert not dist.is_initialized()
+        assert world.sum(torch.tensor(3.0)).item() == 3.0
+        assert world.gather("word") == ["word"]
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])
+def test_half_a_launcher_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ValueError, match=f"RANK and WORLD_SIZE must both be set, or neither; {variable}=1 is set"):
+        dl.join_world()
+
+
+def test_a_rank_outside_of_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"RANK must be in 0 \.\. WORLD_SIZE-1; got RANK=2, WORLD_SIZE=2"):
+        dl.join_world()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"threads": 0}, "threads=0"),
+        ({"threads": -2}, "threads=-2"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"timeout_s": -1.5}, "timeout_s=-1.5"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan"),
+        ({"timeout_s": float("inf")}, "timeout_s=inf"),
+        ({"seed": 1.5}, "seed"),
+        ({"seed": "one"}, "seed"),
+        ({"threads": 1.5}, "threads=1.5"),
+        ({"device": None}, "got None"),
+    ],
+)
+def test_what_a_world_cannot_be_joined_with_is_refused_before_anything_is_changed(
+    keywords: dict[str, Any], said: str
+) -> None:
+    threads, stream = torch.get_num_threads(), random.getstate()
+    with pytest.raises(ValueError, match=said):
+        dl.join_world(**keywords)
+    assert (torch.get_num_threads(), random.getstate()) == (threads, stream)
+
+
+def join_with(name: str, odd_rank: int, value: Any, usual: Any) -> tuple[str, str, float]:
+    def join() -> None:
+        with dl.join_world(**{name: value if int(os.environ["RANK"]) == odd_rank else usual}):
+            pass
+
+    return caught(join)
+
+
+@pytest.mark.covers("H1")
+@pytest.mark.parametrize(("name", "value", "usual"), [("seed", 1, 0), ("threads", 2, 1), ("timeout_s", 30.0, 60.0)])
+def test_ranks_that_disagree_on_seed_or_threads_or_timeout_are_refused_on_all(
+    name: str, value: Any, usual: Any, on_ranks: OnRanks
+) -> None:
+    for kind, text, took_s in on_ranks(3, join_with, name, 1, value, usual):
+        assert kind in ("ValueError", "PeerFailed")
+        assert "seed, threads and timeout_s must be the same on every rank" in text
+        assert took_s < FAULT_S
+
+
+def join_twice(nested: bool) -> list[float]:
+    if not nested:
+        with dl.join_world(seed=1) as world:
+            one = world.sum(torch.ones(())).item()
+        assert not dist.is_initialized()
+        with dl.join_world(seed=2) as world:
+            return [one, world.sum(torch.ones(())).item()]
+    with dl.join_world(seed=1) as outer:
+        with dl.join_world(seed=1) as inner:
+            one = inner.sum(torch.ones(())).item()
+        return [one, outer.sum(torch.ones(())).item()]
+
+
+@pytest.mark.covers("C1")
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_world_is_joined_again_after_it_was_left_or_inside_itself(
+    ranks: int, nested: bool, on_ranks: OnRanks
+) -> None:
+    assert on_ranks(ranks, join_twice, nested) == [[ranks, ranks]] * ranks
+
+
+def join_after_a_failure() -> list[str]:
+    said = []
+    for culprit in (1, 0):
+        try:
+            with dl.join_world() as world:
+                if world.rank == culprit:
+                    raise ValueError(f"the fault of rank {culprit}")
+                world.sum(torch.ones(()))
+        except (ValueError, dl.PeerFailed) as error:
+            said.append(f"{type(error).__name__} {str(error).splitlines()[0]}")
+    with dl.join_world() as world:
+        said.append(str(world.sum(torch.ones(())).item()))
+    return said
+
+
+@pytest.mark.covers("D10")
+def test_the_next_world_knows_nothing_of_the_failure_of_the_last(on_ranks: OnRanks) -> None:
+    first, second = (f"the fault of rank {culprit}" for culprit in (1, 0))
+    peer = "PeerFailed rank {} failed: ValueError: {}"
+    assert on_ranks(2, join_after_a_failure) == [
+        [peer.format(1, first), f"ValueError {second}", "2.0"],
+        [f"ValueError {first}", peer.format(0, second), "2.0"],
+    ]
+
+
+def come_unless(absent: int) -> tuple[str, str, float]:
+    if int(os.environ["RANK"]) == absent:
+        return "", "", 0.0
+    return caught(lambda: dl.join_world(timeout_s=TIMEOUT_S))
+
+
+@pytest.mark.covers("D10")
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_an_error_after_the_timeout(on_ranks: OnRanks) -> None:
+    for kind, text, took_s in on_ranks(3, come_unless, 2)[:2]:
+        assert kind == "PeerFailed"
+        assert "all 3 ranks must join within timeout_s=2" in text
+        assert took_s < TIMEOUT_S + FAULT_S
+
+
+def miss_a_sum(absent: int) -> tuple[str, str, float]:
+    def work() -> None:
+        with dl.join_world(timeout_s=TIMEOUT_S) as world:
+            if world.rank == absent:
+                store = dist.distributed_c10d._get_default_store()
+                store.wait(["the others are done"], timedelta(seconds=30))
+                return
+            try:
+                world.sum(torch.ones(()))
+            finally:
+                store = dist.distributed_c10d._get_default_store()
+                store.set("the others are done", "")
+
+    return caught(work)
+
+
+@pytest.mark.covers("D10")
+@pytest.mark.slow
+def test_a_rank_that_stays_away_from_a_sum_is_an_error_after_the_timeout(on_ranks: OnRanks) -> None:
+    kind, text, took_s = on_ranks(2, miss_a_sum, 1)[0]
+    assert kind == "PeerFailed"
+    assert "every rank must come to every collective within timeout_s=2; rank 1 is still outside of a loop" in text
+    assert "in miss_a_sum" in text, "the stack where it hangs"
+    assert took_s < TIMEOUT_S + FAULT_S
+
+
+# -- leaving -----------------------------------------------------------------------------------------------------
+
+
+def leave_with(error: str) -> tuple[str, bool, int, list[str]]:
+    before = torch.get_num_threads()
+    closed: list[str] = []
+    kind = ""
+    try:
+        with dl.join_world(threads=before + 1) as world:
+            assert torch.get_num_threads() == before + 1
+            world.on_leaving(lambda: closed.append("first"))
+            world.on_leaving(lambda: closed.append("second"))
+            if error:
+                raise {"ValueError": ValueError, "SystemExit": SystemExit, "KeyboardInterrupt": KeyboardInterrupt}[
+                    error
+                ]
+    except BaseException as raised:
+        kind = type(raised).__name__
+    return kind, dist.is_initialized(), torch.get_num_threads() - before, closed
+
+
+@pytest.mark.covers("C1")
+@pytest.mark.parametrize("error", ["", "ValueError", "SystemExit", "KeyboardInterrupt"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_leaving_cleans_up_also_after_an_exception(ranks: int, error: str, on_ranks: OnRanks) -> None:
+    assert on_ranks(ranks, leave_with, error) == [(error, False, 0, ["second", "first"])] * ranks
+
+
+def test_all_is_closed_also_if_one_closer_raises() -> None:
+    closed: list[str] = []
+
+    def refuse() -> NoReturn:
+        raise OSError("no space left")
+
+    threads = torch.get_num_threads()
+    world = dl.join_world(device="cpu", threads=threads + 1)
+    world.on_leaving(lambda: closed.append("first"))
+    world.on_leaving(refuse)
+    with pytest.raises(OSError, match="no space left"), world:
+        pass
+    assert closed == ["first"]
+    assert torch.get_num_threads() == threads
+
+
+def use_after_leaving() -> list[str]:
+    with dl.join_world() as world:
+        pass
+    model = nn.Linear(2, 1)
+    calls: list[Callable[[], object]] = [
+        lambda: world.sum(torch.ones(())),
+        lambda: world.gather(1),
+        lambda: world.broadcast(torch.ones(())),
+        lambda: world.require_equal("it", 1),
+        lambda: world.raise_if_any_failed(None),
+        lambda: world.rank_zero_first().__enter__(),
+        world.__enter__,
+        lambda: dl.Batches(torch.ones(4, 2), 2, world),
+    ]
+    with dl.join_world() as other:
+        batches = dl.Batches(torch.ones(4, 2), 2, other)
+    calls.append(lambda: dl.evaluate(model, batches, mean=lambda output: output.mean()))
+    return [caught(call)[1] for call in calls]
+
+
+def test_a_world_that_was_left_is_not_taken_for_a_world_of_one(on_ranks: OnRanks) -> None:
+    for said in on_ranks(2, use_after_leaving):
+        assert ["this one was left" in text for text in said] == [True] * 9
+
+
+def leave_early(ranks_that_leave: int) -> tuple[str, str, float]:
+    def work() -> None:
+        with dl.join_world() as world:
+            world.sum(torch.ones(()))
+            if world.rank < ranks_that_leave:
+                return
+            world.sum(torch.ones(()))
+
+    return caught(work)
+
+
+@pytest.mark.covers("D10")
+def test_a_rank_that_ends_early_without_an_error_leaves_no_peer_waiting(on_ranks: OnRanks) -> None:
+    first, *others = on_ranks(3, leave_early, 1)
+    assert first[0] == ""
+    for kind, text, took_s in others:
+        assert kind == "PeerFailed"
+        assert "every rank must take part in every collective; rank 0 left the world, without an error" in text
+        assert took_s < FAULT_S

@@ -1,0 +1,126 @@
+"""The examples, run as a user runs them."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.harness import OnRanks
+from tests.support.paths import EXAMPLES
+from tests.support.scripts import load, run
+
+
+def by_hand_and_by_loop(shards: int | None) -> tuple[str, str]:
+    example = load("by_hand")
+    return example.train(False, 200, 1, shards), example.train(True, 200, 1, shards)
+
+
+@pytest.mark.covers("B4")
+@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 3), (2, None), (2, 5), (3, None)])
+def test_the_step_by_hand_gives_the_bits_of_the_loop(ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
+    for by_hand, by_loop in on_ranks(ranks, by_hand_and_by_loop, shards):
+        assert len(by_hand) == 64
+        assert by_hand == by_loop
+
+
+@pytest.mark.covers("D12")
+def test_the_four_ways_to_aggregate_batch_norm_state_give_their_four_numbers() -> None:
+    numbers = load("statistics").aggregate()
+    assert {way: round(number, 10) for way, number in numbers.items()} == {
+        "plain weighted mean of variances": 1.15,
+        "pooled moving averages": 1.1725,
+        "pooled batch statistics": 1.375,
+        "the whole mini-batch": 1.375,
+    }
+
+
+@pytest.mark.covers("D12")
+@pytest.mark.slow
+def test_the_four_numbers_are_printed() -> None:
+    done = run("statistics.py", folder=EXAMPLES)
+    assert re.findall(r"(\d\.\d{4})$", done.stdout, re.MULTILINE) == ["1.1500", "1.1725", "1.3750", "1.3750"]
+
+
+@pytest.mark.slow
+@pytest.mark.covers("A1", "B1", "B4", "E2")
+def test_the_digit_example_trains_on_one_process_and_on_two_ranks(tmp_path: Path) -> None:
+    folder = EXAMPLES / "digits"
+    arguments = ["--epochs", "1", "--shards", "2", "--run-dir"]
+    alone = run("train.py", *arguments, str(tmp_path / "alone"), folder=folder)
+    assert alone.returncode == 0, alone.stderr
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *arguments]
+    together = run(*torchrun, str(tmp_path / "together"), folder=folder)
+    assert together.returncode == 0, together.stderr
+    pattern = r"Epoch: 1, Loss: (\d\.\d+), Accuracy: (0\.\d+)\nTest accuracy: (0\.\d+|1\.0+) of 1000 images"
+    found = [re.search(pattern, done.stdout) for done in (alone, together)]
+    assert all(found), alone.stdout + together.stdout
+    # The same shards: float32 sums of two ranks in another order, amplified over 71 updates, not another result.
+    losses = [float(match[1]) for match in found if match]
+    accuracies = [float(match[3]) for match in found if match]
+    assert abs(losses[0] - losses[1]) < 0.01
+    assert min(accuracies) > 0.9
+    for name in ("alone", "together"):
+        assert (tmp_path / name / "rows.jsonl").read_text().count("\n") == 71
+
+
+@pytest.mark.slow
+def test_the_digit_example_trains_on_real_handwriting() -> None:
+    done = run("train.py", "--data", "handwritten", "--epochs", "5", folder=EXAMPLES / "digits")
+    assert done.returncode == 0, done.stderr
+    accuracy = re.search(r"Test accuracy: (\d\.\d+) of 185 images", done.stdout)
+    assert accuracy is not None, done.stdout
+    assert float(accuracy[1]) > 0.9
+
+
+def run_alone_and_on_two_ranks(script: str, *arguments: str, runs: Path) -> list[str]:
+    """What an example prints in one process, and under torchrun on two ranks."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    printed = []
+    for name, command in (("alone", [script, *arguments]), ("together", [*torchrun, script, *arguments])):
+        done = run(*command, "--run-dir", str(runs / name), folder=EXAMPLES)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    return printed
+
+
+@pytest.mark.slow
+@pytest.mark.covers("D11")
+def test_the_language_model_learns_the_same_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
+    arguments = ["--epochs", "2", "--sentences", "480", "--shards", "2"]
+    alone, together = run_alone_and_on_two_ranks("tokens.py", *arguments, runs=tmp_path)
+    assert "480 training and 200 test sentences of 22 to" in alone
+    assert "1 ranks on " in alone
+    assert "2 ranks on " in together
+    found = [re.findall(r"^Test perplexity: (\d+\.\d+)$", text, re.MULTILINE) for text in (alone, together)]
+    assert [len(lines) for lines in found] == [3, 3], alone + together
+    perplexities = [[float(number) for number in lines] for lines in found]
+    for before, between, after in perplexities:
+        assert before > 20  # of 30 letters
+        assert before > between > after
+        assert after < 3
+    # The same shards: float32 sums of two ranks in another order, amplified over 30 updates.
+    assert all(abs(one - other) < 0.01 * one for one, other in zip(*perplexities, strict=True))
+    last = re.findall(r"^Epoch: 2, Loss: (\d+\.\d+)$", alone + together, re.MULTILINE)
+    assert len(last) == 2
+    for loss in map(float, last):  # the mean over the epoch's tokens: the model was worse before it and better behind
+        assert math.log(perplexities[0][2]) < loss < math.log(perplexities[0][1])
+    assert (tmp_path / "together" / "rows.jsonl").read_text().count("\n") == 2 * 15
+
+
+@pytest.mark.slow
+@pytest.mark.covers("B10")
+def test_the_generator_learns_the_same_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
+    arguments = ["--epochs", "10", "--points", "4000", "--shards", "2"]
+    printed = run_alone_and_on_two_ranks("gan.py", *arguments, runs=tmp_path)
+    pattern = r"^Epoch: (\d+), Energy distance: (-?\d+\.\d+), Heaps: (\d) of 8, Near one: (\d\.\d+)$"
+    found = [re.findall(pattern, text, re.MULTILINE) for text in printed]
+    assert [[line[0] for line in lines] for lines in found] == [["0", "10"]] * 2, "".join(printed)
+    for before, after in found:
+        assert float(before[1]) > 1  # all points near the middle of the ring
+        assert float(after[1]) < 0.4
+    # The same shards and noise; two networks that chase each other amplify rounding more than one that descends.
+    assert abs(float(found[0][1][1]) - float(found[1][1][1])) < 0.1
+    assert (tmp_path / "together" / "rows.jsonl").read_text().count("\n") == 10 * 16

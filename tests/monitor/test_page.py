@@ -1,0 +1,394 @@
+"""The page in a browser without a window, over real runs and their folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from tests.support.harness import OnRanks, until
+from tests.support.serving import WAIT_S, Served, row, served, write_lines, write_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Route
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: there is no chromium on this machine's PATH"),
+]
+WIDE, PHONE = (1280, 860), (375, 812)
+LAST_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One browser for all tests of this file."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page in a browser whose way out is shut.
+
+    Attributes:
+        page: playwright's.
+        outward: requests for anything but this machine, all stopped.
+        complaints: errors in the page, and on its console.
+    """
+
+    def __init__(self, browser: Browser, size: tuple[int, int], scheme: str) -> None:
+        self.outward, self.complaints = list[str](), list[str]()
+        width, height = size
+        self.context = browser.new_context(
+            viewport={"width": width, "height": height},
+            color_scheme=scheme,  # type: ignore[arg-type]
+        )
+        self.context.set_default_timeout(WAIT_S * 1000)
+        self.context.route("**/*", self._let_pass)
+        self.page: Page = self.context.new_page()
+        self.page.on("console", self._hear)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def _let_pass(self, route: Route) -> None:
+        if urlsplit(route.request.url).hostname == "127.0.0.1":
+            route.continue_()
+        else:
+            self.outward.append(route.request.url)
+            route.abort()
+
+    def _hear(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def open(self, page: Served) -> Visit:
+        self.page.goto(page.link)
+        self.page.wait_for_selector(".chart[data-last]")
+        return self
+
+    def text(self, place: str) -> str:
+        return self.page.locator(place).first.inner_text()
+
+    def waits_for(self, place: str, text: str) -> None:
+        self.page.locator(place, has_text=text).first.wait_for()
+
+    def last(self, metric: str) -> list[Any]:
+        """The last point of each line of a metric's picture, as it is drawn."""
+        points: list[Any] = json.loads(self.page.get_attribute(f".chart[data-metric={metric}]", "data-last") or "[]")
+        return points
+
+    def chart(self, metric: str, what: str) -> str | None:
+        return self.page.get_attribute(f".chart[data-metric={metric}]", f"data-{what}")
+
+    def ink(self, metric: str) -> int:
+        """How many pixels of a picture are not empty."""
+        return int(
+            self.page.evaluate(
+                """(metric) => {
+                    const canvas = document.querySelector(`.chart[data-metric=${metric}] canvas`);
+                    const copy = document.createElement("canvas");
+                    [copy.width, copy.height] = [canvas.width, canvas.height];
+                    const context = copy.getContext("2d", { willReadFrequently: true });
+                    context.drawImage(canvas, 0, 0);
+                    const data = context.getImageData(0, 0, copy.width, copy.height).data;
+                    return data.filter((value, at) => at % 4 === 3 && value > 0).length;
+                }""",
+                metric,
+            )
+        )
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Any]:
+    """Open a page: `visit(page, size, scheme)`; at the end nothing went outward and the page did not complain."""
+    visits: list[Visit] = []
+
+    def go(page: Served, size: tuple[int, int] = WIDE, scheme: str = "light") -> Visit:
+        visits.append(Visit(browser, size, scheme))
+        return visits[-1].open(page)
+
+    yield go
+    for one in visits:
+        one.context.close()
+    assert [one.outward for one in visits] == [[]] * len(visits)
+    assert [one.complaints for one in visits] == [[]] * len(visits)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run = write_run(
+        tmp_path / "digits",
+        [row(k, accuracy=1 - 1 / k, learning_rate=0.1) for k in range(1, 401)],
+        status="done", iteration=400, checkpoint="step-00000400", epochs=4, steps_per_epoch=100,
+    )  # fmt: skip
+    write_lines(
+        run / "evaluations.jsonl",
+        [{"epoch": k, "iteration": 100 * k, "accuracy": (90 + k) / 100, "loss": 0.5 / k} for k in range(1, 5)],
+    )
+    write_lines(
+        run / "ranks.jsonl",
+        [{"iteration": 400, "ranks": [{"rank": k, "step_s": 0.01, "wait_s": 0.001 * k} for k in range(2)]}],
+    )
+    return run
+
+
+# -- curves ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("E4")
+def test_the_curves_end_with_the_last_row_and_the_last_evaluation(visit: Any, run: Path) -> None:
+    with served(run) as page:
+        one = visit(page)
+        assert one.last("loss") == [[400, 1 / 400], [400, 0.5 / 4]]
+        assert one.last("accuracy") == [[400, 1 - 1 / 400], [400, 0.94]]
+        assert one.last("learning_rate") == [[400, 0.1]]
+        assert one.ink("loss") > 1000
+        assert one.page.locator(".group > h2").all_inner_texts() == ["Loss", "Metrics", "Optimizer"]
+        assert one.text(".says") == "done at step 400, checkpoint saved"
+        assert one.text(".percent") == "100 %"
+        facts = dict(zip(*(one.page.locator(f".facts {kind}").all_inner_texts() for kind in ("dt", "dd")), strict=True))
+        assert facts["Epoch"] == "4 of 4"
+        assert (facts["Ranks"], facts["Device"], facts["Elapsed"]) == ("2", "cpu", "0:04")
+        assert one.page.locator(".ranks li").count() == 2
+        with (run / "rows.jsonl").open("a") as file:
+            file.write(json.dumps(row(401, accuracy=0.25, learning_rate=0.1)) + "\n")
+        until(lambda: one.last("accuracy")[0] == [401, 0.25], "the new row is drawn")
+        assert one.last("loss")[0] == [401, 1 / 401]
+
+
+@pytest.mark.covers("E4")
+def test_scale_smoothing_epoch_marks_and_zoom(visit: Any, run: Path) -> None:
+    with served(run) as page:
+        one = visit(page)
+        assert one.chart("loss", "scale") == "linear"
+        one.page.get_by_label("log").check()
+        assert one.chart("loss", "scale") == "log"
+        assert one.last("loss") == [[400, 1 / 400], [400, 0.5 / 4]]
+        one.page.get_by_label("Smoothing").select_option("30")
+        until(lambda: len(one.last("loss")) == 3, "the smoothed curve is there")
+        raw, smooth, _ = one.last("loss")
+        assert (raw, smooth[0]) == ([400, 1 / 400], 400)
+        assert 1 / 400 < smooth[1] < 1 / 300  # the mean of what was before
+        marked = one.ink("loss")
+        one.page.get_by_label("Epochs").uncheck()
+        assert one.ink("loss") < marked
+        box = one.page.locator(".chart[data-metric=loss] .u-over").bounding_box()
+        one.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+        one.page.mouse.down()
+        one.page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 50, steps=3)
+        one.page.mouse.up()
+        until(lambda: int(one.chart("loss", "points")) < 120, "a part is shown")
+        assert 295 <= one.last("loss")[0][0] <= 305
+        assert 95 <= int(one.chart("loss", "points") or 0) <= 110  # the other pictures zoom as far, and once
+        one.page.get_by_role("button", name="Whole run").click()
+        until(lambda: one.last("loss")[0][0] == 400, "all is shown")
+
+
+@pytest.mark.covers("E4")
+def test_all_can_be_reached_and_done_by_keys(visit: Any, run: Path) -> None:
+    with served(run) as page:
+        one = visit(page)
+        reached = []
+        for _ in range(6):
+            one.page.keyboard.press("Tab")
+            reached.append(one.page.evaluate("document.activeElement.id || document.activeElement.name || "
+                                             "document.activeElement.dataset.metric"))  # fmt: skip
+        assert reached == ["smoothing", "scale", "marks", "loss", "accuracy", "learning_rate"]
+        one.page.locator(".chart[data-metric=loss]").focus()
+        one.page.keyboard.press("Home")
+        assert one.text(".chart[data-metric=loss] .step") == "step 1"
+        assert one.text(".chart[data-metric=loss] .line") == "1"
+        one.page.keyboard.press("End")
+        one.page.keyboard.press("+")
+        assert one.page.get_by_role("button", name="Whole run").is_visible()
+        one.page.keyboard.press("0")
+        assert not one.page.get_by_role("button", name="Whole run").is_visible()
+        assert "loss" in one.page.locator(".chart[data-metric=loss]").get_attribute("aria-label")
+
+
+@pytest.mark.covers("E4")
+def test_two_runs_lie_over_each_other(visit: Any, run: Path, tmp_path: Path) -> None:
+    write_run(
+        tmp_path / "other", [row(k, loss=2 / k, accuracy=0.5) for k in range(1, 301)], status="left", iteration=300
+    )
+    with served(run, tmp_path / "other") as page:
+        one = visit(page)
+        until(lambda: len(one.last("loss")) == 3, "both are there")
+        assert one.last("loss") == [[400, 1 / 400], [400, 0.5 / 4], [300, 2 / 300]]
+        assert one.page.locator(".run .name").all_inner_texts() == ["digits", "other"]
+        one.page.get_by_role("checkbox", name="digits").uncheck()
+        assert one.last("loss") == [[300, 2 / 300]]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_all_without_scrolling_sideways(visit: Any, run: Path, scheme: str) -> None:
+    with served(run) as page:
+        one = visit(page, PHONE, scheme)
+        widths = one.page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+        assert widths == [375, 375]
+        too_wide = one.page.evaluate(
+            "[...document.querySelectorAll('body *')].filter((one) => one.getBoundingClientRect().right > 376 "
+            "&& !one.closest('.plot, .group > h2')).map((one) => one.className)"
+        )
+        assert too_wide == []
+        assert one.page.locator(".chart canvas").first.bounding_box()["width"] > 300
+        ground = one.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert ground == {"light": "rgb(245, 246, 248)", "dark": "rgb(17, 21, 26)"}[scheme]
+
+
+def test_100_000_rows_are_drawn_in_no_more_points_than_the_picture_has_and_move_smoothly(
+    visit: Any, tmp_path: Path
+) -> None:
+    run = write_run(
+        tmp_path / "long", [row(k, accuracy=0.5) for k in range(1, 100_001)], status="left", iteration=10**5
+    )
+    with served(run) as page:
+        one = visit(page)
+        until(lambda: one.last("loss") == [[100_000, 1e-5]], "all rows are read")
+        assert int(one.chart("loss", "points")) <= 2500
+        took = one.page.evaluate(
+            """() => new Promise((done) => {
+                const box = document.querySelector(".u-over").getBoundingClientRect();
+                const over = document.querySelector(".u-over");
+                const began = performance.now();
+                let left = 60;
+                const move = () => {
+                    const where = { clientX: box.left + 5 * left, clientY: box.top + 50, bubbles: true };
+                    over.dispatchEvent(new MouseEvent("mousemove", where));
+                    document.getElementById("marks").click();
+                    if ((left -= 1)) requestAnimationFrame(move); else done(performance.now() - began);
+                };
+                move();
+            })"""
+        )
+        assert took / 60 < 150  # ms for a move and a whole picture, without a GPU; 20 on an idle core
+
+
+# -- the link ----------------------------------------------------------------------------------------------
+
+
+def test_without_its_token_the_page_says_what_it_needs(browser: Browser, run: Path) -> None:
+    with served(run) as page:
+        one = Visit(browser, WIDE, "light")
+        one.page.goto(page.base)
+        one.waits_for("#notice", "needs the whole link")
+        assert one.page.locator(".run").count() == 0
+        one.page.goto(f"{page.base}/#token=wrong")
+        one.waits_for("#notice", "the token is another one")
+        assert one.page.locator(".run").count() == 0
+        one.context.close()
+        assert one.outward == []
+
+
+@pytest.mark.covers("E4")
+def test_a_reload_keeps_the_token_and_a_monitor_that_comes_back_is_found(browser: Browser, run: Path) -> None:
+    with served(run) as page:
+        one = Visit(browser, WIDE, "light").open(page)
+        assert "token" not in one.page.url
+        one.page.reload()
+        one.page.wait_for_selector(".chart[data-last]")
+        assert one.last("loss")[0] == [400, 1 / 400]
+        port = page.port
+    one.waits_for("#link", "connection lost")
+    with (run / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row(401, accuracy=0.25, learning_rate=0.1)) + "\n")
+    with served(run, port=port):
+        one.waits_for("#link[data-link=live]", "live")
+        until(lambda: one.last("loss")[0] == [401, 1 / 401], "the curve goes on")
+        one.context.close()
+    assert one.outward == []
+
+
+def test_a_folder_that_goes_is_said_and_its_curves_stay(visit: Any, run: Path) -> None:
+    with (run / "rows.jsonl").open("a") as file:
+        file.write('no row\n{"iteration": 401, "lo')
+    with served(run) as page:
+        one = visit(page)
+        problems = one.page.locator(".problems li").all_inner_texts()
+        assert [problem.split(":")[1].split(",")[0] for problem in problems] == [
+            " 1 line cannot be read",
+            " the last line is half-written and left out (22 bytes)",
+        ]
+        shutil.rmtree(run)
+        one.waits_for(".says", "the run folder is not there any more")
+        assert one.last("loss")[0] == [400, 1 / 400]
+
+
+# -- Stop --------------------------------------------------------------------------------------------------
+
+
+def train(folder: str) -> tuple[int, str | None, float]:
+    """A run that only ends when it is stopped; the last step, why, and what an evaluation says behind it."""
+    with dl.join_world(seed=2) as world:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+        batches = dl.Batches((inputs, inputs.sum(1, keepdim=True)), 8, world)
+        state = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(batches, 10**6, state=state, run_dir=folder, progress=False, save_every=10**6)
+        for step in loop:
+            for given, wanted in step:
+                output = model(given)
+                step.backward((output - wanted).square().mean(), error=(output - wanted).abs().mean())
+            step.fold()
+            optimizer.step()
+        result = dl.evaluate(model, batches, error=lambda output, wanted: (output - wanted).abs().mean(1))
+        return step.iteration, loop.stopped, result["error"]
+
+
+@pytest.mark.covers("E4", "E5")
+def test_stop_ends_both_ranks_at_the_same_step_with_a_checkpoint_and_the_page_says_so(
+    visit: Any, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    run = tmp_path / "digits"
+    ended: list[Any] = []
+    job = threading.Thread(target=lambda: ended.extend(on_ranks(2, train, str(run), timeout_s=LAST_S)))
+    job.start()
+    try:
+        until(lambda: (run / "rows.jsonl").exists() and (run / "rows.jsonl").stat().st_size, "the run is under way")
+        with served(run) as page:
+            one = visit(page)
+            one.waits_for(".says", "running")
+            until(lambda: "Remaining" in one.page.locator(".facts dt").all_inner_texts(), "the remaining time is said")
+            one.page.get_by_role("button", name="Stop", exact=True).click()
+            assert one.page.get_by_role("button", name="Keep running").evaluate(
+                "(one) => one === document.activeElement"
+            )
+            one.page.keyboard.press("Enter")  # the safe choice has the focus
+            assert not (run / "stop").exists()
+            one.waits_for(".says", "running")
+            until(lambda: "Remaining" in one.page.locator(".facts dt").all_inner_texts(), "the remaining time is said")
+            one.page.get_by_role("button", name="Stop", exact=True).click()
+            one.page.get_by_role("button", name="Stop the run").click()
+            one.waits_for(".says", "stopped at step")
+            job.join(LAST_S)
+            (first, why, error), (second, *_) = ended
+            assert (first, why) == (second, "the page")
+            assert one.text(".says") == f"stopped at step {first}, checkpoint saved"
+            assert one.text(".why") == "Asked by: the page"
+            assert (run / "checkpoints" / f"step-{first:08}" / "manifest.json").is_file()
+            assert one.text(".continue code").startswith(f"cd {os.getcwd()} && torchrun --nproc_per_node=2 ")
+            assert not one.page.get_by_role("button", name="Stop", exact=True).is_visible()
+            until(lambda: one.last("loss")[0][0] == first, "the last row is drawn")
+            rows = [json.loads(line) for line in (run / "rows.jsonl").read_text().splitlines()]
+            assert one.last("loss") == [[first, rows[-1]["loss"]]]
+            until(lambda: one.last("error") == [[first, rows[-1]["error"]], [first, error]], "the evaluation is drawn")
+            assert rows[-1]["gradient_norm"] == one.last("gradient_norm")[0][1]
+            assert one.page.locator(".ranks li").count() == 2  # of ranks.jsonl, as the run wrote it
+    finally:
+        if run.is_dir():
+            (run / "stop").touch()
+        job.join()

@@ -1,0 +1,181 @@
+"""What the page reads: files that grow and are cut back, and columns thinned out."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from math import nan
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ddp_loop.monitor.series import MOST_COLUMNS, MetricSeries, extremes, places_of, smooth, thin_out
+from ddp_loop.reporting import JsonlTail
+from ddp_loop.reporting.jsonl_tail import CHUNK
+from tests.support.serving import row, write_lines
+
+
+def append(path: Path, text: str | bytes) -> None:
+    with path.open("ab") as file:
+        file.write(text if isinstance(text, bytes) else text.encode())
+
+
+def iterations(tail: JsonlTail) -> tuple[bool, list[int]]:
+    news = tail.poll()
+    return news.anew, [one["iteration"] for one in news.rows]
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_as_it_grows_and_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
+    tail = JsonlTail(tmp_path / "rows.jsonl")
+    assert (iterations(tail), tail.is_there) == ((False, []), False)
+    append(tail.path, '{"iteration": 1}\n{"itera')
+    assert (iterations(tail), tail.half, tail.is_there) == ((False, [1]), 7, True)
+    append(tail.path, 'tion": 2}\n')
+    assert (iterations(tail), tail.half, tail.lines) == ((False, [2]), 0, 2)
+    assert iterations(tail) == (False, [])
+
+
+@pytest.mark.parametrize("again", [0, 1, 2, 5])
+def test_a_file_that_was_cut_back_is_read_anew_also_where_it_grew_as_long_since(tmp_path: Path, again: int) -> None:
+    tail = JsonlTail(tmp_path / "rows.jsonl")
+    write_lines(tail.path, [row(k) for k in range(1, 8)])
+    assert iterations(tail) == (False, list(range(1, 8)))
+    size = len("".join(json.dumps(row(k)) + "\n" for k in range(1, 6)))
+    os.truncate(tail.path, size)
+    append(tail.path, "".join(json.dumps(row(k) | {"elapsed_s": 0.08}) + "\n" for k in range(6, 6 + again)))
+    assert iterations(tail) == (True, list(range(1, 6 + again)))
+    assert tail.lines == 5 + again
+
+
+def test_another_file_of_the_name_is_read_from_its_start_and_one_that_is_gone_has_no_lines(tmp_path: Path) -> None:
+    tail = JsonlTail(tmp_path / "rows.jsonl")
+    write_lines(tail.path, [row(1), row(2)])
+    tail.poll()
+    write_lines(tmp_path / "other", [row(1), row(2), row(3)])
+    (tmp_path / "other").rename(tail.path)
+    assert iterations(tail) == (True, [1, 2, 3])
+    tail.path.unlink()
+    assert (iterations(tail), tail.is_there, tail.lines) == ((True, []), False, 0)
+    assert iterations(tail) == (False, [])
+    tail.path.mkdir()
+    assert (iterations(tail), tail.is_there) == ((False, []), False)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"{]",
+        b"",
+        b"[1]",
+        b"3",
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"loss": ' + b"9" * 5000 + b"}",
+        b" " * CHUNK + b'{"iteration": 9}',
+    ],
+    ids=["broken", "empty", "a list", "a number", "deep", "no text", "long number", "long"],
+)
+def test_a_line_that_cannot_be_read_is_counted_and_the_others_are_there(tmp_path: Path, bad: bytes) -> None:
+    tail = JsonlTail(tmp_path / "rows.jsonl")
+    append(tail.path, b'{"iteration": 1}\n' + bad + b'\n{"iteration": 2}\n')
+    found, more = list[int](), True
+    while more:
+        news = tail.poll()
+        found, more = found + [one["iteration"] for one in news.rows], news.more
+    assert (found, tail.unreadable, tail.first_unreadable, tail.half) == ([1, 2], 1, 2, 0)
+
+
+# -- columns -----------------------------------------------------------------------------------------------
+
+
+def columns_of(*rows: Mapping[str, object]) -> MetricSeries:
+    columns = MetricSeries()
+    for one in rows:
+        columns.add(one)
+    return columns
+
+
+def test_what_is_no_finite_number_is_missing_and_a_column_may_begin_late() -> None:
+    columns = columns_of(
+        {"iteration": 1, "epoch": 1, "loss": 2.5, "word": "x", "list": [1]},
+        {"iteration": 2, "epoch": "one", "loss": None, "right": True, "huge": 10**400},
+        {"iteration": 3, "loss": float("inf"), "late": 7},
+    )
+    assert columns.names == ["loss", "right", "huge", "late"]
+    assert columns.iterations.tolist() == [1, 2, 3]
+    assert columns.epochs.tolist() == [1, 0, 0]
+    np.testing.assert_equal(columns.values("loss"), [2.5, nan, nan])
+    np.testing.assert_equal(columns.values("right"), [nan, 1, nan])
+    np.testing.assert_equal(columns.values("huge"), [nan, nan, nan])
+    assert columns.last() == {"iteration": 3, "epoch": 0, "loss": None, "right": None, "huge": None, "late": 7.0}
+
+
+def test_a_row_of_an_earlier_iteration_replaces_those_behind_it_and_one_of_the_same_is_added_to_it() -> None:
+    columns = columns_of(*[{"iteration": k, "loss": k} for k in (1, 2, 3, 4)], {"iteration": 3, "loss": 30})
+    columns.add({"iteration": 3, "accuracy": 0.5})
+    assert columns.iterations.tolist() == [1, 2, 3]
+    assert columns.last() == {"iteration": 3, "epoch": 0, "loss": 30.0, "accuracy": 0.5}
+
+
+@pytest.mark.parametrize("iteration", [None, "1", 1.0, True, -1, 10**13])
+def test_a_row_without_an_iteration_is_counted_and_left_out(iteration: object) -> None:
+    columns = columns_of({"iteration": iteration, "loss": 1})
+    assert (len(columns), columns.refused, columns.names, columns.last()) == (0, 1, [], {})
+
+
+def test_more_columns_than_a_page_can_show_are_counted() -> None:
+    columns = columns_of({"iteration": 1} | {f"m{k}": k for k in range(MOST_COLUMNS + 3)})
+    assert (len(columns.names), len(columns.left_out)) == (MOST_COLUMNS, 3)
+
+
+@pytest.mark.parametrize("rows", [2, 10, 300])
+def test_smoothing_is_the_recursion_and_passes_over_what_is_missing(rows: int) -> None:
+    values = np.random.default_rng(0).normal(size=5000)
+    values[[0, 7, 8, 4999]] = nan
+    values[3000] = 1e30  # is forgotten again
+    mean = weight = 0.0
+    expected = []
+    for value in values:
+        mean, weight = (1 - 1 / rows) * mean, (1 - 1 / rows) * weight
+        if not np.isnan(value):
+            mean, weight = mean + value, weight + 1
+        expected.append(mean / weight if weight else nan)
+    # Rounding: e^20 (5e8) lies between a block's ends, so the sums keep 16 digits of the larger terms only.
+    np.testing.assert_allclose(smooth(values, rows), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 9, 10, 11, 53, 400, 401, 402, 403, 1001, 99_999, 100_000])
+@pytest.mark.parametrize("points", [50, 401, 1600])
+def test_a_thinned_curve_keeps_its_extremes_and_its_last_row_and_has_no_more_points_than_asked(
+    count: int, points: int
+) -> None:
+    values = np.random.default_rng(count).normal(size=count)
+    starts = thin_out(count, points)
+    places, curve = places_of(starts, count), extremes(values, starts)
+    assert len(places) == len(curve) <= max(points, 3)
+    assert (np.diff(places) > 0).all()
+    if count:
+        assert places[0] == 0
+        assert (curve.min(), curve.max()) == (values.min(), values.max())
+        assert (places[-1], curve[-1]) == (count - 1, values[-1])
+
+
+def test_each_bucket_has_its_least_and_greatest_in_the_order_in_which_they_came() -> None:
+    values = np.array([1.0, 5.0, 3.0, 0.0, 9.0, 2.0, 7.0, nan, 4.0, nan, nan, nan, 6.0])
+    starts = np.array([0, 3, 6, 9])
+    np.testing.assert_equal(places_of(starts, 13), [0, 2, 3, 5, 6, 8, 9, 11, 12])
+    np.testing.assert_equal(extremes(values, starts), [1, 5, 0, 9, 7, 4, nan, nan, 6])
+
+
+def test_a_hundred_thousand_rows_are_thinned_out_in_milliseconds() -> None:
+    values = np.random.default_rng(0).normal(size=100_000)
+    began = time.process_time()
+    for _ in range(5):
+        extremes(smooth(values, 100), thin_out(len(values), 1600))
+    assert time.process_time() - began < 5 * 0.1  # 4 ms each on an idle core

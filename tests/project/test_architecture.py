@@ -1,0 +1,223 @@
+"""The house plan, checked: sizes, public names, an import without side effects, and where tests lie."""
+
+import ast
+import inspect
+import json
+import operator
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddp_loop
+from tests.support.paths import DOCS, ROOT, TESTS
+
+PACKAGE = ROOT / "ddp_loop"
+DESIGN = (DOCS / "design.md").read_text()
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+ROOMS = {
+    *("training", "batch_norm", "data", "datasets", "distributed"),
+    *("checkpoint", "reporting", "monitor", "determinism", "tracing"),
+}
+BESIDE_THE_ROOMS = {"examples", "project", "support", "faults"}  # folders of the tests
+
+COLLECTIVES = ("join_world", "Loop", "Step.fold", "evaluate", "predict", "Batches")
+OPTIONAL = {
+    *("matplotlib", "PIL", "sklearn", "cloudpickle", "rich"),
+    *("starlette", "uvicorn", "tensorboard", "httpx", "playwright"),
+}
+
+
+def public_names_of(design: str) -> set[str]:
+    """The backticked names of the section headed "Public names"."""
+    section = re.search(r"^(#+) (?:[\d.]+ )?Public names *\n(.*?)(?=^#|\Z)", design, re.MULTILINE | re.DOTALL)
+    if section is None:
+        raise ValueError('docs/design.md has no heading "Public names"')
+    return set(re.findall(r"`(\w+)`", section[2]))
+
+
+def module_of(path: Path) -> str:
+    """The name of a module below the package: "data/shards"."""
+    return path.relative_to(PACKAGE).with_suffix("").as_posix()
+
+
+def modules_of_tests_in(source: str) -> set[str]:
+    """The test modules that a source imports, in functions and in scripts that it writes too."""
+    found = set(re.findall(r"^[ \t]*(?:from|import) (tests\.[\w.]*\btest_\w+)", source, re.MULTILINE))
+    for package, names in re.findall(r"^[ \t]*from (tests[\w.]*) import (\([^)]*|.*)", source, re.MULTILINE):
+        if package not in found:
+            found |= {f"{package}.{name}" for name in re.findall(r"\btest_\w+", names)}
+    return found
+
+
+def functions_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Each function of a file, as "file:line name", with its number of lines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            yield f"{path.name}:{node.lineno} {node.name}", lines
+
+
+def docstring_of(name: str) -> str:
+    """The docstring of a public object, its lines joined; a dataclass's generated one does not count."""
+    thing = operator.attrgetter(name)(ddp_loop)
+    text = " ".join((thing.__doc__ or "").split())
+    return "" if inspect.isclass(thing) and text.startswith(f"{thing.__name__}(") else text
+
+
+def test_the_public_names_are_read_from_their_section() -> None:
+    text = "## A\n`no`\n## 3. Public names\n\n* `Loop`: a loop\n* `launch`, `evaluate`\n\n## B\n`neither`\n"
+    assert public_names_of(text) == {"Loop", "launch", "evaluate"}
+
+
+def test_modules_are_short() -> None:
+    lines = {module_of(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert statistics.median(lines.values()) < 260
+    assert {name: n for name, n in lines.items() if n > 450} == {}
+
+
+def test_no_module_is_a_fragment() -> None:
+    faces_and_stubs = {path for path in SOURCES if path.name in ("__init__.py", "__main__.py")}
+    lines = {module_of(path): len(path.read_text().splitlines()) for path in SOURCES if path not in faces_and_stubs}
+    assert {name: n for name, n in lines.items() if n < 40} == {}
+
+
+def test_a_function_fits_on_a_screen() -> None:
+    functions = dict(pair for path in SOURCES for pair in functions_of(path))
+    assert {name: n for name, n in functions.items() if n > 60} == {}
+
+
+def test_user_errors_raise_instead_of_asserting() -> None:
+    # `python -O` drops assert statements, and their message is seldom the rule, what came, the remedy.
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assert)
+    ]
+    assert found == []
+
+
+def test_no_module_is_a_drawer_for_the_rest() -> None:
+    drawers = re.compile(r"_?(utils?|common|helpers?|misc)")
+    assert [path.name for path in SOURCES if drawers.fullmatch(path.stem)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("from tests.data.test_batches import draw", {"tests.data.test_batches"}),
+        ("import tests.test_plots as plots", {"tests.test_plots"}),
+        ("from tests.data import test_batches", {"tests.data.test_batches"}),
+        ("from tests.data import (\n    test_batches,\n)", {"tests.data.test_batches"}),
+        ("def f():\n    from tests import test_plots", {"tests.test_plots"}),
+        ('SCRIPT = """\nfrom tests.data.test_batches import draw\n"""', {"tests.data.test_batches"}),
+        ("from tests.support.harness import OnRanks\nfrom tests.faults import bad_disks", set()),
+    ],
+)
+def test_every_way_to_import_a_test_module_is_seen(line: str, found: set[str]) -> None:
+    assert modules_of_tests_in(line) == found
+
+
+def test_no_test_imports_from_a_test_module() -> None:
+    # What two of them need is in tests/support: a test module can be renamed, split, and run alone.
+    imported = {
+        path.relative_to(TESTS).as_posix(): modules_of_tests_in(path.read_text()) for path in TESTS.rglob("*.py")
+    }
+    del imported["project/test_architecture.py"]  # the examples above
+    assert {name: modules for name, modules in imported.items() if modules} == {}
+
+
+def test_the_folders_of_the_tests_are_the_rooms() -> None:
+    folders = {path.name for path in TESTS.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert folders == ROOMS | BESIDE_THE_ROOMS
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms - ROOMS == set()
+    assert [name for name in folders if not (TESTS / name / "__init__.py").is_file()] == []
+
+
+def test_the_public_names_are_those_of_the_document() -> None:
+    assert set(ddp_loop.__all__) == public_names_of(DESIGN)
+    assert len(ddp_loop.__all__) == len(set(ddp_loop.__all__))
+
+
+@pytest.mark.parametrize("name", ddp_loop.__all__)
+def test_a_public_name_has_a_docstring(name: str) -> None:
+    assert docstring_of(name)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_says_that_every_rank_must_call_it(name: str) -> None:
+    assert "Every rank must call this." in docstring_of(name)
+
+
+# Run in an interpreter of its own. torch and numpy come first: only what ddp_loop adds is its own.
+IMPORT = """
+import gc, json, os, random, sys, threading, time
+import numpy, torch
+
+def state():
+    tasks = "/proc/self/task"
+    return {
+        "threads": [thread.name for thread in threading.enumerate()],
+        "system threads": len(os.listdir(tasks)) if os.path.isdir(tasks) else None,
+        "environment": dict(os.environ),
+        "torch's random state": torch.get_rng_state().tolist(),
+        "numpy's random state": str(numpy.random.get_state()),
+        "python's random state": str(random.getstate()),
+        "torch's threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "default dtype": str(torch.get_default_dtype()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "process group": torch.distributed.is_initialized(),
+    }
+
+before, modules = state(), set(sys.modules)
+gc.freeze()  # to look through torch's objects takes 85 ms, and falls to whoever allocates next
+start = time.process_time()
+import ddp_loop
+seconds = time.process_time() - start
+after = state()
+print(json.dumps({
+    "changed": [name for name in before if before[name] != after[name]],
+    "modules": sorted({name.partition(".")[0] for name in set(sys.modules) - modules}),
+    "seconds": seconds,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh_import(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `import ddp_loop` did in a fresh interpreter, compiled as after an installation: the quickest of 3."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    variables["PYTHONPYCACHEPREFIX"] = str(tmp_path_factory.mktemp("compiled"))
+    results: list[dict[str, Any]] = []
+    for _ in range(4):
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORT],
+            cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=variables,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout))
+    return min(results[1:], key=lambda result: result["seconds"])
+
+
+@pytest.mark.slow
+def test_importing_the_package_changes_nothing_around_it(fresh_import: dict[str, Any]) -> None:
+    assert fresh_import["changed"] == []
+
+
+def test_importing_the_package_imports_nothing_optional(fresh_import: dict[str, Any]) -> None:
+    assert set(fresh_import["modules"]) & OPTIONAL == set()
+
+
+def test_importing_the_package_is_quick(fresh_import: dict[str, Any]) -> None:
+    # Processor time, not the clock: other processes on the machine do not count. 0.15 s is what the
+    # project promises on top of torch and numpy; it takes some 0.05.
+    assert fresh_import["seconds"] < 0.15

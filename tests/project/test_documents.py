@@ -1,0 +1,197 @@
+"""What the documents say, held against what is there: capability rows, commands, the tree, the version."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import ddp_loop
+from tests.support.documents import claimed_rows, states_of, text_of
+from tests.support.paths import DOCS, ROOT
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+ROWS = {"A": 15, "B": 11, "C": 8, "D": 13, "E": 7, "F": 4, "G": 5, "H": 10, "I": 8, "J": 19}
+
+
+def covered_by(source: str) -> set[str]:
+    """The rows in the `covers` markers of a file's tests: on functions, classes, parameters or the module."""
+    marked: list[ast.expr] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and re.match("test_|Test", node.name):
+            marked += node.decorator_list
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            marked.append(node.value)
+    calls = [node for tree in marked for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    rows = [row for call in calls if ast.unparse(call.func) == "pytest.mark.covers" for row in call.args]
+    return {str(ast.literal_eval(row)) for row in rows}
+
+
+def fenced_blocks(document: str, language: str | None = None) -> list[str]:
+    """The fenced blocks of a document: all, or those marked as one language."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+    return [text for mark, text in blocks if language in (None, mark)]
+
+
+def commands_in(document: str) -> set[str]:
+    """X of every line `python -m ddp_loop X ...` in the blocks marked `sh`."""
+    blocks = "".join(fenced_blocks(document, "sh"))
+    return set(re.findall(r"^python -m ddp_loop ([a-z][\w-]*)", blocks, re.MULTILINE))
+
+
+def make_targets_in(document: str) -> set[str]:
+    """X of every `make X` in code, inline or fenced; assignments such as RANKS=4 may stand before X."""
+    prose = re.sub(r"^```.*?^```$", "", document, flags=re.MULTILINE | re.DOTALL)
+    code = "\n".join([*fenced_blocks(document), *re.findall(r"`([^`\n]+)`", prose)])
+    return set(re.findall(r"\bmake (?:[A-Z]+=\S+ )*([a-z]\w*)", code))
+
+
+def tree_in(document: str) -> dict[str, str]:
+    """Folder -> clause, from the fenced block that begins with `ddp_loop/`; a line that is set in goes on with it."""
+    found = (block for block in fenced_blocks(document) if block.startswith("ddp_loop/"))
+    folder, tree = "", dict[str, str]()
+    for line in next(found).splitlines():
+        head, _, rest = line.partition(" ")
+        folder = head or folder
+        tree[folder] = f"{tree.get(folder, '')} {rest.strip()}".strip()
+    return tree
+
+
+def links_in(document: str) -> set[str]:
+    """The files that a document links to; not the web, not places inside a document."""
+    return {link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document) if "://" not in link}
+
+
+CAPABILITIES = """
+| row | what | state |
+|---|---|---|
+| A1 | x | owed |
+| H10 | `a|b` | claimed |
+"""
+
+README = """
+Be sure to make haste: `make test`, or see [the design](docs/design.md#one) and [the web](https://a.b/c).
+```sh
+make RANKS=4 train
+cmake everything
+python -m ddp_loop devices --all
+```
+```python
+python -m ddp_loop neither
+```
+```
+ddp_loop/   the package;
+            its modules
+docs/       this; that
+```
+"""
+
+
+def test_the_state_of_each_capability_is_read() -> None:
+    assert states_of(CAPABILITIES) == [("A1", "owed"), ("H10", "claimed")]
+
+
+def test_commands_targets_tree_and_links_are_read() -> None:
+    assert commands_in(README) == {"devices"}
+    assert make_targets_in(README) == {"test", "train"}
+    assert tree_in(README) == {"ddp_loop/": "the package; its modules", "docs/": "this; that"}
+    assert links_in(README) == {"docs/design.md"}
+
+
+def test_markers_are_found_wherever_pytest_looks_for_them() -> None:
+    source = """
+pytestmark = [pytest.mark.slow, pytest.mark.covers("A1")]
+@pytest.mark.covers("B2", "C3")
+def test_one(): ...
+@pytest.mark.covers("D4")
+class TestTwo: ...
+@pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.covers("E5"))])
+def test_three(x): ...
+@pytest.mark.covers("F6")
+def helper(): ...
+"""
+    assert covered_by(source) == {"A1", "B2", "C3", "D4", "E5"}
+
+
+def test_the_capabilities_are_complete_and_in_order() -> None:
+    states = states_of(text_of("docs/capabilities.md"))
+    assert [row for row, _ in states] == [f"{part}{k + 1}" for part, n in ROWS.items() for k in range(n)]
+    assert {state for _, state in states} <= {"claimed", "owed"}
+
+
+def test_every_claimed_capability_has_a_test() -> None:
+    assert claimed_rows() - set().union(*(covered_by(path.read_text()) for path in TESTS)) == set()
+
+
+def test_a_marker_names_rows_that_exist() -> None:
+    rows = {row for row, _ in states_of(text_of("docs/capabilities.md"))}
+    named = {path.relative_to(ROOT).as_posix(): covered_by(path.read_text()) for path in TESTS}
+    assert {path: names - rows for path, names in named.items() if names - rows} == {}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of("README.md").splitlines()) <= 120
+
+
+@pytest.mark.slow
+def test_documented_commands_exist() -> None:
+    documented = set().union(*(commands_in(path.read_text()) for path in DOCUMENTS))
+    done = subprocess.run(
+        [sys.executable, "-m", "ddp_loop", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert documented
+    assert documented <= set(re.findall(r"[a-z][\w-]*", done.stdout))
+
+
+def test_documented_make_targets_exist() -> None:
+    documented = make_targets_in(text_of("README.md")) | make_targets_in(text_of("CONTRIBUTING.md"))
+    assert documented >= {"train", "test"}
+    assert documented <= set(re.findall(r"^([a-z]\w*):", text_of("Makefile"), re.MULTILINE))
+
+
+def test_the_tree_of_the_readme_is_the_tree() -> None:
+    tree = tree_in(text_of("README.md"))
+    assert [path for path in tree if not (ROOT / path).is_dir()] == []
+    folders = {f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"}
+    assert {"ddp_loop/", "launch/", "tests/", "examples/", "docs/", "benchmarks/"} <= set(tree) & folders
+
+
+def test_one_item_of_the_data_has_one_name() -> None:
+    word = "observ" + "ation"  # a sample is a sample, in columns, errors and documents too
+    paths = [*DOCUMENTS, *TESTS, *(path for path in (ROOT / "ddp_loop").rglob("*") if path.suffix in (".py", ".js"))]
+    assert [path.name for path in paths if word in path.read_text().lower() and "uplot" not in path.parts] == []
+
+
+def test_nothing_strays_at_the_root() -> None:
+    known = {".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "pyproject.toml"}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    names = listed.stdout.split() or [path.name for path in ROOT.iterdir() if path.is_file()]  # outside of a checkout
+    assert {name for name in names if "/" not in name} - known == {"requirements-dev.txt"}
+
+
+def test_the_examples_of_the_documents_use_public_names() -> None:
+    # Submodules are imported by their own name (`from ddp_loop import datasets`); `dl.x` is a public name.
+    used = {name for path in DOCUMENTS for name in re.findall(r"\bdl\.(\w+)", path.read_text())}
+    assert used - set(ddp_loop.__all__) == set()
+
+
+def test_every_link_leads_to_a_file() -> None:
+    links = [(path, link) for path in DOCUMENTS for link in links_in(path.read_text())]
+    assert [(path.name, link) for path, link in links if not (path.parent / link).exists()] == []
+
+
+def test_the_changelog_has_the_version() -> None:
+    version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
+    assert f"## [{version}]" in text_of("CHANGELOG.md")
+
+
+def test_what_is_installed_for_the_tests_is_pinned() -> None:
+    lines = [line for line in text_of("requirements-dev.txt").splitlines() if not line.startswith("#")]
+    pinned = {line.partition("==")[0] for line in lines if re.fullmatch(r"[\w-]+==[\w.]+", line)}
+    assert len(pinned) == len(lines)
+    dependencies = tomllib.loads(text_of("pyproject.toml"))["project"]["dependencies"]
+    assert {re.split(r"[^\w-]", dependency)[0] for dependency in dependencies} <= pinned

@@ -1,0 +1,91 @@
+"""The tiers of the tests, and the limits that continuous integration holds, checked."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents import claimed_rows, text_of
+from tests.support.limits import KNOWN_REASONS
+from tests.support.paths import ROOT
+from tests.support.tiers import ALL_ITEMS, cases_by_function, is_quick, representatives, values_of
+
+# Run in a folder of its own, with the project's own rules for tests.
+LATE = """
+import time
+import pytest
+
+times = iter([{first}, {second}])
+
+def test_it():
+    time.sleep(next(times))
+"""
+
+
+def rows_of(item: pytest.Item) -> set[str]:
+    return {str(row) for mark in item.iter_markers("covers") for row in mark.args}
+
+
+def test_each_value_of_each_axis_is_in_a_representative_and_no_case_is_there_for_nothing() -> None:
+    cases = [{"ranks": ranks, "kind": kind} for ranks in (1, 2, 3) for kind in "ab"]
+    chosen = [cases[number] for number in sorted(representatives(cases))]
+    assert chosen == [{"ranks": 1, "kind": "a"}, {"ranks": 2, "kind": "b"}, {"ranks": 3, "kind": "a"}]
+
+
+def test_one_axis_and_no_axis_keep_all_cases() -> None:
+    assert representatives([{"ranks": ranks} for ranks in (1, 2, 2, 3)]) == {0, 1, 3}
+    assert representatives([{}]) == set()
+
+
+def test_the_two_tiers_have_the_same_axes(request: pytest.FixtureRequest) -> None:
+    items = request.config.stash[ALL_ITEMS]
+    for function, cases in cases_by_function(items).items():
+        if any(item.get_closest_marker("slow") for item, _ in cases):
+            continue
+        everything = set().union(*(values_of(case) for _, case in cases))
+        assert set().union(*(values_of(case) for item, case in cases if is_quick(item))) == everything, function
+        assert any(is_quick(item) for item, _ in cases), function
+
+
+def test_every_claimed_capability_has_a_quick_test(request: pytest.FixtureRequest) -> None:
+    items = request.config.stash[ALL_ITEMS]
+    shown = set().union(*map(rows_of, items))  # all that are claimed, where all tests are collected
+    # A test that needs a GPU is skipped where there is none, and shows nothing there.
+    run = [item for item in items if is_quick(item) and not item.get_closest_marker("gpu")]
+    quick = set().union(*map(rows_of, run))
+    assert shown & claimed_rows() - quick == set()
+
+
+def test_what_make_test_leaves_out_is_what_continuous_integration_runs_after_it() -> None:
+    makefile, ci = text_of("Makefile"), (ROOT / ".ci" / "run").read_text()
+    lines = re.findall(r"^(test|test-all|test-rest):.*\n\t(.*)$", makefile, re.MULTILINE)
+    chosen = {target: re.findall(r'-m "([^"]+)"', line) for target, line in lines}
+    assert chosen == {"test": ["not full"], "test-rest": ["full"], "test-all": []}
+    (targets,) = re.findall(r"^for target in (.*); do$", ci, re.MULTILINE)
+    assert targets.split() == ["check", "test", "test-rest"]
+    assert "--hold-limits=3 " in ci
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (LATE.format(first=0.4, second=0.4), r"1 failed.*"),
+        (LATE.format(first=0.4, second=0), r"1 passed.*"),
+        ("import pytest\n\ndef test_it():\n    pytest.skip('no wish')\n", r"1 failed.*"),
+        (f"import pytest\n\ndef test_it():\n    pytest.skip('{KNOWN_REASONS[0]}')\n", r"1 skipped.*"),
+    ],
+    ids=["late twice", "late once", "skipped", "skipped with a known reason"],
+)
+@pytest.mark.slow
+def test_continuous_integration_holds_the_limits(body: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(body)
+    command = [sys.executable, "-m", "pytest", f"--confcutdir={ROOT}", "-p", "tests.conftest", f"--rootdir={tmp_path}"]
+    done = subprocess.run(
+        [*command, "--hold-limits=0.3", "-o", "addopts=", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert re.search(said, done.stdout), done.stdout

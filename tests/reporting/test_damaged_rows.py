@@ -1,0 +1,324 @@
+"""Files of rows that a disk, a crash or a hand damaged: good rows stay, others are kept aside, and gaps are said."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop import plots
+from ddp_loop.checkpoint.atomic_files import SAVING
+from ddp_loop.cli import main
+from ddp_loop.determinism import digest
+from ddp_loop.monitor.run_view import RunView
+from ddp_loop.reporting.jsonl import JsonlWriter
+from ddp_loop.reporting.jsonl_tail import CHUNK
+from ddp_loop.reporting.rows import EpochMeans
+from tests.support.harness import OnRanks
+from tests.support.runs import lines_of
+
+pytestmark = pytest.mark.covers("E1", "E3")
+
+ROWS, EVALUATIONS, RANKS, ASIDE = "rows.jsonl", "evaluations.jsonl", "ranks.jsonl", "rows.damaged.jsonl"
+STEPS, AT = 12, 9  # of the checkpoint that the run goes on from
+NULS = b"\0" * 700
+
+
+def train(folder: str, stop_at: int = 0, fail_at: int = 0) -> tuple[str, str]:
+    """What rank 0 printed, and a digest of the weights. Evaluates after every third step."""
+    said = io.StringIO()
+    with redirect_stdout(said), dl.join_world(seed=0) as world:
+        torch.manual_seed(1)
+        model = nn.Linear(3, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        data = torch.randn(4 * STEPS, 3, generator=torch.Generator().manual_seed(2)).double()
+        state = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(
+            dl.Batches(data, 4, world, shards=2), 1, state=state, run_dir=folder, save_every=AT, progress=False
+        )
+        for step in loop:
+            for rows in step:
+                step.backward(model(rows).square().mean(), half=0.5)
+            step.fold()
+            optimizer.step()
+            if step.iteration % 3 == 0:
+                dl.evaluate(model, dl.Batches(data, 8, world), mean=lambda output, rows: output.squeeze(1))
+            if step.iteration == fail_at:
+                break
+            if step.iteration == stop_at:
+                loop.stop()
+    return said.getvalue(), digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
+
+
+def iterations_of(run: Path, name: str = ROWS) -> list[int]:
+    return [row["iteration"] for row in lines_of(run / name)]
+
+
+@pytest.fixture(scope="module")
+def whole(pool: dl.Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run that was never disturbed, and its weights."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, pool.run(train, 2, str(folder))[0][1]
+
+
+@pytest.fixture
+def run(pool: dl.Pool, whole: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
+    """A run that was left in step 11, with a checkpoint of step 9."""
+    left = whole[0].with_name("left")
+    if not left.exists():
+        pool.run(train, 2, str(left), 0, 11)
+    return Path(shutil.copytree(left, tmp_path / "run"))
+
+
+# -- what can happen to a file -----------------------------------------------------------------------------------
+
+
+def flip(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:3], lines[3].replace(b'"loss"', b"\x93\xfeloss"), *lines[4:]]
+
+
+def not_a_row(lines: list[bytes]) -> list[bytes]:
+    strange = [b"[1, 2]\n", b'{"loss": 1.0}\n', lines[5].replace(b'"loss": ', b'"loss": "x", "l": ')]
+    strange += [lines[5].replace(b'"iteration": 6', b'"iteration": true'), b"[" * 5000 + b"\n", b"\n"]
+    return [*lines[:5], *strange, *lines[6:]]
+
+
+def lost_page(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:2], lines[2][:40] + NULS + lines[6][20:], *lines[7:]]
+
+
+def nuls_before(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:4], NULS + lines[4], *lines[5:]]
+
+
+def twice(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:5], lines[3].replace(b'"half": 0.5', b'"half": 7.0'), *lines[3:]]
+
+
+def shuffled(lines: list[bytes]) -> list[bytes]:
+    return [*lines[6:], *lines[:6]]
+
+
+def huge(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:4], b'{"' + b"x" * (3 * CHUNK) + b'": 1}\n', *lines[4:]]
+
+
+def shortened(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:4], lines[4][:50]]
+
+
+def without_an_end(lines: list[bytes]) -> list[bytes]:
+    return [*lines[:8], lines[8].rstrip(b"\n")]
+
+
+def empty(lines: list[bytes]) -> list[bytes]:
+    return []
+
+
+def nothing_but_nuls(lines: list[bytes]) -> list[bytes]:
+    return [NULS]
+
+
+# What is done, the rows of the first 9 that stay, the lines kept aside, and what is said of both.
+DAMAGES: list[tuple[Callable[[list[bytes]], list[bytes]], list[int], int, str]] = [
+    (flip, [1, 2, 3, 5, 6, 7, 8, 9], 1,
+     "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl; row 4 is missing from rows.jsonl"),
+    (not_a_row, [1, 2, 3, 4, 5, 7, 8, 9], 6,
+     "6 damaged lines of rows.jsonl are kept in rows.damaged.jsonl; row 6 is missing from rows.jsonl"),
+    (lost_page, [1, 2, 8, 9], 1,
+     "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl; rows 3 to 7 are missing from rows.jsonl"),
+    (nuls_before, [*range(1, 10)], 1, "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl"),
+    (twice, [*range(1, 10)], 3, "3 damaged lines of rows.jsonl are kept in rows.damaged.jsonl"),
+    (shuffled, [*range(1, 10)], 0, "the rows of rows.jsonl are put in order"),
+    (huge, [*range(1, 10)], 1, "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl"),
+    (shortened, [1, 2, 3, 4], 1,
+     "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl; rows 5 to 9 are missing from rows.jsonl"),
+    (without_an_end, [*range(1, 10)], 0, ""),
+    (empty, [], 0, "rows 1 to 9 are missing from rows.jsonl"),
+    (nothing_but_nuls, [], 1,
+     "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl; rows 1 to 9 are missing from rows.jsonl"),
+]  # fmt: skip
+
+
+def damage(path: Path, how: Callable[[list[bytes]], list[bytes]]) -> tuple[bytes, bytes]:
+    """The file's bytes before and after."""
+    before = path.read_bytes()
+    path.write_bytes(b"".join(how(before.splitlines(keepends=True))))
+    return before, path.read_bytes()
+
+
+@pytest.mark.parametrize(("how", "stay", "aside", "said"), DAMAGES, ids=lambda one: getattr(one, "__name__", ""))
+@pytest.mark.slow
+def test_good_rows_survive_what_a_disk_does_to_a_file(
+    how: Callable[[list[bytes]], list[bytes]], stay: list[int], aside: int, said: str,
+    run: Path, whole: tuple[Path, str], on_ranks: OnRanks,
+) -> None:  # fmt: skip
+    before, after = damage(run / ROWS, how)
+    (printed, weights), _ = on_ranks(2, train, str(run))
+    assert weights == whole[1]
+    assert iterations_of(run) == [*stay, *range(AT + 1, STEPS + 1)]
+    written = dict(zip(range(1, STEPS + 1), before.splitlines(), strict=False))
+    kept = (run / ROWS).read_bytes().splitlines()
+    assert kept[: len(stay)] == [written[iteration] for iteration in stay]  # not a byte is another one
+    notices = [line for line in printed.splitlines() if ROWS in line]
+    assert notices == ([f"ddp_loop: {run}: {said}; training goes on at step {AT + 1}"] if said else [])
+    there = (run / ASIDE).read_bytes() if aside else b""
+    assert (run / ASIDE).exists() == bool(aside)
+    lost = [line.rstrip(b"\n") for line in after.splitlines(keepends=True) if line not in before]
+    assert all(line in there or line.strip(b"\0") in kept for line in lost)
+    assert not [one.name for one in run.iterdir() if one.name.startswith(".")]
+
+
+def test_a_file_that_is_gone_leaves_a_gap_that_is_said_and_the_numbers_are_the_same(
+    run: Path, whole: tuple[Path, str], on_ranks: OnRanks
+) -> None:
+    (run / ROWS).unlink()
+    (printed, weights), _ = on_ranks(2, train, str(run))
+    assert f"ddp_loop: {run}: rows 1 to 9 are missing from rows.jsonl; training goes on at step 10\n" in printed
+    assert (weights, iterations_of(run)) == (whole[1], [10, 11, 12])
+
+
+def test_several_gaps_are_said_in_one_line(tmp_path: Path) -> None:
+    there = [{"epoch": 1, "iteration": n, "samples": 1, "loss": 0.5, "elapsed_s": 0.1} for n in (2, 3, 5, 8)]
+    (tmp_path / ROWS).write_text("".join(json.dumps(row) + "\n" for row in there))
+    lines = JsonlWriter(tmp_path / ROWS, 20, once=True)
+    lines.close()
+    assert lines.notice == "rows 1, 4, 6 to 7 and 9 to 20 are missing from rows.jsonl"
+    there += [{**there[0], "iteration": n} for n in range(22, 60, 2)]
+    (tmp_path / ROWS).write_text("".join(json.dumps(row) + "\n" for row in there))
+    lines = JsonlWriter(tmp_path / ROWS, 60, once=True)
+    lines.close()
+    assert lines.notice == "rows 1, 4, 6 to 7 and 33 more are missing from rows.jsonl"
+
+
+def test_a_run_that_goes_on_as_it_should_says_nothing(run: Path, on_ranks: OnRanks) -> None:
+    number = (run / ROWS).stat().st_ino
+    with (run / ROWS).open("ab") as file:  # what a killed process leaves
+        file.write(b'{"epoch": 1, "iteration": 12, "ob')
+    printed = on_ranks(2, train, str(run))[0][0]
+    assert printed == ""
+    assert iterations_of(run) == [*range(1, STEPS + 1)]
+    assert (run / ROWS).stat().st_ino == number  # cut, not written anew
+    assert not (run / ASIDE).exists()
+
+
+def test_what_was_kept_aside_is_never_written_over_and_moves_away_with_the_run(run: Path, on_ranks: OnRanks) -> None:
+    damage(run / ROWS, flip)
+    on_ranks(2, train, str(run))
+    first = (run / ASIDE).read_bytes()
+    shutil.rmtree(run / "checkpoints" / "step-00000012")
+    damage(run / ROWS, lambda lines: [*lines[:2], b"{}\n", *lines[3:]])
+    on_ranks(2, train, str(run))
+    assert (run / ASIDE).read_bytes() == first
+    assert (run / "rows.damaged-2.jsonl").read_bytes() == b"{}\n"
+    with dl.join_world(device="cpu") as world:
+        dl.Loop(dl.Batches(torch.ones(4), 4, world), 1, state={"m": nn.Linear(1, 1)}, run_dir=run, resume=False)
+    assert not list(run.glob("*damaged*"))
+    assert {one.name for one in (run / "before" / "1").glob("*damaged*")} == {ASIDE, "rows.damaged-2.jsonl"}
+
+
+@pytest.mark.parametrize("name", [EVALUATIONS, RANKS])
+def test_lines_beside_the_rows_survive_likewise(
+    name: str, run: Path, whole: tuple[Path, str], on_ranks: OnRanks
+) -> None:
+    told = [{"iteration": n, "elapsed_s": 0.5 * n, "ranks": []} for n in range(1, 10)]
+    if name == RANKS:
+        (run / name).write_text("".join(json.dumps(one) + "\n" for one in told))
+    before = lines_of(run / name)
+    strange = [b"{}\n", NULS + b"\n", b'{"iteration": "x", "elapsed_s": 1}\n']
+    damage(run / name, lambda lines: [lines[0], *strange, *lines[1:]])
+    (printed, weights), _ = on_ranks(2, train, str(run))
+    kept = [one for one in before if one["iteration"] <= AT]
+    assert lines_of(run / name)[: len(kept)] == kept
+    aside = name.replace(".", ".damaged.")
+    assert f"ddp_loop: {run}: 3 damaged lines of {name} are kept in {aside}\n" in printed
+    assert len((run / aside).read_bytes().splitlines()) == 3
+    assert weights == whole[1]
+    if name == EVALUATIONS:
+        assert iterations_of(run, name) == [3, 6, 9, 12]
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_what_lies_behind_a_row_that_is_made_again_is_cut_without_a_word(once: bool, tmp_path: Path) -> None:
+    there = [{"epoch": 1, "iteration": n, "samples": 1, "elapsed_s": 0.1} for n in (1, 2, 5)]
+    path = tmp_path / ROWS
+    path.write_text("".join(json.dumps(row) + "\n" for row in there) + '{}\n{"epoch": 2, "it')
+    lines = JsonlWriter(path, 2, once=once)
+    lines.close()
+    assert (lines.notice, lines_of(path), os.listdir(tmp_path)) == ("", there[:2], [ROWS])
+
+
+@pytest.mark.parametrize("how", [one[0] for one in DAMAGES])
+@pytest.mark.slow
+def test_a_damaged_folder_can_be_looked_at_and_drawn(
+    how: Callable[[list[bytes]], list[bytes]], run: Path, on_ranks: OnRanks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(run / ROWS, how)
+    damage(run / EVALUATIONS, lambda lines: [b'{"iteration": 1, "mean": "x"}\n{"iteration": [1]}\n{}\n', *lines, NULS])
+    for _ in range(2):
+        view = RunView("a", run)
+        view.summary()
+        while view._is_behind:
+            view._looked = -1.0
+            view.summary()
+        view.curves(100, 0, 0, STEPS)
+        code = main(["plot", str(run)])
+        assert code == (2 if "has none" in capsys.readouterr().err else 0)
+        on_ranks(2, train, str(run))
+    assert code == 0
+    plots.close_fonts()
+
+
+def test_the_means_of_the_epoch_are_of_the_rows_that_stay(run: Path) -> None:
+    expected, found = EpochMeans(), EpochMeans()
+    rows = lines_of(run / ROWS)[:AT]
+    for row in rows:
+        expected.recall(row)
+    damage(run / ROWS, shuffled)
+    JsonlWriter(run / ROWS, AT, found.begin, once=True).close()
+    assert found.means.means() == expected.means.means()
+    assert found.means.rows == AT
+
+
+# -- the disk's order --------------------------------------------------------------------------------------------
+
+
+def lose_power(folder: str) -> list[tuple[str, list[int]]]:
+    """For each checkpoint, the moment that it gets its name: the rows that would be there if power went then."""
+    durable, seen, run = b"", [], Path(folder)
+    fsync, rename = os.fsync, Path.rename
+
+    def note_what_is_durable(descriptor: int) -> None:
+        nonlocal durable
+        fsync(descriptor)
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(run / ROWS):
+            durable = (run / ROWS).read_bytes()
+
+    def look(path: Path, target: Path) -> Path:
+        if path.name.startswith(SAVING) and Path(target).name.startswith("step-"):
+            whole = durable[: durable.rfind(b"\n") + 1]
+            seen.append((Path(target).name, [json.loads(line)["iteration"] for line in whole.splitlines()]))
+        return rename(path, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", note_what_is_durable)
+        patch.setattr(Path, "rename", look)
+        train(folder)
+    return seen
+
+
+def test_no_checkpoint_is_there_before_the_rows_that_it_counts(on_ranks: OnRanks, tmp_path: Path) -> None:
+    seen = on_ranks(2, lose_power, str(tmp_path / "run"))[0]
+    assert [name for name, _ in seen] == ["step-00000009", "step-00000012"]
+    for name, rows in seen:
+        made = int(name.removeprefix("step-"))
+        assert rows[:made] == [*range(1, made + 1)]

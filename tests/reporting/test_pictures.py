@@ -1,0 +1,155 @@
+"""The curves of a run: drawn when it ends, and by `python -m ddp_loop plot`; its rows as CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop import plots
+from ddp_loop.cli import main
+from ddp_loop.plots import Panel
+from ddp_loop.reporting import exports
+from tests.support.harness import OnRanks
+
+FILES = ["loss.png", "loss.svg", "metrics.png", "metrics.svg"]
+
+
+def train(run: str, progress: bool, steps: int | None = None) -> None:
+    with dl.join_world(seed=0) as world:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.randn(40, 2, generator=torch.Generator().manual_seed(3))
+        state = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(dl.Batches(data, 4, world), 3, steps=steps, state=state, run_dir=run, progress=progress)
+        for _ in range(loop.epochs_completed, 3):
+            for step in loop.epoch():
+                for inputs in step:
+                    loss = model(inputs).square()
+                    step.backward(loss.mean(), large=loss.squeeze(1) > 1)
+                step.fold()
+                optimizer.step()
+            dl.evaluate(model, dl.Batches(data, 10, world, shuffle=False), large=lambda out, rows: out.squeeze(1) > 1)
+
+
+def ink(path: Path) -> Any:
+    """Where a PNG is neither white nor grey."""
+    with Image.open(path) as image:
+        colours = np.asarray(image.convert("RGB"), dtype=np.int64)
+    return colours.max(2) - colours.min(2) > 50
+
+
+@pytest.mark.covers("E7")
+@pytest.mark.slow
+def test_a_run_is_drawn_when_it_ends_and_its_rows_are_a_table(on_ranks: OnRanks, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    on_ranks(2, train, str(run), True)
+    assert sorted(one.name for one in (run / "pictures").iterdir()) == FILES
+    rows = [json.loads(line) for line in (run / "rows.jsonl").read_text().splitlines()]
+    with (run / "rows.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [{name: float(value) for name, value in row.items()} for row in table] == rows
+    assert len(rows) == 30
+    for name in ("loss.svg", "metrics.svg"):
+        assert (run / "pictures" / name).read_text().lstrip().startswith("<?xml")
+    assert ink(run / "pictures" / "loss.png").sum() > 1000
+
+
+@pytest.mark.slow
+def test_a_run_without_progress_is_not_drawn_until_it_is_asked_for(
+    on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    on_ranks(2, train, str(run), False)
+    assert not (run / "pictures").exists()
+    assert main(["plot", str(run)]) == 0
+    files = [run / "pictures" / name for name in FILES] + [run / "rows.csv"]
+    assert capsys.readouterr().out.splitlines() == [str(one) for one in files]
+    assert all(one.stat().st_size > 0 for one in files)
+    plots.close_fonts()
+
+
+@pytest.mark.parametrize("lines", [None, "", '{"iteration": 1, "lo'])
+def test_what_has_no_rows_is_refused(lines: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if lines is not None:
+        (tmp_path / "rows.jsonl").write_text(lines)
+    assert main(["plot", str(tmp_path)]) == 2
+    assert f"curves are drawn of a run's rows.jsonl; {tmp_path} has none" in capsys.readouterr().err
+
+
+def test_the_panels_are_loss_metrics_norm_and_rates_that_change_with_the_evaluations() -> None:
+    rows: list[dict[str, Any]] = [
+        {"epoch": 1, "iteration": 1, "samples": 4, "weight": 2.0, "loss": None, "a": 0.5, "gradient_norm": 2.0,
+         "learning_rate": 0.1, "learning_rate_1": 0.5, "skipped": 1.0, "elapsed_s": 1.0},
+        {"epoch": 1, "iteration": 2, "samples": 4, "weight": 2.0, "loss": 0.5, "a": 0.75, "learning_rate": 0.2,
+         "learning_rate_1": 0.5},
+    ]  # fmt: skip
+    panels = exports._panels(rows, [{"epoch": 1, "iteration": 2, "b": 0.25, "a": 0.5, "samples": 9}])
+    assert list(panels) == ["loss", "a", "b", "gradient_norm", "learning_rate"]
+    assert np.isnan(panels["loss"].values[0])
+    assert panels["a"] == Panel([1.0, 2.0], [0.5, 0.75], [2.0], [0.5])
+    assert panels["b"] == Panel([], [], [2.0], [0.25])
+    assert panels["gradient_norm"].iterations == [1.0]
+
+
+def test_a_long_run_is_thinned_to_means_in_their_band(tmp_path: Path) -> None:
+    at = np.arange(1.0, 100_001.0)
+    where, means, least, most = plots._thinned(at, np.sin(at))
+    assert len(where) <= plots._POINTS
+    assert (least <= means).all()
+    assert (means <= most).all()
+    assert (least.min(), most.max()) == (np.sin(at).min(), np.sin(at).max())
+    assert where[0] == at[:334].mean()
+
+
+def test_a_curve_goes_where_its_values_go(tmp_path: Path) -> None:
+    rising = plots.curves({"loss": Panel(range(1, 11), range(1, 11))}, tmp_path / "new" / "rising.png")
+    drawn = np.argwhere(ink(rising))
+    width = ink(rising).shape[1]
+    assert drawn[drawn[:, 1] < width / 3, 0].mean() > drawn[drawn[:, 1] > 2 * width / 3, 0].mean()  # rows go down
+    with pytest.raises(ValueError, match="curves are drawn of one value or more"):
+        plots.curves({}, tmp_path / "none.png")
+    plots.close_fonts()
+
+
+def test_the_same_rows_give_the_same_svg(tmp_path: Path) -> None:
+    panels = {"loss": Panel([1, 2, 3], [3.0, float("nan"), 1.0])}
+    one, other = (plots.curves(panels, tmp_path / f"{name}.svg").read_text() for name in "ab")
+    assert "date" not in one
+    assert len(one) == len(other)
+    plots.close_fonts()
+
+
+@pytest.mark.slow
+def test_fonts_are_closed_when_a_run_was_drawn(tmp_path: Path) -> None:
+    train(str(tmp_path), True)
+    open_now = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.exists()]
+    assert [one for one in open_now if one.endswith(".ttf")] == []
+
+
+def test_a_picture_that_fails_is_said_and_the_run_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object, **keywords: object) -> Path:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(plots, "curves", fail)
+    train(str(tmp_path), True)
+    assert "was not drawn: OSError('the disk is full')" in capsys.readouterr().out
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "done"
+
+
+def test_a_run_of_many_rows_is_left_to_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exports, "_SMALL_MIB", 1e-3)
+    train(str(tmp_path), True)
+    assert not (tmp_path / "pictures").exists()

@@ -1,0 +1,140 @@
+"""Rows written to other places: CSV, TensorBoard, several receivers at once, and again where a run goes on."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop.sinks import csv_sink, read_csv, tensorboard_sink
+from tests.support.harness import OnRanks
+
+
+def points_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard reads: by name, step and value."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {name: [(one.step, one.value) for one in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def train(folder: str, stop_at: int = 0, every_s: float = 0.0) -> list[dict[str, Any]]:
+    """Two sinks and a function of one's own; what that was given."""
+    with dl.join_world(seed=0) as world:
+        torch.manual_seed(1)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows: list[dict[str, Any]] = []
+        receivers = [csv_sink(f"{folder}/new/rows.csv"), tensorboard_sink(f"{folder}/board", every_s), rows.append]
+        data = torch.randn(20, 2, generator=torch.Generator().manual_seed(3))
+        state = {"model": model, "optimizer": optimizer}
+        options: dict[str, Any] = {"run_dir": f"{folder}/run", "on_row": receivers, "progress": False}
+        loop = dl.Loop(dl.Batches(data, 7, world), 4, state=state, **options)
+        for step in loop:
+            for inputs in step:
+                loss = model(inputs).square()
+                step.backward(loss.mean(), large=loss.squeeze(1) > 1)
+            if step.iteration == stop_at:
+                loop.stop()
+            step.fold()
+            optimizer.step()
+        return rows
+
+
+@pytest.mark.covers("E7")
+def test_csv_and_tensorboard_get_each_row_also_when_the_run_goes_on(on_ranks: OnRanks, tmp_path: Path) -> None:
+    rows = on_ranks(3, train, str(tmp_path), 5)[0]
+    assert len(rows) == 5
+    rows += on_ranks(2, train, str(tmp_path))[0]
+    assert [row["iteration"] for row in rows] == list(range(1, 13))
+    table = read_csv(tmp_path / "new" / "rows.csv")
+    assert [{name: float(value) for name, value in row.items()} for row in table] == rows
+    points = points_of(tmp_path / "board")
+    assert set(points) == {"loss", "large", "gradient_norm", "learning_rate", "samples_per_s"}
+    for name, told in points.items():
+        assert [step for step, _ in told] == list(range(1, 13))
+        assert [value for _, value in told] == pytest.approx([row[name] for row in rows], rel=1e-6)  # float32
+    assert all(not rank for rank in on_ranks(3, train, str(tmp_path / "other"), 0)[1:])  # rank 0 alone is told
+
+
+@pytest.mark.covers("E7")
+def test_tensorboard_gets_the_mean_of_rows_that_come_quickly(tmp_path: Path) -> None:
+    rows = train(str(tmp_path), every_s=1000.0)
+    points = points_of(tmp_path / "board")
+    (first, one), *others = points["loss"]
+    assert first == 1
+    assert one == pytest.approx(rows[0]["loss"])
+    weights = [row["samples"] for row in rows]
+    # A point is written before the checkpoint at each epoch's end, and at the end.
+    assert [step for step, _ in others] == [3, 6, 9, 12]
+    for (step, value), begins in zip(others, (1, 3, 6, 9), strict=True):
+        mean = sum(w * row["loss"] for w, row in list(zip(weights, rows, strict=True))[begins:step])
+        assert value == pytest.approx(mean / sum(weights[begins:step]))
+    assert points["learning_rate"][-1][1] == pytest.approx(0.1)
+
+
+def row(iteration: int, **more: float) -> dict[str, Any]:
+    return {"epoch": 1, "iteration": iteration, "samples": 4, "loss": 1 / iteration, **more}
+
+
+def test_a_value_that_comes_later_gets_a_column_and_what_a_row_lacks_is_empty(tmp_path: Path) -> None:
+    sink = csv_sink(tmp_path / "rows.csv")
+    sink(row(1, gradient_norm=0.5))
+    sink(row(2, accuracy=0.25))
+    sink(row(3, gradient_norm=math.nan))
+    sink.close()
+    assert (tmp_path / "rows.csv").read_text() == (
+        f"epoch,iteration,samples,loss,gradient_norm,accuracy\n1,1,4,1.0,0.5,\n1,2,4,0.5,,0.25\n1,3,4,{1 / 3!r},nan,\n"
+    )
+    assert [one.name for one in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_a_run_that_goes_on_takes_out_what_is_made_again_and_torn_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    sink = csv_sink(path)
+    for iteration in range(1, 6):
+        sink(row(iteration))
+    sink.close()
+    path.write_text(path.read_text() + "1,6,4,0.1")  # it was killed while it wrote
+    again = csv_sink(path)
+    again(row(4))
+    again.flush()
+    assert [int(one["iteration"]) for one in read_csv(path)] == [1, 2, 3, 4]
+    again.close()
+    anew = csv_sink(path)
+    anew(row(1))
+    anew.close()
+    assert [int(one["iteration"]) for one in read_csv(path)] == [1]
+
+
+def test_a_sink_opens_nothing_before_its_first_row(tmp_path: Path) -> None:
+    for sink in (csv_sink(tmp_path / "rows.csv"), tensorboard_sink(tmp_path / "board")):
+        sink.flush()
+        sink.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_tensorboard_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install "ddp_loop\[tensorboard\]"'):
+        tensorboard_sink(tmp_path)
+
+
+def test_what_a_receiver_does_to_its_row_the_next_one_does_not_see() -> None:
+    seen: list[dict[str, Any]] = []
+    with dl.join_world() as world:
+        model = nn.Linear(1, 1)
+        receivers = [lambda row: row.clear(), seen.append]
+        loop = dl.Loop(dl.Batches(torch.ones(4, 1), 2, world), 1, state={"m": model}, on_row=receivers, progress=False)
+        for step in loop:
+            for rows in step:
+                step.backward(model(rows).mean())
+            step.fold()
+    assert [one["iteration"] for one in seen] == [1, 2]

@@ -1,0 +1,258 @@
+"""What is told of a run stays right, and stops nobody, whatever the script, its receivers, disk and terminal do."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop.monitor.series import smooth
+from ddp_loop.monitor.server import views_of
+from ddp_loop.reporting.reporter import EvaluationLog, JsonlLog
+from ddp_loop.reporting.rows import EpochMeans, RowMeta
+from ddp_loop.reporting.terminal import ProgressView, Terminal
+from ddp_loop.reporting.throughput import TrainingLength
+from ddp_loop.sinks import csv_sink, read_csv
+from tests.support.harness import OnRanks
+from tests.support.paths import ROOT
+from tests.support.runs import lines_of
+
+
+@contextmanager
+def limited(most: int) -> Iterator[None]:
+    """No file of this process grows beyond `most` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# -- rows ------------------------------------------------------------------------------------------------------
+
+
+def train(folder: str, dtype: torch.dtype = torch.float32, scale: float = 1.0, on_row: Any = None) -> list[float]:
+    """Each step's loss, of a script that adds it up in the place where it was given it."""
+    with dl.join_world(seed=0) as world:
+        weight = nn.Parameter(torch.full((4,), 0.5, dtype=dtype))
+        batches = dl.Batches(torch.arange(1.0, 25.0).reshape(24, 1), 4, world)
+        loop = dl.Loop(
+            batches, 1, state={"o": torch.optim.SGD([weight], lr=0.0)}, run_dir=folder, progress=False, on_row=on_row
+        )
+        losses, total = list[float](), None
+        for step in loop:
+            for rows in step:
+                step.backward((weight.sum().abs() * rows).mean() * scale)
+            loss = step.fold().loss
+            losses.append(float(loss))
+            total = loss if total is None else total.add_(loss)
+        return losses
+
+
+def test_what_a_script_does_to_its_loss_is_not_told(on_ranks: OnRanks, tmp_path: Path) -> None:
+    losses = on_ranks(2, train, str(tmp_path))[0]
+    assert [row["loss"] for row in lines_of(tmp_path / "rows.jsonl")] == losses
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e20, 1e-24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128, torch.complex64])
+def test_the_norm_is_right_also_where_squares_have_no_room(
+    dtype: torch.dtype, scale: float, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    on_ranks(2, train, str(tmp_path), dtype, scale)
+    rows = lines_of(tmp_path / "rows.jsonl")
+    losses = [row["loss"] for row in rows]  # |4 * 0.5| * mean, and each of the 4 gradients is the mean
+    assert [row["gradient_norm"] for row in rows] == pytest.approx(losses, rel=1e-6)
+
+
+def train_nothing() -> list[float]:
+    with dl.join_world() as world:
+        empty, outside = nn.Parameter(torch.zeros(0)), torch.ones((), requires_grad=True)
+        told: list[float] = []
+        loop = dl.Loop(
+            dl.Batches(torch.ones(4), 2, world), 1, state={"o": torch.optim.SGD([empty], lr=0.1)}, progress=False,
+            on_row=lambda row: told.append(row["gradient_norm"]),
+        )  # fmt: skip
+        for step in loop:
+            for rows in step:
+                step.backward(empty.sum() + outside * rows.sum())
+            step.fold()
+        return told
+
+
+def test_parameters_without_elements_have_a_norm_of_0(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, train_nothing)[0] == [0.0, 0.0]
+
+
+def refuse_the_second(row: dict[str, float]) -> None:
+    if row["iteration"] == 2:
+        raise LookupError("planted")
+
+
+def fail_in_a_receiver(folder: str) -> list[int]:
+    seen: list[int] = []
+    with pytest.raises(LookupError):
+        train(folder, on_row=[lambda row: seen.append(int(row["iteration"])), refuse_the_second])
+    return seen
+
+
+def test_a_receiver_that_raises_keeps_no_row_from_the_file(on_ranks: OnRanks, tmp_path: Path) -> None:
+    assert on_ranks(1, fail_in_a_receiver, str(tmp_path))[0][:2] == [1, 2]
+    told = json.loads((tmp_path / "status.json").read_text())
+    assert told["status"] == "failed"
+    rows = [row["iteration"] for row in lines_of(tmp_path / "rows.jsonl")]
+    assert rows == list(range(1, told["step"] + 1))
+
+
+def test_an_epoch_that_a_run_goes_on_in_has_the_rows_of_before() -> None:
+    epoch, said = EpochMeans(), list[str]()
+    for number, loss in enumerate([8.0, None, 1.0, 2.0], 1):
+        epoch.recall({"epoch": 1 + number // 3, "iteration": number, "samples": 4, "loss": loss})
+    shown = Terminal(said.append, TrainingLength(), 0.0, None, epoch)
+    shown.take(RowMeta(2, 5, 8, 0.5, True), {"loss": 3.0})
+    shown.take(RowMeta(3, 6, 8, 0.6, True), {"loss": 5.0})
+    assert said == ["Epoch: 2, Loss: 2.2500", "Epoch: 3, Loss: 5.0000"]
+
+
+# -- files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_keeps_the_paces_of_before(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.jsonl"
+    told = [{"iteration": 10 * number, "elapsed_s": 1.0 * number, "ranks": []} for number in range(1, 6)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in told) + '{"iteration": 4')
+    JsonlLog(path, 40, print)
+    assert lines_of(path) == told[:4]
+
+
+def test_another_runs_folder_in_the_place_is_not_written_to(tmp_path: Path) -> None:
+    run, said = tmp_path / "run", list[str]()
+    run.mkdir()
+    journal = JsonlLog(run / "ranks.jsonl", 0, said.append)
+    journal.append({"iteration": 1})
+    run.rename(tmp_path / "moved")
+    run.mkdir()
+    journal.append({"iteration": 2})
+    journal.append({"iteration": 3})
+    assert os.listdir(run) == []
+    assert lines_of(tmp_path / "moved" / "ranks.jsonl") == [{"iteration": 1}]
+    assert len(said) == 1
+    assert "another folder stands in its place" in said[0]
+
+
+def fail_in_a_replaced_folder(folder: str) -> None:
+    """Rank 0 fails when the run folder has another name, and an empty one has its own."""
+
+    def replace() -> None:
+        Path(folder).rename(f"{folder}, moved")
+        Path(folder).mkdir()
+
+    with dl.join_world() as world:
+        model = nn.Linear(1, 1)
+        for step in dl.Loop(dl.Batches(torch.ones(8, 1), 2, world), 1, state={"model": model}, run_dir=folder):
+            for rows in step:
+                step.backward(model(rows).mean())
+            step.fold()
+            world.on_rank_zero(replace)
+            if world.rank == 0:
+                raise LookupError("planted")
+
+
+def test_no_rank_writes_how_it_ended_into_another_runs_folder(on_ranks: OnRanks, tmp_path: Path) -> None:
+    with pytest.raises(dl.RankFailed, match="planted"):
+        on_ranks(2, fail_in_a_replaced_folder, str(tmp_path / "run"))
+    assert os.listdir(tmp_path / "run") == []
+
+
+def test_small_values_that_differ_are_both_noted(tmp_path: Path) -> None:
+    evaluations = EvaluationLog(tmp_path, 0, print)
+    for loss in (1e-7, 5e-7, 5e-7 + 1e-15):
+        evaluations.record(1, 5, {"loss": loss, "samples": 9}, 0.5)
+    assert [line["loss"] for line in lines_of(tmp_path / "evaluations.jsonl")] == [1e-7, 5e-7]
+
+
+def test_a_metric_named_as_a_place_does_not_move_its_line(tmp_path: Path) -> None:
+    EvaluationLog(tmp_path, 0, print).record(1, 5, {"iteration": 99.5, "epoch": 0.5, "samples": 9}, 0.5)
+    (line,) = lines_of(tmp_path / "evaluations.jsonl")
+    assert (line["epoch"], line["iteration"]) == (1, 5)
+
+
+def test_a_table_on_a_disk_that_was_full_has_each_row_once(tmp_path: Path) -> None:
+    sink = csv_sink(tmp_path / "rows.csv")
+    for number in range(1, 4):
+        sink({"iteration": number, "loss": 0.5})
+    sink.flush()
+    for number in range(4, 8):
+        sink({"iteration": number, "loss": 0.5})
+    with limited((tmp_path / "rows.csv").stat().st_size + 9), pytest.raises(OSError, match="File too large"):
+        sink.flush()
+    sink.close()
+    assert [int(row["iteration"]) for row in read_csv(tmp_path / "rows.csv")] == list(range(1, 8))
+
+
+# -- the terminal, the page ------------------------------------------------------------------------------------
+
+
+class Gone:
+    """A display whose terminal was closed."""
+
+    def show(self, view: ProgressView) -> None:
+        raise OSError(5, "Input/output error")
+
+    def close(self) -> None:
+        raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("shows", [False, True])
+def test_a_terminal_that_is_gone_stops_nobody(shows: bool) -> None:
+    said: list[str] = []
+    terminal = Terminal(said.append, TrainingLength(), 0.0, Gone())
+    if shows:
+        terminal.take(RowMeta(1, 1, 4, 0.5, True), {"loss": 1.0})
+    terminal.close("stopped after step 1")
+    assert said[-1] == "stopped after step 1"
+
+
+def test_a_folder_named_by_dots_has_a_key_of_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one" / "two").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "one" / "two")
+    assert [view.key for view in views_of([Path(".."), Path("."), Path("/")])] == ["one", "two", "run"]
+
+
+def test_smoothing_by_more_rows_than_there_are_takes_no_more_room() -> None:
+    assert smooth(np.array([1.0, 2.0, 6.0]), 10**13) == pytest.approx([1.0, 1.5, 3.0])
+
+
+@pytest.mark.slow
+def test_a_script_without_standard_input_has_its_page(tmp_path: Path) -> None:
+    script = f"""
+import os, signal, urllib.request
+from pathlib import Path
+from ddp_loop.monitor import start_page
+lines = []
+process = start_page(Path({str(tmp_path)!r}), lines.append)
+link = lines[0].removeprefix("Page: ").partition("#")[0]
+try:
+    print(urllib.request.urlopen(link, timeout=60).status)
+finally:
+    os.kill(process, signal.SIGTERM)
+    os.waitpid(process, 0)
+"""
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" 0<&-', sys.executable, script],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "200\n"), done.stderr

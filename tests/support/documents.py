@@ -1,0 +1,23 @@
+"""What the documents say, read."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from tests.support.paths import ROOT
+
+
+@cache
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def states_of(document: str) -> list[tuple[str, str]]:
+    """(row, state) of every capability, in order: `| D4 | what | claimed |`."""
+    return re.findall(r"^\| *([A-Z]\d+) *\|.+\| *(\w+) *\|$", document, re.MULTILINE)
+
+
+def claimed_rows() -> set[str]:
+    """The capabilities that are said to be there."""
+    return {row for row, state in states_of(text_of("docs/capabilities.md")) if state == "claimed"}

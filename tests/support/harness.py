@@ -1,0 +1,189 @@
+"""What the tests share: how a task is sent to ranks, and what a test must not leave behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+# What the project promises: a fault on one rank ends all within 3 s. The campaigns of tests/faults hold it to that,
+# alone on a machine; tests run beside others, and what they would miss is a timeout of 20 s or more.
+FAULT_S = 9.0 if "PYTEST_VERSION" in os.environ else 3.0
+TASK_S = 60.0  # the longest tasks take seconds; a shared machine may be ten times slower
+MOMENT_S, LOOK_S = 20.0, 0.02  # how long to wait for what takes a moment, and how often to look
+THREAD_END_S = 1.0  # a thread that was told to end needs a moment
+
+PYTEST_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the latter when it likes
+
+
+class OnRanks(Protocol):
+    """The fixture `on_ranks`: results of `function(*arguments, **keywords)` on `ranks` gloo ranks, in order.
+
+    The function must be at the top level of a test file. It makes its own process group, with `join_world`.
+    """
+
+    def __call__(
+        self,
+        ranks: int,
+        function: Callable[..., Result],
+        /,
+        *arguments: Any,
+        timeout_s: float = TASK_S,
+        **keywords: Any,
+    ) -> list[Result]: ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a test, or a task on a rank, finds and must leave as it was."""
+
+    environment_variable: frozenset[tuple[str, str]]
+    thread: frozenset[threading.Thread]
+    child_process: frozenset[int]
+    file_in_the_working_folder: frozenset[str]
+    open_file_in_the_working_folder: frozenset[str]
+    process_group: frozenset[str]
+    torch_setting: frozenset[tuple[str, object]]
+
+
+def look_around() -> Surroundings:
+    """The surroundings now; some 0.3 ms."""
+    return Surroundings(
+        environment_variable=frozenset(item for item in os.environ.items() if item[0] not in PYTEST_OWN),
+        thread=frozenset(thread for thread in threading.enumerate() if thread.is_alive()),
+        child_process=child_processes(),
+        file_in_the_working_folder=frozenset(name for name in os.listdir() if not name.startswith((".", "__"))),
+        open_file_in_the_working_folder=open_files(Path.cwd()),
+        process_group=frozenset({"the default one"} if dist.is_initialized() else ()),
+        torch_setting=frozenset(
+            {
+                ("default dtype", torch.get_default_dtype()),
+                ("deterministic algorithms", torch.are_deterministic_algorithms_enabled()),
+                ("gradients", torch.is_grad_enabled()),
+            }
+        ),
+    )
+
+
+def left_behind(before: Surroundings, allowed_processes: Collection[int] = ()) -> list[str]:
+    """A line for each thing that is here now and was not before.
+
+    Args:
+        before: what `look_around` said.
+        allowed_processes: ids of child processes that may stay: those of the pool of ranks.
+    """
+    for thread in set(threading.enumerate()) - before.thread:
+        thread.join(THREAD_END_S)
+    after = look_around()
+    lines = []
+    for field in fields(Surroundings):
+        new = getattr(after, field.name) - getattr(before, field.name)
+        if field.name == "child_process":
+            new = {f"{pid}: {command_of(pid)}" for pid in new if pid not in allowed_processes}
+            new = {line for line in new if "multiprocessing.resource_tracker" not in line}
+        lines += [f"{field.name.replace('_', ' ')}: {thing}" for thing in sorted(new, key=str)]
+    removed = dict(before.environment_variable).keys() - dict(after.environment_variable).keys()
+    return lines + [f"environment variable removed: {name}" for name in sorted(removed)]
+
+
+def until(holds: Callable[[], Any], what: str, within_s: float = MOMENT_S) -> Any:
+    """Look again and again until something holds; returns it. What it waits for is said if it does not come."""
+    deadline = time.monotonic() + within_s
+    while not (found := holds()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within_s:g} s: {what}")
+        time.sleep(LOOK_S)
+    return found
+
+
+def child_processes() -> frozenset[int]:
+    """The ids of this process's children; without /proc, of those that multiprocessing started."""
+    started = {child.pid for child in multiprocessing.active_children() if child.pid}
+    listed: set[int] = set()
+    for children in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError):  # a thread that has ended since
+            listed.update(int(pid) for pid in children.read_text().split())
+    return frozenset(started | listed)
+
+
+def command_of(process_id: int) -> str:
+    """The command line of a process, or what is known of it; one that is being started has none for a moment."""
+    folder, deadline = Path(f"/proc/{process_id}"), time.monotonic() + MOMENT_S
+    try:
+        while not (command := (folder / "cmdline").read_text().replace("\0", " ").strip()):
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if state == "Z" or time.monotonic() > deadline:
+                return "ended, not waited for"
+            time.sleep(LOOK_S)
+    except OSError:
+        return "unknown"
+    return command
+
+
+def open_files(folder: Path) -> frozenset[str]:
+    """The files below `folder` that this process holds open."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").glob("*"):
+        try:
+            target = os.readlink(descriptor)
+        except OSError:
+            continue  # closed since: the folder listing itself
+        if Path(target).is_relative_to(folder):
+            found.add(target)
+    return frozenset(found)
+
+
+def run_cleanly(function: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
+    """Call the function on a rank, and fail if it left something behind there."""
+    before = look_around()
+    result = function(*arguments, **keywords)
+    left = left_behind(before)
+    if left:
+        raise AssertionError(f"a task must leave its rank as it was; {function.__name__} left: {'; '.join(left)}")
+    return result
+
+
+def caught(function: Callable[..., Any], *arguments: Any) -> tuple[str, str, float]:
+    """The type and the text of what a call raises, and the seconds that it took; "" for no exception."""
+    began = time.monotonic()
+    try:
+        function(*arguments)
+    except BaseException as error:
+        return type(error).__name__, _text(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except LookupError:
+        return "(no words)"
+
+
+def sum_of_ranks() -> float:
+    """The smallest task of all: every rank learns the sum of their numbers."""
+    dist.init_process_group("gloo")
+    try:
+        total = torch.tensor(float(dist.get_rank()), dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.item()
+    finally:
+        dist.destroy_process_group()
+
+
+class Unspeakable(Exception):
+    """An exception that cannot be unpickled: its arguments are not those of its constructor."""
+
+    def __init__(self, left: int, right: int) -> None:
+        super().__init__(f"{left} is not {right}")

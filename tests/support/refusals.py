@@ -1,0 +1,122 @@
+"""Asking that every rank refuses a scenario, with one clear error; and the small job that scenarios are made of.
+
+Every rank raises the error, or PeerFailed with its words, within FAULT_S, as the project promises; and the run
+folder holds whole lines only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import ddp_loop as dl
+from tests.support.harness import FAULT_S, OnRanks
+
+TIMEOUT_S = 20.0  # of the worlds here: what hangs in spite of all ends in a failed test, not in a stuck one
+BOUND = 1e-12
+ALL = -1  # every rank does it
+
+Scenario = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Caught:
+    """What a rank raised, and after how many seconds."""
+
+    kind: str
+    text: str
+    took_s: float
+
+
+def on_this_rank(scenario: Scenario, folder: str, arguments: tuple[Any, ...], warm: bool = True) -> Caught:
+    if warm:
+        torch.optim.SGD([nn.Parameter(torch.ones(()))])  # a process's first imports torch._dynamo, for 3 s
+    began = time.monotonic()
+    try:
+        with dl.join_world(timeout_s=TIMEOUT_S) as world:
+            scenario(world, folder, *arguments)
+    except BaseException as error:
+        return Caught(type(error).__name__, str(error), time.monotonic() - began)
+    return Caught("", "", time.monotonic() - began)
+
+
+class Refused:
+    """Runs a scenario on ranks and asks that all of them refuse it."""
+
+    def __init__(self, on_ranks: OnRanks, folder: Path) -> None:
+        self._on_ranks, self._folder = on_ranks, folder
+
+    def __call__(
+        self,
+        ranks: int,
+        scenario: Scenario,
+        *arguments: Any,
+        kind: str,
+        said: str,
+        by: int | None = None,
+        within_s: float = FAULT_S,
+    ) -> list[Caught]:
+        """`kind`: of the error, or `one|another`; `by`: the rank that raises it; ALL for all; None for some."""
+        results = self._on_ranks(ranks, on_this_rank, scenario, str(self._folder), arguments)
+        for rank, result in enumerate(results):
+            own, peer = kind.split("|"), ["PeerFailed"]
+            allowed = own if by in (ALL, rank) else peer if by is not None else own + peer
+            assert result.kind in allowed, f"rank {rank}: {result}"
+            assert re.search(said, result.text, re.DOTALL), f"rank {rank}: {result.text}"
+            assert result.took_s < within_s
+        assert {result.kind for result in results} & set(kind.split("|"))
+        assert_whole_lines(self._folder)
+        return results
+
+
+def assert_whole_lines(folder: Path) -> None:
+    path = folder / "rows.jsonl"
+    if path.is_file() and (text := path.read_text()):
+        assert text.endswith("\n")
+        for number, line in enumerate(text.splitlines(), 1):
+            assert json.loads(line)["iteration"] == number
+
+
+def network() -> nn.Sequential:
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+    return model
+
+
+def samples(count: int) -> torch.Tensor:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+
+def loop_over(
+    world: dl.World, folder: str, model: nn.Module, *more: object, count: int = 24, shards: int | None = None,
+    **keywords: Any,
+) -> dl.Loop:  # fmt: skip
+    """4 steps of 6 samples."""
+    batches = dl.Batches(samples(count), 6, world, shards=shards, shuffle=False)
+    state = {"model": model, **{f"other {number}": one for number, one in enumerate(more)}}
+    keywords = {"epochs": 1, "progress": False, "run_dir": folder, **keywords}
+    return dl.Loop(batches, state=state, **keywords)
+
+
+def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return mse_loss(model(rows), rows.sum(1, keepdim=True))
+
+
+def mean_of(output: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    return output.mean()
+
+
+def does_it(world: dl.World, culprit: int) -> bool:
+    return culprit in (ALL, world.rank)

@@ -1,0 +1,93 @@
+"""A page's server on a free port, in a thread, and run folders for it to show."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_loop.checkpoint import STATUS
+from ddp_loop.checkpoint.atomic_files import write_atomic
+from ddp_loop.checkpoint.run_folder import RUN
+from ddp_loop.monitor.app import TOKEN_HEADER, MonitorApp
+from ddp_loop.monitor.server import HERE, listen, make_server, names_of, views_of
+
+TOKEN = "a-token-of-the-tests"
+COMMAND = {"command": ["lab/train.py", "--run", "runs/the one"], "directory": "/home/me"}
+WAIT_S = 20.0  # for what takes a moment
+
+
+@dataclass(frozen=True)
+class Served:
+    """A page that is served."""
+
+    site: MonitorApp
+    port: int
+
+    @property
+    def base(self) -> str:
+        return f"http://{HERE}:{self.port}"
+
+    @property
+    def link(self) -> str:
+        return f"{self.base}/#token={TOKEN}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {TOKEN_HEADER: TOKEN}
+
+
+@contextmanager
+def served(*runs: Path, port: int = 0) -> Iterator[Served]:
+    """Serve the page of these runs."""
+    site = MonitorApp(views_of(runs))
+    with listen(port=port) as listening:
+        number = listening.getsockname()[1]
+        server = make_server(site, listening, TOKEN, names_of(HERE, ()))
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield Served(site, number)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def answers(port: int) -> bool:
+    """Whether somebody listens at a port of this machine."""
+    try:
+        socket.create_connection((HERE, port), timeout=WAIT_S).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def row(iteration: int, **values: Any) -> dict[str, Any]:
+    return {
+        "epoch": (iteration - 1) // 100 + 1,
+        "iteration": iteration,
+        "samples": 10,
+        "loss": 1 / iteration,
+        **values,
+        "elapsed_s": iteration * 0.01,
+    }
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+def write_run(folder: Path, rows: Iterable[Mapping[str, Any]], **status: Any) -> Path:
+    """A run folder that nobody holds."""
+    folder.mkdir(parents=True)
+    write_atomic(folder / RUN, {"id": "0123456789abcdef", "began": 1.0, "fingerprint": {}})
+    write_lines(folder / "rows.jsonl", rows)
+    if status:
+        write_atomic(folder / STATUS, {"at": time.time(), "process": 1, "ranks": 2, "device": "cpu"} | COMMAND | status)
+    return folder

@@ -1,0 +1,74 @@
+"""Data that several test files read."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset
+
+import ddp_loop as dl
+
+Place = tuple[int, int, int]  # epoch, position, shard
+
+
+def places(batches: dl.Batches, epochs: int = 2) -> dict[Place, list[int]]:
+    """Which samples this rank was given, by place; of data whose sample i is the number i."""
+    return {
+        (epoch, loaded.mini_batch.position, shard.number): loaded.data(number).tolist()
+        for epoch in range(epochs)
+        for loaded in batches.epoch(epoch)
+        for number, shard in enumerate(loaded.mini_batch.shards)
+    }
+
+
+def numbers(size: int) -> torch.Tensor:
+    return torch.arange(size)
+
+
+class Drawn(Dataset[Any]):
+    """Sample i is i and a random number."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, random.random()
+
+
+def squares(index: int) -> int:
+    return index * index
+
+
+SIZE = 10
+
+
+INPUTS = torch.arange(30.0).reshape(SIZE, 3)
+
+
+class Images(Dataset[Any]):
+    """Samples held by the data set itself."""
+
+    def __init__(self) -> None:
+        self.inputs = INPUTS.clone()
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.inputs[index]
+
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "none": {"num_workers": 0},
+    "two": {"num_workers": 2},
+    "two that persist": {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
+}
+
+
+class Pair(NamedTuple):
+    """Inputs with their labels."""
+
+    inputs: Any
+    labels: Any

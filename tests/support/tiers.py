@@ -1,0 +1,66 @@
+"""Two tiers of tests: `make test` runs one case for each value of each axis, `make test-all` runs every case.
+
+[Note: Axes] The arguments that a test is parametrised over are its axes: ranks, shards, culprits, stages. Its quick
+cases are chosen so that every value of every axis is there at least once; the other combinations are the full tier. A
+test marked `slow` is in the full tier with all its cases. This is the each-choice coverage of Ammann and Offutt,
+Introduction to Software Testing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import pytest
+
+FULL = "full"
+ALL_ITEMS = pytest.StashKey[list[pytest.Item]]()
+
+Case = Mapping[str, object]
+
+
+def values_of(case: Case) -> frozenset[tuple[str, str]]:
+    """(axis, value) of a case; a value counts as another one if it is written otherwise, or is another object."""
+    return frozenset((axis, _written(value)) for axis, value in case.items())
+
+
+def _written(value: object) -> str:
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', id(value))}"
+    return repr(value)
+
+
+def representatives(cases: Sequence[Case]) -> set[int]:
+    """Which cases to keep so that each value of each axis is in one of them: the one with most new values, again and
+    again, of equals the first."""
+    have = [values_of(case) for case in cases]
+    left = set().union(*have)
+    chosen: set[int] = set()
+    while left:
+        best = max(range(len(cases)), key=lambda i: (len(have[i] & left), -i))
+        chosen.add(best)
+        left -= have[best]
+    return chosen
+
+
+def cases_by_function(items: Iterable[pytest.Item]) -> dict[str, list[tuple[pytest.Item, Case]]]:
+    """The items of each test function, each with its parameters."""
+    functions: dict[str, list[tuple[pytest.Item, Case]]] = defaultdict(list)
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        functions[item.nodeid.partition("[")[0]].append((item, {} if callspec is None else callspec.params))
+    return functions
+
+
+def mark_tiers(items: Iterable[pytest.Item]) -> None:
+    """Mark what only `make test-all` runs as `full`."""
+    for cases in cases_by_function(items).values():
+        chosen = representatives([case for _, case in cases])
+        for number, (item, case) in enumerate(cases):
+            if item.get_closest_marker("slow") or (case and number not in chosen):
+                item.add_marker(FULL)
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether `make test` runs it."""
+    return item.get_closest_marker(FULL) is None

@@ -1,0 +1,87 @@
+"""Samples as a few numbers: the same however a mini-batch is cut, others where a sample is another."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_loop.tracing.sample_sums import first_other, sums_of_samples
+
+INPUTS, LABELS = torch.randn(7, 3, 5, generator=torch.Generator().manual_seed(1)), torch.arange(7)
+CUTS = [[7], [4, 3], [3, 4], [2, 2, 2, 1], [1] * 7]
+
+
+def whole(data: Any, sizes: list[int]) -> dict[str, torch.Tensor]:
+    """The sums of all shards, put together; `data(start, end)` gives a shard's."""
+    found: list[dict[str, torch.Tensor]] = []
+    start = 0
+    for size in sizes:
+        found.append(sums_of_samples(data(start, start + size), size))
+        start += size
+    return {name: torch.cat([each[name] for each in found]) for name in found[0] if all(name in one for one in found)}
+
+
+FORMS: dict[str, Any] = {
+    "tensor": lambda start, end: INPUTS[start:end],
+    "tuple": lambda start, end: (INPUTS[start:end], LABELS[start:end]),
+    "list": lambda start, end: [INPUTS[start:end], LABELS[start:end]],
+    "dict": lambda start, end: {"x": INPUTS[start:end], "more": (LABELS[start:end], "word")},
+    "lists of samples": lambda start, end: (
+        [INPUTS[at, :, : 1 + at % 4] for at in range(start, end)],
+        [{"boxes": INPUTS[at, : 1 + at % 2], "label": LABELS[at]} for at in range(start, end)],
+    ),
+}
+
+
+@pytest.mark.covers("H9")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", CUTS[1:])
+def test_the_cut_does_not_show(form: str, sizes: list[int]) -> None:
+    one, other = whole(FORMS[form], [7]), whole(FORMS[form], sizes)
+    assert one
+    assert [name for name in one if name in other and first_other(one[name], other[name]) is not None] == []
+
+
+@pytest.mark.covers("H9")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one: one.index_fill(1, torch.tensor(2), 0.5),
+        lambda one: one + 1e-4,
+        lambda one: one.flip(1),  # the same values at other places
+        lambda one: -one,
+        lambda one: one.index_fill(1, torch.tensor(0), math.nan),
+        lambda one: one.index_fill(1, torch.tensor(0), math.inf),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_a_sample_that_is_another_is_found(change: Any, dtype: torch.dtype) -> None:
+    one = INPUTS.flatten(1).to(dtype)
+    other = one.clone()
+    other[3:5] = change(one[3:5])
+    found = [sums_of_samples(each, 7)["part"] for each in (one, other)]
+    assert first_other(*found) == 3
+    assert first_other(found[1], found[1]) is None
+
+
+def test_a_whole_number_that_is_another_is_found() -> None:
+    one = torch.full((4, 1000), 255, dtype=torch.uint8)
+    other = one.clone()
+    other[2, 7] = 254
+    found = [sums_of_samples(each, 4)["part"] for each in (one, other)]
+    assert first_other(*found) == 2
+
+
+def test_rounding_is_no_other_sample() -> None:
+    one = INPUTS.flatten(1)
+    found = [sums_of_samples(each, 7)["part"] for each in (one, one * 3 / 3 + 1e-8)]
+    assert first_other(*found) is None
+
+
+def test_what_has_no_row_for_each_sample_is_not_compared() -> None:
+    assert sums_of_samples((torch.ones(3), "word", None, torch.tensor(1.0), torch.eye(7).to_sparse()), 7) == {}
+    padded = [sums_of_samples(torch.nn.functional.pad(INPUTS, (0, more)), 7)["part"] for more in (0, 2)]
+    assert first_other(*padded) is None

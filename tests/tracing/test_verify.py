@@ -1,0 +1,205 @@
+"""`python -m ddp_loop verify`: what holds on any number of ranks is said to hold, and planted faults are named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from ddp_loop.distributed import Pool
+from ddp_loop.tracing import VerifyJob, verify
+from tests.support.paths import EXAMPLES, ROOT
+
+DIGITS = EXAMPLES / "digits" / "train.py"
+
+# Where a fault is planted: a line of the digit example.
+BEFORE_TRAINING = '        state = {"model": model, "optimizer": optimizer}\n'
+SHARD = "                logits = model(images)\n"
+FOLD = "            step.fold()\n"
+UPDATE = "            optimizer.step()\n"
+BATCHES = "dl.Batches(train, batch_size, world, shards=arguments.shards)"
+BACKWARD = "step.backward(cross_entropy(logits, labels),"
+LOOP = "run_dir=arguments.run_dir, state=state, progress=not arguments.quiet)"
+Change = tuple[str, str]
+UNCHECKED: Change = (LOOP, f"check_replicas_every=0, {LOOP}")  # else the Loop itself refuses replicas that differ
+
+
+def after(line: str, *new: str) -> Change:
+    """New lines behind one, at its depth."""
+    depth = line[: len(line) - len(line.lstrip())]
+    return line, line + "".join(f"{depth}{one}\n" for one in new)
+
+
+def before(line: str, *new: str) -> Change:
+    """New lines in front of one, at its depth."""
+    depth = line[: len(line) - len(line.lstrip())]
+    return line, "".join(f"{depth}{one}\n" for one in new) + line
+
+
+def digit_script(folder: Path, *changes: Change) -> Path:
+    """A copy of the digit example with lines changed."""
+    text = DIGITS.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    path = folder / "train.py"
+    path.write_text(text)
+    return path
+
+
+class Verified(Protocol):
+    """The fixture `verified`: whether a script is equal on ranks of the pool, and what was said."""
+
+    def __call__(self, script: Path, *arguments: str, ranks: tuple[int, ...] = (1, 2)) -> tuple[bool, str]: ...
+
+
+@pytest.fixture
+def verified(pool: Pool) -> Verified:
+    """Verify a script on ranks that are there already, which saves their start."""
+
+    def run(script: Path, *arguments: str, ranks: tuple[int, ...] = (1, 2)) -> tuple[bool, str]:
+        lines: list[str] = []
+        equal = verify(VerifyJob(script, arguments, steps=3, timeout_s=120.0, start=pool.run), ranks, lines.append)
+        return equal, "\n".join(lines)
+
+    return run
+
+
+SMALL = ("--batch-size", "26", "--epochs", "1", "--device", "cpu")
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ddp_loop", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.covers("H9")
+def test_the_digit_example_gives_the_same_bits_on_1_2_and_3_ranks_with_fixed_shards() -> None:
+    ended = command("verify", "examples/digits/train.py", "--steps", "3", "--", "--shards", "6", *SMALL)
+    assert (
+        ended.stdout.splitlines()[-1] == "EQUAL on 1, 2, 3 ranks: the same bits, in what the state holds after 3 steps."
+    ), ended.stdout + ended.stderr
+    assert ended.stdout.count("the same bits") == 3
+    assert ended.returncode == 0
+
+
+@pytest.mark.covers("H9")
+@pytest.mark.slow
+def test_with_one_shard_per_rank_local_batch_norm_is_unequal_and_the_remedy_is_said(
+    verified: Verified, tmp_path: Path
+) -> None:
+    equal, said = verified(digit_script(tmp_path), *SMALL)
+    assert not equal
+    assert "UNEQUAL on 2 ranks. Step 1, fold: `gradient of model." in said
+    assert "into 1 and 2 shards" in said
+    assert "batch norm" in said
+    assert "--shards" in said
+
+
+FAULTS: dict[str, tuple[list[Change], str]] = {
+    "forgot the weight: a mean of the ranks' means decides on the rate": (
+        [
+            before(BEFORE_TRAINING, "right, seen = 0, 0"),
+            after(SHARD, "right, seen = right + hits(logits, labels).sum(), seen + len(labels)"),
+            after(
+                FOLD,
+                "mean = world.sum(right / seen) / world.size",
+                "optimizer.param_groups[0]['lr'] = 0.01 + 0.01 * float(mean)",
+            ),
+        ],
+        "`optimizer, group 0.lr` differs first",
+    ),
+    "a seed that depends on the rank": (
+        [
+            (
+                SHARD,
+                "                torch.manual_seed(world.rank + step.iteration)\n"
+                "                logits = model(images + 0.1 * torch.randn_like(images))\n",
+            )
+        ],
+        "forward: `shard 3, loss` differs first",
+    ),
+    "an evaluation of the rank's own part": (
+        [
+            after(
+                FOLD,
+                "own = test.images[world.rank :: world.size][:20].float() / 255",
+                "with torch.no_grad():",
+                "    optimizer.param_groups[0]['lr'] = 0.01 * float(model(own).std())",
+            ),
+            UNCHECKED,
+        ],
+        "`optimizer, group 0.lr` differs first",
+    ),
+    "a buffer of rank 0": (
+        [
+            before(BEFORE_TRAINING, "model.register_buffer('level', torch.zeros(()))"),
+            before(SHARD, "model.level.copy_(images.mean())"),
+            (
+                LOOP,
+                "run_dir=arguments.run_dir, state=state, buffer_reduction={'model.level': 'local'}, progress=False)",
+            ),
+            after(FOLD, "world.broadcast(model.level)"),
+        ],
+        "`buffer model.level` differs first",
+    ),
+    "a branch of one rank": (
+        [before(UPDATE, "if world.rank == 1:", "    model[0].weight.grad.mul_(1.5)"), UNCHECKED],
+        "optimizer: `optimizer, momentum_buffer of model.0.weight` differs first",
+    ),
+    "an unkeyed dropout": (
+        [
+            before(BEFORE_TRAINING, "own = torch.Generator().manual_seed(7)"),
+            before(SHARD, "images = images * (torch.rand(images.shape, generator=own) > 0.1)"),
+        ],
+        "forward: `shard 3, loss` differs first",
+    ),
+    # Beside those: no cause may be guessed from a list.
+    "a loss divided by the number of ranks": (
+        [(BACKWARD, "step.backward(cross_entropy(logits, labels) / world.size,")],
+        "forward: `shard 0, loss` differs first",
+    ),
+    "a hook that scales one gradient by the number of ranks": (
+        [before(BEFORE_TRAINING, "model[3].weight.register_hook(lambda gradient: gradient * world.size)")],
+        "backward: `shard 0, gradient of model.3.weight` differs first",
+    ),
+    "a transform that draws from a generator of its own": (
+        [
+            before(BEFORE_TRAINING, "draw = __import__('random').Random(3).random"),
+            before(
+                BEFORE_TRAINING,
+                f"batches = {BATCHES[:-1]}, transform=lambda data, draws: (data[0] + draw(), data[1]))",
+            ),
+        ],
+        "data: `shard 3, part 0` differs first",
+    ),
+    "one more update where there are two ranks": (
+        [after(UPDATE, "if world.size == 2 and step.iteration == 2:", "    optimizer.step()")],
+        "Step 2, optimizer: `optimizer, momentum_buffer of model.0.weight` differs first",
+    ),
+    "another order of the data": (
+        [(BATCHES, f"{BATCHES[:-1]}, seed=world.size)")],
+        "data: `samples` differs first",
+    ),
+    "other start weights": (
+        [before(BEFORE_TRAINING, "with torch.no_grad():", "    model[6].bias.add_(0.01 * world.size)")],
+        "Before the first step: `parameter model.6.bias` differs first",
+    ),
+}
+
+
+@pytest.mark.covers("H9")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow
+def test_a_planted_fault_is_caught_and_the_tensor_named(fault: str, verified: Verified, tmp_path: Path) -> None:
+    changes, named = FAULTS[fault]
+    equal, said = verified(digit_script(tmp_path, *changes), "--shards", "6", *SMALL)
+    assert not equal
+    assert "UNEQUAL on 2 ranks" in said
+    assert named in said.partition("UNEQUAL")[2]

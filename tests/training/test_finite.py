@@ -1,0 +1,190 @@
+"""Losses and gradients that are not finite: found on all ranks in the same step, laid at a sample's door.
+
+Steps that are skipped are in test_skipping.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import ddp_loop as dl
+from ddp_loop.data import MiniBatch
+from ddp_loop.training.nonfinite import NonFiniteGuard
+from tests.support.comparing import is_same, values_of
+from tests.support.harness import OnRanks
+from tests.support.refusals import ALL, Refused, network, samples
+
+pytestmark = pytest.mark.covers("D10")
+
+BAD = 17  # the sample whose label is no number
+COUNT, SIZE = 24, 6
+
+
+def data(bad: float) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = samples(COUNT)
+    labels = inputs.sum(1, keepdim=True)
+    labels[BAD] = bad
+    return inputs, labels
+
+
+def train_on_a_bad_label(world: dl.World, folder: str, bad: float, shards: int | None, **keywords: Any) -> nn.Module:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = dl.Batches(data(bad), SIZE, world, shards=shards)
+    state = {"model": model, "optimizer": optimizer}
+    for step in dl.Loop(batches, 1, state=state, run_dir=folder, progress=False, **keywords):
+        for inputs, labels in step:
+            step.backward(mse_loss(model(inputs), labels))
+        before = values_of(model)
+        try:
+            step.fold()
+        except FloatingPointError:
+            assert is_same(values_of(model), before)  # the optimizer never saw it
+            raise
+        optimizer.step()
+    return model
+
+
+def step_of_the_bad_label() -> tuple[int, list[int]]:
+    """In which step the sample comes, and the mini-batch of it."""
+    with dl.join_world() as world:
+        batches = dl.Batches(torch.arange(COUNT), SIZE, world, shards=1)
+        for number, loaded in enumerate(batches.epoch(0), 1):
+            rows = loaded.data(0).tolist()
+            if BAD in rows:
+                return number, rows
+    raise AssertionError("every sample comes once an epoch")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 3), (3, None), (2, 3), (3, 8)])
+def test_a_label_that_is_no_number_is_named_on_every_rank(
+    ranks: int, shards: int | None, bad: float, refused: Refused
+) -> None:
+    number, rows = step_of_the_bad_label()
+    sizes = dl.split_sizes(SIZE, shards or ranks)
+    shard = next(n for n, size in enumerate(sizes) if rows.index(BAD) < sum(sizes[:n]) + size)
+    mine = rows[sum(sizes[:shard]) :][: sizes[shard]]
+    said = (
+        f"that of step {number} is (nan|inf), from shard {shard} of {len(sizes)}, samples "
+        f'{", ".join(map(str, mine))} of the data: look for NaN .* on_nonfinite="allow"'
+    )
+    refused(ranks, train_on_a_bad_label, bad, shards, kind="FloatingPointError", said=said, by=ALL)
+
+
+def allow_it() -> int:
+    with dl.join_world() as world:
+        model = network()
+        batches = dl.Batches(data(math.nan), SIZE, world)
+        losses = []
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False, on_nonfinite="allow"):
+            for inputs, labels in step:
+                step.backward(mse_loss(model(inputs), labels))
+            losses.append(step.fold().loss.item())
+        return sum(map(math.isnan, losses))
+
+
+def test_a_loop_that_can_bear_it_goes_on(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, allow_it) == [1, 1]
+
+
+def want_another_rule(world: dl.World, folder: str) -> None:
+    train_on_a_bad_label(world, folder, 0.0, None, on_nonfinite="ignore")
+
+
+def disagree_on_the_rule(world: dl.World, folder: str) -> None:
+    train_on_a_bad_label(world, folder, 0.0, None, on_nonfinite="allow" if world.rank else "raise")
+
+
+def test_a_rule_that_is_none_is_refused(refused: Refused) -> None:
+    refused(2, want_another_rule, kind="ValueError", said="on_nonfinite must be one of .* got 'ignore'", by=ALL)
+    refused(
+        2,
+        disagree_on_the_rule,
+        kind="ValueError",
+        said="on_nonfinite, ordered.* must be the same on every rank",
+        by=ALL,
+    )
+
+
+def extremes_of(values: list[float], dtype: torch.dtype) -> bool:
+    """Whether a loop that raises lets these gradients, one a parameter, and some that have none, pass."""
+    with dl.join_world() as world:
+        parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in values]
+        for parameter, value in zip(parameters, values, strict=True):
+            given = torch.tensor([-1, value, 1], dtype=dtype)
+            parameter.register_hook(lambda gradient, given=given: given)
+        unused = nn.Parameter(torch.full((2,), math.nan, dtype=dtype))
+        optimizer = torch.optim.SGD([*parameters, unused])
+        # A bucket for each: 4 bytes.
+        loop = dl.Loop(
+            dl.Batches(torch.ones(4), 4, world), 1, state={"optimizer": optimizer}, progress=False, bucket_cap_mib=4e-6
+        )
+        for step in loop:
+            for rows in step:
+                step.backward(sum((parameter.real.sum() for parameter in parameters), 0 * rows.sum()))
+            try:
+                step.fold()
+            except FloatingPointError as error:
+                return "though the loss is" not in str(error)
+        return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_only_what_is_not_finite_is_refused(dtype: torch.dtype) -> None:
+    huge = torch.finfo(dtype).max
+    assert extremes_of([huge, -huge, huge], dtype)
+    for bad in (math.nan, math.inf, -math.inf):
+        for place in range(3):
+            assert not extremes_of([bad if place == number else huge for number in range(3)], dtype)
+
+
+def meet_a_parameter_later() -> str:
+    with dl.join_world() as world:
+        model = nn.Linear(4, 1).double()
+        late = nn.Parameter(torch.zeros((), dtype=torch.float64), requires_grad=False)
+        optimizer = torch.optim.SGD([*model.parameters(), late], lr=0.1)
+        loop = dl.Loop(dl.Batches(samples(18), 6, world), 1, state={"o": optimizer}, progress=False)
+        for step in loop:
+            late.requires_grad_(step.iteration > 1)
+            for rows in step:
+                loss = (model(rows) ** 2).mean()
+                step.backward(loss + late.abs().sqrt() * world.rank if step.iteration == 2 else loss + late)
+            try:
+                step.fold()
+            except FloatingPointError as error:
+                return str(error)
+            optimizer.step()
+        return ""
+
+
+def test_a_parameter_that_is_met_later_is_looked_at(on_ranks: OnRanks) -> None:
+    said = on_ranks(2, meet_a_parameter_later)
+    assert all("in step 2 that of o.0.2 is not" in one for one in said), said
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_guard_that_waits_for_no_device_says_it_at_the_next_step(device: str) -> None:
+    with dl.join_world(device=device) as world:
+        gradients = dl.Fold({}, {}, world, shards=2).gradients
+        scaler = {"scaler": torch.amp.GradScaler(device)}  # so that only losses are looked at
+        guard = NonFiniteGuard(
+            "raise", lambda epoch, start, count: torch.arange(start, start + count), scaler, late=True
+        )
+        mini_batch = MiniBatch(0, 0, 0, 4, (2, 2), ())
+        share, fine = torch.full((2,), 0.5, device=device), torch.ones(2, device=device)
+        assert guard.check(torch.tensor(math.nan, device=device), gradients) is False
+        guard.raise_or_count(
+            1, mini_batch, torch.tensor(math.nan, device=device), fine / torch.tensor([1, math.nan]).to(fine), share
+        )
+        assert guard.check(fine[0], gradients) is False
+        with pytest.raises(FloatingPointError, match="step 1 is nan, from shard 1 of 2, samples 2, 3 of the data"):
+            guard.raise_or_count(2, mini_batch, fine[0], fine, share)
+        guard.raise_or_count(3, mini_batch, fine[0], fine, share)
+        guard.check_pending()

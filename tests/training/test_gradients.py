@@ -1,0 +1,303 @@
+"""Buckets, hooks and weights: gradients that are right whatever the backward does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ddp_loop as dl
+from ddp_loop.training.buckets import grouped, is_dense
+from tests.support.cases import make_data
+from tests.support.harness import OnRanks
+
+
+def deep(width: int = 16, depth: int = 6) -> nn.Module:
+    layers: list[nn.Module] = [nn.Linear(6, width)]
+    for _ in range(depth):
+        layers += [nn.Tanh(), nn.Linear(width, width)]
+    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(width, 3)).double()
+
+
+def test_neighbours_share_a_bucket_up_to_its_size_and_by_dtype() -> None:
+    forms = [(10, torch.float32), (10, torch.float32), (100, torch.float32), (10, torch.float64), (10, torch.float32)]
+    sizes = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in forms]
+    groups = grouped(sizes, bucket_bytes=100)
+    assert [[p.numel() for p in group] for group in groups] == [[10, 10], [100], [10], [10]]
+
+
+def test_dense_tensors_are_told_from_those_with_gaps() -> None:
+    image = torch.zeros(2, 3, 4, 5)
+    assert is_dense(image)
+    assert is_dense(image.to(memory_format=torch.channels_last))
+    assert is_dense(image[:, :1].contiguous())
+    assert is_dense(torch.zeros(()))
+    assert not is_dense(image[:, :, ::2])
+    assert not is_dense(torch.zeros(3, 1).expand(3, 4))
+
+
+def gradients_by_buckets(bucket_cap_mib: float, shards: int | None, steps: int = 3) -> tuple[int, list[torch.Tensor]]:
+    with dl.join_world(seed=0) as world:
+        torch.manual_seed(1)
+        model = deep()
+        batches = dl.Batches(make_data((6,), 40), 10, world, shards=shards)
+        loop = dl.Loop(batches, steps=steps, state={"model": model}, progress=False, bucket_cap_mib=bucket_cap_mib)
+        for step in loop:
+            for inputs, labels in step:
+                step.backward(cross_entropy(model(inputs), labels))
+            step.fold()
+            buckets = len(loop.fold.gradients.buckets)
+        return buckets, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.covers("D3")
+@pytest.mark.parametrize("shards", [None, 5])
+def test_many_buckets_give_the_bits_of_one(shards: int | None, on_ranks: OnRanks) -> None:
+    # Two values commute, so on 2 ranks a sum does not depend on how it is cut up.
+    one, whole = on_ranks(2, gradients_by_buckets, 8.0, shards)[0]
+    many, pieces = on_ranks(2, gradients_by_buckets, 0.001, shards)[0]
+    assert (one, many > 5) == (1, True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+
+
+def early_starts(shards: int) -> list[int]:
+    """How many buckets' sums had begun when each shard's backward returned."""
+    with dl.join_world(seed=0) as world:
+        model = deep()
+        batches = dl.Batches(make_data((6,), 40), 40, world, shards=shards)
+        loop = dl.Loop(batches, steps=2, state={"model": model}, progress=False, bucket_cap_mib=0.001)
+        started: list[int] = []
+        for step in loop:
+            started = []
+            for inputs, labels in step:
+                step.backward(cross_entropy(model(inputs), labels))
+                started.append(loop.fold.gradients._next)
+            step.fold()
+        return started
+
+
+def test_sums_begin_during_the_last_shards_backward_and_not_before(on_ranks: OnRanks) -> None:
+    for started in on_ranks(2, early_starts, 6):
+        assert started[:2] == [0, 0]
+        assert started[2] > 5
+
+
+def sum_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # No callback on a future: run by gloo's thread, it can deadlock with the end of the group.
+    dist.all_reduce(bucket.buffer())
+    summed: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    summed.set_result(bucket.buffer())
+    return summed
+
+
+# torch compares annotations with the classes themselves, which `annotations` from the future hides.
+sum_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+
+def train_by_ddp(model: nn.Module, batches: dl.Batches, steps: int) -> None:
+    """torch's DDP with a hook that sums, on losses scaled by their shard's share; gone when this returns."""
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, sum_hook)
+    for loaded in batches.epoch(0):
+        if loaded.mini_batch.position == steps:
+            break
+        model.zero_grad()
+        shard = loaded.mini_batch.shards[0]
+        inputs, labels = loaded.data(0)
+        (cross_entropy(wrapped(inputs), labels) * (shard.samples / 10)).backward()
+
+
+def ddp_gradients() -> list[torch.Tensor]:
+    with dl.join_world(seed=0) as world:
+        torch.manual_seed(1)
+        model = deep()
+        train_by_ddp(model, dl.Batches(make_data((6,), 40), 10, world), 3)
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.covers("D3")
+def test_gradients_are_those_of_torchs_ddp_with_a_summing_hook(on_ranks: OnRanks) -> None:
+    expected = on_ranks(2, ddp_gradients)[0]
+    _, found = on_ranks(2, gradients_by_buckets, 8.0, None)[0]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class SharedAndCheckpointed(nn.Module):
+    """A weight used by two checkpointed blocks: with reentrant checkpointing its hook fires twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(lambda y: torch.tanh(self.shared(y)), x, use_reentrant=reentrant)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def checkpointed(reentrant: bool, bucket_cap_mib: float) -> list[torch.Tensor]:
+    with dl.join_world(seed=0) as world:
+        torch.manual_seed(1)
+        model = SharedAndCheckpointed().double()
+        batches = dl.Batches(make_data((6,), 40), 10, world)
+        for step in dl.Loop(batches, steps=3, state={"model": model}, progress=False, bucket_cap_mib=bucket_cap_mib):
+            for inputs, labels in step:
+                step.backward(cross_entropy(model(inputs, reentrant), labels))
+            step.fold()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_reentrant_checkpointing_of_a_shared_weight_is_refused_once_its_sum_has_begun(on_ranks: OnRanks) -> None:
+    with pytest.raises(dl.RankFailed, match=r"shared\.\w+ got a second one[\s\S]*use_reentrant=False"):
+        on_ranks(2, checkpointed, True, 0.0001)
+
+
+def test_reentrant_checkpointing_is_right_where_the_network_fits_one_bucket(on_ranks: OnRanks) -> None:
+    found = on_ranks(2, checkpointed, True, 8.0)[0]
+    expected = on_ranks(2, checkpointed, False, 0.0001)[0]
+    assert all(float((a - b).abs().max()) <= 1e-15 for a, b in zip(found, expected, strict=True))
+
+
+def weighted(
+    as_tensor: bool, shards: int | None, nan: bool, counted: float | None = None, summed: bool = False
+) -> tuple[float, float, list[torch.Tensor]]:
+    """Weights of the user's own: `counted`, or one that is 0 for the shard that holds the first sample."""
+    with dl.join_world(seed=0) as world:
+        torch.manual_seed(1)
+        model = deep()
+        data = make_data((6,), 10)
+        batches = dl.Batches((*data, torch.arange(10)), 10, world, shards=shards, shuffle=False)
+        row: Any = None
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for inputs, labels, number in step:
+                weight = float(number.sum()) * (0 not in number) if counted is None else counted
+                loss = cross_entropy(model(inputs), labels)
+                if nan and not weight:
+                    loss = loss * float("nan")
+                step.backward(
+                    loss * weight if summed else loss,
+                    weight=torch.tensor(weight) if as_tensor else weight,
+                    reduction="sum" if summed else "mean",
+                    first=float(number[0]),
+                )
+            row = step.fold()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return float(row.loss), float(row.metrics["first"]), gradients
+
+
+@pytest.mark.covers("D3")
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize(("ranks", "shards"), [(3, None), (2, 5)])
+def test_weights_travel_with_values_and_a_weight_of_0_adds_exactly_0(
+    as_tensor: bool, nan: bool, summed: bool, ranks: int, shards: int | None, on_ranks: OnRanks
+) -> None:
+    torch.manual_seed(1)
+    model = deep()
+    inputs, labels = make_data((6,), 10)
+    pieces = torch.arange(10).tensor_split(shards or ranks)
+    weights = [float(piece.sum()) * (0 not in piece) for piece in pieces]
+    losses = [cross_entropy(model(inputs[piece]), labels[piece]) for piece in pieces]
+    total = sum(weights)
+    # Weights are what a mean is over; a sum is of what the shards gave, here w times their means.
+    shares = weights if summed else [w / total for w in weights]
+    loss = torch.stack([share * value for share, value in zip(shares, losses, strict=True)]).sum()
+    loss.backward()
+    metric = sum(w / total * float(piece[0]) for w, piece in zip(weights, pieces, strict=True))
+    for found, first, gradients in on_ranks(ranks, weighted, as_tensor, shards, nan, None, summed):
+        assert abs(found - loss.item()) <= 1e-12 * loss.item()
+        assert abs(first - metric) <= 1e-12 * metric
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert float((gradient - parameter.grad).abs().max()) <= 1e-12 * (total if summed else 1)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_an_only_shard_with_a_weight_has_the_bits_of_its_own_mean(as_tensor: bool) -> None:
+    torch.manual_seed(1)
+    model = deep()
+    inputs, labels = make_data((6,), 10)
+    cross_entropy(model(inputs), labels).backward()
+    _, _, gradients = weighted(as_tensor, 1, nan=False, counted=3.0)
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(gradient, parameter.grad)
+
+
+def two_losses() -> list[torch.Tensor]:
+    with dl.join_world(seed=0) as world:
+        torch.manual_seed(1)
+        model = deep()
+        batches = dl.Batches(make_data((6,), 10), 10, world, shuffle=False)
+        for step in dl.Loop(batches, 2, state={"model": model}, progress=False, bucket_cap_mib=0.001):
+            for inputs, labels in step:
+                step.backward(cross_entropy(model(inputs), labels), more_losses=True)
+                step.backward(model(inputs).square().mean())
+            row = step.fold()
+        return [row.loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def test_several_losses_of_one_shard_add_up(on_ranks: OnRanks) -> None:
+    torch.manual_seed(1)
+    model = deep()
+    inputs, labels = make_data((6,), 10)
+    logits = model(inputs)
+    loss = cross_entropy(logits, labels) + logits.square().mean()
+    loss.backward()
+    value, *gradients = on_ranks(3, two_losses)[0]
+    assert abs(value.item() - loss.item()) <= 1e-12 * loss.item()
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert float((gradient - parameter.grad).abs().max()) <= 1e-12
+
+
+def two_passes() -> tuple[list[float], float]:
+    """A closure that goes through the shards of a step again, as LBFGS does."""
+    with dl.join_world(seed=0) as world:
+        torch.manual_seed(1)
+        model = nn.Linear(6, 3).double()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+        batches = dl.Batches(make_data((6,), 10), 10, world, shuffle=False)
+        losses = []
+        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+
+            def closure() -> torch.Tensor:
+                for inputs, labels in step:  # noqa: B023
+                    step.backward(cross_entropy(model(inputs), labels))  # noqa: B023
+                loss = step.fold().loss  # noqa: B023
+                losses.append(float(loss))
+                return loss
+
+            optimizer.step(closure)
+        return losses, model.weight.sum().item()
+
+
+def test_a_step_may_be_gone_through_again_after_fold_for_a_closure(on_ranks: OnRanks) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(6, 3).double()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    inputs, labels = make_data((6,), 10)
+    losses = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), labels)
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    found, total = on_ranks(3, two_passes)[0]
+    assert len(found) == len(losses) > 4
+    # LBFGS divides by differences of gradients, which amplifies rounding: 1e-9 and not 1e-12.
+    assert all(abs(a - b) <= 1e-9 for a, b in zip(found, losses, strict=True))
+    assert abs(total - model.weight.sum().item()) <= 1e-8

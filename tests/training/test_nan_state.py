@@ -1,0 +1,276 @@
+"""NaN in parameters, buffers and optimizer states: the tensor is named on all ranks, and no sample is blamed for it."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import ddp_loop as dl
+from ddp_loop.training.nonfinite import OnNonFinite
+from tests.support.harness import OnRanks
+from tests.support.refusals import ALL, Caught, Refused, samples
+
+pytestmark = pytest.mark.covers("D10")
+
+STEPS, SIZE, HARMED = 14, 4, 3  # what is harmed is harmed behind this step's update
+NAN, INF = math.nan, math.inf
+
+
+class Extra(nn.Module):
+    """Keeps buffers that its forward does not use: an average, a mask, the best so far, a ring that is filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average: torch.Tensor
+        self.register_buffer("average", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("mask", torch.tensor([0.0, -INF, INF]))
+        self.register_buffer("best", torch.tensor(INF))
+        self.register_buffer("unset", torch.tensor([1.0, NAN]))
+        self.register_buffer("ring", torch.full((STEPS,), NAN))
+        self.frozen = nn.Parameter(torch.tensor([0.0, -INF, NAN]), requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+@dataclass
+class Job:
+    model: Any
+    optimizer: torch.optim.Optimizer
+    average: Any
+
+
+def make() -> Job:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), Extra(), nn.Tanh(), nn.Linear(6, 1)).double()
+    return Job(model, torch.optim.Adam(model.parameters(), lr=0.01), AveragedModel(model[0]))
+
+
+def weight(job: Job) -> nn.Parameter:
+    found: nn.Parameter = job.model[4].weight
+    return found
+
+
+HARMS: dict[str, Callable[[Job], torch.Tensor]] = {
+    "weight": weight,
+    "momentum": lambda job: job.optimizer.state[weight(job)]["exp_avg"],
+    "variance": lambda job: job.model[1].running_var,
+    "average": lambda job: job.model[2].average,
+    "averaged weight": lambda job: job.average.module.weight,
+}
+NAMES = {
+    "weight": r"parameter model\.4\.weight",
+    "momentum": r"optimizer, exp_avg of model\.4\.weight",
+    "variance": r"buffer model\.1\.running_var",
+    "average": r"buffer model\.2\.average",
+    "averaged weight": r"parameter average\.module\.weight",
+}
+
+
+def train(
+    world: dl.World, folder: str | None, what: str = "", *, at: int = HARMED, value: float = NAN, ranks: int = ALL,
+    late: bool = False, rule: OnNonFinite = "raise", steps: int = STEPS, shards: int | None = None, bad: int = -1,
+    synced: bool = False, **keywords: Any,
+) -> Job:  # fmt: skip
+    """`what` is harmed behind the update of step `at`, before the first one for 0; `bad`: a sample that is NaN."""
+    job = make()
+    if synced:
+        dl.sync_batch_norm(job.model, world)
+    data = samples(STEPS * SIZE)
+    if bad >= 0:
+        data[bad] = NAN
+
+    def harm(now: int) -> None:
+        if what and now == at and ranks in (ALL, world.rank):
+            with torch.no_grad():
+                HARMS[what](job).reshape(-1)[0] = value
+
+    harm(0)
+    state = {"model": job.model, "optimizer": job.optimizer, "average": job.average}
+    batches = dl.Batches(data, SIZE, world, shards=shards, shuffle=False)
+    keywords = {"check_replicas_every": 0, "progress": False, "run_dir": folder, **keywords}
+    loop = dl.Loop(batches, steps=steps, state=state, on_nonfinite=rule, **keywords)
+    loop._guard.late = loop._state_check.late = late
+    for step in loop:
+        for rows in step:
+            step.backward((job.model(rows) ** 2).mean())
+        step.fold()
+        job.optimizer.step()
+        with torch.no_grad():
+            job.model[2].ring[step.iteration - 1] = 1.0
+        harm(step.iteration)
+    return job
+
+
+def assert_no_sample_is_blamed(results: list[Caught]) -> None:
+    assert not [result.text for result in results if "samples" in result.text or "shard" in result.text]
+
+
+# -- the loss tells ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("ranks", "shards"), [(2, None), (1, 2), (1, None)])
+def test_a_parameter_is_named_and_no_sample(ranks: int, shards: int | None, late: bool, refused: Refused) -> None:
+    for value in (NAN, INF):
+        job = partial(train, what="weight", value=value, late=late, shards=shards)
+        name = r"not finite by now, and perhaps before, .*parameter model\.0\.weight" if late else NAMES["weight"]
+        said = rf"that of step {HARMED + 1} is (nan|inf).*{name}"
+        results = refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
+        if not late:
+            assert "not finite before the step's data came in" in results[0].text
+        if (
+            ranks > 1 or shards or not late
+        ):  # the update of the step has made all parameters NaN; an only shard may have done it
+            assert_no_sample_is_blamed(results)
+
+
+def test_an_optimizers_state_is_named_beside_the_parameter_that_it_spoiled(refused: Refused) -> None:
+    said = f"that of step {HARMED + 2} is nan: {NAMES['weight']} and {NAMES['momentum']} were not finite before"
+    results = refused(2, partial(train, what="momentum"), kind="FloatingPointError", said=said, by=ALL)
+    assert_no_sample_is_blamed(results)
+    said = f"that of step {HARMED + 2} is nan.*perhaps before, are parameter .* and optimizer, exp_avg of"
+    results = refused(2, partial(train, what="momentum", late=True), kind="FloatingPointError", said=said, by=ALL)
+    assert_no_sample_is_blamed(results)
+
+
+def test_the_rank_is_named_that_alone_has_it(refused: Refused) -> None:
+    said = rf"that of step {HARMED + 1} is nan: {NAMES['weight']} \(on rank 1 of 2\) was not finite before"
+    results = refused(2, partial(train, what="weight", ranks=1), kind="FloatingPointError", said=said, by=ALL)
+    assert_no_sample_is_blamed(results)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sample_is_still_blamed_whatever_legitimate_nan_there_is(ranks: int, late: bool, refused: Refused) -> None:
+    job = partial(train, bad=5, late=late)
+    said = "that of step 2 is nan, from shard 0 of .*, samples 4, 5"
+    refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_statistics_that_a_samples_forward_moved_are_not_blamed(late: bool, refused: Refused) -> None:
+    job = partial(train, bad=5, late=late, synced=True)  # all shards' losses are NaN by it
+    for result in refused(2, job, kind="FloatingPointError", said="that of step 2 is nan", by=ALL):
+        assert "running" not in result.text
+        assert "before the step's data" not in result.text
+
+
+class Masked(nn.Linear):
+    """A mask that is a parameter, as scripts forget to freeze it: its forward can bear -inf."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3, dtype=torch.float64)
+        self.mask = nn.Parameter(torch.tensor([0.0, 0.0, -INF], dtype=torch.float64))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(super().forward(rows) + self.mask, 1)
+
+
+def train_masked(world: dl.World, folder: str, late: bool) -> None:
+    torch.manual_seed(0)
+    model, data = Masked(), samples(12)
+    data[5] = NAN
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batches = dl.Batches(data, SIZE, world, shuffle=False)
+    loop = dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False)
+    loop._guard.late = loop._state_check.late = late
+    for step in loop:
+        for rows in step:
+            step.backward((model(rows)[:, 0] ** 2).mean())
+        step.fold()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_mask_that_a_step_could_bear_is_not_blamed_for_a_sample(late: bool, refused: Refused) -> None:
+    said = "that of step 2 is nan, from shard 0 of 2, samples 4, 5"
+    for result in refused(2, train_masked, late, kind="FloatingPointError", said=said, by=ALL):
+        assert "before the step's data" not in result.text
+
+
+def test_a_network_that_is_nan_from_the_start_is_named(refused: Refused) -> None:
+    said = f"that of step 1 is nan: {NAMES['weight']} was not finite before the step's data came in"
+    job = partial(train, what="weight", at=0)
+    assert_no_sample_is_blamed(refused(2, job, kind="FloatingPointError", said=said, by=ALL))
+
+
+# -- the loss does not tell --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("what", ["variance", "average", "averaged weight"])
+def test_what_the_loss_does_not_show_is_found_at_intervals_and_at_the_end(
+    what: str, late: bool, refused: Refused
+) -> None:
+    for ranks in (1, 2):
+        for steps, found in ((STEPS, 10), (6, 6)):
+            job = partial(train, what=what, late=late, steps=steps, run_dir=None)
+            said = f"must not become NaN; after step {found} {NAMES[what]} is"
+            results = refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
+            assert_no_sample_is_blamed(results)
+
+
+def test_a_statistic_of_batch_norm_that_is_nan_from_the_start_is_no_placeholder(refused: Refused) -> None:
+    said = f"after step 1 {NAMES['variance']} is"
+    refused(2, partial(train, what="variance", at=0), kind="FloatingPointError", said=said, by=ALL)
+
+
+def test_one_ranks_own_reaches_all(refused: Refused) -> None:
+    job = partial(train, what="averaged weight", ranks=1, steps=6, run_dir=None)
+    refused(2, job, kind="FloatingPointError", said=f"after step 6 {NAMES['averaged weight']} is", by=1)
+
+
+def go_on(folder: str | None, rule: OnNonFinite, what: str, **keywords: Any) -> tuple[str, bool]:
+    """What rank 0 printed; whether what was harmed is NaN at the end."""
+    said = io.StringIO()
+    with redirect_stdout(said), dl.join_world() as world:
+        job = train(world, folder, what, rule=rule, **keywords)
+    return said.getvalue(), bool(what) and bool(HARMS[what](job).isnan().any())
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("rule", ["skip", "allow"])
+def test_a_loop_that_bears_it_says_it_once_and_goes_on(
+    rule: OnNonFinite, late: bool, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    run = str(tmp_path / "run")
+    (said, is_there), _ = on_ranks(2, go_on, run, rule, "average", late=late, save_every=5)
+    assert is_there
+    assert said.count("buffer model.2.average is NaN after step 5") == 1
+    assert said.count("NaN") == 1
+    assert (tmp_path / "run" / "checkpoints" / "step-00000014").is_dir()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("rule", ["raise", "skip", "allow"])
+def test_what_is_legitimate_is_not_refused(rule: OnNonFinite, late: bool, on_ranks: OnRanks, tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    assert on_ranks(2, go_on, run, rule, "", late=late, save_every=4, steps=6)[0] == ("", False)
+    assert on_ranks(2, go_on, run, rule, "", late=late, save_every=4, resume=True)[0] == ("", False)  # and goes on
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", NAMES)
+@pytest.mark.parametrize("late", [False, True])
+def test_no_checkpoint_is_written_of_what_became_nan(what: str, late: bool, refused: Refused, tmp_path: Path) -> None:
+    for ranks, steps in ((1, STEPS), (2, STEPS), (2, 6)):
+        job = partial(train, what=what, at=6, late=late, save_every=2, steps=steps, resume=False)
+        said = f"after step 6 {NAMES[what]} is: .*; no checkpoint is written of it"
+        results = refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
+        assert_no_sample_is_blamed(results)
+        there = sorted(one.name for one in (tmp_path / "run" / "checkpoints").iterdir())
+        assert there == ["step-00000002", "step-00000004"]

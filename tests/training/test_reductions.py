@@ -1,0 +1,293 @@
+"""What a shard's values become in the whole mini-batch: means, sums, each as it was when it was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ddp_loop as dl
+from tests.support.comparing import Tensors, distance, gradients_of, is_same, same_on_all, values_of
+from tests.support.harness import OnRanks
+from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
+
+BOUND = 1e-12  # float64, some sums
+
+
+class AutoEncoder(nn.Module):
+    """A small variational one; its noise is a function of the input, so that it does not depend on the shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.encoder, self.decoder = nn.Linear(4, 6).double(), nn.Linear(3, 4).double()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+
+    def loss(self, rows: torch.Tensor) -> torch.Tensor:
+        """As its well-known script has it: binary cross entropy and divergence, both summed over the mini-batch."""
+        mean, log_variance = self.encoder(rows).chunk(2, dim=1)
+        code = mean + (0.5 * log_variance).exp() * rows[:, :3].sin()
+        reconstruction = functional.binary_cross_entropy_with_logits(
+            self.decoder(code), rows.sigmoid(), reduction="sum"
+        )
+        divergence: torch.Tensor = -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum()
+        return reconstruction + divergence
+
+
+def train_sums(shards: int | None) -> list[Tensors]:
+    """Loss, gradients and parameters after each step."""
+    with dl.join_world(device="cpu") as world:
+        model, found = AutoEncoder(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in loop_over(world, "", model, optimizer, run_dir=None, shards=shards, count=23):
+            for rows in step:
+                step.backward(model.loss(rows), reduction="sum")
+            row = step.fold()
+            gradients = gradients_of(model)
+            optimizer.step()
+            found.append([row.loss, *gradients, *values_of(model)])
+        return found
+
+
+@pytest.mark.covers("J2")
+@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 3), (2, None), (3, None), (2, 7), (3, 7)])
+def test_a_loss_that_is_a_sum_is_that_of_the_whole_mini_batch(
+    ranks: int, shards: int | None, on_ranks: OnRanks
+) -> None:
+    model = AutoEncoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    results = on_ranks(ranks, train_sums, shards)
+    for number, rows in enumerate(samples(23).split(6)):
+        optimizer.zero_grad()
+        loss = model.loss(rows)
+        loss.backward()
+        gradients = gradients_of(model)
+        optimizer.step()
+        expected = [loss.detach(), *gradients, *values_of(model)]
+        found = same_on_all([result[number] for result in results])
+        assert distance(found, expected) <= BOUND
+        if shards is None and ranks == 1:
+            assert is_same(found, expected)
+
+
+def mix(world: dl.World, folder: str, what: str) -> None:
+    model = network()
+    for step in loop_over(world, folder, model, shards=4):
+        for number, rows in enumerate(step):
+            loss = loss_of(model, rows)
+            if what == "in a shard":
+                step.backward(loss, more_losses=True)
+                step.backward(loss, reduction="sum")
+            elif what == "between shards":
+                step.backward(loss, reduction="sum" if number else "mean")
+            elif what == "between ranks":
+                step.backward(loss, reduction="sum" if world.rank else "mean")
+            else:
+                step.backward(loss, hits=dl.Sum(1) if number else 1)
+        step.fold()
+
+
+@pytest.mark.parametrize("what", ["in a shard", "between shards", "between ranks", "metrics"])
+def test_shards_and_losses_with_different_reductions_are_refused(what: str, refused: Refused) -> None:
+    said = "All losses of a shard" if what == "in a shard" else "Every shard must come with the same reductions"
+    refused(2, mix, what, kind="ValueError", said=said, by=ALL)
+
+
+def count_hits(shards: int | None, weighted: bool) -> list[dict[str, float]]:
+    with dl.join_world(device="cpu") as world:
+        model, found = network(), []
+        for step in loop_over(world, "", model, run_dir=None, shards=shards, count=20):
+            for rows in step:
+                positive = rows[:, 0] > 0
+                step.backward(
+                    loss_of(model, rows),
+                    weight=float(len(rows) * 2) if weighted else None,
+                    hits=dl.Sum(positive),
+                    count=dl.Sum(int(positive.sum())),
+                    share=positive,
+                )
+            found.append({name: float(value) for name, value in step.fold().metrics.items()})
+        return found
+
+
+@pytest.mark.covers("D3")
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, None), (3, None), (2, 9)])
+def test_metrics_declared_as_sums_add_up(weighted: bool, ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
+    results = on_ranks(ranks, count_hits, shards, weighted)
+    for number, rows in enumerate(samples(20).split(6)):
+        hits = float((rows[:, 0] > 0).sum())
+        for result in results:
+            assert result[number]["hits"] == result[number]["count"] == hits
+            assert abs(result[number]["share"] - hits / len(rows)) <= BOUND
+
+
+def count_without_weight() -> float:
+    with dl.join_world(device="cpu") as world:
+        model = network()
+        for step in loop_over(world, "", model, run_dir=None, shards=3, steps=1, epochs=None):
+            for number, rows in enumerate(step):
+                weight = 0 if world.rank == 0 and number == 0 else len(rows)
+                step.backward(loss_of(model, rows), weight=weight, seen=dl.Sum(len(rows)))
+            return float(step.fold().metrics["seen"])
+    return 0.0
+
+
+@pytest.mark.covers("D3")
+def test_a_sum_counts_what_shards_of_weight_0_counted(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, count_without_weight) == [6.0, 6.0]
+
+
+def write_again(shards: int) -> list[tuple[float, float, float]]:
+    """A script that keeps one tensor for each value, as one does who avoids allocations."""
+    with dl.join_world(device="cpu") as world:
+        model, found = network(), []
+        metric, weight = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for step in loop_over(world, "", model, run_dir=None, shards=shards):
+            for rows in step:
+                metric.copy_(rows[:, 0].mean())
+                weight.fill_(len(rows))
+                loss = loss_of(model, rows)
+                step.backward(loss, first=metric, weight=weight)
+                loss.detach().zero_()
+            metric.fill_(1e9)
+            weight.fill_(1e9)
+            row = step.fold()
+            found.append((float(row.loss), float(row.metrics["first"]), float(row.weight)))
+        return found
+
+
+@pytest.mark.covers("D3")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tensor_that_is_written_again_counts_as_it_was(ranks: int, on_ranks: OnRanks) -> None:
+    model = network()
+    for result in on_ranks(ranks, write_again, 4):
+        for found, rows in zip(result, samples(24).split(6), strict=True):
+            expected = (loss_of(model, rows).item(), float(rows[:, 0].mean()), 6.0)
+            assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= BOUND
+
+
+def hold_again() -> float:
+    """A script that fills one tensor with the labels of each shard."""
+    with dl.join_world(device="cpu") as world:
+        model, labels = network(), torch.zeros(2, 1, dtype=torch.float64)
+        for step in loop_over(world, "", model, run_dir=None, shards=3, steps=1, epochs=None):
+            for rows in step:
+                labels.copy_(rows.sum(1, keepdim=True))
+                step.hold(model(rows), labels)
+            outputs, targets = step.gather()
+            step.backward(functional.mse_loss(outputs, targets))
+            return float(step.fold().loss)
+    return 0.0
+
+
+def test_what_is_held_counts_as_it_was(on_ranks: OnRanks) -> None:
+    expected = loss_of(network(), samples(24)[:6]).item()
+    assert all(abs(found - expected) <= BOUND for found in on_ranks(2, hold_again))
+
+
+def scaled_rows(shards: int, folder: str, way: str) -> list[tuple[float, float]]:
+    """Losses and gradient norms of the rows that the callback gets."""
+    rows_seen: list[dict[str, Any]] = []
+    with dl.join_world(device="cpu") as world:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, enabled=way != "disabled")
+        for step in loop_over(world, folder, model, optimizer, scaler, shards=shards, on_row=rows_seen.append):
+            for rows in step:
+                loss = loss_of(model, rows)
+                if way == "in parts":
+                    step.backward((scaler.scale(loss / 4) + scaler.scale(loss) * 3 / 4) / 1)
+                else:
+                    step.backward(loss if way == "unscaled" else scaler.scale(loss))
+            step.fold()
+            if way == "unscaled":
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+    return [(row["loss"], row["gradient_norm"]) for row in rows_seen]
+
+
+@pytest.mark.covers("B10")
+@pytest.mark.parametrize("way", ["scaled", "in parts", "unscaled", "disabled"])
+def test_rows_have_the_loss_before_a_scaler_scaled_it(way: str, on_ranks: OnRanks, tmp_path: Any) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = on_ranks(2, scaled_rows, 3, str(tmp_path / way), way)[0]
+    for rows, (loss_found, norm_found) in zip(samples(24).split(6), found, strict=True):
+        optimizer.zero_grad()
+        loss = loss_of(model, rows)
+        loss.backward()
+        norm = float(torch.nn.utils.get_total_norm(gradients_of(model)))
+        optimizer.step()
+        assert abs(loss_found - loss.item()) <= BOUND * loss.item()
+        assert way == "unscaled" or abs(norm_found - norm) <= BOUND * norm
+
+
+def train_low(dtype: torch.dtype, shards: int, weight: float | None, as_tensor: bool) -> Tensors:
+    """Gradients of a float32 network whose loss is given in a narrow dtype."""
+    with dl.join_world(device="cpu") as world:
+        model = network().float()
+        for step in loop_over(world, "", model, run_dir=None, shards=shards, steps=1, epochs=None):
+            for number, rows in enumerate(step):
+                own = None if weight is None else weight * (1 + number)
+                tensor = torch.tensor(own) if as_tensor and own is not None else own
+                step.backward(loss_of(model, rows.float()).to(dtype), weight=tensor)
+            step.fold()
+            return gradients_of(model)
+    return []
+
+
+@pytest.mark.covers("B10")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("weight", "as_tensor"), [(None, False), (1e6, False), (1e6, True)])
+@pytest.mark.parametrize("shards", [3, 5])
+def test_a_loss_in_a_narrow_dtype_is_scaled_in_float32(
+    shards: int, weight: float | None, as_tensor: bool, dtype: torch.dtype, on_ranks: OnRanks
+) -> None:
+    rows = samples(24)[:6].float()
+    pieces = rows.split(dl.split_sizes(6, shards))
+    weights = [len(piece) if weight is None else weight * (1 + number) for number, piece in enumerate(pieces)]
+    whole: list[torch.Tensor] | None = None
+    for piece, own in zip(pieces, weights, strict=True):
+        model = network().float()
+        loss_of(model, piece).to(dtype).backward()
+        parts = [gradient * (own / sum(weights)) for gradient in gradients_of(model)]
+        whole = parts if whole is None else [a + b for a, b in zip(whole, parts, strict=True)]
+    assert whole is not None
+    # float32, some products and sums; in the loss's dtype it is 2e-3 and more
+    assert distance(same_on_all(on_ranks(1, train_low, dtype, shards, weight, as_tensor)), whole) <= 1e-6
+    if weight is None:
+        assert distance(same_on_all(on_ranks(2, train_low, dtype, shards, weight, as_tensor)), whole) <= 1e-6
+
+
+def count_in_an_evaluation(shards: int | None) -> dict[str, float]:
+    with dl.join_world(device="cpu") as world:
+        batches = dl.Batches(samples(7), 3, world, shards=shards, shuffle=False)
+        return dl.evaluate(
+            network(), batches, hits=lambda _, rows: dl.Sum(rows[:, 0] > 0), count=lambda _, rows: dl.Sum(len(rows)),
+            share=lambda _, rows: rows[:, 0] > 0,
+        )  # fmt: skip
+
+
+@pytest.mark.covers("B8")
+@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, None), (3, 4)])
+def test_sums_of_an_evaluation_add_up(ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
+    hits = int((samples(7)[:, 0] > 0).sum())
+    expected = {"hits": hits, "count": 7.0, "share": hits / 7, "samples": 7}
+    assert on_ranks(ranks, count_in_an_evaluation, shards) == [expected] * ranks
+
+
+def sum_in_one_shard(world: dl.World, folder: str) -> None:
+    batches = dl.Batches(samples(4), 2, world, shuffle=False)
+    dl.evaluate(network(), batches, hits=lambda _, rows: dl.Sum(1) if world.rank else 1)
+
+
+def test_a_sum_in_one_shard_alone_is_refused(refused: Refused) -> None:
+    refused(2, sum_in_one_shard, kind="ValueError", said="hits is a dl.Sum of some", by=ALL)
