@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils import signal_handling
 
 from ddp_loop.data import fingerprints
 from ddp_loop.data.fingerprints import Fingerprint
@@ -372,6 +373,11 @@ class LoaderReader:
 
 def _end_workers(loaded: Any, workers: set[BaseProcess]) -> None:
     """End a DataLoader's workers at once: torch waits 5 s for one that is asleep, or slow."""
+    if workers and getattr(loaded, "_worker_pids_set", False):
+        # Else torch's SIGCHLD handler raises, in whatever the main thread does then, for a worker that SIGTERM killed
+        # before it had a handler of its own.
+        signal_handling._remove_worker_pids(id(loaded))
+        loaded._worker_pids_set = False
     end_daemons(workers)
     if workers and hasattr(loaded, "_workers_done_event"):
         # torch sets it when the iterator is freed. A worker that ended while it looked at it holds its lock for ever.

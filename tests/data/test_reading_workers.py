@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -218,3 +219,21 @@ def test_a_worker_that_ends_with_the_lock_of_its_event_holds_nothing_up() -> Non
     ending.join(20.0)
     assert not ending.is_alive()
     assert not loaded._workers[0].is_alive()
+
+
+def take_no_care_of_sigterm(_: int) -> None:
+    """As in a worker that has only begun: torch gives it a handler after its imports."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_worker_that_sigterm_kills_raises_nothing_in_the_rank_that_ended_it() -> None:
+    """torch's SIGCHLD handler raises, wherever the main thread is, for each worker in its list that a signal killed."""
+    before = children_except(set())
+    loader = DataLoader(Images(), num_workers=2, worker_init_fn=take_no_care_of_sigterm)
+    loaded: Any = iter(loader)
+    next(loaded)
+    workers = children_except(before)
+    reading._end_workers(loaded, workers)
+    for worker in workers:
+        worker.join(20.0)
+    assert [worker.exitcode for worker in workers] == [-signal.SIGTERM] * 2
