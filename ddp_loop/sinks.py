@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ class _Csv:
         self._file: FileIO | None = None
         self._names: tuple[str, ...] = ()
         self._lines: list[str] = []
-        self._flushed = 0.0
+        self._flushed = -math.inf
 
     def __call__(self, row: Row) -> None:
         if self._file is None:
@@ -118,7 +119,7 @@ class _TensorBoard:
         self._folder, self._every_s = folder, every_s
         self._writer: SummaryWriter | None = None
         self._means, self._last = WeightedMeans(), dict[str, float]()
-        self._written = 0.0
+        self._written = -math.inf  # the clock counts from the machine's start, which may be a moment ago
 
     def __call__(self, row: Row) -> None:
         if self._writer is None:
