@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ddp_loop.distributed import Pool
-from tests.support.harness import TASK_S, OnRanks, Result, left_behind, look_around, run_cleanly
+from tests.support.device_modes import SYNCHRONOUS, device_mode_of, modes_of, run_in_mode
+from tests.support.harness import TASK_S, OnRanks, Result, left_behind, look_around
 from tests.support.limits import run_within_limits
 from tests.support.refusals import Refused
 from tests.support.tiers import ALL_ITEMS, mark_tiers
@@ -33,6 +34,13 @@ def pytest_configure() -> None:
     # one in 50 is lost, one task in ten was late.
     os.environ["RES_OPTIONS"] = "timeout:1"
     torch.set_num_threads(1)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests in the modes that they ask for."""
+    modes = modes_of(metafunc.definition)
+    if modes != (SYNCHRONOUS,):
+        metafunc.parametrize("device_mode", modes, indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -65,8 +73,16 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
+@pytest.fixture(autouse=True)
+def device_mode(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How the CPU answers in this test, on the ranks too; see `tests.support.device_modes`."""
+    mode: str = getattr(request, "param", SYNCHRONOUS)
+    with device_mode_of(mode):
+        yield mode
+
+
 @pytest.fixture
-def on_ranks(pool: Pool) -> OnRanks:
+def on_ranks(pool: Pool, device_mode: str) -> OnRanks:
     """Run a function of the test file on ranks: `results = on_ranks(3, function, argument)`."""
 
     def run(
@@ -77,7 +93,7 @@ def on_ranks(pool: Pool) -> OnRanks:
         timeout_s: float = TASK_S,
         **keywords: Any,
     ) -> list[Result]:
-        return pool.run(run_cleanly, ranks, function, *arguments, timeout_s=timeout_s, **keywords)
+        return pool.run(run_in_mode, ranks, device_mode, function, *arguments, timeout_s=timeout_s, **keywords)
 
     return run
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddp_loop.accelerators import accelerator_of
 from ddp_loop.batch_norm.custom_layers import CustomNorm
 
 _FAR = 64.0  # means further than so many deviations from 0; closer ones put less than 2e-6 into the variance
@@ -50,7 +51,7 @@ def refine_statistics(
 
     Where the mean lies not far, and on a GPU (asking would hold the host up), these are 0 and None.
     """
-    if values.device.type != "cpu" or mean.dtype != torch.float32 or not _is_far(mean, variance):
+    if not accelerator_of(values.device).is_host or mean.dtype != torch.float32 or not _is_far(mean, variance):
         return torch.zeros_like(mean), None
     rows = values.detach().transpose(0, 1).reshape(len(mean), -1) - mean.unsqueeze(1)
     rest = rows.mean(1, keepdim=True)

@@ -55,16 +55,15 @@ class SyncChannel:
         world: from `join_world`.
         names: of the model's layers, the same on every rank.
         channels: of the widest one.
-        late: check the calls at the end of a pass instead of at once; the default on a GPU. See [Note: Late].
     """
 
-    def __init__(self, world: World, names: Sequence[str], channels: int, *, late: bool | None = None) -> None:
+    def __init__(self, world: World, names: Sequence[str], channels: int) -> None:
         self.size = world.size
         self.device = world.device
         self.length = _HEADER + 2 * channels  # of a row
         self._world = world
         self._names = tuple(names)
-        self.late = world.device.type != "cpu" if late is None else late
+        self._late = world.accelerator.is_asynchronous  # see [Note: Late]
         self._calls = 0
         self._mask: torch.Tensor | None = None
         self._noted: list[tuple[int, int]] = []  # place and count of each message since they were compared
@@ -133,7 +132,7 @@ class SyncChannel:
             own[_HEADER : _HEADER + wide].copy_(torch.cat(values))
         self._world.finish(self._world.start_sum(message))
         head = message[:, :_HEADER]
-        if not self.late:
+        if not self._late:
             self._require_alike(head.tolist())
         else:
             self._noted.append((place, count))
@@ -157,7 +156,7 @@ class SyncChannel:
             raise ValueError(f"a word must be one of {WORDS}; got {what!r}")
         self._calls = 0
         kind = 2 + WORDS.index(what)
-        if not self.late:
+        if not self._late:
             self.send(0, 0, 2, kind)
             return
         self._noted.append((kind, 2))
@@ -168,7 +167,7 @@ class SyncChannel:
 
         Where messages tell it at once, nothing is left to check. No device is waited for.
         """
-        if not self.late or self._world.is_left:
+        if not self._late or self._world.is_left:
             return
         noted, self._noted = self._noted, []
         digest = hashlib.sha256(repr([place for place, _ in noted]).encode()).digest()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ddp_loop.accelerators import accelerator_of
 from ddp_loop.batch_norm.pooled import refine_statistics
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
@@ -65,7 +66,7 @@ def normalised(
     weight, bias = _as(mean, weight), _as(mean, bias)
     if values.numel() == 0:
         return torch.empty_like(values)
-    if values.is_cuda:
+    if accelerator_of(values.device).has_batch_norm_kernels:
         return torch.batch_norm_elemt(values, weight, bias, mean, deviation_inverse, 0.0)
     return _scaled(values, mean, deviation_inverse if weight is None else deviation_inverse * weight, bias)
 
@@ -80,7 +81,7 @@ def sums_of_gradient(
     """
     if values.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
-    if values.is_cuda:
+    if accelerator_of(values.device).has_batch_norm_kernels:
         pair = torch.batch_norm_backward_reduce(gradient, values, mean, deviation_inverse, None, True, False, False)
         return pair[0], pair[1]
     one = torch.ones_like(mean)
@@ -112,7 +113,7 @@ def gradient_of_values(
     weight = _as(mean, weight)
     if values.numel() == 0:
         return torch.zeros_like(values)
-    if values.is_cuda:
+    if accelerator_of(values.device).has_batch_norm_kernels:
         alone, by_values = sums[0].to(mean.dtype), sums[1].to(mean.dtype)
         return torch.batch_norm_backward_elemt(
             gradient, values, mean, deviation_inverse, weight, alone, by_values, total.to(torch.int32)

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ddp_loop.accelerators import accelerator_of
+
 # [Note: Tags] None, booleans, words, finite floats, integers of 64 bits and lists stand for themselves. All else is an
 # object with one key, its tag: {"dict": [[key, value], ...]}, {"tensor": [name, dtype, shape, strides]}. Only the tags
 # of `_Deserializer.READERS` are understood, so that reading makes values of a fixed set of types, whatever a file says.
@@ -109,17 +111,16 @@ class StagingBuffers:
         for name, tensor in packed.tensors.items():
             own = self._memory.get(name)
             if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                own = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                own = accelerator_of(tensor.device).empty_on_host(tensor)
             memory[name] = own
             here, there = pairs.setdefault(tensor.device, ([], []))
             here.append(own)
             there.append(tensor)
         with torch.no_grad():
-            for device, (here, there) in pairs.items():
-                torch._foreach_copy_(here, there, non_blocking=device.type == "cuda")
-        for device in pairs:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+            events = [accelerator_of(device).start_copies(*copies) for device, copies in pairs.items()]
+        for event in events:
+            if event is not None:
+                event.synchronize()
         self._memory = memory
         return SerializedState(packed.structure, dict(memory))
 

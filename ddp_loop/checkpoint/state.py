@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from ddp_loop.accelerators import accelerator_of
+
 
 def state_of(value: object) -> object:
     """What is kept of one object of the state."""
@@ -38,7 +40,9 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "numpy": [str(kind), np.asarray(keys), int(position), int(has_gauss), float(gauss)],
         "torch": torch.get_rng_state(),
     }
-    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+    accelerator = accelerator_of(device)
+    own = accelerator.random_state()
+    return state if own is None else state | {accelerator.kind: own}
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
@@ -47,8 +51,9 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
     random.setstate((version, tuple(numbers.tolist()), left))
     np.random.set_state(tuple(state["numpy"]))
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    accelerator = accelerator_of(device)
+    if accelerator.kind in state:
+        accelerator.set_random_state(state[accelerator.kind])
 
 
 def restore(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddp_loop.accelerators import accelerator_of
 from ddp_loop.determinism import checksum
 
 Fingerprint = dict[str, tuple[str, str]]  # by the part's name: its type (dtype and shape, length), and its bits
@@ -51,7 +52,8 @@ def quick(value: Any) -> int:
     for name, part in islice(_parts("", value), _QUICK_PARTS):
         said = zlib.crc32(f"{name} {_form(part)}".encode(), said)
         if isinstance(part, torch.Tensor):
-            if part.device.type == "cpu" and part.layout == torch.strided and not part.is_nested and part.numel():
+            there = accelerator_of(part.device).is_host and part.layout == torch.strided and not part.is_nested
+            if there and part.numel():
                 part = part.detach().reshape(-1)[: max(1, _QUICK // part.element_size())]
                 part = part.resolve_conj().resolve_neg().contiguous()
                 said = zlib.crc32(part.view(torch.uint8).numpy().data, said)

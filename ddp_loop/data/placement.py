@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ddp_loop.accelerators import accelerator_of
+
 Places = Any  # a torch.device, or a tuple or dict of Places
 
 
@@ -93,7 +95,7 @@ def devices_in(places: Places) -> list[torch.device]:
 
 def gpu_in(places: Places) -> torch.device | None:
     """The first GPU in `places`; None without one."""
-    return next((device for device in devices_in(places) if device.type == "cuda"), None)
+    return next((device for device in devices_in(places) if not accelerator_of(device).is_host), None)
 
 
 def to_devices(data: Any, places: Places) -> Any:
@@ -109,7 +111,7 @@ def fits(parts: Any, device: torch.device) -> bool:
     """Whether the tensors in `parts` can be kept on the device, beside a network."""
     size = sum(tensor.nbytes for tensor in tensors_in(parts))
     # Half of the free memory is left for the network; what does not fit is copied shard by shard.
-    return device.type != "cuda" or 2 * size < torch.cuda.mem_get_info(device)[0]
+    return 2 * size < accelerator_of(device).memory_free()
 
 
 def keep_if_fits(parts: Any, device: torch.device) -> Any:

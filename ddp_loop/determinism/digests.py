@@ -20,9 +20,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from ddp_loop.accelerators import accelerator_of
+
 # K: on the CPU words and weights stay in its cache; on a GPU a kernel is to be worth its launch.
-_WORDS = {"cpu": 2**14 - 1}
-_WORDS_ELSEWHERE = 2**22 - 1
+_WORDS, _WORDS_ELSEWHERE = 2**14 - 1, 2**22 - 1
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of splitmix64
 
 
@@ -83,7 +84,7 @@ def checksum_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     found: dict[int, torch.Tensor] = {}
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         here = {number: tensor for number, tensor in enumerate(tensors) if tensor.device == device}
-        most = _WORDS.get(device.type, _WORDS_ELSEWHERE)
+        most = _WORDS if accelerator_of(device).is_host else _WORDS_ELSEWHERE
         weights = _odd(min(most, max(map(_length, here.values()))), 0, device)
         small = {number: words(tensor) for number, tensor in here.items() if _length(tensor) <= most}
         if small:
@@ -102,7 +103,7 @@ def _of_large(flat: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _dot(long: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    if long.device.type == "cpu":
+    if accelerator_of(long.device).is_host:
         return torch.dot(long, weights)
     return long.mul_(weights).sum()  # there is no dot of whole numbers on a GPU
 
@@ -165,7 +166,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     On the CPU by `memcmp`: 45 microseconds a MiB, where `torch.equal` takes 320 and finds NaN unlike itself.
     """
     plain = type(one) is torch.Tensor and type(other) is torch.Tensor and one.is_contiguous() and other.is_contiguous()
-    if plain and one.device.type == other.device.type == "cpu":
+    if plain and one.device == other.device and accelerator_of(one.device).is_host:
         return bool(_memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0)
     if torch.equal(one, other):
         return True

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ddp_loop.accelerators import accelerator_of
+
 _MASK = (1 << 64) - 1
 
 # The streams' purposes; two purposes never share a key.
@@ -59,8 +61,8 @@ def seed_streams(key: int, device: torch.device | None = None) -> None:
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)
-    if device is not None and device.type == "cuda" and torch.cuda.is_initialized():  # not so in a worker
-        torch.cuda.default_generators[device.index or 0].manual_seed(key)
+    if device is not None:
+        accelerator_of(device).seed(key)
 
 
 def seed_shard(seed: int, step: int, shard: int, device: torch.device, again: int = 0) -> None:
@@ -94,19 +96,19 @@ def permutation(seed: int, epoch: int, size: int) -> torch.Tensor:
 
 def streams(device: torch.device | None = None) -> tuple[Any, ...]:
     """Where Python's, NumPy's and torch's generators are, the latter of the CPU and of `device`."""
-    gpu = torch.cuda.default_generators[device.index or 0] if device is not None and device.type == "cuda" else None
+    accelerator = None if device is None else accelerator_of(device)
     state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    return (*state, gpu, None if gpu is None else gpu.get_state())
+    return (*state, accelerator, None if accelerator is None else accelerator.random_state())
 
 
 def restore_streams(state: tuple[Any, ...]) -> None:
     """Put the generators where `streams` found them."""
-    python, numpy, torch_, gpu, on_gpu = state
+    python, numpy, torch_, accelerator, on_device = state
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(torch_)
-    if gpu is not None:
-        gpu.set_state(on_gpu)
+    if on_device is not None:
+        accelerator.set_random_state(on_device)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ddp_loop.accelerators import all_gpus
 from ddp_loop.determinism.seeding import preserved_streams, seed_everything
 
 # What each is set to, and what else may stand there; large or small letters.
@@ -242,13 +243,12 @@ def _seeded(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    if torch.cuda.is_available():
-        torch.cuda.init()  # else there are no generators to seed and to put back before the first tensor on a GPU
-    gpus = [(gpu, gpu.get_state()) for gpu in torch.cuda.default_generators]
+    states = [(gpu, gpu.random_state()) for gpu in all_gpus()]
     with preserved_streams():
         try:
             seed_everything(seed)
             yield
         finally:
-            for gpu, state in gpus:
-                gpu.set_state(state)
+            for gpu, state in states:
+                if state is not None:
+                    gpu.set_random_state(state)

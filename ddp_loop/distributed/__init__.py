@@ -1,5 +1,6 @@
 """The ranks: how a process joins, sums and leaves, who failed, and whether the replicas are the same."""
 
+from ddp_loop.distributed.backend import Work
 from ddp_loop.distributed.devices import describe_devices, scale_batch_size
 from ddp_loop.distributed.encoding import as_real, assemble, columns, decode, encode
 from ddp_loop.distributed.failures import PeerFailed, format_error
@@ -38,6 +39,7 @@ __all__ = [
     "RankStore",
     "ReplicaCheck",
     "ReplicaMismatch",
+    "Work",
     "World",
     "as_real",
     "assemble",

@@ -6,21 +6,21 @@ import pickle
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
+from ddp_loop.accelerators import accelerator_of
+from ddp_loop.distributed.backend import LOOK_S, Backend, Work
 from ddp_loop.distributed.encoding import assign_sum, summable
 from ddp_loop.distributed.failures import PeerFailed, RankStatus
 from ddp_loop.distributed.store import RankStore
 
 Value = TypeVar("Value")
-Start = Callable[[dist.ProcessGroup], dist.Work]
+Operation = Callable[[Backend], Work]
 STEP = "a step's sum"
-_SLICE = timedelta(seconds=0.5)
-_SEEN = 3  # slices in which the next rank waits elsewhere; one could be a moment's lag
+_SEEN = 3  # looks that find the next rank waiting elsewhere; one could be a moment's lag
 _KIND_BYTES = 240  # of the word about a collective that other ranks did not come for
 
 
@@ -33,9 +33,8 @@ class Collectives:
     say in the store.
 
     Args:
-        steps, others: the two groups; None in a world of one.
+        steps, others: the two ways; None in a world of one.
         store: of the world, where ranks leave words.
-        device: where the steps' sums are.
         timeout_s: of each collective, in seconds.
 
     Attributes:
@@ -45,95 +44,79 @@ class Collectives:
 
     def __init__(
         self,
-        steps: dist.ProcessGroup | None,
-        others: dist.ProcessGroup | None,
+        steps: Backend | None,
+        others: Backend | None,
         store: RankStore,
-        device: torch.device,
         timeout_s: float,
     ) -> None:
-        self._steps, self._others, self._store = steps, others, store
-        self._on_cpu, self._timeout_s = device.type == "cpu", timeout_s
+        self._steps, self._others, self._store, self._timeout_s = steps, others, store, timeout_s
         self.waits = ""
-        self.under_way: set[dist.Work] = set()
+        self.under_way: set[Work] = set()
+        self._looks = self._parted = 0  # in the wait at hand; and how often in a row the next rank waited elsewhere
+        self._deadline = 0.0
 
     # -- a step's own --------------------------------------------------------------------------------------
 
-    def start(self, collective: Start) -> dist.Work | None:
-        """Begin one of a step's sums, exchanges or gathers; None in a world of one."""
+    def start(self, operation: Operation) -> Work | None:
+        """Start one of a step's sums, exchanges or gathers; None in a world of one."""
         if self._steps is None:
             return None
-        try:  # written out here and in `finish`: a context manager takes 2 microseconds
-            work = collective(self._steps)
+        try:
+            work = operation(self._steps)
         except RuntimeError as error:
             raise self._peer_failure(error, STEP) from error
         self.under_way.add(work)
         return work
 
-    def finish(self, work: dist.Work) -> None:
-        """Wait for it; on a GPU with NCCL only the device waits.
+    def finish(self, work: Work) -> None:
+        """Wait for it; with NCCL only the device waits.
 
         Raises:
             PeerFailed: a rank failed, or did not come in time.
         """
-        self.waits = STEP
-        try:
-            if self._on_cpu:
-                self._wait(work)
-            else:
-                work.wait()
-        except RuntimeError as error:
-            raise self._peer_failure(error, STEP) from error
-        self.waits = ""
+        if self._steps is None:  # the world was left since
+            work.wait()
+        else:
+            self._wait(self._steps, work, STEP)
         self.under_way.discard(work)
 
-    def _peer_failure(self, error: RuntimeError, waits: str) -> PeerFailed:
-        self.waits = waits  # still, for those who ask
-        return self._store.peer_failure(error, self._timeout_s)
-
-    def _wait(self, work: dist.Work) -> None:
-        """Wait; look now and then whether a rank failed or waits elsewhere, since gloo does not always say so.
-
-        With several sums under way a peer's closed connection ended them all in 9 of 10 failures, else one was not
-        woken before its timeout.
-        """
-        deadline, parted, told = time.monotonic() + self._timeout_s, 0, False
-        while True:
-            try:
-                work.wait(_SLICE)
-                break
-            except RuntimeError:
-                if work.is_completed():  # perhaps since the slice ran out, and then it only seems to have failed
-                    work.wait()  # at once; raises what ended it, if something did
-                    break
-                if self._store.has_failure() or time.monotonic() > deadline:
-                    raise
-                kind = "step" if self.waits == STEP else "other"
-                if not told:
-                    self._store.set_wait(kind)
-                    told = True
-                parted = parted + 1 if self._store.wait_of_next() not in ("", kind) else 0
-                if parted >= _SEEN:
-                    raise
-        if told:
-            self._store.set_wait("")
-
-    # -- all others ----------------------------------------------------------------------------------------
-
-    def _finish_other(self, work: dist.Work, waits: str) -> None:
+    def _wait(self, backend: Backend, work: Work, waits: str) -> None:
         self.waits = waits
         try:
-            self._wait(work)
+            backend.wait(work, self._is_in_vain)
         except RuntimeError as error:
             raise self._peer_failure(error, waits) from error
         self.waits = ""
+        if self._looks:
+            self._looks = self._parted = 0
+            self._store.set_wait("")
+
+    def _peer_failure(self, error: RuntimeError, waits: str) -> PeerFailed:
+        self.waits, self._looks, self._parted = waits, 0, 0  # waits still, for those who ask
+        return self._store.peer_failure(error, self._timeout_s)
+
+    def _is_in_vain(self) -> bool:
+        """Whether a rank failed, waits elsewhere, or takes too long; asked now and then during a wait."""
+        now, kind = time.monotonic(), "step" if self.waits == STEP else "other"
+        if not self._looks:
+            self._deadline = now + self._timeout_s - LOOK_S
+        if self._store.has_failure() or now > self._deadline:
+            return True
+        if not self._looks:
+            self._store.set_wait(kind)
+        self._looks += 1
+        self._parted = self._parted + 1 if self._store.wait_of_next() not in ("", kind) else 0
+        return self._parted >= _SEEN
+
+    # -- all others ----------------------------------------------------------------------------------------
 
     def _side_by_side(self, part: torch.Tensor, waits: str) -> torch.Tensor:
         """Every rank's `part`, (K,), as the rows of (size, K)."""
         if self._others is None:
             return part.reshape(1, -1)
-        whole = part.new_empty(self._others.size() * part.numel())
-        self._finish_other(self._others._allgather_base(whole, part), waits)
-        return whole.view(self._others.size(), -1)
+        whole = part.new_empty(self._others.size * part.numel())
+        self._wait(self._others, self._others.start_gather(whole, part), waits)
+        return whole.view(self._others.size, -1)
 
     def _check_alignment(self, kind: str, where: RankStatus, size: int = 0) -> list[int]:
         """Come together for a collective of this kind.
@@ -160,12 +143,12 @@ class Collectives:
             )
         return [size for _, size in told]
 
-    def _collect(self, tensor: torch.Tensor, collective: Start, waits: str) -> None:
+    def _collect(self, tensor: torch.Tensor, operation: Operation, waits: str) -> None:
         if self._others is None:
             return
-        if tensor.device.type == "cpu":
-            self._finish_other(collective(self._others), waits)
-        elif (work := self.start(collective)) is not None:  # this group may have a faster way between GPUs
+        if accelerator_of(tensor.device).is_host:
+            self._wait(self._others, operation(self._others), waits)
+        elif (work := self.start(operation)) is not None:  # this group may have a faster way between GPUs
             self.finish(work)
 
     def sum(self, tensor: torch.Tensor, where: RankStatus) -> None:
@@ -173,7 +156,7 @@ class Collectives:
         kind = f"a sum of {tensor.dtype} {tuple(tensor.shape)}"
         self._check_alignment(kind, where)
         total = summable(tensor)
-        self._collect(total, lambda group: group.allreduce([total]), kind)
+        self._collect(total, lambda backend: backend.start_sum(total), kind)
         assign_sum(tensor, total)
 
     def numbers(self, number: int, what: str, where: RankStatus) -> list[int]:
@@ -200,11 +183,11 @@ class Collectives:
         for tensor in tensors:
             if tensor.numel():
                 whole = tensor.detach().contiguous()
-                self._broadcast(whole.reshape(-1).view(torch.uint8), kind[:_KIND_BYTES])
+                raw = whole.reshape(-1).view(torch.uint8)
+                self._collect(raw, partial(_start_broadcast, raw), kind[:_KIND_BYTES])
                 if not tensor.is_contiguous():
                     tensor.copy_(whole)
 
-    def _broadcast(self, raw: torch.Tensor, kind: str) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._collect(raw, lambda group: group.broadcast([raw], options), kind)
+
+def _start_broadcast(tensor: torch.Tensor, backend: Backend) -> Work:
+    return backend.start_broadcast(tensor)

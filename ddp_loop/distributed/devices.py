@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from ddp_loop.accelerators import accelerator_of, gpu_count
+
 
 @dataclass(frozen=True)
 class RankEnv:
@@ -84,11 +86,9 @@ def choose_device(wish: str, gpus: int, local_rank: int) -> torch.device:
 
 def describe_devices() -> str:
     """What this machine has for ranks, a line each, and the torchrun line that uses it."""
-    gpus = torch.cuda.device_count()
-    lines = [f"cpu: {torch.get_num_threads()} threads"]
-    for number in range(gpus):
-        properties = torch.cuda.get_device_properties(number)
-        lines.append(f"cuda:{number}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    gpus = gpu_count()
+    devices = [torch.device("cpu"), *(torch.device("cuda", number) for number in range(gpus))]
+    lines = [str(accelerator_of(device)) for device in devices]
     ranks = gpus or 2
     why = "one rank per GPU" if gpus else "no GPU: ranks on the CPU"
     return "\n".join([*lines, f"torchrun --nproc_per_node={ranks} train.py   # {why}"])
@@ -107,4 +107,4 @@ def scale_batch_size(batch_size: int, world: HasRanks) -> int:
     128 on 2 GPUs is 256 and 64 on 4 is 256: each GPU stays as full as one alone. On CPUs the ranks share the
     machine's cores, so the mini-batch that suits one process suits all together.
     """
-    return batch_size * world.size if world.device.type == "cuda" else batch_size
+    return batch_size if accelerator_of(world.device).is_host else batch_size * world.size

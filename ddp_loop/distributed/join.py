@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from math import isfinite
 
-import torch
-
+from ddp_loop.accelerators import accelerator_of, gpu_count
 from ddp_loop.distributed.devices import choose_device, read_rank_env
 from ddp_loop.distributed.processes import end_with_torchrun
 from ddp_loop.distributed.world import World
@@ -39,10 +38,8 @@ def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout
         raise ValueError(f"timeout_s must be a finite number of seconds, more than 0; got {timeout_s=}")
     place = read_rank_env(dict(os.environ))
     end_with_torchrun(os.environ)
-    chosen = choose_device(device, torch.cuda.device_count(), place.local_rank)
-    if chosen.type == "cuda":
-        torch.cuda.init()  # else there are no generators to seed before the first tensor on the device
-        torch.cuda.set_device(chosen)
+    chosen = choose_device(device, gpu_count(), place.local_rank)
+    accelerator_of(chosen).activate()
     world = World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s)
     world.leave_at_exit()
     return world

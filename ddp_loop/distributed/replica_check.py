@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ddp_loop.accelerators import HostCopy
 from ddp_loop.determinism import Leaf, checksum_all, leaves
 from ddp_loop.distributed.failures import PeerFailed
 from ddp_loop.distributed.replicas import find_modules, find_parameters
@@ -164,35 +165,26 @@ class _ReplicaDigest:
     Attributes:
         where: the moment, in words.
         names: of the tensors, with dtype and shape.
-        sums: their checksums, (T,) int64 on the host, or on their way there.
+        sums: their checksums, (T,) int64.
         settings: the optimizers', by name.
-        event: when the sums are there; None if they are.
     """
 
     where: str
     names: list[str]
-    sums: torch.Tensor
+    sums: HostCopy
     settings: Mapping[str, str]
-    event: torch.cuda.Event | None = None
 
     @property
     def number(self) -> int:
         """63 bits that are the same exactly if all is; never 0."""
-        if self.event is not None:
-            self.event.synchronize()
         words = "\n".join([*self.names, *(f"{name} = {value}" for name, value in self.settings.items())])
-        digest = hashlib.sha256(words.encode() + self.sums.numpy().tobytes()).digest()
+        digest = hashlib.sha256(words.encode() + self.sums.wait().numpy().tobytes()).digest()
         return int.from_bytes(digest[:8], "little") >> 1 | 1
 
 
 def _take(where: str, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, str]) -> _ReplicaDigest:
-    """Take checksums of these tensors; a GPU is not waited for."""
-    sums, event = checksum_all(list(tensors.values())), None
-    if sums.device.type == "cuda":
-        sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-    return _ReplicaDigest(where, _forms(tensors), sums, settings, event)
+    """Take checksums of these tensors, without waiting for a GPU."""
+    return _ReplicaDigest(where, _forms(tensors), HostCopy(checksum_all(list(tensors.values()))), settings)
 
 
 def _difference(taken: _ReplicaDigest | None, world: World) -> str | None:
@@ -200,7 +192,8 @@ def _difference(taken: _ReplicaDigest | None, world: World) -> str | None:
     numbers = world.numbers(0 if taken is None else taken.number, _WHAT)  # 8 bytes: they nearly always are the same
     if taken is None or 0 in numbers or len(set(numbers)) == 1:
         return None
-    names, sums, settings = zip(*world.gather((taken.names, taken.sums.tolist(), dict(taken.settings))), strict=True)
+    own = taken.names, taken.sums.wait().tolist(), dict(taken.settings)
+    names, sums, settings = zip(*world.gather(own), strict=True)
     names, sums = _without_late_buffers(names, sums)
     if len(set(map(tuple, names))) > 1:
         return _describe_names(names)
@@ -232,7 +225,6 @@ class ReplicaCheck:
         world: from `join_world`; it is told which buffers are a rank's own, and what is never compared.
         interval: the number of steps between two looks; 0 never looks.
         rules: for single buffers, by name; those of the rule "local" are each rank's own.
-        late: whether checksums stay on their device until the next step; by default on a GPU.
     """
 
     def __init__(
@@ -241,13 +233,10 @@ class ReplicaCheck:
         world: World,
         interval: int,
         rules: Mapping[str, str],
-        *,
-        late: bool | None = None,
     ) -> None:
         self._state, self._world = state, world
         self._interval = interval if world.size > 1 else 0
         self._without = own_names(state, [name for name, rule in rules.items() if rule == "local"])
-        self.late = world.device.type != "cpu" if late is None else late
         self._pending: _ReplicaDigest | None = None
         self._folds = 0
         for prefix, module in find_modules(state).items():
@@ -267,7 +256,7 @@ class ReplicaCheck:
         made, self._folds = self._folds, self._folds + 1
         if self._interval and (iteration % self._interval == 0 or made in _FIRST):
             self._snapshot(f"at the fold of step {iteration}")
-            if not self.late:
+            if not self._world.accelerator.is_asynchronous:
                 self.check_pending()
 
     def end(self, iteration: int) -> None:
@@ -351,7 +340,7 @@ def _tensors_of(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
 
 def _has_bits(tensor: torch.Tensor) -> bool:
     """Whether it has values that lie in memory, as one of a lazy module, or a sparse one, has not."""
-    return not is_lazy(tensor) and tensor.layout == torch.strided and tensor.device.type != "meta"
+    return not is_lazy(tensor) and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _describe_settings(settings: Sequence[Mapping[str, str]]) -> str | None:

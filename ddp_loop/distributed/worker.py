@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_loop.distributed.failures import PeerFailed, Stopped
-from ddp_loop.distributed.process_group import keeps_a_group
+from ddp_loop.distributed.gloo import keeps_a_group
 from ddp_loop.distributed.processes import PEER_FAILED_EXIT, children_except, end_daemons, end_with_parent
 
 _PARENT_CHECK_S = 1.0

@@ -13,8 +13,10 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from ddp_loop.accelerators import accelerator_of
 from ddp_loop.determinism import EVALUATION, require_pinned, seed_everything, stream_key
-from ddp_loop.distributed.collectives import Collectives
+from ddp_loop.distributed.backend import Work
+from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error
 from ddp_loop.distributed.process_group import ProcessGroups
@@ -36,6 +38,7 @@ class World:
         rank: this process's number, 0 .. size-1.
         size: the number of ranks.
         device: where this rank computes.
+        accelerator: what is known of that device.
         seed: what all random streams start from; the same on every rank.
         timeout_s: how long a collective waits for the slowest rank, in seconds.
         ended_by: the exception by which it is being left.
@@ -46,6 +49,7 @@ class World:
     def __init__(self, place: RankEnv, device: torch.device, *, seed: int, threads: int, timeout_s: float) -> None:
         self.rank, self.size = place.rank, place.size
         self.device, self.seed, self.timeout_s = device, seed, timeout_s
+        self.accelerator = accelerator_of(device)
         self._closers: list[Callable[[], None]] = []
         self._firsts = 0
         self._refusal: str | None = None  # why no collective can be made now
@@ -55,7 +59,7 @@ class World:
         self._groups: ProcessGroups | None = None
         # A world of one has no groups and a store of its own: every line above these is the same for it.
         self._store = RankStore(dist.HashStore(), self.rank, self.size)
-        self._collectives = Collectives(None, None, self._store, device, timeout_s)
+        self._collectives = Collectives(None, None, self._store, timeout_s)
         self._watchdog: Watchdog | None = None
         self.stage, self.step = "", 0
         self._stop_here: Callable[[str], None] | None = None
@@ -81,9 +85,7 @@ class World:
     def _join(self, place: RankEnv) -> None:
         self._groups = ProcessGroups(place, self.device, self.timeout_s)
         self._store = RankStore(self._groups.store, self.rank, self.size)
-        self._collectives = Collectives(
-            self._groups.steps, self._groups.others, self._store, self.device, self.timeout_s
-        )
+        self._collectives = Collectives(self._groups.steps, self._groups.others, self._store, self.timeout_s)
         require_pinned(self._groups.backends)
 
     def _store_aside(self) -> RankStore:
@@ -102,31 +104,31 @@ class World:
 
     # -- sums and words between the ranks ------------------------------------------------------------------
 
-    def start_sum(self, tensor: torch.Tensor) -> dist.Work | None:
+    def start_sum(self, tensor: torch.Tensor) -> Work | None:
         """Start to add `tensor` up over all ranks, in place; `finish` waits. Every rank must call this."""
-        return self._start(lambda group: group.allreduce([tensor]))
+        return self._start(lambda backend: backend.start_sum(tensor))
 
     def start_exchange(
         self, received: torch.Tensor, sent: torch.Tensor, from_each: list[int], to_each: list[int]
-    ) -> dist.Work | None:
+    ) -> Work | None:
         """Start to send each rank its rows of `sent`, and to receive what all send here. Every rank must call this.
 
         Args:
             received, sent: (rows, K) each, contiguous, in the order of the ranks.
             from_each, to_each: how many rows, for each rank.
         """
-        return self._start(lambda group: group.alltoall_base(received, sent, from_each, to_each))
+        return self._start(lambda backend: backend.start_exchange(received, sent, from_each, to_each))
 
-    def start_gather(self, whole: torch.Tensor, part: torch.Tensor) -> dist.Work | None:
+    def start_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Work | None:
         """Start to put every rank's `part`, (K,), side by side into `whole`, (size * K,). Every rank must call this."""
-        return self._start(lambda group: group._allgather_base(whole, part))
+        return self._start(lambda backend: backend.start_gather(whole, part))
 
-    def _start(self, collective: Callable[[dist.ProcessGroup], dist.Work]) -> dist.Work | None:
+    def _start(self, operation: Operation) -> Work | None:
         if self._refusal is not None:
             raise RuntimeError(self._refusal)
-        return self._collectives.start(collective)
+        return self._collectives.start(operation)
 
-    def finish(self, work: dist.Work | None) -> None:
+    def finish(self, work: Work | None) -> None:
         """Wait for a sum that `start_sum` began.
 
         On a GPU with NCCL only the device waits, not the host.
@@ -397,7 +399,7 @@ class World:
                 with suppress(RuntimeError):  # the store is gone with the launcher
                     self._store.set_ended()
             under_way = self._collectives.under_way
-            self._collectives = Collectives(None, None, self._store, self.device, self.timeout_s)
+            self._collectives = Collectives(None, None, self._store, self.timeout_s)
             self._groups.leave(under_way, failed=failed)  # their last references
         self._groups = None
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ddp_loop.accelerators import HostCopy
 from ddp_loop.reporting.jsonl import BufferedJsonlWriter
 from ddp_loop.reporting.throughput import Throughput
 
@@ -118,7 +119,7 @@ class RowMeta(NamedTuple):
     is_last_of_epoch: bool
 
 
-_Sent = tuple[RowMeta, tuple[str, ...], torch.Tensor | list[float], dict[str, float], torch.cuda.Event | None]
+_Sent = tuple[RowMeta, tuple[str, ...], HostCopy, dict[str, float]]
 
 
 class DeviceToHostQueue:
@@ -129,27 +130,17 @@ class DeviceToHostQueue:
 
     def send(self, moment: RowMeta, names: tuple[str, ...], values: torch.Tensor, known: dict[str, float]) -> None:
         """Start the copy of `values`, (len(names),), to the host; `known` is there already."""
-        if values.device.type == "cpu":  # read now: the script may write into what it was given
-            self._waiting.append((moment, names, values.tolist(), known, None))
-            return
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._waiting.append((moment, names, host, known, event))
+        self._waiting.append((moment, names, HostCopy(values), known))
 
     def take(self, *, wait: bool) -> list[tuple[RowMeta, dict[str, float]]]:
         """Those that have arrived, in order; with `wait` all."""
         arrived = []
         while self._waiting:
-            moment, names, values, known, event = self._waiting[0]
-            if event is not None and not event.query():
-                if not wait:
-                    break
-                event.synchronize()
+            moment, names, values, known = self._waiting[0]
+            if not (wait or values.ready()):
+                break
             self._waiting.popleft()
-            told = values.tolist() if isinstance(values, torch.Tensor) else values
-            arrived.append((moment, dict(zip(names, told, strict=True)) | known))
+            arrived.append((moment, dict(zip(names, values.wait().tolist(), strict=True)) | known))
         return arrived
 
 

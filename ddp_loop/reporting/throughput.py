@@ -7,16 +7,15 @@ No collective is made for this: each rank leaves a word now and then, and rank 0
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from ddp_loop.accelerators import accelerator_of
 from ddp_loop.distributed import RankStore
 
 TELL_S = 1.0  # from one word of a rank to the next; a word takes 30 microseconds
@@ -29,12 +28,7 @@ RankTiming = Mapping[str, float]
 
 def memory_mib(device: torch.device) -> float:
     """What this process holds: of a GPU's memory what torch has taken of it, else the resident part of its own."""
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device) / _MIB
-    with suppress(OSError, ValueError, IndexError):
-        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / _MIB
-    return 0.0
+    return accelerator_of(device).memory_held() / _MIB
 
 
 def slowest(ranks: Sequence[RankTiming]) -> int | None:

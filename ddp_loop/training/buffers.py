@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.determinism import same_bits
 from ddp_loop.distributed import assemble, columns, decode, each_buffer, encode
 from ddp_loop.training.payload import weighted_mean
@@ -49,7 +50,7 @@ class Buffer:
     def __post_init__(self) -> None:
         self.opened = self.tensor.detach().clone()
         self.version = self.tensor._version
-        self.late = self.tensor.device.type != "cpu"
+        self.late = is_asynchronous(self.tensor)
 
     @property
     def silent(self) -> bool:
@@ -225,6 +226,8 @@ class Buffers:
                     if buffer.now is not tensor or written:
                         buffer._stand(tensor)
                         tensor.copy_(value)
+                    elif buffer.late:  # perhaps written silently; `.data` leaves the version, which is no write's
+                        tensor.data.copy_(value)
 
     def width(self, names: frozenset[str], column: torch.dtype) -> int:
         """Columns, of the dtype `column`, of a row that carries the buffers `names`."""
@@ -263,6 +266,7 @@ class Buffers:
         offset = 0
         for name in sorted(names):
             buffer = self.found[name]
+            buffer.travels |= buffer.late  # what one rank found, all take: a shard may have left the same bits
             length = columns(buffer.opened, rows.dtype)
             values = decode(rows[:, offset : offset + length], buffer.opened.dtype)
             offset += length
@@ -275,7 +279,7 @@ class Buffers:
             merged = assemble(merged, buffer.opened)
             buffer.restore(merged if keep is None else torch.where(keep, buffer.opened, merged))
             buffer.opened.copy_(buffer.tensor)
-        if rows.device.type == "cpu":
+        if not is_asynchronous(rows):
             self._settle()
 
     def _settle(self) -> None:

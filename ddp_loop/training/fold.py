@@ -105,7 +105,7 @@ class Fold:
         self._world = world
         # On the CPU a few integers ride in the step's own sum (a group of their own took a small step from
         # 2.65 to 4.34 times local); on a GPU reading them there would hold the host up, so they go over gloo.
-        self._rides = world.device.type == "cpu"
+        self._rides = not world.accelerator.is_asynchronous
         self._layout: PayloadLayout | None = None
         self._values = ValueSlots(world.device)
         self._measured: tuple[PayloadLayout | None, list[int]] = None, []
@@ -295,12 +295,12 @@ class Fold:
             self._world.block_collectives(None)
             if layout is not None:
                 word = torch.tensor([1, *[0] * (LENGTH - 1 + len(layout.parameters))], dtype=torch.int32)
-                work = None if self._rides else self._world.start_sum(word)
                 for summing, length in outline:
                     rows = summing.nothing()  # new ones: what was handed out stays as it is
                     if self._rides and summing is outline[-1][0]:
                         rows[0][length + PROBLEM] = 1
                     summing.start(rows)
+                work = None if self._rides else self._world.start_sum(word)
                 finish_all([*begun, *(summing for summing, _ in outline)])
                 self._world.finish(work)
             self._world.raise_if_any_failed(problem)
@@ -347,28 +347,27 @@ class Fold:
 
     def _sum(self, word: tuple[int, ...], meanwhile: Callable[[], None]) -> list[float]:
         """Sum everything up; returns the control word over all ranks, and a count per parameter."""
+        control = self.gradients.tail[: len(word)] if self._rides else torch.tensor(word, dtype=torch.int32)
+        works = []
 
         def wait() -> None:
+            if not self._rides:  # only after all buckets: how many began during backward differs between ranks
+                works.append(self._world.start_sum(control))
             meanwhile()
             self._waits_since = time.perf_counter()
 
         if self._rides:
-            place = self.gradients.tail[: len(word)]
             if (kept := self._words.get(word)) is None:
                 if len(self._words) > _WORDS:
                     self._words.clear()
-                kept = self._words[word] = torch.tensor(word, dtype=place.dtype)
-            place.copy_(kept)
-            self.gradients.sum_up(wait)
-            self.waited_s += time.perf_counter() - self._waits_since
-            said: list[float] = place.tolist()
-            return said
-        control = torch.tensor(word, dtype=torch.int32)
-        work = self._world.start_sum(control)
+                kept = self._words[word] = torch.tensor(word, dtype=control.dtype)
+            control.copy_(kept)
         self.gradients.sum_up(wait)
-        self._world.finish(work)
+        for work in works:
+            self._world.finish(work)
         self.waited_s += time.perf_counter() - self._waits_since
-        return control.tolist()
+        said: list[float] = control.tolist()
+        return said
 
     def gradient_norm(self, iteration: int) -> torch.Tensor | None:
         """The Euclidean norm of the whole mini-batch's gradients, shape (); None in steps that leave it out.

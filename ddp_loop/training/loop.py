@@ -165,8 +165,7 @@ class Loop:
         """And what looks at the values of steps and state."""
         local = [name for name, policy in self._rules.items() if policy == "local"]
         self._state_check = NonFiniteStateCheck(self._state, self.world, rule, local)
-        late = self.world.device.type != "cpu"
-        self._guard = NonFiniteGuard(rule, self.batches.indices, self._state, late=late, blame=self._state_check.blame)
+        self._guard = NonFiniteGuard(rule, self.batches.indices, self._state, blame=self._state_check.blame)
         checkpointer = None
         if folder is not None:
             parts: dict[str, Stateful] = {"guard": self._guard, "trained": FrozenParameters(self._state)}

@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 import torch
 from torch.optim import SGD, Optimizer
 
+from ddp_loop.accelerators import HostCopy, is_asynchronous
 from ddp_loop.data import MiniBatch
 
 OnNonFinite = Literal["raise", "skip", "allow"]
@@ -72,8 +73,7 @@ class _PendingCheck:
 
     iteration: int
     mini_batch: MiniBatch
-    values: torch.Tensor
-    event: torch.cuda.Event | None
+    values: HostCopy
     late: bool
 
 
@@ -84,7 +84,6 @@ class NonFiniteGuard:
         rule: "raise", "skip", or "allow" to look at nothing.
         indices: which samples of the data are number `start` .. `start + count - 1` of an epoch.
         state: the job's; its optimizers are told of a step to skip.
-        late: whether values stay on their device until the next step's are there, as they should on a GPU.
         blame: says what in the job's state is not finite, when a step is not, given whether its update has been made; a
             collective where all ranks raise. By default nobody asks.
     """
@@ -95,11 +94,10 @@ class NonFiniteGuard:
         indices: Callable[[int, int, int], torch.Tensor],
         state: Mapping[str, object] | None = None,
         *,
-        late: bool = False,
         blame: Callable[[bool], NonFiniteTensors] | None = None,
     ) -> None:
         values = list((state or {}).values())
-        self._allows, self.skips, self._indices, self.late = rule == "allow", rule == "skip", indices, late
+        self._allows, self.skips, self._indices = rule == "allow", rule == "skip", indices
         self._optimizers = [value for value in values if isinstance(value, Optimizer)]
         self._scaled = any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in values)
         self._gradients: ReducedGradients | None = None
@@ -145,7 +143,7 @@ class NonFiniteGuard:
         if self._allows:
             return False
         self._gradients = gradients
-        if not self.late:
+        if not is_asynchronous(loss):
             self._bad = not math.isfinite(loss.item()) or not (self._scaled or gradients.are_finite())
         else:
             looked_at = [loss] if self._scaled else [loss, *(one.to(loss) for one in gradients.extremes())]
@@ -196,25 +194,18 @@ class NonFiniteGuard:
         bad = self._bad
         if bad is False:
             return
-        values = torch.cat([torch.as_tensor(bad).to(loss).reshape(1), loss.reshape(1), losses, share])
-        if not isinstance(bad, torch.Tensor):
-            self._say(_PendingCheck(iteration, mini_batch, values, None, late=False))
-            return
-        event = None
-        if values.device.type == "cuda":
-            values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._late = _PendingCheck(iteration, mini_batch, values, event, late=True)
+        values = HostCopy(torch.cat([torch.as_tensor(bad).to(loss).reshape(1), loss.reshape(1), losses, share]))
+        look = _PendingCheck(iteration, mini_batch, values, late=isinstance(bad, torch.Tensor))
+        if look.late:
+            self._late = look
+        else:
+            self._say(look)
 
     def check_pending(self) -> None:
         """Look at what a GPU was still to say."""
         late, self._late = self._late, None
-        if late is not None:
-            if late.event is not None:
-                late.event.synchronize()
-            if late.values[0].item():
-                self._say(late)
+        if late is not None and late.values.wait()[0].item():
+            self._say(late)
 
     def _say(self, look: _PendingCheck) -> None:
         if not self.skips:
@@ -230,7 +221,7 @@ class NonFiniteGuard:
             )
 
     def _message(self, look: _PendingCheck) -> str:
-        _, value, *rest = look.values.tolist()
+        _, value, *rest = look.values.wait().tolist()
         blamed = NonFiniteTensors([], []) if self._blame is None else self._blame(look.late)
         if blamed.before:
             return _state_message(look, value, blamed.before)

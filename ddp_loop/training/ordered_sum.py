@@ -19,10 +19,9 @@ from functools import lru_cache
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ddp_loop.data import split_range
-from ddp_loop.distributed import World, as_real
+from ddp_loop.distributed import Work, World, as_real
 
 Node = tuple[int, int]
 
@@ -139,7 +138,7 @@ class FlatAllReduce:
         self._world, self._order = world, order
         self._length, self._dtype, self._device = length, dtype, device
         self._pieces = [max(1, pieces) for pieces in order.pieces]  # without shards one of -0.0: the tail rides in it
-        self._work: dist.Work | None = None
+        self._work: Work | None = None
         self._flat: torch.Tensor | None = None
         self._sent: torch.Tensor | None = None
         self._received: torch.Tensor | None = None

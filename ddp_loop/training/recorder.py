@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
+from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.checkpoint import Checkpointer
 from ddp_loop.data import Batches, LoopPosition, MiniBatch
 from ddp_loop.distributed import World
@@ -162,8 +163,8 @@ class RunRecorder:
             beside[NORM] = norm
         if skips:
             beside["skipped"] = folded.bad
-        if self._world.device.type != "cpu":  # asking would hold the host up
-            away = [name for name, one in beside.items() if isinstance(one, torch.Tensor) and one.device.type != "cpu"]
+        if self._world.accelerator.is_asynchronous:  # asking would hold the host up
+            away = [name for name, one in beside.items() if isinstance(one, torch.Tensor) and is_asynchronous(one)]
             values = torch.cat([values, *(torch.as_tensor(beside.pop(name)).to(values).reshape(1) for name in away)])
             names = (*names, *away)
         return names, values, {name: float(one) for name, one in beside.items()}

@@ -20,6 +20,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from ddp_loop.accelerators import HostCopy
 from ddp_loop.distributed import World, find_modules, find_parameters, kept_by
 from ddp_loop.training.nonfinite import NonFiniteTensors, OnNonFinite, listed
 
@@ -27,7 +28,7 @@ _FIRST, _EVERY = (1, 10), 100  # steps after which all is looked at
 _PARAMETER, _BUFFER = "parameter ", "buffer "
 
 Tensors = dict[str, torch.Tensor]
-Marks = list[tuple[list[str], torch.Tensor, torch.cuda.Event | None]]
+Marks = list[tuple[list[str], HostCopy]]
 
 
 def kept_numbers(state: Mapping[str, object]) -> Tensors:
@@ -70,25 +71,16 @@ def _norms(tensors: Tensors) -> Iterator[tuple[list[str], torch.Tensor]]:
 
 def _marks(tensors: Tensors) -> Marks:
     """The norms, perhaps still on their way to the host."""
-    marks: Marks = []
-    for names, norms in _norms(tensors):
-        event = None
-        if norms.device.type == "cuda":
-            norms = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=True).copy_(norms, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        marks.append((names, norms, event))
-    return marks
+    return [(names, HostCopy(norms)) for names, norms in _norms(tensors)]
 
 
 def _suspects(marks: Marks) -> list[str]:
     """Those whose norm is not finite."""
     found: list[str] = []
-    for names, norms, event in marks:
-        if event is not None:
-            event.synchronize()
-        if not bool(norms.isfinite().all()):
-            found += [name for name, norm in zip(names, norms.isfinite().tolist(), strict=True) if not norm]
+    for names, norms in marks:
+        finite = norms.wait().isfinite()
+        if not bool(finite.all()):
+            found += [name for name, one in zip(names, finite.tolist(), strict=True) if not one]
     return found
 
 
@@ -112,9 +104,6 @@ class NonFiniteStateCheck:
         world: from `join_world`.
         rule: "raise", or "skip" and "allow" to say it once and go on.
         local: the names of buffers that are each rank's own.
-
-    Attributes:
-        late: whether norms stay on their device until the next step, as they should on a GPU.
     """
 
     def __init__(
@@ -122,7 +111,6 @@ class NonFiniteStateCheck:
     ) -> None:
         self._state, self._world, self._raises = state, world, rule == "raise"
         self._rule, self._local = rule, {f"{_BUFFER}{name}" for name in local}
-        self.late = world.device.type != "cpu"
         self._before: Tensors | None = None  # where elements were bad when the loop began
         self._pending: tuple[int, Marks] | None = None
         self._problem: FloatingPointError | None = None
@@ -144,7 +132,7 @@ class NonFiniteStateCheck:
         self._looks += 1
         if iteration in _FIRST or iteration % _EVERY == 0:
             self._pending = iteration, _marks(kept_numbers(self._state))
-            if not self.late:
+            if not self._world.accelerator.is_asynchronous:
                 self._check_pending()
 
     def _check_pending(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.data import LoadedBatch, MiniBatch, check_end
 from ddp_loop.determinism import Leaf, seed_shard, seed_step
 from ddp_loop.distributed import PeerFailed, World
@@ -25,7 +26,7 @@ class _LeftLoop(RuntimeError):
 
 def _same(one: Weight | None, other: Weight | None) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.device.type != "cpu" or bool(one == other)  # on a GPU asking would hold the host up
+        return is_asynchronous(one) or bool(one == other)  # on a GPU asking would hold the host up
     return type(one) is type(other) and one == other
 
 

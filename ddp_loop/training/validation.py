@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.batch_norm import SyncChannel, batch_norm_layers
 from ddp_loop.data import Batches
 from ddp_loop.distributed import each_module, find_modules
@@ -145,7 +146,7 @@ def check_weight(weight: Weight | None) -> Weight | None:
         if weight.numel() != 1:
             raise ValueError(f"a shard's weight must be one value; got shape {tuple(weight.shape)}: take its sum")
         weight = weight.detach().reshape(()).to(torch.float64, copy=True)  # float32 would round w / R
-        if weight.device.type != "cpu":
+        if is_asynchronous(weight):
             return weight
     elif not isinstance(weight, Real):
         raise ValueError(f"a shard's weight must be a number or a tensor of one value; got {weight!r}")

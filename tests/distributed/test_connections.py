@@ -20,7 +20,7 @@ from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.distributed import Pool
-from ddp_loop.distributed.process_group import accepted, free_kept, keeps_a_group, open_sockets
+from ddp_loop.distributed.gloo import accepted, free_kept, keeps_a_group, open_sockets
 from ddp_loop.distributed.store import own_keys
 from tests.support.harness import FAULT_S, OnRanks
 

@@ -4,6 +4,9 @@
 cases are chosen so that every value of every axis is there at least once; the other combinations are the full tier. A
 test marked `slow` is in the full tier with all its cases. This is the each-choice coverage of Ammann and Offutt,
 Introduction to Software Testing.
+
+[Note: The mode of the device] A file that runs in both modes of `device_modes` has its asynchronous cases in the full
+tier, but for those of tests marked `quick_in_both_modes`: at least one in each file.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
+
+from tests.support.device_modes import ASYNCHRONOUS, modes_of
 
 FULL = "full"
 ALL_ITEMS = pytest.StashKey[list[pytest.Item]]()
@@ -55,10 +60,20 @@ def cases_by_function(items: Iterable[pytest.Item]) -> dict[str, list[tuple[pyte
 def mark_tiers(items: Iterable[pytest.Item]) -> None:
     """Mark what only `make test-all` runs as `full`."""
     for cases in cases_by_function(items).values():
-        chosen = representatives([case for _, case in cases])
-        for number, (item, case) in enumerate(cases):
-            if item.get_closest_marker("slow") or (case and number not in chosen):
+        considered = [(item, case) for item, case in cases if not is_second_mode(item, case)]
+        chosen = {id(considered[number][0]) for number in representatives([case for _, case in considered])}
+        for item, case in cases:
+            if item.get_closest_marker("slow") or (case and id(item) not in chosen):
                 item.add_marker(FULL)
+
+
+def is_second_mode(item: pytest.Item, case: Case) -> bool:
+    """Whether a case repeats others of the quick tier in the other mode of the device, which the full tier does."""
+    return (
+        case.get("device_mode") == ASYNCHRONOUS
+        and len(modes_of(item)) > 1
+        and item.get_closest_marker("quick_in_both_modes") is None
+    )
 
 
 def is_quick(item: pytest.Item) -> bool:

@@ -1,0 +1,221 @@
+"""Accelerators: what a device is and can do, one class for each kind. A new kind of device is one new class here.
+
+[Note: Asynchronous] A GPU computes behind the host's back, so reading a value makes the host wait for the device.
+Where a device is asynchronous, values are therefore copied to the host and looked at one step later, and whatever the
+ranks must read in each step travels over the CPU instead of in the step's own sum. Tests run this way on a CPU too, by
+`KINDS`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a device's work, as torch.cuda.Event is."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached it."""
+
+
+class Accelerator:
+    """A device of a kind that has no class of its own here: its values are never asked for, its copies block.
+
+    Args:
+        device: such as cuda:0.
+
+    Attributes:
+        kind: such as "cuda".
+        is_asynchronous: whether reading a value makes the host wait. See [Note: Asynchronous].
+        is_host: whether its memory is the host's, and its kernels are those of the CPU.
+        has_batch_norm_kernels: whether torch has the kernels of nn.SyncBatchNorm for it.
+    """
+
+    is_asynchronous = True
+    is_host = False
+    has_batch_norm_kernels = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.kind = device, device.type
+
+    def __str__(self) -> str:
+        """The device and how large it is, in words."""
+        return str(self.device)
+
+    def activate(self) -> None:
+        """Make it this process's current device."""
+
+    def backends(self, local_ranks: int) -> str:
+        """The backends of a process group in which `local_ranks` ranks of this machine compute on such devices."""
+        return "gloo"
+
+    # -- copies --------------------------------------------------------------------------------------------
+
+    def start_copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
+        """Start to copy a tensor to the host; returns the copy, and when it is complete, None if it is."""
+        return tensor.detach().to("cpu", copy=True), None
+
+    def empty_on_host(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory on the host, of the shape and dtype of `like`, into which this device copies quickly."""
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> Event | None:
+        """Start to copy `there`, on this device, into `here`, from `empty_on_host`.
+
+        Returns:
+            When the copies are complete; None if they are.
+        """
+        torch._foreach_copy_(here, there)  # type: ignore[arg-type]
+        return None
+
+    # -- random numbers ------------------------------------------------------------------------------------
+
+    def seed(self, key: int) -> None:
+        """Seed its generator, if it has one beside the CPU's."""
+
+    def random_state(self) -> torch.Tensor | None:
+        """The state of its generator; None if it has none beside the CPU's."""
+        return None
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Restore what `random_state` returned."""
+
+    # -- memory --------------------------------------------------------------------------------------------
+
+    def memory_held(self) -> float:
+        """Bytes of its memory that this process holds; 0 if that is unknown."""
+        return 0.0
+
+    def memory_free(self) -> float:
+        """Bytes of its memory that are free; infinity where that does not matter."""
+        return math.inf
+
+
+class Cpu(Accelerator):
+    """The host itself."""
+
+    is_asynchronous = False
+    is_host = True
+
+    def __str__(self) -> str:
+        """Such as "cpu: 4 threads"."""
+        return f"cpu: {torch.get_num_threads()} threads"
+
+    def memory_held(self) -> float:
+        """The resident part of this process's memory."""
+        with suppress(OSError, ValueError, IndexError):
+            return float(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return 0.0
+
+
+class Cuda(Accelerator):
+    """A GPU that torch reaches by CUDA or ROCm."""
+
+    has_batch_norm_kernels = True
+
+    def __str__(self) -> str:
+        """Such as "cuda:0: NVIDIA H200, 140 GiB"."""
+        properties = torch.cuda.get_device_properties(self.device)
+        return f"{self.device}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+    def activate(self) -> None:
+        """Make it this process's current device, with a generator that can be seeded."""
+        torch.cuda.init()  # otherwise the generators exist only after the first tensor on the device
+        torch.cuda.set_device(self.device)
+
+    def backends(self, local_ranks: int) -> str:
+        """NCCL where each rank has a GPU of its own; it refuses two ranks on one."""
+        return "cpu:gloo,cuda:nccl" if local_ranks <= torch.cuda.device_count() else "gloo"
+
+    def start_copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """Copy it into pinned memory."""
+        host = self.empty_on_host(tensor)
+        return host, self.start_copies([host], [tensor.detach()])
+
+    def empty_on_host(self, like: torch.Tensor) -> torch.Tensor:
+        """Pinned memory: only from there a copy runs beside the host."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> Event:
+        """Copy on the device's current stream, after what was launched there before."""
+        torch._foreach_copy_(here, there, non_blocking=True)  # type: ignore[arg-type]
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seed(self, key: int) -> None:
+        """Seed its generator; in a worker of a DataLoader, which has no GPU, do nothing."""
+        if torch.cuda.is_initialized():
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(key)
+
+    def random_state(self) -> torch.Tensor:
+        """The state of its generator."""
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Restore what `random_state` returned."""
+        torch.cuda.set_rng_state(state, self.device)
+
+    def memory_held(self) -> float:
+        """What torch has reserved of it."""
+        return float(torch.cuda.memory_reserved(self.device))
+
+    def memory_free(self) -> float:
+        """What no process has taken of it."""
+        return float(torch.cuda.mem_get_info(self.device)[0])
+
+
+KINDS: dict[str, type[Accelerator]] = {"cpu": Cpu, "cuda": Cuda}
+
+
+@cache
+def accelerator_of(device: torch.device) -> Accelerator:
+    """What is known of a device."""
+    return KINDS.get(device.type, Accelerator)(device)
+
+
+def is_asynchronous(tensor: torch.Tensor) -> bool:
+    """Whether reading a value of this tensor makes the host wait. See [Note: Asynchronous]."""
+    return accelerator_of(tensor.device).is_asynchronous
+
+
+def gpu_count() -> int:
+    """The number of GPUs that torch sees; CUDA is not initialized by it."""
+    return torch.cuda.device_count()
+
+
+def all_gpus() -> list[Accelerator]:
+    """Every GPU that torch sees, initialized."""
+    if not torch.cuda.is_available():
+        return []
+    torch.cuda.init()
+    return [accelerator_of(torch.device("cuda", number)) for number in range(gpu_count())]
+
+
+class HostCopy:
+    """A copy of a tensor on the host, as the tensor is now; perhaps still on its way, so that nobody waits for it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._values, self._event = accelerator_of(tensor.device).start_copy(tensor)
+
+    def ready(self) -> bool:
+        """Whether it has arrived."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> torch.Tensor:
+        """The values, once they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._values

@@ -1,0 +1,141 @@
+"""gloo, over the CPU: what it takes to wait for it, to wake the peers of a rank that failed, and to leave it.
+
+gloo does not always end a collective when a peer fails, so a wait is cut into slices, between which the caller looks
+for failures itself.
+
+gloo closes a connection only with the last reference to its group, and a sum that is under way in one of its threads
+holds one. A socket that is shut down wakes the peers that wait for this rank.
+
+Destroying a group waits for its sums. Rarely one is not woken before its timeout: another sum ended with an error
+between the head and the body of a message, and gloo reads that connection no further, but polls it without a pause.
+Such a group is kept until the timeout. A worker of a pool then ends, and the pool starts another one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ddp_loop.distributed.backend import LOOK_S, TorchBackend, Work
+
+_DESCRIPTORS = Path("/proc/self/fd")  # elsewhere than on Linux none are found, and a peer waits for its timeout
+_END_S = 0.5  # for the sums of a failed group: nearly all are woken at once
+_LOOK_S = 0.005
+_SLICE = timedelta(seconds=LOOK_S)
+_kept: list[tuple[dist.ProcessGroup, Collection[Work]]] = []
+
+
+class GlooBackend(TorchBackend):
+    """A process group of gloo."""
+
+    def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
+        """Wait in slices; with several sums under way one of ten is not woken when a peer's connection closes."""
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():  # perhaps since the slice ran out, and then it only seems to have failed
+                    work.wait()  # returns at once, or raises what ended it
+                    return
+                if in_vain():
+                    raise
+
+    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
+        """Give the group up; after a failure keep it until its sums have ended."""
+        if failed:
+            keep_while_busy(self._group, under_way)
+        super().leave(under_way, failed=failed)
+
+
+def open_sockets() -> dict[int, str]:
+    """This process's sockets now: the kernel's name of each, by file descriptor."""
+    found: dict[int, str] = {}
+    if _DESCRIPTORS.is_dir():
+        for entry in os.listdir(_DESCRIPTORS):
+            name = _name(int(entry))
+            if name.startswith("socket:"):
+                found[int(entry)] = name
+    return found
+
+
+def cut(sockets: dict[int, str]) -> None:
+    """Shut these sockets down, but those that are closed already; their owner closes them."""
+    for _, one in _opened(sockets):
+        with suppress(OSError):
+            if not _listens(one):  # gloo's listener would end the process
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def accepted(sockets: dict[int, str]) -> dict[int, str]:
+    """Those that a listener among them took: one end of each of gloo's connections, and none that others opened.
+
+    gloo closes one connection after the other, each at its thread's next look, and looks every 10 ms. Where one end is
+    shut down the threads of both look at once.
+    """
+    ports = {_port(one) for _, one in _opened(sockets) if _listens(one)}
+    return {
+        number: sockets[number]
+        for number, one in _opened(sockets)
+        if not _listens(one) and _port(one) in ports - {None}
+    }
+
+
+def _opened(sockets: dict[int, str]) -> Iterator[tuple[int, socket.socket]]:
+    """Those that are open still."""
+    for descriptor, name in sockets.items():
+        if _name(descriptor) == name:  # the number may belong to another file by now
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+                yield descriptor, one
+
+
+def _listens(one: socket.socket) -> bool:
+    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _port(one: socket.socket) -> int | None:
+    """Of this end; None where there are no ports."""
+    name = one.getsockname()
+    return name[1] if isinstance(name, tuple) and one.family in (socket.AF_INET, socket.AF_INET6) else None
+
+
+def keep_while_busy(group: dist.ProcessGroup, sums: Collection[Work]) -> None:
+    """Keep a failed group from being destroyed, also at exit, if one of its sums does not end soon."""
+    deadline = time.monotonic() + _END_S
+    while not _ended(sums):
+        if time.monotonic() > deadline:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # the list alone would let it go at exit
+            _kept.append((group, sums))
+            return
+        time.sleep(_LOOK_S)
+
+
+def free_kept() -> None:
+    """Let those kept groups go whose sums have ended since."""
+    for one in [one for one in _kept if _ended(one[1])]:
+        _kept.remove(one)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(one[0]))
+
+
+def keeps_a_group() -> bool:
+    """Whether a failed group is kept."""
+    return bool(_kept)
+
+
+def _ended(sums: Collection[Work]) -> bool:
+    return all(work.is_completed() for work in sums)
+
+
+def _name(descriptor: int) -> str:
+    try:
+        return os.readlink(_DESCRIPTORS / str(descriptor))
+    except OSError:
+        return ""

@@ -1,0 +1,92 @@
+"""The two ways in which a device answers, both on the CPU: at once, and late as a GPU does.
+
+A test, or a file by its `pytestmark`, marked `both_modes` runs in each; the fixture `device_mode` says in which. Marked
+`one_mode(mode, reason)` it runs in that one alone, whatever its file says.
+
+[Note: The simulation] In the mode "asynchronous" the CPU says that it is asynchronous, so the package takes the paths
+of a GPU. A copy to the host holds 0xFF in every byte, which is NaN and -1, until two more copies were started, or
+somebody waits for it. It brings what the tensor held when the copy was started, as on a GPU's stream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from ddp_loop.accelerators import KINDS, Accelerator, Cpu, accelerator_of
+from tests.support.harness import Result, run_cleanly
+
+SYNCHRONOUS, ASYNCHRONOUS = MODES = ("synchronous", "asynchronous")
+_LAG = 2  # so many copies that were started later complete one
+
+
+class SlowCopy:
+    """Copies on their way: an event."""
+
+    under_way: ClassVar[deque[SlowCopy]] = deque()
+
+    def __init__(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> None:
+        self._here, self._values = here, [one.detach().clone() for one in there]
+        for one in here:
+            one.reshape(-1).view(torch.uint8).fill_(0xFF)
+        self.under_way.append(self)
+        while len(self.under_way) > _LAG:
+            self.under_way.popleft()._arrive()
+
+    def _arrive(self) -> None:
+        with torch.no_grad():
+            for one, value in zip(self._here, self._values, strict=True):
+                one.copy_(value)
+
+    def query(self) -> bool:
+        return self not in self.under_way
+
+    def synchronize(self) -> None:
+        while self in self.under_way:  # a stream's copies complete in order
+            self.under_way.popleft()._arrive()
+
+
+class AsynchronousCpu(Cpu):
+    """A CPU that answers as a GPU does."""
+
+    is_asynchronous = True
+
+    def start_copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, SlowCopy]:
+        host = self.empty_on_host(tensor)
+        return host, SlowCopy([host], [tensor])
+
+    def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> SlowCopy:
+        return SlowCopy(here, there)
+
+
+def modes_of(test: pytest.Item) -> tuple[str, ...]:
+    """The modes that a test is to run in."""
+    if (alone := test.get_closest_marker("one_mode")) is not None:
+        mode, _ = alone.args
+        return (mode,)
+    return MODES if test.get_closest_marker("both_modes") else (SYNCHRONOUS,)
+
+
+@contextmanager
+def device_mode_of(mode: str) -> Iterator[None]:
+    """Have this process's CPU answer so."""
+    kind: type[Accelerator] = AsynchronousCpu if mode == ASYNCHRONOUS else Cpu
+    former, KINDS["cpu"] = KINDS["cpu"], kind
+    accelerator_of.cache_clear()
+    try:
+        yield
+    finally:
+        KINDS["cpu"] = former
+        accelerator_of.cache_clear()
+        SlowCopy.under_way.clear()
+
+
+def run_in_mode(mode: str, function: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
+    """Run a task on a rank whose CPU answers so."""
+    with device_mode_of(mode):
+        return run_cleanly(function, *arguments, **keywords)
