@@ -11,7 +11,7 @@ JOBS ?= 2
 RANKS ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rest test-all check format bench clean
+.PHONY: help setup train test test-rest test-all check docs format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-11s%s\n", $$1, $$2 }' Makefile
@@ -31,11 +31,17 @@ test-all: JOBS := 3  # its tests wait more than those of make test
 test-all: $(READY)  ## run all tests, in three processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-check: $(READY)  ## format, lint, types, and the tests of the architecture; changes nothing
+check: $(READY)  ## format, lint, types, the tests of the architecture, and the documentation; changes nothing
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/python -m pytest tests/project/test_architecture.py tests/project/test_rooms.py
+	$(MAKE) --no-print-directory docs
+
+# Anew each time: a second run would not repeat the warnings of pages that have not changed since.
+docs: $(READY)  ## build the documentation and the API reference, warnings as errors, into build/docs
+	$(BIN)/python -m sphinx -E -q -W --keep-going -c docs/site -d build/doctrees . build/docs
+	@echo "build/docs/index.html"
 
 format: $(READY)  ## format the code and repair what the linter can
 	$(BIN)/python -m ruff format .

@@ -184,6 +184,13 @@ def test_every_link_leads_to_a_file() -> None:
     assert [(path.name, link) for path, link in links if not (path.parent / link).exists()] == []
 
 
+def test_the_files_that_a_change_needs_are_there() -> None:
+    _, _, section = text_of("docs/design.md").partition("## Where a change goes\n")
+    named = re.findall(r"`(\w[\w/]*\.\w+)`", section.partition("\n## ")[0])
+    assert len(named) > 7
+    assert [name for name in named if not (ROOT / "ddp_loop" / name).is_file()] == []
+
+
 def test_the_changelog_has_the_version() -> None:
     version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
     assert f"## [{version}]" in text_of("CHANGELOG.md")
