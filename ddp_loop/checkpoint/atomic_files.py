@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+REPAIR = "Make room there, make it writable, or put it back. Earlier lines and checkpoints are intact."
 SAVING, DELETING = ".saving-", ".deleting-"  # what a kill leaves begins so
 
 
@@ -64,27 +65,28 @@ def is_folder(path: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring its names to the disk."""
-    with opened(folder) as there:
-        try:
-            os.fsync(there)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot, and need not
-                raise
+    """Flush a folder's names to the disk."""
+    with opened(folder) as descriptor:
+        _sync(descriptor)
 
 
 def sync_files(folder: Path, names: Iterable[str]) -> None:
-    """Bring files of a folder to the disk that others write, and their names; those that are not there are left out."""
+    """Flush files of a folder, and their names, to the disk; missing files are skipped."""
     for path in (*(folder / name for name in names), folder):
         with suppress(FileNotFoundError):
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                os.fsync(file)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                    raise
+                _sync(descriptor)
             finally:
-                os.close(file)
+                os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot, and need not
+            raise
 
 
 def remove(path: Path) -> None:
@@ -124,9 +126,9 @@ def write_atomic(path: Path, value: object) -> None:
 
 
 @contextmanager
-def explained(rule: str, remedy: str) -> Iterator[None]:
-    """An OSError inside says the rule that it breaks, what came, and the remedy."""
+def explained(what: str, remedy: str) -> Iterator[None]:
+    """Raise an OSError of the block as one whose message has what failed, the cause and the remedy."""
     try:
         yield
     except OSError as error:
-        raise type(error)(error.errno, f"{rule} ({error.strerror or error}): {remedy}") from error
+        raise type(error)(error.errno, f"{what} ({error.strerror or error}). {remedy}") from error

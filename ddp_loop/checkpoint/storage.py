@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ import torch
 
 from ddp_loop.checkpoint.atomic_files import (
     DELETING,
+    REPAIR,
     SAVING,
     bytes_of,
+    explained,
     is_folder,
     opened,
     remove,
@@ -133,7 +135,8 @@ class CheckpointStore:
         head |= {"score": score if score is None or math.isfinite(score) else str(score), "facts": dict(facts)}
         temporary = self.folder / f"{SAVING}{iteration}-{secrets.token_hex(4)}"
         self.last_warning = None
-        try:
+        with explained(f"A checkpoint could not be written to {self.folder}", REPAIR), ExitStack() as ending:
+            ending.callback(shutil.rmtree, temporary, ignore_errors=True)
             self._check_run()
             if not is_folder(self.folder):
                 self.folder.mkdir()
@@ -147,10 +150,6 @@ class CheckpointStore:
             path = self.folder / self._free_name(iteration)
             temporary.rename(path)
             sync_folder(self.folder)
-        except OSError as error:
-            raise self._explained(error) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
         try:
             self._prune(path)
         except OSError as error:
@@ -169,25 +168,19 @@ class CheckpointStore:
         said |= {"score": score if math.isfinite(score) else str(score)}
         del said["sha256"]
         temporary = self.folder / f"{SAVING}{path.name}-{secrets.token_hex(4)}"
-        try:
-            write_new(temporary, [_sealed(_json("the facts", said, MANIFEST_BYTES - 100)[:-1])])
-            temporary.rename(path / MANIFEST)
-            sync_folder(path)
-        except OSError as error:
-            raise self._explained(error) from error
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
+        with explained(f"The score of {path} could not be written", REPAIR):
+            try:
+                write_new(temporary, [_sealed(_json("the facts", said, MANIFEST_BYTES - 100)[:-1])])
+                temporary.rename(path / MANIFEST)
+                sync_folder(path)
+            finally:
+                with suppress(OSError):
+                    temporary.unlink()
 
     def _check_run(self) -> None:
         """Raise FileNotFoundError if the run folder is no longer there, or another one stands in its place."""
         if self._is_named and run_id_of(self.folder.parent) != self._run_id:
             raise FileNotFoundError(errno.ENOENT, f"{self.folder.parent} is no longer the folder of this run")
-
-    def _explained(self, error: OSError) -> OSError:
-        rule = f"a checkpoint is written whole or not at all; writing to {self.folder} failed ({error}): "
-        remedy = "make room there, make it writable, or put it back; those before are as they were"
-        return OSError(error.errno, rule + remedy) if error.errno else type(error)(rule + remedy)
 
     def read(self, path: Path) -> Checkpoint:
         """Read one of the run's checkpoints, and check every bit of it.
