@@ -22,8 +22,7 @@ from torch import nn
 import ddp_loop as dl
 from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
 from benchmarks.steps import JOBS, MINI_BATCH, SAMPLES, make_data, mlp, our_step
-from ddp_loop.checkpoint import CheckpointStore
-from ddp_loop.checkpoint.async_save import AsyncSaver
+from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy
 from ddp_loop.training import fold as folding
 from ddp_loop.training.payload import LENGTH, ControlDecision
 
@@ -111,9 +110,8 @@ class Saved:
         state: dict[str, object] = {"model": self.model, "optimizer": self.optimizer}
         self.steps = iter(dl.Loop(dl.Batches(data, MINI_BATCH, world), 10**6, state=state, progress=False))
         self.train()
-        self.saver = AsyncSaver(
-            state, world, CheckpointStore(folder, "benchmark", keep_last=1) if world.rank == 0 else None
-        )
+        self.saver = Checkpointer(folder / "run", world, state, CheckpointPolicy(keep_last=1))
+        self.saver.open({}, None, {})
         self.iteration = 0
 
     def train(self) -> None:

@@ -1,8 +1,7 @@
 """Checkpoints: when they are made, how they come to the disk whole, and how a run goes on from one."""
 
-from ddp_loop.checkpoint.async_save import OnSaveError, Stateful
-from ddp_loop.checkpoint.atomic_files import explained, identity, sync_folder
-from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy
+from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
+from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, OnSaveError
 from ddp_loop.checkpoint.run_folder import (
     EVALUATIONS,
     PICTURES,
@@ -17,6 +16,7 @@ from ddp_loop.checkpoint.run_folder import (
     read_json,
     stop_and_wait,
 )
+from ddp_loop.checkpoint.state import Stateful
 from ddp_loop.checkpoint.storage import CHECKPOINTS, NAME, CheckpointInfo, CheckpointStore, best_of, run_id_of
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "NAME",
     "PICTURES",
     "RANKS",
+    "REPAIR",
     "ROWS",
     "STATUS",
     "STOP",

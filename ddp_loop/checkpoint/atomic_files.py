@@ -1,4 +1,4 @@
-"""Files that are whole, and brought to the disk; files that are read as what they are, and nothing else."""
+"""Files written whole and flushed to the disk; files read without following links."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SAVING, DELETING = ".saving-", ".deleting-"  # what a kill leaves begins so
+REPAIR = "Make room there, make it writable, or put it back. Earlier lines and checkpoints are intact."
+SAVING, DELETING = ".saving-", ".deleting-"  # prefixes of what a kill can leave behind
 
 
 @contextmanager
 def opened(folder: Path) -> Iterator[int]:
-    """A folder's descriptor; a link to one is refused."""
-    there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    """Open a folder, which must not be a link, and yield its descriptor."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        yield there
+        yield descriptor
     finally:
-        os.close(there)
+        os.close(descriptor)
 
 
 def bytes_of(folder: int, name: str, most: int, size: int | None = None) -> bytes:
-    """A regular file's bytes, `size` of them if given. A link is not followed, a pipe not waited for."""
-    file_there = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    with open(file_there, "rb") as file:
-        found = os.fstat(file_there)
+    """Read a regular file of `size` bytes, if given. Links are not followed, pipes are not waited for."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise ValueError("is no regular file")
+            raise ValueError("is not a regular file")
         if size not in (None, found.st_size) or found.st_size > most:
-            raise ValueError(f"takes {found.st_size} bytes, and {most if size is None else size} can be read")
+            raise ValueError(f"has {found.st_size} bytes instead of {f'at most {most}' if size is None else size}")
         data = file.read(found.st_size)
         if len(data) != found.st_size or file.read(1):
             raise ValueError(f"does not end after {found.st_size} bytes")
@@ -43,7 +44,7 @@ def bytes_of(folder: int, name: str, most: int, size: int | None = None) -> byte
 
 
 def write_new(path: Path, parts: list[bytes | memoryview]) -> dict[str, int | str]:
-    """Write a new file through to the disk, summed meanwhile in a thread: both leave Python's lock alone."""
+    """Write and flush a new file; a thread computes its SHA-256 meanwhile, as both release the interpreter's lock."""
     sha = hashlib.sha256()
     summing = threading.Thread(target=lambda: any(map(sha.update, parts)), name=f"SHA-256 of {path.name}")
     summing.start()
@@ -59,36 +60,37 @@ def write_new(path: Path, parts: list[bytes | memoryview]) -> dict[str, int | st
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is a folder, and no link to one."""
+    """Whether a path is a folder and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring its names to the disk."""
-    with opened(folder) as there:
-        try:
-            os.fsync(there)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot, and need not
-                raise
+    """Flush a folder's names to the disk."""
+    with opened(folder) as descriptor:
+        _sync(descriptor)
 
 
 def sync_files(folder: Path, names: Iterable[str]) -> None:
-    """Bring files of a folder to the disk that others write, and their names; those that are not there are left out."""
+    """Flush files of a folder, and their names, to the disk; missing files are skipped."""
     for path in (*(folder / name for name in names), folder):
         with suppress(FileNotFoundError):
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                os.fsync(file)
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                    raise
+                _sync(descriptor)
             finally:
-                os.close(file)
+                os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot, and need not
+            raise
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or what stands in its place; a kill meanwhile leaves no checkpoint in parts."""
+    """Remove a folder, or a file of its name; a kill meanwhile leaves no partial checkpoint."""
     if not path.name.startswith((SAVING, DELETING)):
         path = path.rename(path.with_name(f"{DELETING}{path.name}-{secrets.token_hex(4)}"))
         sync_folder(path.parent)
@@ -99,17 +101,17 @@ def remove(path: Path) -> None:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """What a file or folder is known by, whatever its name.
+    """Return what identifies a file or folder whatever its name.
 
     Raises:
-        OSError: it is not there.
+        OSError: it does not exist.
     """
     found = path.stat()
     return found.st_dev, found.st_ino
 
 
 def write_atomic(path: Path, value: object) -> None:
-    """Write JSON so that a reader, and a machine that loses power, finds the old file or the new one."""
+    """Write JSON so that a reader finds the old file or the new one, also after a loss of power."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -124,9 +126,9 @@ def write_atomic(path: Path, value: object) -> None:
 
 
 @contextmanager
-def explained(rule: str, remedy: str) -> Iterator[None]:
-    """An OSError inside says the rule that it breaks, what came, and the remedy."""
+def explained(what: str, remedy: str) -> Iterator[None]:
+    """Raise an OSError of the block as one whose message has what failed, the cause and the remedy."""
     try:
         yield
     except OSError as error:
-        raise type(error)(error.errno, f"{rule} ({error.strerror or error}): {remedy}") from error
+        raise type(error)(error.errno, f"{what} ({error.strerror or error}). {remedy}") from error

@@ -1,32 +1,47 @@
-"""What a run keeps: its folder, its checkpoints and when they are written, and how it ended."""
+"""Checkpoints of a run: when they are saved, how a background thread saves them, and how a run resumes from one.
+
+[Note: A save] Rank 0 copies the state, the other ranks put checksums of theirs into the store, and training continues.
+Rank 0's thread waits for these checksums, compares them with those of its copy, and only then writes: a checkpoint
+proves that the replicas were equal. Rows are flushed to the disk before the checkpoint that counts them, so that a loss
+of power leaves no gap between them. An error of the thread is raised on all ranks in the next step.
+"""
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from ddp_loop.checkpoint.async_save import ON_SAVE_ERROR, AsyncSaver, OnSaveError, Stateful
-from ddp_loop.checkpoint.atomic_files import explained, identity, sync_files, write_atomic
+import torch
+
+from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files, write_atomic
 from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, STATUS, RunFolder, read_json
-from ddp_loop.checkpoint.state import check_restorable
-from ddp_loop.checkpoint.storage import CheckpointStore
-from ddp_loop.distributed import PeerFailed, World, format_error
+from ddp_loop.checkpoint.serialization import SerializedState, StagingBuffers
+from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable
+from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
+from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error
 
-_WORDS = 2000  # of why a run failed, in status.json
+OnSaveError = Literal["raise", "warn"]
+_ON_SAVE_ERROR = ("raise", "warn")
+_LOOK_S = 0.005
+_READ_S = 1800.0  # for rank 0 to read and verify a checkpoint
+_WHY_LETTERS = 2000  # of the error in status.json
 
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """When checkpoints are written, and which stay.
+    """When checkpoints are saved, and which ones are kept.
 
     Attributes:
-        every: after so many steps; None for each epoch's end.
-        every_s: and when so many seconds have passed since the last one began.
-        keep_last: how many of the last ones stay, beside the best.
-        on_error: what a save that fails does.
+        every: save after this many steps; None saves after each epoch.
+        every_s: save also when this many seconds have passed since the last save began.
+        keep_last: how many of the newest checkpoints are kept, beside the best one.
+        on_error: what a failed save does.
     """
 
     every: int | None = None
@@ -35,27 +50,46 @@ class CheckpointPolicy:
     on_error: OnSaveError = "raise"
 
     def check(self) -> None:
-        """Raise ValueError unless these make sense."""
+        """Raise ValueError if a value is out of range."""
         for name, value in (("save_every", self.every), ("keep_last", self.keep_last)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number, 1 or more; got {value!r}")
+                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}.")
         if not self.every_s > 0:
-            raise ValueError(f"save_every_s must be a number of seconds, more than 0; got {self.every_s!r}")
-        if self.on_error not in ON_SAVE_ERROR:
-            raise ValueError(f"on_save_error must be one of {ON_SAVE_ERROR}; got {self.on_error!r}")
+            raise ValueError(f"save_every_s must be a positive number of seconds; got {self.every_s!r}.")
+        if self.on_error not in _ON_SAVE_ERROR:
+            raise ValueError(f"on_save_error must be one of {_ON_SAVE_ERROR}; got {self.on_error!r}.")
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """The state at one moment: rank 0 has a copy, the others have its checksums as JSON.
+
+    Attributes:
+        problem: why this state must not be saved.
+    """
+
+    position: dict[str, int]
+    copied: SerializedState | None
+    checksums: str
+    problem: Exception | None
 
 
 class Checkpointer:
-    """Keeps a run, from all ranks; the files are rank 0's.
+    """Saves and restores a run, on all ranks; rank 0 owns the files.
 
     Args:
         folder: of the run.
         world: from `join_world`.
-        state: of the job.
-        keeping: when and what.
-        without: names of the buffers that each rank has its own of.
-        parts: of the loop itself, kept beside the job.
-        refuses: says, given the iteration, why the state as it is now is not to be saved; None where it is.
+        state: the job's objects by name.
+        policy: when to save, and what to keep.
+        local: names of buffers that differ between ranks.
+        parts: the loop's own parts by name, saved beside the job.
+        refuses: given the iteration, returns why the current state must not be saved, or None.
+
+    Attributes:
+        newest: the name of the newest durable checkpoint, on rank 0; empty without one.
+        asked: whether a checkpoint was asked for after the current step; equal on all ranks.
+        score: of the next checkpoint.
     """
 
     def __init__(
@@ -63,172 +97,293 @@ class Checkpointer:
         folder: Path,
         world: World,
         state: Mapping[str, object],
-        keeping: CheckpointPolicy,
-        without: Collection[str] = (),
+        policy: CheckpointPolicy,
+        local: Collection[str] = (),
         parts: Mapping[str, Stateful] | None = None,
-        refuses: Callable[[int], Exception | None] | None = None,
+        refuses: Callable[[int], Exception | None] = lambda iteration: None,
     ) -> None:
-        self._parts, self._refuses = parts, refuses
-        self.folder, self._world, self._keeping = folder, world, keeping
-        self._state, self._without = state, without
+        self.folder, self._world, self._policy, self._refuses = folder, world, policy, refuses
+        self._state, self._local, self._parts = state, local, parts or {}
         self._run: RunFolder | None = None
-        self._saver: AsyncSaver | None = None
-        self._ended = False
-        self._is: tuple[int, int] | None = None
+        self._store: CheckpointStore | None = None  # on rank 0
+        self._identity: tuple[int, int] | None = None
         self._extent: Mapping[str, object] = {}
-        self._began = time.monotonic()
+        self._buffers, self._held_buffers = StagingBuffers(), StagingBuffers()
+        self._held: _Snapshot | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._found: Checkpoint | None = None  # on rank 0, during `_restore`
+        self._began, self._ended = time.monotonic(), False
+        self.newest, self.asked = "", False
         self.score: float | None = None
-        self.asked = False  # for a checkpoint after the step at hand, on every rank
 
     def open(
         self, facts: Mapping[str, object], resume: bool | None, extent: Mapping[str, object]
     ) -> dict[str, int] | None:
-        """Take the folder, and put the newest checkpoint's state back. Every rank must call this.
+        """Lock the run folder, and restore the newest valid checkpoint. Every rank must call this.
 
         Args:
-            facts: what the run is a run of.
-            resume: as `Loop` is given it.
-            extent: how far the run goes, for status.json.
+            facts: of the loop, for the run's fingerprint.
+            resume: of `Loop`.
+            extent: the run's length, for status.json.
 
         Returns:
-            Where the run goes on; None if it begins.
+            The position in the checkpoint; None if there is no checkpoint.
 
         Raises:
-            OSError, RuntimeError, ValueError: the folder cannot be had, or what is in it does not fit.
-            PeerFailed: so on another rank.
+            OSError, RuntimeError, ValueError: the folder cannot be used, or its checkpoint does not fit.
+            TypeError, ValueError: the state cannot be saved.
+            ReplicaMismatch: restored values differ from those saved.
+            PeerFailed: another rank raised one of these.
         """
-        checkpoints: CheckpointStore | None = None
         self._extent = extent
 
         def take() -> None:
-            nonlocal checkpoints
-            self._keeping.check()
+            self._policy.check()
             check_restorable(self._state)
             self._run = RunFolder(self.folder, facts, resume)
-            checkpoints = CheckpointStore(self.folder, self._run.id, self._keeping.keep_last)
-            checkpoints.clean()
-            for line in (*self._run.news, *([checkpoints.last_warning] if checkpoints.last_warning else [])):
+            self._store = CheckpointStore(self.folder, self._run.id, self._policy.keep_last)
+            self._store.clean()
+            for line in (*self._run.news, *([self._store.last_warning] if self._store.last_warning else [])):
                 self.say(line)
 
         self._world.on_rank_zero(take)
-        with suppress(OSError):  # another machine may not have it
-            self._is = identity(self.folder)
-        self._saver = AsyncSaver(
-            self._state,
-            self._world,
-            checkpoints,
-            without=self._without,
-            on_error=self._keeping.on_error,
-            parts=self._parts,
-            sync=self._sync,
-            refuses=self._refuses,
-        )
-        self._saver.check()
-        position = self._saver.restore()
+        with suppress(OSError):  # the folder may not exist on another machine
+            self._identity = identity(self.folder)
+        self._job = JobState(self._state, self._parts, self._local, self._world.device)
+        self._number = self._world.store.number()  # two Checkpointers of a world can save at the same iteration
+        self._on_all_ranks(self._job.serialize)
+        position = self._restore()
         self.write_status("running", iteration=position["iteration"] if position else 0)
         return position
 
-    def _sync(self) -> None:
-        """Bring the rows to the disk, and what lies beside them."""
-        rule = f"the rows that a checkpoint counts are brought to the disk before it; in {self.folder} they cannot be"
-        with explained(rule, "make room there, make it writable, or put it back; those before are as they were"):
-            sync_files(self.folder, (ROWS, EVALUATIONS, RANKS))
+    def _on_all_ranks(self, work: Callable[[], object]) -> None:
+        """Do some work on every rank, and raise on all ranks if it fails on one."""
+        problem: Exception | None = None
+        try:
+            work()
+        except (TypeError, ValueError, RuntimeError) as error:
+            problem = error
+        self._world.raise_if_any_failed(problem)
 
-    @property
-    def newest(self) -> str:
-        """The name of the newest durable checkpoint, on rank 0; empty without one."""
-        return "" if self._saver is None else self._saver.last
+    def say(self, line: str) -> None:
+        """Print a line about the run, on rank 0."""
+        self._world.print(f"ddp_loop: {line}")
 
     def asked_to_stop(self) -> str | None:
-        """Why the run is asked to stop by a file in its folder; on rank 0."""
+        """Why a file in the run folder asks the run to stop, on rank 0; None if there is no such file."""
         return None if self._run is None else self._run.asked_to_stop()
 
     @property
-    def goes_on(self) -> bool:
-        """Whether training goes on where something cannot be written."""
-        return self._keeping.on_error == "warn"
+    def continues(self) -> bool:
+        """Whether training continues when a file cannot be written."""
+        return self._policy.on_error == "warn"
 
-    def say(self, line: str) -> None:
-        """Print a line about the run."""
-        self._world.print(f"ddp_loop: {line}")
+    @property
+    def has_folder(self) -> bool:
+        """Whether this rank sees the folder that was opened at its path."""
+        with suppress(OSError):
+            return identity(self.folder) == self._identity
+        return False
 
-    # -- checkpoints ---------------------------------------------------------------------------------------
+    # -- saving --------------------------------------------------------------------------------------------
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for a checkpoint, on rank 0's clock."""
-        return self._run is not None and time.monotonic() - self._began > self._keeping.every_s
+        """Whether `every_s` seconds have passed on rank 0's clock."""
+        return self._run is not None and time.monotonic() - self._began > self._policy.every_s
 
     def is_due_after(self, iteration: int, *, is_last_of_epoch: bool) -> bool:
-        """Whether a checkpoint is written after this step; the same on every rank."""
-        every = self._keeping.every
+        """Whether a checkpoint is saved after this step; equal on all ranks."""
+        every = self._policy.every
         return self.asked or (is_last_of_epoch if every is None else iteration % every == 0)
 
     def save(self, position: Mapping[str, int]) -> None:
-        """Begin a checkpoint. Every rank must call this."""
-        if self._saver is not None:
-            self._began, self.asked = time.monotonic(), False
-            self._saver.save(position, self.score)
-            self.score = None
+        """Start to save the current state; returns once it is copied. Every rank must call this.
+
+        Args:
+            position: where a resumed run continues.
+        """
+        self.wait()
+        self._held = None
+        self._begin(self._take(position, self._buffers), self.score)
+        self.asked, self.score = False, None
 
     def hold(self, position: Mapping[str, int]) -> None:
-        """Copy the state, for `save_held` to save if it comes to that. Every rank must call this."""
-        if self._saver is not None:
-            self._saver.hold(position)
+        """Copy the current state, which `save_held` can save later. Every rank must call this."""
+        self._held = self._take(position, self._held_buffers)
 
     def save_held(self, score: float | None = None) -> None:
-        """Begin a checkpoint of what was held. Every rank must call this."""
-        if self._saver is not None:
-            self._began = time.monotonic()
-            self._saver.save_held(score)
+        """Start to save the state of the last `hold`. Every rank must call this."""
+        held, self._held = self._held, None
+        if held is not None:
+            self.wait()
+            self._buffers, self._held_buffers = self._held_buffers, self._buffers  # the next `hold` needs other memory
+            self._begin(held, score)
 
     def give_score(self, score: float) -> None:
-        """Give the newest checkpoint its score."""
-        if self._saver is not None:
-            self._saver.give_score(score)
-            if self._ended and (problem := self._saver.problem()) is not None:
-                raise problem  # no next step will tell
+        """Write the score of the newest checkpoint, on rank 0. An error is raised on all ranks in the next step."""
+        self.wait()
+        if self._store is not None and self.newest:
+            try:
+                self._store.give_score(self._store.folder / self.newest, score)
+            except (OSError, ValueError) as error:
+                self._take_error(error, "A checkpoint's score was not written")
+        if self._ended and (problem := self.problem()) is not None:
+            raise problem  # there is no next step
+
+    def wait(self) -> None:
+        """Wait until the current save has ended."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def problem(self) -> Exception | None:
-        """What went wrong in an earlier save."""
-        return None if self._saver is None else self._saver.problem()
+        """Return and clear the error of an earlier save, on rank 0."""
+        error, self._error = self._error, None
+        return error
 
     def finish(self) -> None:
-        """Wait until what was saved is durable. Every rank must call this."""
-        if self._saver is not None:
-            self._saver.finish()
+        """Wait for the current save, and raise its error on all ranks. Every rank must call this."""
+        self.wait()
+        self._world.raise_if_any_failed(self.problem())
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the folder is the one that was opened, as this rank sees it."""
-        with suppress(OSError):
-            return identity(self.folder) == self._is
-        return False
+    def _take(self, position: Mapping[str, int], buffers: StagingBuffers) -> _Snapshot:
+        serialized, problem = self._job.serialize(), self._refuses(position["iteration"])
+        if self._store is not None:
+            return _Snapshot(dict(position), buffers.copy(serialized), "", problem)
+        names, sums = self._job.checksums(serialized)
+        return _Snapshot(dict(position), None, json.dumps([names, sums.tolist()]), problem)
 
-    # -- how it ended --------------------------------------------------------------------------------------
+    def _begin(self, snapshot: _Snapshot, score: float | None) -> None:
+        self._began = time.monotonic()
+        store, copied, started = self._store, snapshot.copied, threading.Event()
+        if snapshot.problem is not None:
+            self._take_error(snapshot.problem, "No checkpoint was written")
+        if store is None or copied is None:
+            self._world.store.put(f"{self._key(snapshot)}/{self._world.rank}", snapshot.checksums)
+            return
+        if snapshot.problem is not None:
+            return
+
+        def work() -> None:
+            started.wait()  # otherwise this thread would hold the interpreter while the caller waits for its start
+            self._write(store, snapshot, copied, score)
+
+        self._thread = threading.Thread(target=work, name="ddp_loop save")
+        self._thread.start()
+        started.set()
+
+    def _key(self, snapshot: _Snapshot) -> str:
+        return f"ddp_loop/save/{self._number}/{snapshot.position['iteration']}"
+
+    def _write(self, store: CheckpointStore, snapshot: _Snapshot, copied: SerializedState, score: float | None) -> None:
+        try:
+            names, sums = self._job.checksums(copied)
+            self._compare(self._key(snapshot), names, sums)
+            facts = {"position": snapshot.position, "ranks": self._world.size}
+            facts |= {"checksums": dict(zip(names, sums.tolist(), strict=True))}
+            with explained(f"The rows in {self.folder} could not be flushed before their checkpoint", REPAIR):
+                sync_files(self.folder, (ROWS, EVALUATIONS, RANKS))
+            iteration = snapshot.position["iteration"]
+            self.newest = store.write(copied, iteration=iteration, facts=facts, score=score).name
+            if store.last_warning:
+                self.say(store.last_warning)
+        except Exception as error:
+            self._take_error(error, "No checkpoint was written")
+
+    def _take_error(self, error: Exception, what: str) -> None:
+        if isinstance(error, OSError) and self.continues:
+            self.say(f"{what}; training continues. {format_error(error)}")
+        elif self._error is None:  # the first error is the cause
+            self._error = error
+
+    def _compare(self, key: str, names: list[str], sums: torch.Tensor) -> None:
+        """Wait for the other ranks' checksums, and compare them.
+
+        Raises:
+            ReplicaMismatch: a tensor differs between ranks.
+            RuntimeError: a rank sent no checksums.
+        """
+        deadline = time.monotonic() + self._world.timeout_s
+        rows = [sums]
+        for rank in range(1, self._world.size):
+            while (word := self._world.store.take(f"{key}/{rank}")) is None:
+                if time.monotonic() > deadline or self._world.is_left:
+                    raise RuntimeError(
+                        f"Rank {rank} did not take part in a save. Call loop.save() on every rank, not in an "
+                        "`if world.rank == 0`."
+                    )
+                time.sleep(_LOOK_S)
+            theirs, values = json.loads(word)
+            if theirs != names:
+                odd = sorted(set(theirs) ^ set(names))
+                raise ReplicaMismatch(
+                    f"The state of rank {rank} and that of rank 0 have different tensors: {odd[:3]}. Pass a state= "
+                    "with the same tensors on all ranks."
+                )
+            rows.append(torch.tensor(values, dtype=sums.dtype))
+        different = describe_difference(rows, names)
+        if different is not None:
+            raise ReplicaMismatch(different)
+
+    # -- resuming ------------------------------------------------------------------------------------------
+
+    def _restore(self) -> dict[str, int] | None:
+        """Restore the newest valid checkpoint on every rank; returns its position."""
+        found = self._world.on_rank_zero(self._read, timeout_s=_READ_S)
+        if found is None:
+            return None
+        name, structure, facts, forms = found
+        if self._found is not None:
+            tensors = self._found.packed.tensors
+        else:
+            tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in forms.items()}
+        self._found = None
+        self._world.broadcast_all(list(tensors.values()))
+        self._on_all_ranks(lambda: self._job.restore(SerializedState(structure, tensors), facts["checksums"]))
+        self.newest = name
+        position: dict[str, int] = facts["position"]
+        return position
+
+    def _read(self) -> tuple[str, Any, Mapping[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]] | None:
+        """Read the newest valid checkpoint on rank 0; returns all but its tensors."""
+        if self._store is None:
+            return None
+        self._found = self._store.newest()
+        for refused in self._store.refused:
+            self.say(f"{refused}")
+        if self._found is not None:
+            packed = self._found.packed
+            forms = {key: (tuple(one.shape), one.dtype) for key, one in packed.tensors.items()}
+            return self._found.path.name, packed.structure, self._found.facts, forms
+        if self._store.refused:
+            raise ValueError(
+                f"None of the {len(self._store.refused)} checkpoints in {self._store.folder} is intact. Restore a "
+                "copy of one, or pass resume=False to start over, which moves them away."
+            )
+        return None
+
+    # -- the run's status ----------------------------------------------------------------------------------
 
     def write_status(self, status: str, **facts: object) -> None:
-        """Say what becomes of the run; it is no error if that cannot be written, but for a line."""
+        """Write status.json, on rank 0; prints a line if that fails."""
         if self._run is not None:
-            kept = None if self._saver is None else self._saver.last or None
-            facts = {"device": str(self._world.device), "checkpoint": kept, **self._extent, **facts}
+            facts = {"device": str(self._world.device), "checkpoint": self.newest or None, **self._extent, **facts}
             try:
                 self._run.write_status(status, ranks=self._world.size, **facts)
             except OSError as error:
-                self.say(
-                    f"the run is {status}, and {self.folder / STATUS} could not be made to say so: "
-                    f"{format_error(error)}"
-                )
+                path = self.folder / STATUS
+                self.say(f"The run's status, {status}, could not be written to {path}. {format_error(error)}")
 
     def end(self, status: str, error: BaseException | None, iteration: int, why: str | None) -> None:
-        """The loop ends: say how, and let others into the folder."""
+        """Write how the loop ended, and unlock the run folder."""
         if self._ended:
             return
         self._ended = True
-        if self._saver is not None:
-            self._saver.wait()
-            if (problem := self._saver.problem()) is not None:  # the loop was left before all could be told
-                self.say(f"no checkpoint was written: {format_error(problem)}")
+        self.wait()
+        if (problem := self.problem()) is not None:  # the loop was left before its next step
+            self.say(f"No checkpoint was written. {format_error(problem)}")
         facts: dict[str, object] = {"iteration": iteration} | ({"why": why} if why else {})
         if error is not None:
             where = self._world.where
@@ -236,8 +391,8 @@ class Checkpointer:
             if isinstance(error, PeerFailed):
                 rank, stage, step = (-1 if error.rank is None else error.rank), error.stage, error.step
             status = "failed"
-            facts |= {"rank": rank, "stage": stage, "step": step, "why": format_error(error)[:_WORDS]}
-            if rank == 0 and self._world.rank == 1 and self.is_there:  # rank 0 may be gone without a word
+            facts |= {"rank": rank, "stage": stage, "step": step, "why": format_error(error)[:_WHY_LETTERS]}
+            if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
                 with suppress(OSError):
                     before = read_json(self.folder / STATUS) or {}
                     write_atomic(self.folder / STATUS, {**before, "status": status, "at": time.time(), **facts})

@@ -81,8 +81,8 @@ class RunFolder:
             raise
 
     def _explaining(self) -> AbstractContextManager[None]:
-        rule = f"the run folder must be one that can be made and written; {self.folder} is not"
-        return explained(rule, "make room there, make it writable, or give another run_dir=")
+        remedy = "Make room there, make it writable, or pass another run_dir=."
+        return explained(f"The run folder {self.folder} cannot be created or written", remedy)
 
     def _take_lock(self) -> int:
         self._place = Path(os.path.realpath(self.folder))

@@ -3,20 +3,93 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ddp_loop.accelerators import accelerator_of
+from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
+from ddp_loop.determinism import checksum_all
+from ddp_loop.distributed import ReplicaMismatch, ends_of_copies, own_names
+
+_JOB, _GENERATORS, _PARTS = "job", "generators", "parts"
 
 
-def state_of(value: object) -> object:
-    """What is kept of one object of the state."""
-    return value.state_dict() if hasattr(value, "state_dict") else value
+class Stateful(Protocol):
+    """An object whose state can be saved and restored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state."""
+
+
+class JobState:
+    """The job's objects, the loop's own parts and the random generators, saved and restored together.
+
+    Args:
+        state: the job's objects by name.
+        parts: the loop's own parts by name.
+        local: names of buffers that differ between ranks; rank 0's values are saved.
+        device: the device whose generator is saved too.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, object],
+        parts: Mapping[str, Stateful],
+        local: Collection[str],
+        device: torch.device,
+    ) -> None:
+        self._state, self._parts, self._device = state, parts, device
+        self._local, self._local_endings = own_names(state, local), ends_of_copies(state, local)
+
+    def serialize(self) -> SerializedState:
+        """Serialize the current state; the tensors share its memory.
+
+        Raises:
+            TypeError, ValueError: a value cannot be serialized.
+        """
+        job = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in self._state.items()}
+        parts = {name: one.state_dict() for name, one in self._parts.items()}
+        return to_tree({_JOB: job, _GENERATORS: random_state(self._device), _PARTS: parts})
+
+    def checksums(self, serialized: SerializedState) -> tuple[list[str], torch.Tensor]:
+        """Return the names and the checksums of the tensors that must be equal on all ranks."""
+        names = [name for name in serialized.tensors if name.startswith(f"{_JOB}.") and not self._is_local(name)]
+        return names, checksum_all([serialized.tensors[name] for name in names]).cpu()
+
+    def _is_local(self, name: str) -> bool:
+        """Whether a tensor is a buffer that differs between ranks, or a copy of one."""
+        name = name.removeprefix(f"{_JOB}.")
+        owner = self._state.get(name.partition(".")[0])
+        return name in self._local or (not isinstance(owner, nn.Module) and name.endswith(self._local_endings))
+
+    def restore(self, serialized: SerializedState, checksums: Mapping[str, int]) -> None:
+        """Restore a serialized state, and compare its checksums with those of the checkpoint.
+
+        Raises:
+            ValueError: the state does not fit the job.
+            ReplicaMismatch: an object changed the values that it restored.
+        """
+        kept = from_tree(serialized)
+        restore(self._state, kept[_JOB])
+        for name, part in self._parts.items():
+            part.load_state_dict(kept[_PARTS][name])
+        names, sums = self.checksums(self.serialize())
+        for name, value in zip(names, sums.tolist(), strict=True):
+            if checksums.get(name, value) != value:
+                raise ReplicaMismatch(
+                    f"{name} differs from the checkpoint after it was restored. Check whether its load_state_dict "
+                    "changes values."
+                )
+        restore_random_state(kept[_GENERATORS], self._device)
 
 
 def check_restorable(state: Mapping[str, object]) -> None:

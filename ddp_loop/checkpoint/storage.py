@@ -1,4 +1,4 @@
-"""Checkpoints: everything needed to go on, whole on the disk or not there at all. See [Note: Whole or absent]."""
+"""The checkpoints of a run on the disk, each whole or absent. See [Note: Whole or absent]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ import torch
 
 from ddp_loop.checkpoint.atomic_files import (
     DELETING,
+    REPAIR,
     SAVING,
     bytes_of,
+    explained,
     is_folder,
     opened,
     remove,
@@ -31,30 +33,30 @@ from ddp_loop.checkpoint.atomic_files import (
 )
 from ddp_loop.checkpoint.serialization import NATIVE, SerializedState, from_tree, parse
 
-# [Note: Whole or absent] A checkpoint is written to a folder of another name, each file and the folder are brought to
-# the disk (fsync), and one rename makes it a checkpoint; only then are older ones removed, by a rename first. So a kill
-# at any moment leaves whole checkpoints and, beside them, folders that begin with a dot. What a disk changes later, the
-# manifest's SHA-256 sums show, its own included: of 1,000 flipped bits torch.load took 996 without a word. The bytes
-# that are summed are those that are parsed, from a file opened once.
+# [Note: Whole or absent] A checkpoint is written to a folder of another name, its files and the folder are flushed to
+# the disk (fsync), and one rename makes it a checkpoint. Only then are older ones removed, by a rename first. A kill at
+# any moment leaves whole checkpoints, and folders whose names begin with a dot. SHA-256 sums in the manifest, one of
+# itself included, reveal later changes: torch.load accepted 996 of 1,000 files with a flipped bit. Each file is opened
+# once, so the bytes that are summed are those that are parsed.
 
 CHECKPOINTS = "checkpoints"  # in a run folder
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
 FORMAT, VERSION = "ddp_loop checkpoint", 1
 ITERATIONS = 10**12
 MANIFEST_BYTES = 16 << 20
-STATE_BYTES = 256 << 20  # as JSON values it takes ten times the memory
-HEADER_BYTES = 100_000_000  # what safetensors reads
+STATE_BYTES = 256 << 20  # parsed, JSON takes ten times the memory
+HEADER_BYTES = 100_000_000  # the limit of safetensors
 
 NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,12})(?:-([2-9]|[1-9][0-9]{1,8}))?")
 WORDS = dict(zip(NATIVE, ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"), strict=True))
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint is not as it was written.
+    """A checkpoint is damaged, or belongs to another run.
 
     Attributes:
         path: the file, or the folder.
-        what: what is wrong with it.
+        what: the damage, as the end of a sentence about `path`.
     """
 
     def __init__(self, path: Path, what: str) -> None:
@@ -62,12 +64,12 @@ class CorruptCheckpoint(ValueError):
         self.path, self.what = path, what
 
     def __str__(self) -> str:
-        return f"a checkpoint must be as it was written; {self.path} {self.what}: the one before it is used"
+        return f"A checkpoint is corrupt: {self.path} {self.what}. The one before it is used."
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What was read: the arguments of `CheckpointStore.write`, and where."""
+    """A checkpoint that was read: its path, and the arguments of `CheckpointStore.write`."""
 
     path: Path
     iteration: int
@@ -78,62 +80,63 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint's folder; `bytes` is what its files take, `problem` what is wrong with it."""
+    """A checkpoint's folder; `bytes` is the size of its files, `problem` describes damage."""
 
     path: Path
     iteration: int
     score: float | None
     bytes: int
-    written_s: float  # since the epoch
+    written_s: float  # Unix time
     problem: str | None
 
 
 class CheckpointStore:
-    """The checkpoints of a run; one process at a time may write.
+    """The checkpoints of a run. Only one process may write at a time.
 
     Args:
-        run: the run folder, which must be there.
-        run_id: what run.json says; checkpoints of other runs are refused.
-        keep_last: how many of the last ones stay, beside the best.
+        run: the run folder, which must exist.
+        run_id: the id in run.json; checkpoints of other runs are refused.
+        keep_last: how many of the newest checkpoints are kept, beside the best one.
 
     Attributes:
-        last_warning: what went wrong in `clean`, or in the last `write` after the checkpoint was safe, or None.
-        refused: what the last `newest` passed over.
+        last_warning: an error of `clean`, or of the last `write` once the checkpoint was durable; None without one.
+        refused: the corrupt checkpoints that the last `newest` skipped.
     """
 
     def __init__(self, run: Path, run_id: str, keep_last: int = 3) -> None:
         if keep_last < 1:
-            raise ValueError(f"at least the last checkpoint is kept; got keep_last={keep_last}: give 1 or more")
+            raise ValueError(f"keep_last must be at least 1; got {keep_last}.")
         self.folder = Path(os.path.abspath(run)) / CHECKPOINTS
         self.last_warning: str | None = None
         self.refused: list[CorruptCheckpoint] = []
         self._run_id, self._keep = run_id, keep_last
-        self._is_named = run_id_of(run) == run_id  # in its run.json
+        self._has_run = run_id_of(run) == run_id
 
     def write(
         self, packed: SerializedState, *, iteration: int, facts: Mapping[str, Any], score: float | None = None
     ) -> Path:
-        """Write a checkpoint; when this returns, it lasts through a loss of power. Then older ones are removed.
+        """Write a checkpoint that survives a loss of power once this returns, and remove old ones.
 
         Args:
-            packed: must not change meanwhile.
-            iteration: the folder's name; a second one of the same iteration gets a number.
+            packed: the state, which must not change meanwhile.
+            iteration: names the folder; a second checkpoint of an iteration gets a number.
             facts: JSON values.
-            score: the checkpoint with the lowest finite one is kept.
+            score: lower is better; the checkpoint with the lowest finite score is kept.
 
         Raises:
-            OSError: it could not be written; those before are as they were.
-            ValueError, TypeError: the facts or the state are too large, or no JSON values.
+            OSError: it cannot be written; earlier checkpoints are intact.
+            ValueError, TypeError: the facts or the state are too large, or are not JSON values.
         """
         iteration, score = operator.index(iteration), None if score is None else float(score)
         if not 0 <= iteration <= ITERATIONS:
-            raise ValueError(f"an iteration is a number from 0 to {ITERATIONS}; got {iteration}")
-        state = _json("the state", packed.structure, STATE_BYTES)
+            raise ValueError(f"An iteration must be from 0 to {ITERATIONS}; got {iteration}.")
+        state = _json("The state", packed.structure, STATE_BYTES)
         head = {"format": FORMAT, "version": VERSION, "run": self._run_id, "iteration": iteration}
         head |= {"score": score if score is None or math.isfinite(score) else str(score), "facts": dict(facts)}
         temporary = self.folder / f"{SAVING}{iteration}-{secrets.token_hex(4)}"
         self.last_warning = None
-        try:
+        with explained(f"A checkpoint could not be written to {self.folder}", REPAIR), ExitStack() as ending:
+            ending.callback(shutil.rmtree, temporary, ignore_errors=True)
             self._check_run()
             if not is_folder(self.folder):
                 self.folder.mkdir()
@@ -141,65 +144,55 @@ class CheckpointStore:
             temporary.mkdir()
             files = {TENSORS: write_new(temporary / TENSORS, _parts(packed.tensors))}
             files |= {STATE: write_new(temporary / STATE, [state])}
-            manifest = _json("the facts", head | {"files": files}, MANIFEST_BYTES - 100)
+            manifest = _json("The facts", head | {"files": files}, MANIFEST_BYTES - 100)
             write_new(temporary / MANIFEST, [_sealed(manifest[:-1])])
             sync_folder(temporary)
             path = self.folder / self._free_name(iteration)
             temporary.rename(path)
             sync_folder(self.folder)
-        except OSError as error:
-            raise self._explained(error) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
         try:
             self._prune(path)
         except OSError as error:
-            self.last_warning = f"old checkpoints in {self.folder} could not be removed ({error}): remove them by hand"
+            self.last_warning = f"Old checkpoints in {self.folder} could not be removed ({error}). Remove them by hand."
         return path
 
     def give_score(self, path: Path, score: float) -> None:
-        """Give a checkpoint its score: by one rename of a manifest, so it is whole at every moment.
+        """Write a checkpoint's score, by the rename of a manifest: the checkpoint is whole at every moment.
 
         Raises:
-            OSError: it could not be written.
-            CorruptCheckpoint: it is not as it was written.
+            OSError: the score cannot be written.
+            CorruptCheckpoint: the checkpoint is damaged.
         """
         with _refusing(path), opened(path) as folder:
             said = self._manifest(folder, path.name)
         said |= {"score": score if math.isfinite(score) else str(score)}
         del said["sha256"]
         temporary = self.folder / f"{SAVING}{path.name}-{secrets.token_hex(4)}"
-        try:
-            write_new(temporary, [_sealed(_json("the facts", said, MANIFEST_BYTES - 100)[:-1])])
-            temporary.rename(path / MANIFEST)
-            sync_folder(path)
-        except OSError as error:
-            raise self._explained(error) from error
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
+        with explained(f"The score of {path} could not be written", REPAIR):
+            try:
+                write_new(temporary, [_sealed(_json("The facts", said, MANIFEST_BYTES - 100)[:-1])])
+                temporary.rename(path / MANIFEST)
+                sync_folder(path)
+            finally:
+                with suppress(OSError):
+                    temporary.unlink()
 
     def _check_run(self) -> None:
-        """Raise FileNotFoundError if the run folder is no longer there, or another one stands in its place."""
-        if self._is_named and run_id_of(self.folder.parent) != self._run_id:
+        """Raise FileNotFoundError if the run folder was removed or replaced."""
+        if self._has_run and run_id_of(self.folder.parent) != self._run_id:
             raise FileNotFoundError(errno.ENOENT, f"{self.folder.parent} is no longer the folder of this run")
 
-    def _explained(self, error: OSError) -> OSError:
-        rule = f"a checkpoint is written whole or not at all; writing to {self.folder} failed ({error}): "
-        remedy = "make room there, make it writable, or put it back; those before are as they were"
-        return OSError(error.errno, rule + remedy) if error.errno else type(error)(rule + remedy)
-
     def read(self, path: Path) -> Checkpoint:
-        """Read one of the run's checkpoints, and check every bit of it.
+        """Read one of the run's checkpoints, and verify every bit of it.
 
         Raises:
-            CorruptCheckpoint: it is not as it was written, or of another run.
+            CorruptCheckpoint: it is damaged, or belongs to another run.
         """
         from safetensors.torch import load
 
         name = path.name
         if Path(os.path.abspath(path)).parent != self.folder or not NAME.fullmatch(name):
-            raise CorruptCheckpoint(path, f"is no checkpoint in {self.folder}")
+            raise CorruptCheckpoint(path, f"is not a checkpoint in {self.folder}")
         with _refusing(path), opened(self.folder), opened(self.folder / name) as folder:
             said, contents = self._manifest(folder, name), {}
             for file, form in said["files"].items():
@@ -207,7 +200,7 @@ class CheckpointStore:
                     most = STATE_BYTES if file == STATE else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
                     contents[file] = bytes_of(folder, file, most, form["bytes"])
                     if hashlib.sha256(contents[file]).hexdigest() != form["sha256"]:
-                        raise CorruptCheckpoint(path / file, "has another SHA-256 than the manifest says")
+                        raise CorruptCheckpoint(path / file, "does not have the SHA-256 in the manifest")
             with _refusing(path / TENSORS):
                 tensors = load(contents.pop(TENSORS))
             with _refusing(path / STATE):
@@ -216,7 +209,7 @@ class CheckpointStore:
         return Checkpoint(path, said["iteration"], said["facts"], _score_of(said["score"]), packed)
 
     def newest(self) -> Checkpoint | None:
-        """The newest one that is as it was written; `refused` then has those that are newer."""
+        """Read the newest intact checkpoint; `refused` then has the newer ones."""
         self.refused = []
         for name in self._names():
             try:
@@ -226,44 +219,44 @@ class CheckpointStore:
         return None
 
     def entries(self, *, verify: bool = False) -> list[CheckpointInfo]:
-        """All checkpoints, the newest first; without `verify` the sums of the large files are not looked at."""
+        """List all checkpoints, the newest first; without `verify` the large files are not read."""
         found = [self._entry(name, verify) for name in self._names()]
-        return [one for one in found if one.problem is None or os.path.lexists(one.path)]  # else removed meanwhile
+        return [one for one in found if one.problem is None or os.path.lexists(one.path)]  # one may just be removed
 
     def clean(self) -> None:
-        """Remove what a killed process left; only where no other one writes."""
+        """Remove what a killed process left behind. No other process may be writing."""
         self.last_warning = None
         try:
             for name in os.listdir(self.folder) if is_folder(self.folder) else ():
                 if name.startswith((SAVING, DELETING)):
                     remove(self.folder / name)
-        except (OSError, RecursionError) as error:  # the latter of folders in folders
-            self.last_warning = f"what a killed save left in {self.folder} could not be removed: {error}"
+        except (OSError, RecursionError) as error:  # deeply nested folders raise the latter
+            self.last_warning = f"Files of a killed save in {self.folder} could not be removed. {error}"
 
     def _names(self) -> list[str]:
         found = os.listdir(self.folder) if is_folder(self.folder) else []
-        return sorted(filter(NAME.fullmatch, found), key=_place, reverse=True)
+        return sorted(filter(NAME.fullmatch, found), key=_numbers_in, reverse=True)
 
     def _free_name(self, iteration: int) -> str:
-        numbers = [number for one, number in map(_place, self._names()) if one == iteration]
+        numbers = [number for one, number in map(_numbers_in, self._names()) if one == iteration]
         return f"step-{iteration:08d}" + (f"-{max(numbers) + 1}" if numbers else "")
 
     def _manifest(self, folder: int, name: str) -> dict[str, Any]:
-        """The manifest of an open folder, after all checks that need no other file's bytes."""
+        """Read an open folder's manifest, and check all that needs no other file's content."""
         path = self.folder / name
         there = set(os.listdir(folder))
         for one in sorted(there ^ {TENSORS, STATE, MANIFEST}):
-            raise CorruptCheckpoint(path / one, "does not belong there" if one in there else "is missing")
+            raise CorruptCheckpoint(path / one, "does not belong to a checkpoint" if one in there else "is missing")
         with _refusing(path / MANIFEST):
             data = bytes_of(folder, MANIFEST, MANIFEST_BYTES)
             if data != _sealed(data[: -len(_sealed(b""))]):
-                raise ValueError("has another SHA-256 than it says itself")
-            said = _checked(parse(data), self._run_id, _place(name)[0])
+                raise ValueError("does not have its own SHA-256")
+            said = _checked(parse(data), self._run_id, _numbers_in(name)[0])
         for file, form in said["files"].items():
             with _refusing(path / file):
                 size = os.stat(file, dir_fd=folder, follow_symlinks=False).st_size
                 if size != form["bytes"]:
-                    raise ValueError(f"takes {size} bytes, and the manifest says {form['bytes']}")
+                    raise ValueError(f"has {size} bytes instead of the manifest's {form['bytes']}")
         return said
 
     def _entry(self, name: str, verify: bool) -> CheckpointInfo:
@@ -278,10 +271,10 @@ class CheckpointStore:
                 self.read(path)
         except CorruptCheckpoint as error:
             problem = f"{error.path.name} {error.what}"
-        return CheckpointInfo(path, _place(name)[0], score, size, written, problem)
+        return CheckpointInfo(path, _numbers_in(name)[0], score, size, written, problem)
 
     def _prune(self, written: Path) -> None:
-        """Remove all but the last checkpoints and the best; what is not whole is left for a person."""
+        """Remove old checkpoints except the best one; damaged ones are left for a person to look at."""
         entries = self.entries()
         whole = [entry for entry in entries if entry.problem is None]
         best = best_of(entries)
@@ -291,31 +284,31 @@ class CheckpointStore:
 
 
 def run_id_of(run: Path) -> str | None:
-    """A run's id, as run.json has it; None if there is none that can be read."""
+    """Return the id in run.json; None if it cannot be read."""
     try:
         with opened(run) as folder:
-            said = parse(bytes_of(folder, "run.json", MANIFEST_BYTES))
+            content = parse(bytes_of(folder, "run.json", MANIFEST_BYTES))
     except (OSError, ValueError):
         return None
-    found = said.get("id") if isinstance(said, dict) else None
+    found = content.get("id") if isinstance(content, dict) else None
     return found if isinstance(found, str) else None
 
 
 def best_of(entries: list[CheckpointInfo]) -> CheckpointInfo | None:
-    """The whole one with the lowest finite score; of equal ones the first."""
+    """Return the intact checkpoint with the lowest finite score, the oldest one of equals; None without a score."""
     scored = [one for one in entries if one.problem is None and one.score is not None and math.isfinite(one.score)]
     return min(reversed(scored), key=lambda one: one.score or 0.0, default=None)
 
 
-def _place(name: str) -> tuple[int, int]:
-    """Iteration and number that a name says."""
+def _numbers_in(name: str) -> tuple[int, int]:
+    """Parse a folder's name: the iteration, and the number among its checkpoints."""
     iteration, _, number = name.removeprefix("step-").partition("-")
     return int(iteration), int(number or 1)
 
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Whatever a bad file leads to is one thing: a bad file."""
+    """Raise every error of the block as CorruptCheckpoint."""
     try:
         yield
     except CorruptCheckpoint:
@@ -326,51 +319,50 @@ def _refusing(path: Path) -> Iterator[None]:
         raise CorruptCheckpoint(path, f"cannot be read ({type(error).__name__}: {error})") from error
 
 
-def _checked(said: Any, run_id: str, iteration: int) -> dict[str, Any]:
-    """A manifest, if it has the right form, run and iteration; what it says names no file to open."""
-    said = dict(said) if isinstance(said, dict) else {}  # which then has no format
+def _checked(content: Any, run_id: str, iteration: int) -> dict[str, Any]:
+    """Return a manifest of the right form, run and iteration; it cannot name other files to open."""
+    manifest: dict[str, Any] = dict(content) if isinstance(content, dict) else {}
     for key, one in {"format": FORMAT, "version": VERSION, "run": run_id, "iteration": iteration}.items():
-        if type(said.get(key)) is not type(one) or said[key] != one:
-            raise ValueError(f"says {key} {str(said.get(key))[:60]}, and it must be {one}")
-    files = said.get("files")
-    if not isinstance(files, dict) or set(files) != {TENSORS, STATE} or not isinstance(said.get("facts"), dict):
-        raise ValueError(f"must have facts, and the sums of {TENSORS} and {STATE}")
+        if type(manifest.get(key)) is not type(one) or manifest[key] != one:
+            raise ValueError(f"has {key} {str(manifest.get(key))[:60]} instead of {one}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or set(files) != {TENSORS, STATE} or not isinstance(manifest.get("facts"), dict):
+        raise ValueError(f"lacks facts, or the sums of {TENSORS} and {STATE}")
     if any(not isinstance(form, dict) or type(form.get("bytes")) is not int for form in files.values()):
-        raise ValueError("has a size that is no number")
-    _score_of(said.get("score"))
-    checked: dict[str, Any] = said
-    return checked
+        raise ValueError("has a size that is not a number")
+    _score_of(manifest.get("score"))
+    return manifest
 
 
-def _score_of(said: Any) -> float | None:
-    if said is None or type(said) in (int, float) or said in ("nan", "inf", "-inf"):
-        return said if said is None else float(said)
-    raise ValueError(f"has a score that is no number: {str(said)[:60]}")
+def _score_of(score: Any) -> float | None:
+    if score is None or type(score) in (int, float) or score in ("nan", "inf", "-inf"):
+        return score if score is None else float(score)
+    raise ValueError(f"has a score that is not a number: {str(score)[:60]}")
 
 
 def _json(what: str, value: Any, most: int) -> bytes:
     try:
         data = json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"{what} of a checkpoint must be JSON values; {error}: give numbers, words, lists") from error
+        raise TypeError(f"{what} of a checkpoint must be JSON: numbers, strings, lists, dicts. {error}.") from error
     if len(data) > most:
-        raise ValueError(f"{what} of a checkpoint take at most {most} bytes; got {len(data)}: keep numbers in tensors")
+        raise ValueError(f"{what} of a checkpoint can have {most} bytes; got {len(data)}. Keep large data in tensors.")
     return data
 
 
 def _sealed(body: bytes) -> bytes:
-    """A JSON object but for its last bracket, ended with the SHA-256 of itself."""
+    """End a JSON object, given without its last bracket, with its own SHA-256."""
     return body + b',"sha256":"%s"}\n' % hashlib.sha256(body).hexdigest().encode()
 
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
-    """The bytes of a safetensors file, without a copy: the widest elements first, so that all are aligned."""
+    """Return the parts of a safetensors file without copies; the widest elements come first, to align all."""
     header, offset, parts = {}, 0, []
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": WORDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         parts.append(tensor.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().data)
         offset = end
-    said = _json("the tensors' names", header, HEADER_BYTES - 8)
+    said = _json("The tensors' names", header, HEADER_BYTES - 8)
     said += b" " * (-len(said) % 8)
     return [len(said).to_bytes(8, "little"), said, *parts]

@@ -1,4 +1,4 @@
-"""Two made-up runs for a look at the page: one that ended, and one that goes on until it is done or stopped."""
+"""Two made-up runs for a look at the page: one that has ended, and one that continues until it is done or stopped."""
 
 from __future__ import annotations
 
@@ -6,106 +6,86 @@ import json
 import math
 import random
 import threading
-import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
 
-from ddp_loop.checkpoint import RunFolder
+from ddp_loop.checkpoint import EVALUATIONS, RANKS, ROWS, RunFolder
 
-EPOCHS, STEPS_PER_EPOCH = 20, 150
-RANKS, SAMPLES = 4, 128
-STEP_S = 0.05
+EPOCHS, STEPS_PER_EPOCH, SIZE, STEP_S = 20, 150, 4, 0.05
 
 
-class FakeRuns:
-    """Writes two run folders below `folder`, in a thread of its own, until it is closed.
-
-    Attributes:
-        runs: the folders.
-    """
-
-    def __init__(self, folder: Path, step_s: float = STEP_S) -> None:
-        self.runs = [folder / "tuesday", folder / "wednesday"]
-        self._step_s = step_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._go_on, name="demo", daemon=True)
-
-    def __enter__(self) -> Self:
-        first = FakeRun(self.runs[0], seed=1, rate=0.02, at=time.time() - 3600)
-        for _ in range(EPOCHS * STEPS_PER_EPOCH):
-            first.step(self._step_s)
-        first.end("done")
-        self._second = FakeRun(self.runs[1], seed=2, rate=0.05, at=time.time())
-        for _ in range(6 * STEPS_PER_EPOCH + 40):
-            self._second.step(self._step_s)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._closing.set()
-        self._thread.join()
-
-    def _go_on(self) -> None:
-        run = self._second
-        while run.iteration < EPOCHS * STEPS_PER_EPOCH:
-            if self._closing.wait(self._step_s):
-                return run.end("left")
-            run.step(self._step_s)
-            if run.folder.asked_to_stop():
-                return run.end("stopped")
-        return run.end("done")
+@contextmanager
+def fake_runs(folder: Path) -> Iterator[list[Path]]:
+    """Write two run folders below `folder`; a thread adds to the second one until the block ends."""
+    first, second = FakeRun(folder / "tuesday", seed=1, rate=0.02), FakeRun(folder / "wednesday", seed=2, rate=0.05)
+    closing = threading.Event()
+    first.run(EPOCHS * STEPS_PER_EPOCH)
+    first.end("done")
+    second.run(6 * STEPS_PER_EPOCH + 40)
+    thread = threading.Thread(target=second.run_on, args=(closing,), name="demo", daemon=True)
+    thread.start()
+    try:
+        yield [first.folder.folder, second.folder.folder]
+    finally:
+        closing.set()
+        thread.join()
 
 
 class FakeRun:
-    """A run that was never trained: its rows follow a formula."""
+    """A run whose rows follow a formula."""
 
-    def __init__(self, folder: Path, seed: int, rate: float, at: float) -> None:
+    def __init__(self, folder: Path, seed: int, rate: float) -> None:
         self.folder = RunFolder(folder, {"note": "made up"}, None)
-        self._random = random.Random(seed)
-        self._rate, self._began = rate, at
-        self.iteration = 0
-        self._files = {name: (folder / f"{name}.jsonl").open("a") for name in ("rows", "evaluations", "ranks")}
+        self._random, self._rate, self._iteration = random.Random(seed), rate, 0
         self._write_status("running")
 
     def _write_status(self, status: str, **facts: object) -> None:
-        extent = {"epochs": EPOCHS, "steps_per_epoch": STEPS_PER_EPOCH, "steps": None}
-        kept = self.iteration // STEPS_PER_EPOCH * STEPS_PER_EPOCH if status == "running" else self.iteration
-        checkpoint = f"step-{kept:08d}" if kept else None
-        began = {"command": ["train.py", "--run-dir", self.folder.folder.name], "directory": None}
-        where = {"ranks": RANKS, "device": "cpu", "checkpoint": checkpoint, "iteration": kept}
-        self.folder.write_status(status, **began, **where, **extent, **facts)
+        at = self._iteration // STEPS_PER_EPOCH * STEPS_PER_EPOCH if status == "running" else self._iteration
+        facts |= {"ranks": SIZE, "device": "cpu", "checkpoint": f"step-{at:08d}" if at else None, "iteration": at}
+        facts |= {"command": ["train.py", "--run-dir", self.folder.folder.name], "directory": None}
+        self.folder.write_status(status, epochs=EPOCHS, steps_per_epoch=STEPS_PER_EPOCH, steps=None, **facts)
 
-    def step(self, step_s: float) -> None:
-        """Make a row, and what comes with it."""
-        self.iteration += 1
-        at, draw = self.iteration / STEPS_PER_EPOCH, self._random.gauss
-        loss = 0.02 + 2.2 * math.exp(-at * 18 * self._rate) * (1 + 0.12 * draw(0, 1)) + 0.01 * abs(draw(0, 1))
-        epoch = (self.iteration - 1) // STEPS_PER_EPOCH + 1
-        rate = self._rate * 0.5 * (1 + math.cos(math.pi * at / EPOCHS))
-        row = {"epoch": epoch, "iteration": self.iteration, "samples": SAMPLES, "loss": abs(loss)}
-        row |= {"accuracy": min(1.0, max(0.0, 0.99 - 0.4 * abs(loss) + 0.02 * draw(0, 1)))}
-        row |= {"learning_rate": rate, "gradient_norm": 0.3 + 1.5 * abs(loss) * (1 + 0.2 * draw(0, 1))}
-        self._write("rows", row | {"elapsed_s": round(self.iteration * step_s, 4)})
-        if self.iteration % STEPS_PER_EPOCH == 0:
-            held_out = {"loss": 0.05 + abs(loss) * 1.05, "accuracy": max(0.0, 0.975 - 0.4 * abs(loss))}
-            where = {"epoch": epoch, "iteration": self.iteration}
-            self._write("evaluations", where | held_out | {"samples": 1000, "elapsed_s": self.iteration * step_s})
-        if self.iteration % 20 == 0:
-            waits = [step_s * (0.28 - 0.07 * rank + 0.03 * self._random.random()) for rank in range(RANKS)]
+    def run(self, steps: int) -> None:
+        """Make steps at once."""
+        for _ in range(steps):
+            self._step()
+
+    def run_on(self, closing: threading.Event) -> None:
+        """Make steps until the run is done, stopped or left."""
+        while self._iteration < EPOCHS * STEPS_PER_EPOCH:
+            if closing.wait(STEP_S):
+                return self.end("left")
+            self._step()
+            if self.folder.asked_to_stop():
+                return self.end("stopped", why="the page")
+        return self.end("done")
+
+    def _step(self) -> None:
+        self._iteration += 1
+        at, draw = self._iteration / STEPS_PER_EPOCH, self._random.gauss
+        loss = abs(0.02 + 2.2 * math.exp(-at * 18 * self._rate) * (1 + 0.12 * draw(0, 1)) + 0.01 * abs(draw(0, 1)))
+        place: dict[str, float] = {"epoch": math.ceil(at), "iteration": self._iteration}
+        row = {"samples": 128, "loss": loss, "accuracy": min(1.0, max(0.0, 0.99 - 0.4 * loss + 0.02 * draw(0, 1)))}
+        row |= {"learning_rate": self._rate * 0.5 * (1 + math.cos(math.pi * at / EPOCHS))}
+        self._write(ROWS, place | row | {"gradient_norm": 0.3 + 1.5 * loss * (1 + 0.2 * draw(0, 1))})
+        if self._iteration % STEPS_PER_EPOCH == 0:
+            held_out = {"loss": 0.05 + loss * 1.05, "accuracy": max(0.0, 0.975 - 0.4 * loss), "samples": 1000}
+            self._write(EVALUATIONS, place | held_out)
+        if self._iteration % 20 == 0:
+            waits = [STEP_S * (0.28 - 0.07 * rank + 0.03 * self._random.random()) for rank in range(SIZE)]
             ranks = [
-                {"rank": rank, "step_s": step_s, "wait_s": wait, "memory_mib": 310.0 + 4 * rank}
+                {"rank": rank, "step_s": STEP_S, "wait_s": wait, "memory_mib": 310.0 + 4 * rank}
                 for rank, wait in enumerate(waits)
             ]
-            self._write("ranks", {"iteration": self.iteration, "elapsed_s": self.iteration * step_s, "ranks": ranks})
+            self._write(RANKS, {"iteration": self._iteration, "ranks": ranks})
 
-    def _write(self, name: str, row: dict[str, Any]) -> None:
-        self._files[name].write(json.dumps(row) + "\n")
-        self._files[name].flush()
+    def _write(self, name: str, row: Mapping[str, object]) -> None:
+        with (self.folder.folder / name).open("a") as file:
+            file.write(json.dumps({**row, "elapsed_s": round(self._iteration * STEP_S, 4)}) + "\n")
 
-    def end(self, status: str) -> None:
-        """Say how it ended."""
-        for file in self._files.values():
-            file.close()
-        self._write_status(status, **({"why": "the page"} if status == "stopped" else {}))
+    def end(self, status: str, **facts: object) -> None:
+        """Write how the run ended, and release its folder."""
+        self._write_status(status, **facts)
         self.folder.forget_stop()
         self.folder.close()

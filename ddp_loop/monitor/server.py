@@ -8,25 +8,25 @@ can say how the run ended; it ends when the script has ended and no page was ope
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddp_loop.monitor.app import MonitorApp, make_app
-from ddp_loop.monitor.demo import FakeRuns
+from ddp_loop.monitor.demo import fake_runs
 from ddp_loop.monitor.run_view import RunView
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 HERE = "127.0.0.1"
 LINGER_S = 10.0
 REQUEST_S = 10.0  # a client that has not said what it wants by then is sent away
-OWN_FILES = 10  # files below this number are given to the new process
+_JOB = "DDP_LOOP_MONITOR_JOB"  # an environment variable
 CONNECTIONS = 600  # more are told to come again
 INSTALL = "pip install 'ddp_loop[monitor]'"
 
@@ -199,15 +199,10 @@ def serve(
                 )
             say(f"Page: {link}")
             say(f"The link is in {path} too, for you alone. Ctrl-C ends the page, not the run.")
-            if demo:
-                with FakeRuns(Path(folder)) as made:
-                    _serve([*runs, *made.runs], listening, token, names_of(host, also))
-            else:
-                _serve(runs, listening, token, names_of(host, also))
-
-
-def _serve(runs: Sequence[Path], listening: socket.socket, token: str, hosts: Sequence[str]) -> None:
-    make_server(MonitorApp(views_of(runs)), listening, token, hosts).run(sockets=[listening])
+            more: AbstractContextManager[list[Path]] = fake_runs(Path(folder)) if demo else nullcontext([])
+            with more as made:
+                site = MonitorApp(views_of([*runs, *made]))
+                make_server(site, listening, token, names_of(host, also)).run(sockets=[listening])
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -218,61 +213,45 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def start_page(run: Path, say: Say, linger_s: float = LINGER_S) -> int:
-    """Start a process that serves the page of a run, and print the link; see [Note: Beside training].
+    """Start a process that serves the page of a run, and print its link; see [Note: Beside training].
 
     Args:
         run: the run folder.
         say: prints a line.
-        linger_s: how long it stays when this process has ended and no page is open.
+        linger_s: how long the page stays when this process has ended and no browser shows it.
 
     Returns:
         The process's id.
 
     Raises:
         ImportError: starlette or uvicorn is missing.
-        MonitorUnavailable, OSError: there is no free port, or no process.
+        MonitorUnavailable, OSError: no port is free, or no process can be started.
     """
     check_installed()
-    with listen() as first, out_of_the_way(first) as listening:
-        token = secrets.token_urlsafe(32)
-        job = {"run": str(run.absolute()), "token": token, "parent": os.getpid(), "linger_s": linger_s}
-        # What the ranks have open must not stay open here: their peers would not see that it was closed.
-        start = f"import os, sys; os.closerange(4, 65536); sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
-        start += "from ddp_loop.monitor.server import serve_child; serve_child()"
-        low, writing = os.pipe()  # the token stays off the command line, which everybody can read
-        reading = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, OWN_FILES)
-        os.close(low)
-        try:
-            process = os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-c", start],
-                os.environ,
-                file_actions=[
-                    (os.POSIX_SPAWN_DUP2, reading, 0),
-                    (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-                    (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, listening.fileno(), 3),
-                ],
-                setsid=True,
-            )
-            os.write(writing, json.dumps(job).encode())
-        finally:
-            os.close(reading)
-            os.close(writing)
+    token = secrets.token_urlsafe(32)
+    job = {"run": str(run.absolute()), "token": token, "parent": os.getpid(), "linger_s": linger_s}
+    with listen() as listening:
+        # As inetd does, pass the socket as standard input, and no other file: if the page held a connection between
+        # ranks open, its peer would not notice that it was closed. Other users cannot read a process's environment.
+        start = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
+        process = subprocess.Popen(
+            [sys.executable, "-c", start + "from ddp_loop.monitor.server import serve_child; serve_child()"],
+            env={**os.environ, _JOB: json.dumps(job)},
+            stdin=listening.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         say(f"Page: http://{HERE}:{listening.getsockname()[1]}/#token={token}")
-    return process
-
-
-def out_of_the_way(listening: socket.socket) -> socket.socket:
-    """The same socket with a number that the new process has no use for; where stdin is closed, one is as low."""
-    return socket.socket(fileno=fcntl.fcntl(listening.fileno(), fcntl.F_DUPFD_CLOEXEC, OWN_FILES))
+    process.returncode = 0  # it outlives this process, and Popen would warn of that
+    return process.pid
 
 
 def serve_child() -> None:
-    """What the process of `start_page` does: serve the socket 3 as standard input says."""
-    job: dict[str, Any] = json.loads(sys.stdin.read())
+    """Serve the page that `start_page` describes in the environment, on the socket in standard input."""
+    job: dict[str, Any] = json.loads(os.environ.pop(_JOB))
     signal.signal(signal.SIGTERM, _leave)
-    with socket.socket(fileno=3) as listening:
+    with socket.socket(fileno=0) as listening:
         site = MonitorApp(views_of([Path(job["run"])]))
         with token_file(HERE, listening.getsockname()[1], job["token"]):
             server = make_server(site, listening, job["token"], names_of(HERE, ()))

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, suppress
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ddp_loop.checkpoint import explained, sync_folder
+from ddp_loop.checkpoint import REPAIR, explained, identity, sync_folder
 from ddp_loop.reporting.jsonl_tail import CHUNK, has_numbers, is_at_an_iteration, is_number, object_of
 
 # [Note: Damage] A run that goes on cuts its files back to its checkpoint. What lies before that is nobody's to lose: of
@@ -177,154 +177,161 @@ def _message(gaps: list[tuple[int, int]]) -> str:
     return f"row{'' if one else 's'} {listed} {'is' if one else 'are'} missing"
 
 
+OnFull = Literal["raise", "keep", "drop"]
+
+
 class JsonlWriter:
-    """A file of rows that grows by whole lines: one that could be written in part alone is taken out again.
+    """A JSON Lines file that grows by whole lines: of a line that was written in part nothing stays.
 
     Args:
-        path: the file, made unless it is there.
-        after: rows of later iterations are taken out; what is damaged before is kept aside: [Note: Damage].
-        begin: each time that the file is read, gives what is given each row that stays.
-        once: whether the file has one row for each iteration, from 1 on.
+        path: the file, created if it is missing; with "drop" only by its first line.
+        after: rows of later iterations are cut off; see [Note: Damage] for what is damaged.
+        warn: called with a message when lines cannot be written, and when they can again.
+        on_full: what happens to lines that cannot be written: "raise" raises OSError, "keep" keeps the newest
+            MOST_LINES for the next flush, "drop" drops them. With "drop" the file is open during a flush only.
+        begin: called each time the file is read; returns a function that is called with each row that stays.
+        once: whether the file has one row for each iteration from 1 on.
 
     Attributes:
         elapsed_s: of the last row that stays.
-        notice: what is to be said of damage and gaps; empty without any.
+        notice: describes damage and gaps; empty if there are none.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be read or written.
     """
 
-    def __init__(self, path: Path, after: int, begin: Callable[[], Each] | None = None, *, once: bool = False) -> None:
-        self._path = path
-        self.elapsed_s, self._size = 0.0, 0  # of what is whole
-        self.notice = ""
-        with self._explaining():
-            self._file = path.open("a+b", buffering=0)  # what could not be written waits nowhere else
-            try:
-                self._keep(after, begin, once)
-            except BaseException:
-                self._file.close()
-                raise
-
-    def append(self, lines: str) -> None:
-        """Add lines.
-
-        Raises:
-            OSError: that is not possible; the file is as it was.
-        """
-        data = lines.encode()
-        with self._explaining():
-            if os.fstat(self._file.fileno()).st_nlink == 0:
-                raise FileNotFoundError(errno.ENOENT, "it was removed")
-            self._cut()
-            append_whole(self._file, data, self._size)
-        self._size += len(data)
-
-    def close(self) -> None:
-        """Close the file."""
-        with suppress(OSError):  # some file systems write only now
-            self._file.close()
-
-    def _cut(self) -> None:
-        """Leave the whole lines."""
-        if os.fstat(self._file.fileno()).st_size > self._size:
-            self._file.truncate(self._size)
-
-    def _keep(self, after: int, begin: Callable[[], Each] | None, once: bool) -> None:
-        def sift() -> _ScannedRows:
-            self._file.seek(0)
-            with open(self._file.fileno(), "rb", closefd=False) as file:
-                return _ScannedRows(file, after, once, None if begin is None else begin())
-
-        found = sift()
-        said = self._mend(found) if not found.is_sound else []
-        if gaps := found.gaps():
-            said.append(f"{_message(gaps)} from {self._path.name}")
-        self.notice = "; ".join(said)
-        found = found if found.is_sound else sift()
-        self.elapsed_s, self._size = found.elapsed_s, found.size
-        self._cut()
-
-    def _mend(self, found: _ScannedRows) -> list[str]:
-        """Write the rows that stay to a file that takes this one's place, and keep aside what is damaged."""
-        said, many = [], len(found.damaged)
-        if many:
-            there = aside(self._path)
-            _copy(self._file.fileno(), found.damaged, there)
-            lines = "lines" if many > 1 else "line"
-            verb = "are" if many > 1 else "is"
-            said.append(f"{many} damaged {lines} of {self._path.name} {verb} kept in {there.name}")
-        elif not found.is_in_order:
-            said.append(f"the rows of {self._path.name} are put in order")
-        temporary = self._path.with_name(f".{self._path.name}-{secrets.token_hex(4)}")
-        _copy(self._file.fileno(), found.rows, temporary)
-        temporary.replace(self._path)
-        sync_folder(self._path.parent)
-        self._file.close()
-        self._file = self._path.open("a+b", buffering=0)
-        return said
-
-    def _explaining(self) -> AbstractContextManager[None]:
-        rule = f"a row is written for each update; writing to {self._path} failed"
-        return explained(rule, "make room there, make it writable, or put it back; what is in it stays")
-
-
-class BufferedJsonlWriter:
-    """Lines that wait for their file to be written, at once or when there is room again.
-
-    Args:
-        file: that they are added to, and that is closed with this.
-        warn: called with a line when the file cannot be written, and when it can again.
-        goes_on: whether lines then wait for that, instead of an error.
-    """
-
-    def __init__(self, file: JsonlWriter, warn: Callable[[str], None], *, goes_on: bool) -> None:
-        self._file, self._warn, self._goes_on = file, warn, goes_on
+    def __init__(
+        self,
+        path: Path,
+        after: int,
+        warn: Callable[[str], None],
+        on_full: OnFull,
+        begin: Callable[[], Each] | None = None,
+        *,
+        once: bool = False,
+    ) -> None:
+        self._path, self._warn, self._on_full = path, warn, on_full
+        self._folder = identity(path.parent)
+        self._file: FileIO | None = None
+        self._size = 0  # of the whole lines in the open file
         self._lines: list[str] = []
         self._problem: OSError | None = None  # while the file cannot be written
-        self._is_open, self._closes = True, False
+        self._is_over = False
+        self.elapsed_s, self.notice = 0.0, ""
+        if on_full != "drop" or path.exists():
+            with self._explaining():
+                try:
+                    self._recover(after, begin, once)
+                except BaseException:
+                    self._close_file()
+                    raise
+            if on_full == "drop":
+                self._close_file()
 
     def add(self, line: str) -> None:
-        """Add a line, to be written by the next `flush`."""
+        """Add a line, which the next `flush` writes."""
         self._lines.append(line)
 
     def flush(self) -> None:
-        """Write what was added.
+        """Write the added lines.
 
         Raises:
-            OSError: that is not possible; what is in the file stays, in whole lines.
+            OSError: that fails, and `on_full` is "raise". No further lines are written.
         """
-        if not self._lines or not self._is_open:
-            return
         try:
-            self._file.append("".join(self._lines))
+            self._write()
         except OSError as error:
-            self._take(error)
-            return
-        if self._problem is not None:
-            self._warn(f"rows are written again, with the {len(self._lines)} that waited")
-        self._lines, self._problem = [], None
-
-    def close(self) -> None:
-        """Write what was added, and close the file; what cannot be written is a line to `warn`, and no error."""
-        self._closes = True
-        try:
-            self.flush()
-            if self._problem is not None:
-                self._warn(f"the last {len(self._lines)} rows were not written: {self._problem}")
-        finally:
+            if self._on_full == "raise":
+                self._is_over = True
+                self._close_file()
+                raise
+            if self._problem is None:
+                fate = "wait in memory" if self._on_full == "keep" else "are dropped"
+                self._warn(f"{error} Until then new lines {fate}; training continues.")
+            self._problem = error
+            del self._lines[: -MOST_LINES if self._on_full == "keep" else None]
+        if self._on_full == "drop":
             self._close_file()
 
-    def _close_file(self) -> None:
-        self._is_open, self._lines = False, []
-        self._file.close()
+    def close(self) -> None:
+        """Write the added lines, and close the file; `warn` is called with an error."""
+        try:
+            self._write()
+        except OSError as error:
+            self._warn(f"The last {len(self._lines)} lines were not written. {error}")
+        finally:
+            self._is_over = True
+            self._close_file()
 
-    def _take(self, error: OSError) -> None:
-        """The file cannot be written now."""
-        if not self._goes_on and not self._closes:
-            self._close_file()  # whoever closes this is not told again
-            raise error
-        if self._problem is None and not self._closes:
-            self._warn(f"no rows are written for now, training goes on: {error}")
-        self._problem = error
-        del self._lines[:-MOST_LINES]
+    def _write(self) -> None:
+        if not self._lines or self._is_over:
+            return
+        data = "".join(self._lines).encode()
+        with self._explaining():
+            file = self._open()
+            if os.fstat(file.fileno()).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "it was removed")
+            self._cut(file)
+            append_whole(file, data, self._size)
+        self._size += len(data)
+        if self._problem is not None:
+            self._warn(f"{self._path} can be written again. Lines added: {len(self._lines)}.")
+        self._lines, self._problem = [], None
+
+    def _open(self) -> FileIO:
+        if self._file is None:
+            if identity(self._path.parent) != self._folder:
+                raise FileNotFoundError(errno.ENOENT, "another folder took the place of its folder")
+            self._file = self._path.open("a+b", buffering=0)  # what cannot be written waits in `_lines` alone
+            self._size = self._file.tell()
+        return self._file
+
+    def _cut(self, file: FileIO) -> None:
+        """Cut off what follows the whole lines."""
+        if os.fstat(file.fileno()).st_size > self._size:
+            file.truncate(self._size)
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # some file systems write only now
+                file.close()
+
+    def _recover(self, after: int, begin: Callable[[], Each] | None, once: bool) -> None:
+        """Cut the file back to the rows that stay, and describe what was damaged."""
+
+        def scan() -> _ScannedRows:
+            file = self._open()
+            file.seek(0)
+            with open(file.fileno(), "rb", closefd=False) as reader:
+                return _ScannedRows(reader, after, once, None if begin is None else begin())
+
+        found = scan()
+        notices = [] if found.is_sound else self._mend(found)
+        if gaps := found.gaps():
+            notices.append(f"{_message(gaps)} from {self._path.name}")
+        self.notice = "; ".join(notices)
+        found = found if found.is_sound else scan()
+        self.elapsed_s, self._size = found.elapsed_s, found.size
+        self._cut(self._open())
+
+    def _mend(self, found: _ScannedRows) -> list[str]:
+        """Replace the file by one with the rows that stay, and move damaged lines to a file of their own."""
+        notices, many, source = [], len(found.damaged), self._open().fileno()
+        if many:
+            target = aside(self._path)
+            _copy(source, found.damaged, target)
+            lines = "lines" if many > 1 else "line"
+            verb = "are" if many > 1 else "is"
+            notices.append(f"{many} damaged {lines} of {self._path.name} {verb} kept in {target.name}")
+        elif not found.is_in_order:
+            notices.append(f"the rows of {self._path.name} are put in order")
+        temporary = self._path.with_name(f".{self._path.name}-{secrets.token_hex(4)}")
+        _copy(source, found.rows, temporary)
+        temporary.replace(self._path)
+        sync_folder(self._path.parent)
+        self._close_file()
+        return notices
+
+    def _explaining(self) -> AbstractContextManager[None]:
+        return explained(f"{self._path} cannot be written", REPAIR)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ddp_loop.accelerators import HostCopy
-from ddp_loop.reporting.jsonl import BufferedJsonlWriter
+from ddp_loop.reporting.jsonl import JsonlWriter
 from ddp_loop.reporting.throughput import Throughput
 
 NORM, RATE = "gradient_norm", "learning_rate"
@@ -196,7 +196,7 @@ class RowDispatcher:
     """
 
     def __init__(
-        self, lines: BufferedJsonlWriter | None, receivers: Sequence[OnRow], terminal: RowDisplay | None, began: float
+        self, lines: JsonlWriter | None, receivers: Sequence[OnRow], terminal: RowDisplay | None, began: float
     ) -> None:
         self._lines, self._receivers, self._terminal, self._began = lines, receivers, terminal, began
         self._arrivals = DeviceToHostQueue()

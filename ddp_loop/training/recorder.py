@@ -134,9 +134,10 @@ class RunRecorder:
 
     def flush_ready(self) -> None:
         """Hand on the rows that have arrived, while the ranks wait for each other."""
-        if self._report.is_due:
+        rows = self._report.rows
+        if rows is not None and rows.is_due:
             with self._as_rows():
-                self._report.flush_ready()
+                rows.flush_ready()
 
     @contextmanager
     def _as_rows(self) -> Iterator[None]:
@@ -235,8 +236,9 @@ class RunRecorder:
         self.checkpointer.save(position)
 
     def _flush_all(self) -> None:
-        with self._as_rows():
-            self._report.flush_all()
+        if self._report.rows is not None:
+            with self._as_rows():
+                self._report.rows.flush_all()
 
     def _stop_here(self, why: str) -> None:
         """Keep what was made: all ranks stop between two steps, or behind a fold. Every rank must call this."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import CheckpointStore, RunFolder, is_running
 from ddp_loop.checkpoint.atomic_files import SAVING
 from ddp_loop.checkpoint.serialization import to_tree
-from ddp_loop.reporting.jsonl import BufferedJsonlWriter, JsonlWriter
+from ddp_loop.reporting.jsonl import JsonlWriter, OnFull
 from ddp_loop.reporting.rows import RowMeta, jsonl_line
 from tests.faults.bad_disks import (
     DISKS,
@@ -109,7 +110,7 @@ def test_all_ranks_stop_together_and_say_where_and_why(name: str, outcome: Outco
     for one in others:
         assert (one.kind, one.rank, one.stage) == ("PeerFailed", 0, disk.stage), one
         assert first.text in one.text
-    for said in ("/run/", disk.says, ": make room there, make it writable, or put it back; "):
+    for said in ("/run/", disk.says, "). Make room there, make it writable, or put it back. "):
         assert any(word in first.text for word in said.split("|")), first.text
     assert {one.step for one in outcome.ended} == {first.step}
     assert max(one.took_s for one in outcome.ended) < FAULT_S
@@ -126,17 +127,17 @@ def test_all_ranks_stop_together_and_say_where_and_why(name: str, outcome: Outco
 def test_all_ranks_go_on_with_a_warning_for_each_and_save_again(name: str, outcome: Outcome, whole: str) -> None:
     assert [(one.kind, one.text, one.digest) for one in outcome.ended] == [("", "", whole)] * RANKS
     disk, lines = DISKS[name], outcome.ended[0].lines
-    missed = [line for line in lines if line.startswith("ddp_loop: no checkpoint was written, training goes on: ")]
+    missed = [line for line in lines if line.startswith("ddp_loop: No checkpoint was written; training continues. ")]
     assert len(missed) == (len(MEANWHILE) if disk.heals else sum(at > HARMED for at in SAVED)), lines
-    no_rows = [line for line in lines if line.startswith("ddp_loop: no rows are written for now, training goes on: ")]
-    again = [line for line in lines if line.startswith("ddp_loop: rows are written again, with the ")]
+    no_rows = [line for line in lines if line.endswith(" Until then new lines wait in memory; training continues.")]
+    again = [line for line in lines if "/rows.jsonl can be written again. Lines added: " in line]
     assert len(no_rows) == (disk.stage == "rows"), lines
     assert len(again) == (disk.stage == "rows" and disk.heals), lines
     if disk.heals:
         assert outcome.kept == [at for at in SAVED if at not in MEANWHILE]
         assert (outcome.rows, outcome.status) == (ALL_ROWS, "done")
     else:
-        assert sum("rows were not written" in line or "could not be made to say so" in line for line in lines) == 2
+        assert sum("lines were not written" in line or "could not be written to" in line for line in lines) == 2
     assert_nothing_is_lost(outcome, name, whole)
 
 
@@ -158,7 +159,7 @@ def test_a_log_on_the_full_disk_stops_nobody(on_ranks: OnRanks, disk: Path, whol
 def test_a_loop_that_is_left_while_a_save_fails_says_so(on_ranks: OnRanks, plain: Path) -> None:
     ended = on_ranks(2, train, str(plain), "full for what is large", "raise", "", MEANWHILE[0] + 1)
     assert [one.kind for one in ended] == ["", ""]
-    (line,) = [line for line in ended[0].lines if line.startswith("ddp_loop: no checkpoint was written: ")]
+    (line,) = [line for line in ended[0].lines if line.startswith("ddp_loop: No checkpoint was written. ")]
     assert "File too large" in line
     assert not is_running(plain)
 
@@ -170,7 +171,7 @@ def test_a_run_on_a_full_disk_is_refused_by_all_with_the_remedy(on_ranks: OnRank
     disk.mkdir()
     heal = fill(disk)
     first, second = on_ranks(2, train, str(disk))
-    assert first.text.endswith(": make room there, make it writable, or give another run_dir=")
+    assert first.text.endswith(" Make room there, make it writable, or pass another run_dir=.")
     assert "No space left on device" in first.text
     assert (second.kind, second.rank) == ("PeerFailed", 0)
     heal()
@@ -196,47 +197,59 @@ def test_a_row_that_does_not_fit_is_taken_out_again(plain: Path) -> None:
     plain.mkdir()
     lines = [jsonl_line(RowMeta(1, number, 1, 0.5, False), {"loss": 0.25}) for number in range(1, 4)]
     path = plain / "rows.jsonl"
-    file = JsonlWriter(path, 0)
-    file.append(lines[0])
-    said = rf"a row is written for each update; writing to {path} failed .*: make room"
-    with limited(len(lines[0]) + 20), pytest.raises(OSError, match=said):
-        file.append(lines[1])
+    said = list[str]()
+    file = JsonlWriter(path, 0, said.append, "keep")
+    file.add(lines[0])
+    file.flush()
+    file.add(lines[1])
+    with limited(len(lines[0]) + 20):
+        file.flush()
+    assert re.fullmatch(rf"\[Errno 27\] {path} cannot be written \(File too large\)\. Make room there, .*", said[0])
     assert path.read_text() == lines[0]
-    file.append(lines[1] + lines[2])
+    file.add(lines[2])
     file.close()
     assert path.read_text() == "".join(lines)
     with path.open("a") as half:
         half.write(lines[0][:9])
-    JsonlWriter(path, 2).close()
+    JsonlWriter(path, 2, said.append, "keep").close()
     assert path.read_text() == "".join(lines[:2])
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_rows_that_cannot_be_written_are_an_error_once_or_wait(goes_on: bool, plain: Path) -> None:
+@pytest.mark.parametrize(
+    ("on_full", "fate", "kept"), [("raise", "", []), ("keep", "wait", [1, 2]), ("drop", "are", [2])]
+)
+def test_lines_that_cannot_be_written_are_an_error_once_or_wait_or_are_dropped(
+    on_full: OnFull, fate: str, kept: list[int], plain: Path
+) -> None:
     plain.mkdir()
     said: list[str] = []
     first, second = (jsonl_line(RowMeta(1, number, 4, 0.5, False), {"loss": 1.0}) for number in (1, 2))
-    lines = BufferedJsonlWriter(JsonlWriter(plain / "rows.jsonl", 0), said.append, goes_on=goes_on)
+    path = plain / "rows.jsonl"
+    lines = JsonlWriter(path, 0, said.append, on_full)
     lines.add(first)
-    if goes_on:
-        with limited(10):
+    with limited(10):
+        if on_full == "raise":
+            with pytest.raises(OSError, match=r"rows\.jsonl cannot be written \(File too large\)\. Make room there"):
+                lines.flush()
+        else:
             lines.flush()
             lines.flush()
-        assert [line.split(":")[0] for line in said] == ["no rows are written for now, training goes on"]
-        lines.add(second)
-    else:
-        with limited(10), pytest.raises(OSError, match="a row is written for each update"):
-            lines.flush()
+            assert len(said) == 1
+            assert f" Until then new lines {fate} " in said[0]
+    lines.add(second)
     lines.close()
-    assert rows_of(plain) == ([1, 2] if goes_on else [])
-    assert said[1:] == (["rows are written again, with the 2 that waited"] if goes_on else [])
+    assert rows_of(plain) == kept
+    assert said[1:] == ([f"{path} can be written again. Lines added: {len(kept)}."] if kept else [])
 
 
 def test_a_score_that_cannot_be_written_leaves_the_checkpoint_as_it_was(plain: Path) -> None:
     plain.mkdir()
     checkpoints = CheckpointStore(plain, "r1")
     path = checkpoints.write(to_tree({"w": torch.ones(3)}), iteration=1, facts={})
-    with limited(10), pytest.raises(OSError, match=r"whole or not at all; .*make room there"):
+    with (
+        limited(10),
+        pytest.raises(OSError, match=r"The score of .*step-00000001 could not be written \(.*\)\. Make room there"),
+    ):
         checkpoints.give_score(path, 1.0)
     assert checkpoints.read(path).score is None
     assert os.listdir(checkpoints.folder) == [path.name]

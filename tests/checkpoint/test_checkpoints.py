@@ -178,9 +178,7 @@ def test_removed_folders_are_made_again_but_not_the_runs(checkpoints: Checkpoint
     write(checkpoints, 2)
     assert names(run) == steps(2)
     shutil.rmtree(run)
-    with pytest.raises(
-        FileNotFoundError, match=r"whole or not at all; writing to .*run/checkpoints failed .*make room"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"could not be written to .*run/checkpoints \(.*\)\. Make room"):
         write(checkpoints, 3)
     assert not run.exists()
 
@@ -195,7 +193,7 @@ def test_a_file_or_a_link_in_the_place_of_the_folder_is_refused(
         (run / "checkpoints").write_text("x")
     else:
         (run / "checkpoints").symlink_to(elsewhere)
-    with pytest.raises(FileExistsError, match="whole or not at all"):
+    with pytest.raises(FileExistsError, match="A checkpoint could not be written to "):
         write(checkpoints, 1)
     assert os.listdir(elsewhere) == []
     assert checkpoints.newest() is None
@@ -216,7 +214,7 @@ def test_a_full_disk_leaves_the_old_ones_and_nothing_else(
     write(checkpoints, 1)
     for large in ({"w": torch.ones(100_000)}, {"w": "x" * 200_000}):
         with pytest.raises(
-            OSError, match=r"whole or not at all; .*: make room there.*those before are as they were"
+            OSError, match=r"could not be written to .*\. Make room there.*Earlier lines and checkpoints are intact\."
         ) as caught:
             checkpoints.write(to_tree(large), iteration=2, facts={})
         assert caught.value.errno == errno.EFBIG
@@ -252,21 +250,21 @@ def test_old_ones_that_cannot_be_removed_are_a_warning(run: Path, monkeypatch: p
 
 @pytest.mark.parametrize("facts", [{"a": math.nan}, {"a": torch.ones(1)}, {"a": {1, 2}}])
 def test_facts_that_are_no_json_are_refused(checkpoints: CheckpointStore, run: Path, facts: dict[str, object]) -> None:
-    with pytest.raises(TypeError, match="facts of a checkpoint must be JSON values"):
+    with pytest.raises(TypeError, match="The facts of a checkpoint must be JSON: "):
         checkpoints.write(state(1.0), iteration=1, facts=facts)
-    with pytest.raises(ValueError, match=r"facts of a checkpoint take at most \d+ bytes; got"):
+    with pytest.raises(ValueError, match=r"The facts of a checkpoint can have \d+ bytes; got"):
         checkpoints.write(state(1.0), iteration=1, facts={"a": "x" * (16 << 20)})
     assert names(run) == []
 
 
 @pytest.mark.parametrize("iteration", [-1, 10**12 + 1])
 def test_a_number_that_is_no_iteration_is_refused(checkpoints: CheckpointStore, iteration: int) -> None:
-    with pytest.raises(ValueError, match="an iteration is a number from 0 to"):
+    with pytest.raises(ValueError, match="An iteration must be from 0 to"):
         checkpoints.write(state(1.0), iteration=iteration, facts={})
 
 
 def test_at_least_one_is_kept(run: Path) -> None:
-    with pytest.raises(ValueError, match="got keep_last=0: give 1 or more"):
+    with pytest.raises(ValueError, match="keep_last must be at least 1; got 0"):
         CheckpointStore(run, "r1", keep_last=0)
 
 
@@ -292,7 +290,7 @@ def test_the_list_says_which_is_next_and_which_is_best(checkpoints: CheckpointSt
     (run / "checkpoints" / "step-00000400" / TENSORS).write_bytes(b"short")
     good, lines = list_checkpoints(run)
     assert not good
-    assert "NOT VALID: tensors.safetensors takes 5 bytes" in lines[1]
+    assert "NOT VALID: tensors.safetensors has 5 bytes" in lines[1]
     assert lines[2].endswith("valid, a resumed run goes on from here")
 
 

@@ -57,7 +57,7 @@ def assert_refused(checkpoints: CheckpointStore, file: str, said: str = "") -> N
     (refused,) = checkpoints.refused
     assert refused.path.name == file
     assert said in str(refused)
-    assert str(refused).endswith(": the one before it is used")
+    assert str(refused).endswith(". The one before it is used.")
     with pytest.raises(CorruptCheckpoint):
         checkpoints.read(checkpoints.folder / "step-00000002")
 
@@ -120,7 +120,7 @@ def test_a_missing_file_is_named(checkpoints: CheckpointStore, newest: Path, nam
 
 def test_a_file_too_many_is_named(checkpoints: CheckpointStore, newest: Path) -> None:
     (newest / "more.pt").write_bytes(b"")
-    assert_refused(checkpoints, "more.pt", "does not belong there")
+    assert_refused(checkpoints, "more.pt", "does not belong to a checkpoint")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -140,13 +140,13 @@ def test_a_file_of_another_checkpoint_is_refused(
 def test_a_folder_of_another_run_is_refused(checkpoints: CheckpointStore, newest: Path, run: Path) -> None:
     shutil.rmtree(newest)
     shutil.copytree(make_run(run.with_name("other"), "r2").folder / newest.name, newest)
-    assert_refused(checkpoints, MANIFEST, "says run r2, and it must be r1")
+    assert_refused(checkpoints, MANIFEST, "has run r2 instead of r1")
 
 
 def test_a_folder_of_another_step_is_refused(checkpoints: CheckpointStore, newest: Path) -> None:
     shutil.rmtree(newest)
     shutil.copytree(newest.with_name("step-00000001"), newest)
-    assert_refused(checkpoints, MANIFEST, "says iteration 1, and it must be 2")
+    assert_refused(checkpoints, MANIFEST, "has iteration 1 instead of 2")
 
 
 class Marks:
@@ -178,22 +178,22 @@ def test_a_pickle_in_the_place_of_a_file_is_not_run(
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"run": "r2"}, "says run r2"),
-        ({"run": None}, "says run None"),
-        ({"iteration": 3}, "says iteration 3"),
-        ({"iteration": 2.0}, "says iteration 2.0"),
-        ({"iteration": True}, "says iteration True"),
-        ({"version": 2}, "says version 2, and it must be 1"),
-        ({"format": "x"}, "says format x"),
-        ({"facts": [1]}, "must have facts"),
-        ({"score": "low"}, "score that is no number: low"),
-        ({"score": [1]}, "score that is no number"),
+        ({"run": "r2"}, "has run r2"),
+        ({"run": None}, "has run None"),
+        ({"iteration": 3}, "has iteration 3"),
+        ({"iteration": 2.0}, "has iteration 2.0"),
+        ({"iteration": True}, "has iteration True"),
+        ({"version": 2}, "has version 2 instead of 1"),
+        ({"format": "x"}, "has format x"),
+        ({"facts": [1]}, "lacks facts"),
+        ({"score": "low"}, "score that is not a number: low"),
+        ({"score": [1]}, "score that is not a number"),
         ({"score": 10**400}, "OverflowError"),
         ({"files": {}}, "the sums of tensors.safetensors"),
         ({"files": [TENSORS, STATE]}, "the sums of tensors.safetensors"),
         ({"files": {"../../run.json": {"bytes": 2, "sha256": ""}, STATE: {"bytes": 1, "sha256": ""}}}, "the sums of"),
         ({"files": {"/dev/zero": {"bytes": 2, "sha256": ""}, STATE: {"bytes": 1, "sha256": ""}}}, "the sums of"),
-        ({"files": {TENSORS: {"bytes": "2"}, STATE: 5}}, "a size that is no number"),
+        ({"files": {TENSORS: {"bytes": "2"}, STATE: 5}}, "a size that is not a number"),
     ],
     ids=str,
 )
@@ -211,7 +211,7 @@ def test_a_size_is_held_against_the_file_before_anything_is_read(
     files = json.loads((newest / MANIFEST).read_bytes())["files"]
     files[TENSORS]["bytes"] = size
     forge(newest, files=files)
-    assert_refused(checkpoints, TENSORS, f"and the manifest says {size}")
+    assert_refused(checkpoints, TENSORS, f"instead of the manifest's {size}")
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -222,7 +222,7 @@ def test_an_immense_file_is_refused_without_reading_it(checkpoints: CheckpointSt
         files[name]["bytes"] = size
         forge(newest, files=files)
     os.truncate(newest / name, size)
-    assert_refused(checkpoints, name, f"takes {size} bytes, and")
+    assert_refused(checkpoints, name, f"has {size} bytes instead of ")
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 100_000, b"[" * 100_000 + b"]" * 100_000])
@@ -300,7 +300,7 @@ def test_only_regular_files_are_read(
         (newest / name).symlink_to("/dev/zero")
     else:
         os.mkfifo(newest / name) if kind == "pipe" else (newest / name).mkdir()  # nobody writes to the pipe
-    assert_refused(checkpoints, name, "is no regular file" if (name, kind) == (MANIFEST, "pipe") else "")
+    assert_refused(checkpoints, name, "is not a regular file" if (name, kind) == (MANIFEST, "pipe") else "")
 
 
 def test_a_link_to_a_whole_checkpoint_is_refused(checkpoints: CheckpointStore, newest: Path, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_path_that_is_no_checkpoint_of_the_run_is_refused(
     checkpoints: CheckpointStore, newest: Path, name: str
 ) -> None:
     shutil.copytree(newest, checkpoints.folder / name)
-    with pytest.raises(CorruptCheckpoint, match="is no checkpoint in"):
+    with pytest.raises(CorruptCheckpoint, match="is not a checkpoint in"):
         checkpoints.read(checkpoints.folder / name)
     found = checkpoints.newest()
     assert found is not None
@@ -334,7 +334,7 @@ def test_where_none_is_good_all_are_named(checkpoints: CheckpointStore) -> None:
     assert checkpoints.newest() is None
     assert [one.path.name for one in checkpoints.refused] == [TENSORS, STATE]
     assert [entry.problem for entry in checkpoints.entries()] == [None, None]  # sizes and manifests alone
-    assert all("another SHA-256" in (entry.problem or "") for entry in checkpoints.entries(verify=True))
+    assert all("does not have the SHA-256 in the manifest" in (entry.problem or "") for entry in checkpoints.entries(verify=True))
 
 
 def test_a_refusal_travels_between_processes(tmp_path: Path) -> None:

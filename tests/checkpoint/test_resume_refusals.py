@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.checkpoint import async_save as saving
 from ddp_loop.checkpoint import state as restoring
 from ddp_loop.data import position as positions
 from ddp_loop.distributed import ReplicaMismatch
@@ -110,7 +109,7 @@ def one_further(self: positions.LoopPosition, state: dict[str, int]) -> None:
 
 
 MUTATIONS: dict[str, tuple[object, str, Any]] = {
-    "the generators": (saving, "restore_random_state", lambda state, device: None),
+    "the generators": (restoring, "restore_random_state", lambda state, device: None),
     "the position": (positions.LoopPosition, "resume_from", one_further),
     **{
         f"the {name}": (restoring, "_restore", leave_out(name))

@@ -101,7 +101,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_its_rows_stay(tm
     rows = rows_of(tmp_path)
     for path in (tmp_path / "checkpoints").glob("step-*"):
         (path / "state.json").write_bytes(b"{}")
-    with pytest.raises(ValueError, match=r"none of the 2 in .*begin anew \(resume=False\)"):
+    with pytest.raises(ValueError, match=r"None of the 2 checkpoints in .* is intact\. .*resume=False to start over"):
         run(tmp_path)
     assert rows_of(tmp_path) == rows
     run(tmp_path, resume=False)

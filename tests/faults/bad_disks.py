@@ -362,7 +362,7 @@ def words_of(outcome: Outcome, whole: str) -> list[str]:
         what = f"all stopped after step {first.step}" if len(steps) == 1 and peers == {("PeerFailed", 0)} else "PARTED"
         what += f" ({first.stage}), {max(one.took_s for one in outcome.ended):.2f} s"
     else:
-        said = sum("training goes on" in line for line in first.lines)
+        said = sum("training continues" in line for line in first.lines)
         what = f"went on, {said} warnings, " + ("the same bits" if first.digest == whole else "OTHER BITS")
     kept = ", ".join(map(str, outcome.kept)) or "none, they were removed"
     again = {one.digest for one in outcome.again}

@@ -170,7 +170,7 @@ def test_good_rows_survive_what_a_disk_does_to_a_file(
     kept = (run / ROWS).read_bytes().splitlines()
     assert kept[: len(stay)] == [written[iteration] for iteration in stay]  # not a byte is another one
     notices = [line for line in printed.splitlines() if ROWS in line]
-    assert notices == ([f"ddp_loop: {run}: {said}; training goes on at step {AT + 1}"] if said else [])
+    assert notices == ([f"ddp_loop: {run}: {said}; training continues at step {AT + 1}"] if said else [])
     there = (run / ASIDE).read_bytes() if aside else b""
     assert (run / ASIDE).exists() == bool(aside)
     lost = [line.rstrip(b"\n") for line in after.splitlines(keepends=True) if line not in before]
@@ -183,19 +183,19 @@ def test_a_file_that_is_gone_leaves_a_gap_that_is_said_and_the_numbers_are_the_s
 ) -> None:
     (run / ROWS).unlink()
     (printed, weights), _ = on_ranks(2, train, str(run))
-    assert f"ddp_loop: {run}: rows 1 to 9 are missing from rows.jsonl; training goes on at step 10\n" in printed
+    assert f"ddp_loop: {run}: rows 1 to 9 are missing from rows.jsonl; training continues at step 10\n" in printed
     assert (weights, iterations_of(run)) == (whole[1], [10, 11, 12])
 
 
 def test_several_gaps_are_said_in_one_line(tmp_path: Path) -> None:
     there = [{"epoch": 1, "iteration": n, "samples": 1, "loss": 0.5, "elapsed_s": 0.1} for n in (2, 3, 5, 8)]
     (tmp_path / ROWS).write_text("".join(json.dumps(row) + "\n" for row in there))
-    lines = JsonlWriter(tmp_path / ROWS, 20, once=True)
+    lines = JsonlWriter(tmp_path / ROWS, 20, print, "raise", once=True)
     lines.close()
     assert lines.notice == "rows 1, 4, 6 to 7 and 9 to 20 are missing from rows.jsonl"
     there += [{**there[0], "iteration": n} for n in range(22, 60, 2)]
     (tmp_path / ROWS).write_text("".join(json.dumps(row) + "\n" for row in there))
-    lines = JsonlWriter(tmp_path / ROWS, 60, once=True)
+    lines = JsonlWriter(tmp_path / ROWS, 60, print, "raise", once=True)
     lines.close()
     assert lines.notice == "rows 1, 4, 6 to 7 and 33 more are missing from rows.jsonl"
 
@@ -252,7 +252,7 @@ def test_what_lies_behind_a_row_that_is_made_again_is_cut_without_a_word(once: b
     there = [{"epoch": 1, "iteration": n, "samples": 1, "elapsed_s": 0.1} for n in (1, 2, 5)]
     path = tmp_path / ROWS
     path.write_text("".join(json.dumps(row) + "\n" for row in there) + '{}\n{"epoch": 2, "it')
-    lines = JsonlWriter(path, 2, once=once)
+    lines = JsonlWriter(path, 2, print, "raise", once=once)
     lines.close()
     assert (lines.notice, lines_of(path), os.listdir(tmp_path)) == ("", there[:2], [ROWS])
 
@@ -284,7 +284,7 @@ def test_the_means_of_the_epoch_are_of_the_rows_that_stay(run: Path) -> None:
     for row in rows:
         expected.recall(row)
     damage(run / ROWS, shuffled)
-    JsonlWriter(run / ROWS, AT, found.begin, once=True).close()
+    JsonlWriter(run / ROWS, AT, print, "raise", found.begin, once=True).close()
     assert found.means.means() == expected.means.means()
     assert found.means.rows == AT
 

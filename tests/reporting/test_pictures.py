@@ -145,7 +145,7 @@ def test_a_picture_that_fails_is_said_and_the_run_is_done(
 
     monkeypatch.setattr(plots, "curves", fail)
     train(str(tmp_path), True)
-    assert "was not drawn: OSError('the disk is full')" in capsys.readouterr().out
+    assert "was not drawn. OSError('the disk is full')" in capsys.readouterr().out
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "done"
 
 

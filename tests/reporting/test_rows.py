@@ -309,7 +309,7 @@ def test_a_finished_run_that_is_started_again_notes_no_evaluation_twice(on_ranks
 
 
 def test_what_two_evaluations_of_an_iteration_say_differently_is_noted_twice(tmp_path: Path) -> None:
-    evaluations = EvaluationLog(tmp_path, 0, print)
+    evaluations = EvaluationLog(tmp_path / "evaluations.jsonl", 0, print)
     for number, (value, samples) in enumerate([(0.5, 10), (0.5, 10), (0.5, 11), (0.25, 10), (float("nan"), 10)]):
         evaluations.record(1, 4, {"accuracy": value, "samples": samples}, 0.1 * number)
     told = [(line["accuracy"], line["samples"]) for line in lines_of(tmp_path / EVALUATIONS)]

@@ -20,7 +20,8 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.monitor.series import smooth
 from ddp_loop.monitor.server import views_of
-from ddp_loop.reporting.reporter import EvaluationLog, JsonlLog
+from ddp_loop.reporting.jsonl import JsonlWriter
+from ddp_loop.reporting.reporter import EvaluationLog
 from ddp_loop.reporting.rows import EpochMeans, RowMeta
 from ddp_loop.reporting.terminal import ProgressView, Terminal
 from ddp_loop.reporting.throughput import TrainingLength
@@ -134,23 +135,28 @@ def test_a_run_that_goes_on_keeps_the_paces_of_before(tmp_path: Path) -> None:
     path = tmp_path / "ranks.jsonl"
     told = [{"iteration": 10 * number, "elapsed_s": 1.0 * number, "ranks": []} for number in range(1, 6)]
     path.write_text("".join(json.dumps(line) + "\n" for line in told) + '{"iteration": 4')
-    JsonlLog(path, 40, print)
+    JsonlWriter(path, 40, print, "drop")
     assert lines_of(path) == told[:4]
+
+
+def add_line(file: JsonlWriter, iteration: int) -> None:
+    file.add(json.dumps({"iteration": iteration}) + "\n")
+    file.flush()
 
 
 def test_another_runs_folder_in_the_place_is_not_written_to(tmp_path: Path) -> None:
     run, said = tmp_path / "run", list[str]()
     run.mkdir()
-    journal = JsonlLog(run / "ranks.jsonl", 0, said.append)
-    journal.append({"iteration": 1})
+    journal = JsonlWriter(run / "ranks.jsonl", 0, said.append, "drop")
+    add_line(journal, 1)
     run.rename(tmp_path / "moved")
     run.mkdir()
-    journal.append({"iteration": 2})
-    journal.append({"iteration": 3})
+    add_line(journal, 2)
+    add_line(journal, 3)
     assert os.listdir(run) == []
     assert lines_of(tmp_path / "moved" / "ranks.jsonl") == [{"iteration": 1}]
     assert len(said) == 1
-    assert "another folder stands in its place" in said[0]
+    assert "another folder took the place of its folder" in said[0]
 
 
 def fail_in_a_replaced_folder(folder: str) -> None:
@@ -178,14 +184,15 @@ def test_no_rank_writes_how_it_ended_into_another_runs_folder(on_ranks: OnRanks,
 
 
 def test_small_values_that_differ_are_both_noted(tmp_path: Path) -> None:
-    evaluations = EvaluationLog(tmp_path, 0, print)
+    evaluations = EvaluationLog(tmp_path / "evaluations.jsonl", 0, print)
     for loss in (1e-7, 5e-7, 5e-7 + 1e-15):
         evaluations.record(1, 5, {"loss": loss, "samples": 9}, 0.5)
     assert [line["loss"] for line in lines_of(tmp_path / "evaluations.jsonl")] == [1e-7, 5e-7]
 
 
 def test_a_metric_named_as_a_place_does_not_move_its_line(tmp_path: Path) -> None:
-    EvaluationLog(tmp_path, 0, print).record(1, 5, {"iteration": 99.5, "epoch": 0.5, "samples": 9}, 0.5)
+    evaluations = EvaluationLog(tmp_path / "evaluations.jsonl", 0, print)
+    evaluations.record(1, 5, {"iteration": 99.5, "epoch": 0.5, "samples": 9}, 0.5)
     (line,) = lines_of(tmp_path / "evaluations.jsonl")
     assert (line["epoch"], line["iteration"]) == (1, 5)
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,23 @@ def answers(port: int) -> bool:
     except ConnectionRefusedError:
         return False
     return True
+
+
+def ask(page: Served, method: str, target: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, str]:
+    """Status and head of the answer to a request that is sent as it stands, which clients would tidy up."""
+    said = {"host": f"127.0.0.1:{page.port}"} | headers
+    head = "".join(f"{name}: {value}\r\n" for name, value in said.items())
+    with socket.create_connection(("127.0.0.1", page.port), timeout=WAIT_S) as connection:
+        connection.sendall(f"{method} {target} HTTP/1.1\r\n{head}connection: close\r\n\r\n".encode())
+        if body:
+            with suppress(OSError):  # it is told so, and sent away
+                connection.sendall(body)
+        answer = b""
+        with suppress(ConnectionResetError):
+            while part := connection.recv(65536):
+                answer += part
+    head_of_answer = answer.partition(b"\r\n\r\n")[0].decode()
+    return int(head_of_answer.split()[1]), head_of_answer.lower()
 
 
 def row(iteration: int, **values: Any) -> dict[str, Any]:

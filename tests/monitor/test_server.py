@@ -1,0 +1,183 @@
+"""The monitor's process: the command, its link, and a page beside training."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, cast
+
+import httpx
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop.cli import main
+from ddp_loop.monitor import server as monitor
+from ddp_loop.monitor.app import TOKEN_HEADER, MonitorApp
+from tests.support.harness import OnRanks, until
+from tests.support.paths import ROOT
+from tests.support.serving import WAIT_S, Served, answers, ask
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """The command, and what it says; ended at the end, whatever happens."""
+    command = [sys.executable, "-m", "ddp_loop", "monitor", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process, cast("IO[str]", process.stdout)
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("E4")
+def test_the_command_prints_its_link_once_keeps_it_to_its_user_and_ends_when_told() -> None:
+    with started("--demo") as (process, said_by_it):
+        link, said = said_by_it.readline(), said_by_it.readline()
+        found = re.fullmatch(r"Page: http://127\.0\.0\.1:(\d+)/#token=([\w-]{40,})\n", link)
+        assert found, link
+        path = Path(said.split()[4])
+        assert path.read_text() == link.removeprefix("Page: ")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        with httpx.Client(base_url=f"http://127.0.0.1:{found[1]}", headers={TOKEN_HEADER: found[2]}) as client:
+            done, other = client.get("/api/runs", timeout=WAIT_S).json()["runs"]
+            assert (done["state"], other["state"], done["fraction"]) == ("done", "running", 1.0)
+            assert len(client.get("/api/runs/tuesday/curves", timeout=WAIT_S).json()["x"]) > 500
+            assert client.post(f"/api/runs/{other['key']}/stop", timeout=WAIT_S).status_code == 202
+
+            def is_stopped() -> bool:
+                return bool(client.get("/api/runs", timeout=WAIT_S).json()["runs"][1]["state"] == "stopped")
+
+            until(is_stopped, "the made-up run stops")
+        process.send_signal(signal.SIGTERM)
+        assert said_by_it.read() == ""
+        assert process.wait(WAIT_S) == 143
+        assert not path.parent.exists()
+
+
+@pytest.mark.slow
+def test_more_than_this_machine_needs_a_flag_and_brings_a_warning(run: Path) -> None:
+    with started(str(run), "--host", "0.0.0.0", "--allow-host", "train.example") as (process, said):
+        assert said.readline().startswith("WARNING: 0.0.0.0 is more than this machine: whoever sees the link")
+        link = said.readline()
+        found = re.search(r":(\d+)/#token=(\S+)", link)
+        assert found, link
+        assert socket.gethostname() in link
+        page = Served(MonitorApp([]), int(found[1]))
+        for host, status in (("127.0.0.1", 200), ("train.example", 200), ("evil.example", 403), ("127.0.0.2", 403)):
+            assert ask(page, "GET", "/api/runs", {TOKEN_HEADER: found[2], "host": f"{host}:{found[1]}"})[0] == status
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 143
+
+
+def test_only_this_machine_is_listened_to_unless_asked_otherwise() -> None:
+    with monitor.listen() as listening:
+        assert listening.getsockname()[0] == "127.0.0.1"
+        assert all(map(monitor.is_here, ("127.0.0.1", "::1", "localhost")))
+        assert not any(map(monitor.is_here, ("0.0.0.0", "::", "10.0.0.1", "host")))
+        with pytest.raises(monitor.MonitorUnavailable, match="cannot be had"):
+            monitor.listen(port=listening.getsockname()[1])
+
+
+def test_without_its_libraries_the_command_that_helps_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["monitor"]) == 2
+    assert "at least one RUN" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["monitor", "--demo"]) == 2
+    assert "uvicorn is missing: pip install 'ddp_loop[monitor]'" in capsys.readouterr().err
+
+
+# -- beside training -------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys
+from contextlib import suppress
+from pathlib import Path
+import httpx, torch
+from torch import nn
+import ddp_loop as dl
+from ddp_loop.monitor import start_page
+
+said = []
+Path(sys.argv[1]).mkdir()
+held = [os.open(sys.argv[1] + "/held", os.O_CREAT) for _ in range(3)]
+for file in held:
+    os.set_inheritable(file, True)  # as the sockets of gloo may be
+with dl.join_world(seed=1) as world:
+    world.print = said.append
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = dl.Batches(torch.arange(60.0).reshape(20, 3) / 60, 4, world)
+    loop = dl.Loop(batches, 2, state=dict(model=model, optimizer=optimizer), run_dir=sys.argv[1], monitor=True,
+                   progress=False)
+    base, token = said[0].removeprefix("Page: ").split("/#token=")
+    for step in loop:
+        for rows in step:
+            step.backward((model(rows) - rows.sum(1, keepdim=True)).square().mean())
+        step.fold()
+        optimizer.step()
+        if step.iteration == 3:
+            state = httpx.get(base + "/api/runs", headers={"x-monitor-token": token}, timeout=60).json()
+            (page,) = map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+            files = []
+            for file in Path(f"/proc/{page}/fd").iterdir():
+                with suppress(FileNotFoundError):  # the connection of that question, which ends now
+                    files.append(os.readlink(file))
+            own_session = os.getsid(page) == page
+            os.kill(page, signal.SIGKILL)
+            os.waitpid(page, 0)
+print(state["runs"][0]["state"], model.weight.tolist())
+print([file for file in files if sys.argv[1] in file], own_session)
+for file in held:
+    os.close(file)
+start_page(Path(sys.argv[1]), print, linger_s=0.5)  # it is there when this process has ended
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.covers("E4", "E6")
+def test_the_page_of_a_loop_is_there_while_it_runs_and_killed_changes_nothing_and_ends_after_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, files, link = done.stdout.splitlines()
+    assert first == f"running {without_a_page()}"
+    assert files == "[] True"  # it holds nothing of the run open, and the run's terminal sends it no Ctrl-C
+    port = int(link.partition("/#")[0].rpartition(":")[2])
+    until(lambda: not answers(port), "the page ends after its script")
+
+
+def without_a_page() -> list[list[float]]:
+    with dl.join_world(seed=1) as world:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = dl.Batches(torch.arange(60.0).reshape(20, 3) / 60, 4, world)
+        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+            for rows in step:
+                step.backward((model(rows) - rows.sum(1, keepdim=True)).square().mean())
+            step.fold()
+            optimizer.step()
+    weights: list[list[float]] = model.weight.tolist()
+    return weights
+
+
+def page_without_a_folder() -> None:
+    with dl.join_world() as world:
+        dl.Loop(dl.Batches(torch.ones(4, 2), 2, world), 1, state={"model": nn.Linear(2, 1)}, monitor=True)
+
+
+def test_a_page_without_a_run_folder_is_refused_on_all_ranks(on_ranks: OnRanks) -> None:
+    with pytest.raises(dl.RankFailed, match="monitor=True without one: give run_dir="):
+        on_ranks(2, page_without_a_folder)
