@@ -17,7 +17,8 @@ from ddp_loop.reporting.throughput import RankTiming, Throughput, TrainingLength
 LINE_S = 5.0  # between two lines, at first
 _SPARSER = 50  # and a 50th of the time since the run began, later: some 300 lines in a day
 LOOK_S = 0.25  # between two looks of the display
-_SHARE = 400  # and 400 times as long as the last look took
+_SHARE = 400  # and 400 times as long as the last look took, but
+_STALE_S = 1.0  # what is shown is never older
 _POINTS = 256  # of the curve, at most
 
 
@@ -160,7 +161,7 @@ class Terminal:
         else:
             self._show(self._display)
             ended = time.monotonic()
-            self._next = ended + max(LOOK_S, _SHARE * (ended - now))
+            self._next = ended + min(_STALE_S, max(LOOK_S, _SHARE * (ended - now)))
 
     def _show(self, display: Display) -> None:
         if self._late.rows and self._last is not None:

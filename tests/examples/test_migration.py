@@ -11,6 +11,7 @@ import io
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -79,7 +80,11 @@ def run_peer(script: str, *arguments: str) -> list[Result]:
     """What a script says that was not made for ddp_loop, on 2 ranks."""
     if script != "fabric":
         return results_in("".join(dl.launch(run_script, 2, "before", script, *arguments)))
-    command = [str(Path(sys.executable).with_name("fabric")), "run", "--accelerator=cpu", "--devices=2"]
+    with socket.socket() as free:  # its own default is one port, for all that run at the same time
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fabric = str(Path(sys.executable).with_name("fabric"))
+    command = [fabric, "run", "--accelerator=cpu", "--devices=2", f"--main-port={port}"]
     path = str(ROOT / path_of("before", script))
     done = subprocess.run([*command, path, *arguments], capture_output=True, text=True, timeout=120, check=False)
     # Its numbers count, not its exit code: torch's threads now and then abort a process that leaves its group open.

@@ -280,6 +280,36 @@ def test_the_display_fits_its_terminal_and_is_drawn_over_itself(
     assert len(lines) == {40: 8, 80: 6, 200: 5}[columns]
 
 
+class SlowDisplay:
+    """Takes half a second of a clock for each view."""
+
+    def __init__(self) -> None:
+        self.now, self.shown = 100.0, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def show(self, view: ProgressView) -> None:
+        self.now += 0.5
+        self.shown.append(self.now)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_slow_terminal_never_shows_a_state_older_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    display = SlowDisplay()
+    monkeypatch.setattr(terminal, "time", display)
+    shown = Terminal(print, TrainingLength(), display.now, display)
+    for iteration in range(1, 100):
+        display.now += 0.1
+        shown.take(RowMeta(1, iteration, 4, 0.1 * iteration, False), {"loss": 1.0})
+        shown.refresh()
+    # A look, a second's wait, at most one more step until the next look, and the look itself.
+    assert len(display.shown) > 5
+    assert all(later - earlier <= 1.0 + 0.1 + 0.5 + 1e-9 for earlier, later in pairwise(display.shown))
+
+
 def test_without_a_terminal_or_rich_there_is_no_display(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert open_display() is None  # pytest's stdout is none
     with screen_of(80) as (_, far), os.fdopen(os.dup(far), "w") as stdout:
