@@ -20,8 +20,11 @@ from torch.utils.checkpoint import checkpoint
 import ddp_loop as dl
 from ddp_loop.batch_norm import batch_statistics
 from tests.support.comparing import is_close
+from tests.support.device_modes import SYNCHRONOUS
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
+
+pytestmark = pytest.mark.both_modes
 
 Tensors = list[torch.Tensor]
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -115,6 +118,7 @@ def move_unseen(world: dl.World, folder: str, culprit: int) -> None:
     train(world, model, call, None)
 
 
+@pytest.mark.one_mode(SYNCHRONOUS, "a GPU's bits are not compared")
 @pytest.mark.covers("D4", "J3")
 @pytest.mark.parametrize("culprit", [ALL, 1])
 def test_statistics_that_something_else_moves_in_a_shard_are_an_error(culprit: int, refused: Refused) -> None:

@@ -18,6 +18,8 @@ from ddp_loop.training import Buffers, find_buffers
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 
+pytestmark = pytest.mark.both_modes
+
 State = dict[str, torch.Tensor]
 
 
