@@ -322,6 +322,7 @@ def tell_zeros() -> list[float]:
         return heard.flatten().tolist()
 
 
+@pytest.mark.quick_in_both_modes
 def test_what_a_rank_tells_comes_to_all_with_every_bit(on_ranks: OnRanks) -> None:
     expected = ["-inf", "0.0", "-0.0", "0.0"]
     assert [[str(one) for one in heard] for heard in on_ranks(2, tell_zeros)] == [expected] * 2

@@ -97,6 +97,7 @@ def distance(found: Tensors, expected: Tensors) -> float:
 @pytest.mark.covers("D5")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.quick_in_both_modes
 def test_a_loop_with_synced_layers_is_one_device_on_the_whole_mini_batch(
     name: str, ranks: int, on_ranks: OnRanks
 ) -> None:

@@ -177,6 +177,7 @@ def train_plainly(shards: int) -> tuple[Tensors, Tensors]:
 
 @pytest.mark.covers("D4", "J3")
 @pytest.mark.parametrize("which", ["own", "parameters"])
+@pytest.mark.quick_in_both_modes
 def test_a_functional_call_on_the_modules_own_buffers_is_one_of_the_module(which: str, on_ranks: OnRanks) -> None:
     expected, _ = on_ranks(2, train_functionally, 4, "nothing")[0]
     for found, _ in on_ranks(2, train_functionally, 4, which):

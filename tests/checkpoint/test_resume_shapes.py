@@ -49,6 +49,7 @@ def run(
 
 @pytest.mark.covers("E5")
 @pytest.mark.parametrize("at", [2, 4, 6])
+@pytest.mark.quick_in_both_modes
 def test_a_layer_that_was_frozen_meanwhile_stays_so(at: int, tmp_path: Path) -> None:
     whole, _, _ = run(tmp_path / "whole", freeze=True)
     assert whole != run(tmp_path / "never")[0]

@@ -82,6 +82,7 @@ def test_one_rank_that_does_something_alone_is_told(fault: str, since: int, step
 
 
 @pytest.mark.parametrize("end", ["break", "stop", "evaluate"])
+@pytest.mark.quick_in_both_modes
 def test_it_is_told_also_where_a_loop_ends_early_and_before_an_evaluation(end: str, refused: Refused) -> None:
     for fault in ("a forward of its own", "a step left out"):
         where = "evaluate" if end == "evaluate" else f"step {3 + (end == 'stop')}"

@@ -86,6 +86,7 @@ FLIPPED = [
 
 
 @pytest.mark.parametrize(("wrong", "said"), FLIPPED)
+@pytest.mark.quick_in_both_modes
 def test_one_flipped_bit_on_one_rank_is_found_and_named(wrong: str, said: str, refused: Refused) -> None:
     text = f"at the fold of step 6 rank 2 of 3 differs from the others in .*{said}"
     refused(3, train, wrong, [2], kind="ReplicaMismatch", said=text, by=ALL)

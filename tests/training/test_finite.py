@@ -65,6 +65,7 @@ def step_of_the_bad_label() -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 3), (3, None), (2, 3), (3, 8)])
+@pytest.mark.quick_in_both_modes
 def test_a_label_that_is_no_number_is_named_on_every_rank(
     ranks: int, shards: int | None, bad: float, refused: Refused
 ) -> None:

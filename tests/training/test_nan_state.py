@@ -152,6 +152,7 @@ def test_the_rank_is_named_that_alone_has_it(refused: Refused) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.quick_in_both_modes
 def test_a_sample_is_still_blamed_whatever_legitimate_nan_there_is(ranks: int, refused: Refused) -> None:
     job = partial(train, bad=5)
     said = "that of step 2 is nan, from shard 0 of .*, samples 4, 5"

@@ -240,6 +240,7 @@ def raise_of(world: dl.World, folder: str, how: str, shards: int | None) -> None
 
 
 @pytest.mark.parametrize(("ranks", "shards"), [(2, None), (3, 4)])
+@pytest.mark.quick_in_both_modes
 def test_a_gradient_that_is_no_number_is_named_on_every_rank(
     ranks: int, shards: int | None, late: bool, refused: Refused
 ) -> None:

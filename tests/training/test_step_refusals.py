@@ -92,6 +92,7 @@ def run_out(gradient: torch.Tensor) -> None:
         ("fold twice", r"fold\(\) comes after a pass over the shards; step 3 had none since its last fold"),
     ],
 )
+@pytest.mark.quick_in_both_modes
 def test_a_step_gone_through_wrongly_is_refused_on_every_rank(
     how: str, said: str, culprit: int, shards: int | None, refused: Refused
 ) -> None:
