@@ -65,7 +65,7 @@ def questions_of_devices_in(source: str) -> list[int]:
             found += [node.lineno] if asks else []
         elif isinstance(node, ast.ImportFrom):
             found += [node.lineno] if (node.module or "").startswith("torch.cuda") else []
-    return found
+    return sorted(found)
 
 
 def test_every_way_to_ask_what_a_device_is_is_seen() -> None:
