@@ -39,11 +39,13 @@ class Accelerator:
         kind: such as "cuda".
         is_asynchronous: whether reading a value makes the host wait. See [Note: Asynchronous].
         is_host: whether its memory is the host's, and its kernels are those of the CPU.
+        is_gpu: whether it has a generator of its own, and copies from pinned memory beside the host.
         has_batch_norm_kernels: whether torch has the kernels of nn.SyncBatchNorm for it.
     """
 
     is_asynchronous = True
     is_host = False
+    is_gpu = False
     has_batch_norm_kernels = False
 
     def __init__(self, device: torch.device) -> None:
@@ -122,6 +124,7 @@ class Cpu(Accelerator):
 class Cuda(Accelerator):
     """A GPU that torch reaches by CUDA or ROCm."""
 
+    is_gpu = True
     has_batch_norm_kernels = True
 
     def __str__(self) -> str:

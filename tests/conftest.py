@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ddp_loop.distributed import Pool
-from tests.support.device_modes import SYNCHRONOUS, device_mode_of, modes_of, run_in_mode
+from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS, current_mode, device_mode_of, modes_of, run_in_mode
 from tests.support.harness import TASK_S, OnRanks, Result, left_behind, look_around
 from tests.support.limits import run_within_limits
 from tests.support.refusals import Refused
@@ -82,7 +82,13 @@ def device_mode(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def on_ranks(pool: Pool, device_mode: str) -> OnRanks:
+def late(device_mode: str) -> bool:
+    """Whether values come late, as on a GPU."""
+    return device_mode == ASYNCHRONOUS
+
+
+@pytest.fixture
+def on_ranks(pool: Pool) -> OnRanks:
     """Run a function of the test file on ranks: `results = on_ranks(3, function, argument)`."""
 
     def run(
@@ -93,7 +99,7 @@ def on_ranks(pool: Pool, device_mode: str) -> OnRanks:
         timeout_s: float = TASK_S,
         **keywords: Any,
     ) -> list[Result]:
-        return pool.run(run_in_mode, ranks, device_mode, function, *arguments, timeout_s=timeout_s, **keywords)
+        return pool.run(run_in_mode, ranks, current_mode(), function, *arguments, timeout_s=timeout_s, **keywords)
 
     return run
 

@@ -95,7 +95,7 @@ def devices_in(places: Places) -> list[torch.device]:
 
 def gpu_in(places: Places) -> torch.device | None:
     """The first GPU in `places`; None without one."""
-    return next((device for device in devices_in(places) if not accelerator_of(device).is_host), None)
+    return next((device for device in devices_in(places) if accelerator_of(device).is_gpu), None)
 
 
 def to_devices(data: Any, places: Places) -> Any:

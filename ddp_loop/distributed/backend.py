@@ -72,37 +72,31 @@ class Backend(Protocol):
 
 
 class TorchBackend:
-    """A process group of torch, as with NCCL: it finds failures itself, and a wait holds up the device alone."""
+    """A process group of torch, as it is with NCCL: it finds failures itself, and `wait` holds up the device alone."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.size = group, group.size()
 
     def start_sum(self, tensor: torch.Tensor) -> Work:
-        """As in `Backend`."""
         return self._group.allreduce([tensor])
 
     def start_exchange(
         self, received: torch.Tensor, sent: torch.Tensor, from_each: list[int], to_each: list[int]
     ) -> Work:
-        """As in `Backend`."""
         return self._group.alltoall_base(received, sent, from_each, to_each)
 
     def start_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Work:
-        """As in `Backend`."""
         return self._group._allgather_base(whole, part)
 
     def start_broadcast(self, tensor: torch.Tensor) -> Work:
-        """As in `Backend`."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         return self._group.broadcast([tensor], options)
 
     def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
-        """As in `Backend`."""
         work.wait()
 
     def cut_off(self) -> None:
-        """As in `Backend`."""
         self._group.abort()
 
     def leave(self, under_way: Collection[Work], *, failed: bool) -> None:

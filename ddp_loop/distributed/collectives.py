@@ -1,4 +1,4 @@
-"""Collectives of the ranks: the steps' own, and all others, which begin with a header, so that ranks never mix them."""
+"""Collectives: those of the steps, and all others, which begin with a header, so that ranks never mix them up."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from ddp_loop.distributed.store import RankStore
 Value = TypeVar("Value")
 Operation = Callable[[Backend], Work]
 STEP = "a step's sum"
-_SEEN = 3  # looks that find the next rank waiting elsewhere; one could be a moment's lag
-_KIND_BYTES = 240  # of the word about a collective that other ranks did not come for
+_SEEN = 3  # looks in a row that find the next rank waiting elsewhere; a single one may be lag
+_KIND_BYTES = 240  # for the name of a collective, where ranks make different ones
 
 
 class Collectives:
-    """Starts collectives, waits for them, and says who failed where one does not end well.
+    """Starts collectives, waits for them, and finds out who failed where one does not end.
 
     [Note: Headers] The sums of steps have sizes that all ranks agreed on, and a group of their own. Any other
-    collective begins with a gather of one size that says what it is, in another group. Ranks that came for different
-    ones raise alike; where one waits in a step's sum and another one elsewhere, two neighbours see that from what both
-    say in the store.
+    collective begins with a gather of fixed size that names it, in another group. Ranks that make different ones all
+    raise the same error. Where one rank waits in a step's sum and its neighbour in something else, each sees that in
+    the store.
 
     Args:
-        steps, others: the two ways; None in a world of one.
-        store: of the world, where ranks leave words.
+        steps, others: the backends of the steps' collectives and of all others; None in a world of one.
+        store: of the world.
         timeout_s: of each collective, in seconds.
 
     Attributes:
-        waits: what this rank waits in; empty if it waits in nothing.
-        under_way: the steps' sums that have begun and not ended.
+        waits: the collective in which this rank waits; empty if it does not wait.
+        under_way: the steps' operations that have begun and not ended.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Collectives:
         return work
 
     def finish(self, work: Work) -> None:
-        """Wait for it; with NCCL only the device waits.
+        """Wait for an operation; with NCCL only the device waits.
 
         Raises:
             PeerFailed: a rank failed, or did not come in time.
@@ -92,7 +92,7 @@ class Collectives:
             self._store.set_wait("")
 
     def _peer_failure(self, error: RuntimeError, waits: str) -> PeerFailed:
-        self.waits, self._looks, self._parted = waits, 0, 0  # waits still, for those who ask
+        self.waits, self._looks, self._parted = waits, 0, 0  # `waits` still counts, for the roll call
         return self._store.peer_failure(error, self._timeout_s)
 
     def _is_in_vain(self) -> bool:
@@ -111,7 +111,7 @@ class Collectives:
     # -- all others ----------------------------------------------------------------------------------------
 
     def _side_by_side(self, part: torch.Tensor, waits: str) -> torch.Tensor:
-        """Every rank's `part`, (K,), as the rows of (size, K)."""
+        """All ranks' `part`, (K,), as the rows of (size, K)."""
         if self._others is None:
             return part.reshape(1, -1)
         whole = part.new_empty(self._others.size * part.numel())
@@ -119,13 +119,13 @@ class Collectives:
         return whole.view(self._others.size, -1)
 
     def _check_alignment(self, kind: str, where: RankStatus, size: int = 0) -> list[int]:
-        """Come together for a collective of this kind.
+        """Check that all ranks make a collective of this kind.
 
         Returns:
             Each rank's `size`.
 
         Raises:
-            RuntimeError: some came for another one; on every rank.
+            RuntimeError: some make another one; on every rank.
         """
         header = torch.tensor([zlib.crc32(kind.encode()), size])
         told = self._side_by_side(header, kind).tolist()
@@ -160,7 +160,7 @@ class Collectives:
         assign_sum(tensor, total)
 
     def numbers(self, number: int, what: str, where: RankStatus) -> list[int]:
-        """Every rank's whole `number` of 64 bits, in rank order: in the header itself."""
+        """Every rank's 64-bit integer `number`, in rank order; it travels in the header."""
         return [number] if self._others is None else self._check_alignment(what, where, number)
 
     def gather(self, value: Value, what: str, where: RankStatus) -> list[Value]:

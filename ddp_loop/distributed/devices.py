@@ -1,4 +1,4 @@
-"""Where a rank stands and what it computes on: its numbers from the launcher, its CPU or GPU."""
+"""The numbers of a rank from its launcher, and the choice of its device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RankEnv:
 
 
 def read_rank_env(environment: Mapping[str, str]) -> RankEnv:
-    """The numbers that torchrun or `launch` left in the environment; a world of one where neither did.
+    """The numbers that torchrun or `launch` set in the environment; a world of one without them.
 
     Raises:
         ValueError: only one of RANK and WORLD_SIZE is set, or they contradict each other.
@@ -85,7 +85,7 @@ def choose_device(wish: str, gpus: int, local_rank: int) -> torch.device:
 
 
 def describe_devices() -> str:
-    """What this machine has for ranks, a line each, and the torchrun line that uses it."""
+    """The devices of this machine, one a line, and the torchrun command that uses them."""
     gpus = gpu_count()
     devices = [torch.device("cpu"), *(torch.device("cuda", number) for number in range(gpus))]
     lines = [str(accelerator_of(device)) for device in devices]
@@ -95,7 +95,7 @@ def describe_devices() -> str:
 
 
 class HasRanks(Protocol):
-    """What is known of a world here: how many ranks, and this one's device."""
+    """The number of ranks, and the device of this one."""
 
     size: int
     device: torch.device

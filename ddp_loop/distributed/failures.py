@@ -1,6 +1,6 @@
-"""Failures: what a rank raises when another one failed, and who holds the others up.
+"""Failures: the exception of a rank when another one failed, and which rank is to blame.
 
-A rank that is late, gone, or in another collective is found by a roll call: each rank's watchdog answers where it is.
+A rank that is late, gone, or in another collective is found by a roll call, which each rank's watchdog answers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 
 class PeerFailed(RuntimeError):
-    """Another rank failed, so this one cannot go on.
+    """Another rank failed, so this one cannot continue.
 
     Attributes:
-        rank: the rank that failed; None if it is not known.
-        stage: in what it was: data, forward, backward, fold, optimizer (what follows the fold), save, evaluate, ...;
+        rank: the rank that failed; None if that is unknown.
+        stage: its stage: data, forward, backward, fold, optimizer (all that follows the fold), save, evaluate, ...;
             empty outside of a loop.
         step: the loop's iteration, counted from 1; 0 outside of a loop.
     """
@@ -26,7 +26,7 @@ class PeerFailed(RuntimeError):
 
 
 class Stopped(SystemExit):
-    """All ranks were asked to stop outside of a step, and what was made is kept: ends the script with exit code 0."""
+    """All ranks were asked to stop outside of a step, and the work so far is saved; ends the script with code 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -38,7 +38,7 @@ class RankStatus:
 
     Attributes:
         stage, step: as in `PeerFailed`.
-        waits: the collective that it waits in; empty if it is in none.
+        waits: the collective in which it waits; empty if it does not wait.
     """
 
     stage: str = ""
@@ -53,23 +53,23 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """A rank's answer to a call: where it is, and the stack of its main thread."""
+    """A rank's answer to a roll call: where it is, and the stack of its main thread."""
 
     where: RankStatus
     stack: str
 
 
 def format_error(error: BaseException) -> str:
-    """The last line of its traceback, also of one whose `__str__` raises."""
+    """The last line of an exception's traceback, even if its `__str__` raises."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 def find_culprit(
     here: Mapping[int, RankReport], ended: set[int], size: int, timeout_s: float
 ) -> tuple[int | None, str, str]:
-    """Who holds the others up, why, and its stack: of the ranks that answered, ended, or did neither.
+    """The rank that holds up the others, the reason, and the stack of its main thread.
 
-    In this order: a rank that left without an error; one that does not answer; one that is in no collective while the
+    The first of: a rank that left without an error; one that does not answer; one that is in no collective while the
     others wait; one that waits in another collective than most.
     """
     if ended:

@@ -68,7 +68,7 @@ def open_sockets() -> dict[int, str]:
 
 
 def cut(sockets: dict[int, str]) -> None:
-    """Shut these sockets down, but those that are closed already; their owner closes them."""
+    """Shut down those of these sockets that are still open; their owner closes them."""
     for _, one in _opened(sockets):
         with suppress(OSError):
             if not _listens(one):  # gloo's listener would end the process
@@ -76,10 +76,10 @@ def cut(sockets: dict[int, str]) -> None:
 
 
 def accepted(sockets: dict[int, str]) -> dict[int, str]:
-    """Those that a listener among them took: one end of each of gloo's connections, and none that others opened.
+    """Those that a listener among them accepted: one end of each connection of gloo, and no socket of anything else.
 
-    gloo closes one connection after the other, each at its thread's next look, and looks every 10 ms. Where one end is
-    shut down the threads of both look at once.
+    gloo closes its connections one by one, each when its thread polls next, every 10 ms. A shutdown of one end wakes
+    the threads of both.
     """
     ports = {_port(one) for _, one in _opened(sockets) if _listens(one)}
     return {
@@ -90,7 +90,7 @@ def accepted(sockets: dict[int, str]) -> dict[int, str]:
 
 
 def _opened(sockets: dict[int, str]) -> Iterator[tuple[int, socket.socket]]:
-    """Those that are open still."""
+    """Those that are still open."""
     for descriptor, name in sockets.items():
         if _name(descriptor) == name:  # the number may belong to another file by now
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
@@ -102,13 +102,13 @@ def _listens(one: socket.socket) -> bool:
 
 
 def _port(one: socket.socket) -> int | None:
-    """Of this end; None where there are no ports."""
+    """The port of this end; None for a socket without ports."""
     name = one.getsockname()
     return name[1] if isinstance(name, tuple) and one.family in (socket.AF_INET, socket.AF_INET6) else None
 
 
 def keep_while_busy(group: dist.ProcessGroup, sums: Collection[Work]) -> None:
-    """Keep a failed group from being destroyed, also at exit, if one of its sums does not end soon."""
+    """Keep a failed group from being destroyed, even at exit, if one of its sums does not end soon."""
     deadline = time.monotonic() + _END_S
     while not _ended(sums):
         if time.monotonic() > deadline:
@@ -119,7 +119,7 @@ def keep_while_busy(group: dist.ProcessGroup, sums: Collection[Work]) -> None:
 
 
 def free_kept() -> None:
-    """Let those kept groups go whose sums have ended since."""
+    """Release the kept groups whose sums have ended."""
     for one in [one for one in _kept if _ended(one[1])]:
         _kept.remove(one)
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(one[0]))

@@ -12,25 +12,25 @@ from ddp_loop.distributed.world import World
 
 
 def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout_s: float = 60.0) -> World:
-    """Join the ranks that torchrun or `launch` started; alone, be a world of one. Every rank must call this.
+    """Join the ranks that torchrun or `launch` started; without a launcher, a world of one. Every rank must call this.
 
-    Use it in a `with`: an exception inside is told to the other ranks, and leaving cleans up. A script that was not
-    written so may call it alone: then its world is left, and what ended the script told, when the interpreter ends.
+    Use it in a `with`: an exception inside ends the other ranks too, and leaving cleans up. Without a `with` the same
+    happens when the interpreter ends.
 
         with dl.join_world(seed=0) as world:
             model = Network().to(world.device)
 
     Args:
-        device: "auto" takes a GPU if there is one, "cpu", or "gpu". Each local rank gets its own GPU (NCCL);
-            where there are fewer GPUs than ranks they are shared, and sums go over gloo.
-        seed: for Python's, NumPy's and torch's generators, and for every stream of the loop.
-        threads: CPU threads of torch on each rank. Fixed, since 1 and 2 threads give different bits: torchrun
-            sets 1 and plain Python takes all cores.
+        device: "auto" (a GPU if there is one), "cpu" or "gpu". Each local rank gets a GPU of its own (NCCL); where
+            there are fewer GPUs than ranks, they share them, and sums go over gloo.
+        seed: of Python's, NumPy's and torch's generators, and of every random stream of a loop.
+        threads: CPU threads of torch on each rank. Fixed, since 1 and 2 threads give different bits: torchrun sets
+            1, and plain Python takes all cores.
         timeout_s: how long a collective waits for the slowest rank, in seconds.
 
     Raises:
-        ValueError: WORLD_SIZE without RANK or the reverse, a device that is not there, or ranks that disagree.
-        PeerFailed: not all ranks came within the timeout.
+        ValueError: WORLD_SIZE without RANK or the reverse, no such device, or ranks that disagree.
+        PeerFailed: not all ranks joined within the timeout.
     """
     if not isinstance(seed, int) or not isinstance(threads, int) or threads < 1:
         raise ValueError(f"seed and threads must be whole numbers, threads 1 or more; got {seed=}, {threads=}")

@@ -1,9 +1,9 @@
 """The process groups of a world: one for the sums of steps, one for all else.
 
-[Note: Two groups] gloo ends the process when ranks meet in sums of different sizes. The sums of a step have sizes
-that all ranks agreed on; everything else begins with a header of one size, in a group of its own. So a rank that
-evaluates where others fold waits, as they do, and is named; nobody dies. The order of all collectives is still one and
-the same on every rank.
+[Note: Two groups] gloo aborts the process when ranks meet in sums of different sizes. The sums of a step have sizes
+that all ranks agreed on; everything else begins with a header of fixed size, in a group of its own. So where one rank
+evaluates and the others fold, all wait, and an error names the rank. The order of all collectives is still the same on
+every rank.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from ddp_loop.distributed.store import own_keys
 
 
 class ProcessGroups:
-    """Joins the ranks of a launcher, or takes the process group that the user made.
+    """Joins the ranks of a launcher, or takes the process group that the script made.
 
     Args:
-        place: this rank's.
-        device: where it computes.
+        place: numbers of this rank.
+        device: of this rank.
         timeout_s: of each collective, in seconds.
 
     Attributes:
-        steps: the way of the steps' sums: the default group.
-        others: the way of all else, over the CPU.
-        backends: those of the steps' sums, as torch says it.
-        store: where the ranks leave words, with keys of this world's own.
+        steps: the backend of the steps' sums, on the default group.
+        others: the backend of all other collectives, over the CPU.
+        backends: torch's description of the default group, such as "cpu:gloo,cuda:nccl".
+        store: the launcher's, with keys of this world alone.
 
     Raises:
-        PeerFailed: not all ranks came.
-        ValueError: the user's group is not that of the launcher, or has nothing for the CPU.
+        PeerFailed: not all ranks joined.
+        ValueError: the script's group is not that of the launcher, or has no backend for the CPU.
     """
 
     def __init__(self, place: RankEnv, device: torch.device, timeout_s: float) -> None:
@@ -67,7 +67,7 @@ class ProcessGroups:
         self.connections = {number: name for number, name in open_sockets().items() if self._before.get(number) != name}
 
     def store_aside(self) -> dist.Store:
-        """The same store, through a connection of its own."""
+        """The same store through another connection."""
         if not hasattr(self.store, "clone"):
             return self.store
         aside: dist.Store = self.store.clone()
@@ -107,7 +107,7 @@ class ProcessGroups:
         return others
 
     def cut_off(self) -> None:
-        """Cut the connections, so that no peer waits for this rank until the timeout: it failed."""
+        """Cut the connections of this rank, which failed, so that no peer waits for the timeout."""
         cut(self.connections)
         if dist.is_initialized():
             for backend in (self.others, self.steps) if self._owns else (self.others,):

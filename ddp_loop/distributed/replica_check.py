@@ -1,8 +1,8 @@
-"""Replicas that became different: all ranks' parameters, buffers and optimizers, compared by checksums.
+"""Comparison of replicas: checksums of all ranks' parameters, buffers and optimizers.
 
-[Note: When] What one rank does alone it mostly does in every step: so a loop compares after its first step, after the
-tenth, then now and then, and once more when it ends, as a short run has no hundredth step. An evaluation compares the
-model that it is given, since its number would be made of several models.
+[Note: When] A rank that does something alone mostly does it in every step. So a loop compares after its first step,
+after the tenth, then at intervals, and once more when it ends, since a short run has no hundredth step. An evaluation
+compares its model, since its result would otherwise be that of several models.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _REMEDY = (
 
 
 class ReplicaMismatch(RuntimeError):
-    """The ranks' parameters, buffers or optimizer states are not the same any more."""
+    """The parameters, buffers or optimizer states differ between ranks."""
 
 
 def kept_by(prefix: str, value: object, names: Mapping[torch.Tensor, str]) -> Iterator[tuple[str, Leaf]]:
-    """What a value of the state that is no module keeps, by name; an optimizer under its parameters' names."""
+    """The leaves of a value of the state that is no module, by name; an optimizer's by those of its parameters."""
     if isinstance(value, nn.Module):
         return
     if not isinstance(value, Optimizer):
@@ -54,11 +54,11 @@ def kept_by(prefix: str, value: object, names: Mapping[torch.Tensor, str]) -> It
 
 
 def named_tensors(state: Mapping[str, object], without: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """All tensors of a job that must be the same on every rank: parameters, buffers, what optimizers and others keep.
+    """All tensors of a job that must be the same on every rank: parameters, buffers, states of optimizers and others.
 
     Args:
-        state: what the job is made of, by name.
-        without: the names of buffers that each rank has for itself.
+        state: of the job, by name.
+        without: names of buffers that may differ between ranks.
     """
     names: dict[torch.Tensor, str] = {one: name for name, one in find_parameters(state).items()}
     found: dict[str, torch.Tensor] = {f"parameter {name}": one for one, name in names.items()}
@@ -68,7 +68,7 @@ def named_tensors(state: Mapping[str, object], without: Collection[str] = ()) ->
                 found[f"buffer {name}"] = buffer
     copies = ends_of_copies(state, without)
     for prefix, value in state.items():
-        if not isinstance(value, torch.amp.GradScaler):  # numbers, and to ask for them would hold a GPU's host up
+        if not isinstance(value, torch.amp.GradScaler):  # numbers that a GPU's host would wait for
             for name, leaf in kept_by(prefix, value, names):
                 if isinstance(leaf, torch.Tensor) and not name.endswith(copies):
                     found[name] = leaf
@@ -76,10 +76,7 @@ def named_tensors(state: Mapping[str, object], without: Collection[str] = ()) ->
 
 
 def own_names(state: Mapping[str, object], without: Collection[str]) -> set[str]:
-    """The names of the buffers `without`, and of those in other modules that are of the same class and name.
-
-    These are copies, an average's say.
-    """
+    """The names of the buffers `without`, and of their copies: buffers of the same class and name in other modules."""
     modules = find_modules(state)
     named = [
         (prefix, f"{name}.{key}", (type(owner), key))
@@ -93,9 +90,9 @@ def own_names(state: Mapping[str, object], without: Collection[str]) -> set[str]
 
 
 def ends_of_copies(state: Mapping[str, object], without: Collection[str]) -> tuple[str, ...]:
-    """How the names end under which others keep copies of the buffers `without`: early stopping, an average.
+    """The ends of the names under which others, such as early stopping, keep copies of the buffers `without`.
 
-    They keep a module's state dict, in which the buffer model.0.level is 0.level.
+    They keep a module's state dict, in which the buffer model.0.level is called 0.level.
     """
     return tuple(
         name.removeprefix(prefix) for prefix in find_modules(state) for name in without if name.startswith(f"{prefix}.")
@@ -103,7 +100,7 @@ def ends_of_copies(state: Mapping[str, object], without: Collection[str]) -> tup
 
 
 def settings_of(state: Mapping[str, object]) -> dict[str, str]:
-    """The optimizers' plain settings, each group's learning rate among them, as words by name."""
+    """The optimizers' settings that are no tensors, such as each group's learning rate, as text by name."""
     return {
         name: repr(leaf)
         for prefix, value in state.items()
@@ -117,7 +114,7 @@ def settings_of(state: Mapping[str, object]) -> dict[str, str]:
 
 
 def own(state: Mapping[str, object], without: Collection[str] = ()) -> tuple[list[str], torch.Tensor]:
-    """This rank's tensors: names with dtype and shape, and their checksums, (T,) int64 on the host."""
+    """The tensors of this rank: names with dtype and shape, and checksums, (T,) int64 on the host."""
     tensors = named_tensors(state, without)
     return _forms(tensors), checksum_all(list(tensors.values())).cpu()
 
@@ -127,11 +124,11 @@ def _forms(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def describe_difference(rows: Sequence[torch.Tensor], names: Sequence[str]) -> str | None:
-    """Which ranks differ from the others, and in which tensors; None if all are the same.
+    """Which ranks differ from the others, and in which tensors; None if all are equal.
 
     Args:
-        rows: each rank's checksums, (T,) each.
-        names: of the tensors, T.
+        rows: checksums of each rank, (T,) each.
+        names: of the T tensors.
     """
     values = [tuple(row.tolist()) for row in rows]
     if len(set(values)) <= 1:
@@ -144,7 +141,7 @@ def describe_difference(rows: Sequence[torch.Tensor], names: Sequence[str]) -> s
 
 
 def _sides(values: Sequence[object]) -> str:
-    """Which ranks are few against most of them; where there are no such, which have the same."""
+    """The ranks that differ from the majority; without a majority, the groups of equal ranks."""
     usual, times = Counter(values).most_common(1)[0]
     if times > len(values) / 2:
         few = [rank for rank, value in enumerate(values) if value != usual]
@@ -160,10 +157,10 @@ def _ranks(ranks: list[int]) -> str:
 
 @dataclass(frozen=True)
 class _ReplicaDigest:
-    """A rank's replica at a moment.
+    """The replica of a rank at one moment.
 
     Attributes:
-        where: the moment, in words.
+        where: that moment, in words.
         names: of the tensors, with dtype and shape.
         sums: their checksums, (T,) int64.
         settings: the optimizers', by name.
@@ -176,7 +173,7 @@ class _ReplicaDigest:
 
     @property
     def number(self) -> int:
-        """63 bits that are the same exactly if all is; never 0."""
+        """63 bits that are equal exactly if everything is; never 0."""
         words = "\n".join([*self.names, *(f"{name} = {value}" for name, value in self.settings.items())])
         digest = hashlib.sha256(words.encode() + self.sums.wait().numpy().tobytes()).digest()
         return int.from_bytes(digest[:8], "little") >> 1 | 1
@@ -188,8 +185,8 @@ def _take(where: str, tensors: Mapping[str, torch.Tensor], settings: Mapping[str
 
 
 def _difference(taken: _ReplicaDigest | None, world: World) -> str | None:
-    """In what the ranks' replicas differ, as words; None if not, or if one has none. Every rank must call this."""
-    numbers = world.numbers(0 if taken is None else taken.number, _WHAT)  # 8 bytes: they nearly always are the same
+    """How the ranks' replicas differ; None if they do not, or a rank has none. Every rank must call this."""
+    numbers = world.numbers(0 if taken is None else taken.number, _WHAT)  # 8 bytes, which nearly always are equal
     if taken is None or 0 in numbers or len(set(numbers)) == 1:
         return None
     own = taken.names, taken.sums.wait().tolist(), dict(taken.settings)
@@ -204,7 +201,7 @@ def _difference(taken: _ReplicaDigest | None, world: World) -> str | None:
 def _without_late_buffers(
     names: Sequence[Sequence[str]], sums: Sequence[Sequence[int]]
 ) -> tuple[list[list[str]], list[list[int]]]:
-    """All ranks' tensors but the buffers that not every rank has: a forward made them, and some had no samples yet."""
+    """All ranks' tensors without the buffers that some lack: forward makes them, and some ranks had no samples yet."""
     bare = [{name.partition(" (")[0] for name in each} for each in names]
     missing = bare[0].union(*bare) - bare[0].intersection(*bare)
     late = {name for name in missing if name.startswith("buffer ")}
@@ -216,15 +213,15 @@ def _without_late_buffers(
 
 
 class ReplicaCheck:
-    """Compares all ranks' tensors at intervals; on a GPU those of the step before, so that the host does not wait.
+    """Compares all ranks' tensors at intervals; on a GPU one step later, so that the host does not wait.
 
     See [Note: When].
 
     Args:
-        state: what the job is made of, by name.
-        world: from `join_world`; it is told which buffers are a rank's own, and what is never compared.
-        interval: the number of steps between two looks; 0 never looks.
-        rules: for single buffers, by name; those of the rule "local" are each rank's own.
+        state: of the job, by name.
+        world: from `join_world`; it keeps which buffers may differ, and what is never compared.
+        interval: the number of steps between two comparisons; with 0 there are none.
+        rules: for single buffers, by name; those of the rule "local" may differ between ranks.
     """
 
     def __init__(
@@ -247,10 +244,10 @@ class ReplicaCheck:
                     world.uncompared.add(owner)
 
     def check(self, iteration: int) -> None:
-        """Compare, if it is time, behind the fold of this step. Every rank must call this.
+        """Compare after the fold of this step, if a comparison is due. Every rank must call this.
 
         Raises:
-            ReplicaMismatch: on every rank, if the tensors are not the same on all; which rank and tensor.
+            ReplicaMismatch: the tensors differ between ranks; on every rank, with the names of rank and tensor.
         """
         self.check_pending()
         made, self._folds = self._folds, self._folds + 1
@@ -260,35 +257,35 @@ class ReplicaCheck:
                 self.check_pending()
 
     def end(self, iteration: int) -> None:
-        """Compare what the loop leaves behind after this step, its last. Every rank must call this."""
+        """Compare after the loop's last step. Every rank must call this."""
         self.check_pending()
         if self._interval:
             self._snapshot(f"after step {iteration}")
             self.check_pending()
 
     def leave(self, iteration: int, *, folded: bool) -> None:
-        """The same where the loop is left in the midst.
+        """Compare where the loop is left before its end.
 
-        Checksums are taken now, and compared before the next collective: what a rank does with its own model afterwards
-        is its own business.
+        Checksums are taken now and compared before the next collective: afterwards a rank may change its model.
 
         Args:
-            folded: whether the step was; inside of it ranks are not at the same place.
+            iteration: of the current step.
+            folded: whether that step was folded; before the fold ranks are not at the same place.
         """
         self._pending = None
         if self._interval:
             if folded:
-                with suppress(Exception):  # the loop may be left by an error, which shall be told itself
+                with suppress(Exception):  # the loop may be left by an error, which must not be hidden
                     self._snapshot(f"where the loop was left, in step {iteration},")
             self._world.defer(self._check_pending_left)
 
     def check_pending(self) -> None:
-        """Compare what a GPU was still to say. Every rank must call this."""
+        """Compare checksums that a GPU still owed. Every rank must call this."""
         if self._pending is not None:
             self._check_pending()
 
     def _check_pending_left(self) -> None:
-        with suppress(PeerFailed):  # as where it says that it left: a break is no error where it is made
+        with suppress(PeerFailed):  # on the rank that left, a break is no error
             self._check_pending()
 
     def _check_pending(self) -> None:
@@ -312,11 +309,12 @@ class ReplicaCheck:
 def require_one_model(model: nn.Module, world: World, what: str) -> None:
     """Raise ReplicaMismatch on every rank unless all have the same model. Every rank must call this.
 
-    Its parameters, and the buffers that a checkpoint would have; but for those that a loop was told are a rank's own,
-    in copies of the model too.
+    It compares parameters and persistent buffers, without those that a loop was told may differ between ranks.
 
     Args:
-        what: takes the model, in words.
+        model: to be compared.
+        world: from `join_world`.
+        what: the caller's name, for the error.
     """
     if world.size == 1 or any(module in world.uncompared for module in model.modules()):
         return
@@ -339,12 +337,12 @@ def _tensors_of(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
 
 
 def _has_bits(tensor: torch.Tensor) -> bool:
-    """Whether it has values that lie in memory, as one of a lazy module, or a sparse one, has not."""
+    """Whether its values lie in memory; those of lazy modules and of sparse tensors do not."""
     return not is_lazy(tensor) and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _describe_settings(settings: Sequence[Mapping[str, str]]) -> str | None:
-    """The first settings that differ, with each rank's value; None if they are the same."""
+    """The first setting that differs, with each rank's value; None if none does."""
     names = list(dict.fromkeys(name for one in settings for name in one))
     differing = [name for name in names if len({one.get(name) for one in settings}) > 1]
     if not differing:
@@ -356,7 +354,7 @@ def _describe_settings(settings: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def _describe_names(names: Sequence[Sequence[str]]) -> str:
-    """Which ranks have other tensors, and the first one that not all have."""
+    """Which ranks have different tensors, and the first tensor that some lack."""
     sets = list(map(set, names))
     everywhere = set.intersection(*sets)
     for name in [name for each in names for name in each]:

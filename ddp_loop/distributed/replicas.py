@@ -1,4 +1,4 @@
-"""Replicas: every module and buffer of a job once, the same structure on every rank, the same values to start from."""
+"""Replicas: all modules, parameters and buffers of a job, of the same structure and initial values on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rule = TypeVar("Rule")
 
 
 def find_modules(state: Mapping[str, object]) -> dict[str, nn.Module]:
-    """The modules among a job's state, by name."""
+    """The modules in the state of a job, by name."""
     return {name: value for name, value in state.items() if isinstance(value, nn.Module)}
 
 
@@ -33,7 +33,7 @@ def each_module(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 @dataclass(slots=True)
 class SharedBuffer:
-    """A buffer's tensor, and where it stands: in one module or several, under one name or several."""
+    """The tensor of a buffer, all its names, and the modules that have it."""
 
     tensor: torch.Tensor
     names: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ def each_buffer(modules: Mapping[str, nn.Module]) -> list[SharedBuffer]:
 
 
 def under_all_names(modules: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Rules for buffers by name, each under every name that its buffer has; the first of several for one buffer."""
+    """Rules for buffers, under every name of each buffer; of several rules for one buffer the first."""
     spread = dict(rules)
     for shared in each_buffer(modules) if rules else ():
         given = [rules[name] for name in shared.names if name in rules]
@@ -66,10 +66,10 @@ def under_all_names(modules: Mapping[str, nn.Module], rules: Mapping[str, Rule])
 
 
 def find_parameters(state: Mapping[str, object]) -> dict[str, Parameter]:
-    """All parameters of a job's modules, then those that only its optimizers know; each once, by name.
+    """All parameters of a job's modules, then those that only its optimizers have; each once, by name.
 
     Raises:
-        ValueError: a parameter of a lazy module that has no shape yet.
+        ValueError: a parameter of a lazy module has no shape yet.
     """
     named: dict[str, torch.Tensor] = {}
     for prefix, module in find_modules(state).items():
@@ -91,17 +91,17 @@ def find_parameters(state: Mapping[str, object]) -> dict[str, Parameter]:
 
 
 class FrozenParameters:
-    """Which parameters of a job want a gradient: `state_dict` of a module does not say it."""
+    """Which parameters of a job need no gradient; the `state_dict` of a module does not contain it."""
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self._state = state
 
     def state_dict(self) -> dict[str, list[str]]:
-        """The names of those that want none."""
+        """The names of the frozen parameters."""
         return {"frozen": [name for name, one in find_parameters(self._state).items() if not one.requires_grad]}
 
     def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
-        """Freeze those, and no others."""
+        """Freeze exactly these parameters."""
         for name, one in find_parameters(self._state).items():
             one.requires_grad_(name not in state["frozen"])
 
@@ -114,7 +114,7 @@ def find_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
 
 
 def check_layout(tensors: Mapping[str, torch.Tensor], world: World) -> None:
-    """Raise ValueError if a parameter or buffer cannot be given to other ranks, or be compared with theirs."""
+    """Raise ValueError if a parameter or buffer cannot be sent to other ranks or compared with theirs."""
     for name, tensor in tensors.items():
         if (odd := _why_odd(tensor, world.size)) is not None:
             what, remedy = odd
@@ -125,7 +125,7 @@ def check_layout(tensors: Mapping[str, torch.Tensor], world: World) -> None:
 
 
 def _why_odd(tensor: torch.Tensor, ranks: int) -> tuple[str, str] | None:
-    """What is unusual about a tensor's memory, and what to do; None if nothing."""
+    """What is unusual about the memory of a tensor, and the remedy; None if nothing is."""
     plain = "keep it as a plain attribute of the module, made alike on every rank, not as a buffer"
     if tensor.layout is not torch.strided or tensor.is_nested:
         return f"is {'nested' if tensor.is_nested else tensor.layout}", plain
@@ -141,8 +141,8 @@ def _why_odd(tensor: torch.Tensor, ranks: int) -> tuple[str, str] | None:
 def check_structure(tensors: Mapping[str, torch.Tensor], world: World, what: str = "the structure of state") -> None:
     """Raise ValueError on every rank unless all have the same tensors. Every rank must call this.
 
-    The first name whose shape, dtype or memory format differs is named. Where a rank does something else meanwhile,
-    `what` tells it what this one came for.
+    The error names the first tensor whose shape, dtype or memory format differs. Where a rank makes another collective
+    instead, its error contains `what`.
     """
     forms = {name: (tuple(t.shape), str(t.dtype), t.stride()) for name, t in tensors.items()}
     for rank, other in enumerate(world.gather(forms, what)):

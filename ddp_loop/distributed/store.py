@@ -25,20 +25,20 @@ _LOOK_S = 0.01  # a rank that waits at the store looks this often; a look takes 
 
 
 def own_keys(store: dist.Store, rank: int) -> dist.Store:
-    """The store with keys of this world's own.
+    """The store with keys of this world alone.
 
-    The launcher's store outlives a world. Without this, the ranks of a second one find the addresses of the
-    first one's closed connections there, and its failure.
+    The launcher's store outlives a world. Without this the ranks of a second world would find the addresses of the
+    first one's closed connections, and its failure.
     """
     return dist.PrefixStore(f"ddp_loop/{store.add(f'ddp_loop/worlds/{rank}', 1)}", store)
 
 
 class RankStore:
-    """The words of the ranks of one world.
+    """The messages between the ranks of one world.
 
     Args:
-        store: with keys of the world's own.
-        rank: the one that speaks here, of `size`.
+        store: with keys of this world alone.
+        rank: this rank, of `size`.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -46,46 +46,46 @@ class RankStore:
         self._stops = self._numbers = 0  # requests that were followed; numbers that were given
 
     def put(self, key: str, word: str) -> None:
-        """Leave a word."""
+        """Set a key."""
         self._store.set(key, word)
 
     def get(self, key: str) -> str | None:
-        """The word that stands there; None for none."""
+        """The value of a key; None without one."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def take(self, key: str) -> str | None:
-        """The word that stands there, which is then gone; None for none."""
+        """The value of a key, which is then deleted; None without one."""
         word = self.get(key)
         if word is not None:
             self._store.delete_key(key)
         return word
 
     def number(self) -> int:
-        """Another one at each call, the same on every rank that calls as often."""
+        """A new number at each call, the same on every rank that calls as often."""
         self._numbers += 1
         return self._numbers
 
     def get_all(self, keys: list[str]) -> list[str]:
-        """The words that stand there, without the others; in one go if all do."""
+        """The values of those keys that exist; in one request if all do."""
         if not keys or not self._store.check(keys):
             return [word for key in keys if (word := self.get(key)) is not None]
         return [word.decode() for word in self._store.multi_get(keys)]
 
     def news(self) -> int:
-        """How much news there is that watchers must look at: a failure, a call, a stop."""
+        """The number of events that watchdogs must look at: failures, roll calls, requests to stop."""
         return int(self._store.add(_NEWS, 0))
 
     def _set_news(self) -> None:
         self._store.add(_NEWS, 1)
 
     def set_ended(self) -> None:
-        """Say that this rank leaves without an error."""
+        """Note that this rank leaves without an error."""
         self.put(f"{_ENDED}/{self._rank}", "")
 
     # -- failures ------------------------------------------------------------------------------------------
 
     def set_failure(self, error: BaseException, where: RankStatus) -> None:
-        """Say that this rank fails, unless another one failed before."""
+        """Note that this rank failed, unless another one failed before."""
         text = "".join(traceback.format_exception(error))
         self._set_failure(
             f"rank {self._rank} failed{where}: {format_error(error)}\n\n{text}",
@@ -103,10 +103,10 @@ class RankStore:
             return  # the store is gone with the launcher; the closed connections tell the peers
 
     def await_first(self, key: str, timeout_s: float) -> None:
-        """Wait for rank 0's word.
+        """Wait until rank 0 sets this key.
 
         Raises:
-            PeerFailed: rank 0 failed, or does not come.
+            PeerFailed: rank 0 failed, or does not set it in time.
         """
         try:
             came = self._wait_for((key, _FAILURE), timeout_s)
@@ -122,7 +122,7 @@ class RankStore:
             raise PeerFailed(f"rank 0 failed while the others waited for it: {told}", 0)
 
     def peer_failure(self, error: RuntimeError, timeout_s: float) -> PeerFailed:
-        """What this rank raises since its collective ended with `error`: who failed, as all ranks will say it."""
+        """The exception for a collective that ended with `error`: who failed, the same on all ranks."""
         left = {f"{_ENDED}/{rank}": rank for rank in range(self._size) if rank != self._rank}
         try:
             came = self._wait_for((_FAILURE, *left), _FAILURE_WAIT_S)
@@ -136,7 +136,7 @@ class RankStore:
         )
 
     def _call_all(self, ended: set[int], timeout_s: float) -> None:
-        """Ask every rank where it is, and tell who is the culprit; the first to tell is believed."""
+        """Make a roll call, and set the culprit as the failure, unless another rank was first."""
         here: dict[int, RankReport] = {}
         if not ended:
             self.put(_CALL, "")
@@ -158,30 +158,30 @@ class RankStore:
         )
 
     def set_wait(self, kind: str) -> None:
-        """Say that this rank has waited for a while in a collective of this kind; "" when it waits no more."""
+        """Note that this rank has waited for a while in a collective of this kind; "" for none."""
         self.put(f"{_WAITS}/{self._rank}", kind)
 
     def wait_of_next(self) -> str:
-        """What the next rank says of its own waiting."""
+        """The kind of collective in which the next rank has waited for a while; "" for none."""
         return self.get(f"{_WAITS}/{(self._rank + 1) % self._size}") or ""
 
     def is_called(self) -> bool:
-        """Whether some rank asks where all are."""
+        """Whether a rank made a roll call."""
         return bool(self._store.check([_CALL]))
 
     def answer(self, here: RankReport) -> None:
-        """Say where this rank is."""
+        """Answer the roll call."""
         self.put(f"{_HERE}/{self._rank}", json.dumps(asdict(here)))
 
     def has_failure(self) -> bool:
-        """Whether a rank said that it failed."""
+        """Whether a rank failed."""
         try:
             return bool(self._store.check([_FAILURE]))
         except RuntimeError:
             return True  # the store is gone with the launcher
 
     def get_failure(self) -> PeerFailed | None:
-        """What the first rank to fail said, if one did."""
+        """The first failure; None without one."""
         try:
             if not self._store.check([_FAILURE]):
                 return None
@@ -193,23 +193,22 @@ class RankStore:
     # -- stop ----------------------------------------------------------------------------------------------
 
     def set_stop(self, why: str) -> None:
-        """Say that the ranks are asked to stop."""
+        """Ask all ranks to stop."""
         self._store.compare_set(f"{_STOP}/{self._stops}", "", why)
         self._set_news()
 
     def get_stop(self) -> str | None:
-        """Why the ranks are asked to stop, if they are."""
+        """Why the ranks are asked to stop; None if they are not."""
         return self.get(f"{_STOP}/{self._stops}")
 
     def stop_followed(self) -> None:
-        """The request was followed on every rank; the next one is another."""
+        """Note that all ranks followed the request; the next one is a new one."""
         self._stops += 1
 
     def _wait_for(self, keys: tuple[str, ...], timeout_s: float) -> str | None:
-        """The first of the keys that stands in the store within the time; None for none.
+        """The first of the keys that exists within the time; None if none does.
 
-        It looks, since the store's own wait is for all keys, prints a warning when it ends without them, and
-        lets no signal handler run.
+        It polls, since the store's own wait is for all keys, warns at its timeout, and lets no signal handler run.
         """
         deadline = time.monotonic() + timeout_s
         while True:

@@ -1,4 +1,4 @@
-"""Ranks: joining them, their devices, sums over them, and one failure that becomes everybody's."""
+"""The world: all ranks as one of them sees them, their collectives, and how one rank's failure ends all of them."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _FIRST = (
 
 
 class World:
-    """The ranks together, as one of them sees them; made by `join_world`, left at the end of its `with`.
+    """All ranks, as one of them sees them; made by `join_world`, left at the end of its `with`.
 
     Attributes:
         rank: this process's number, 0 .. size-1.
         size: the number of ranks.
-        device: where this rank computes.
-        accelerator: what is known of that device.
-        seed: what all random streams start from; the same on every rank.
+        device: the device of this rank.
+        accelerator: what that device is and can do.
+        seed: of all random streams; the same on every rank.
         timeout_s: how long a collective waits for the slowest rank, in seconds.
-        ended_by: the exception by which it is being left.
-        stage, step: where this rank is, as a Loop keeps it: data, forward, backward, fold, optimizer (what follows the
-            fold), ...; and the iteration. A rank that fails tells it.
+        ended_by: the exception by which the world is being left.
+        stage, step: where this rank is: data, forward, backward, fold, optimizer (all that follows the fold), ...; and
+            the iteration. A Loop sets them, and messages about a failed rank contain them.
     """
 
     def __init__(self, place: RankEnv, device: torch.device, *, seed: int, threads: int, timeout_s: float) -> None:
@@ -57,7 +57,7 @@ class World:
         self._deferred: list[Callable[[], None]] = []  # what comes before the next collective
         self._threads_before = torch.get_num_threads()
         self._groups: ProcessGroups | None = None
-        # A world of one has no groups and a store of its own: every line above these is the same for it.
+        # A world of one has no groups and a store of its own.
         self._store = RankStore(dist.HashStore(), self.rank, self.size)
         self._collectives = Collectives(None, None, self._store, timeout_s)
         self._watchdog: Watchdog | None = None
@@ -65,8 +65,7 @@ class World:
         self._stop_here: Callable[[str], None] | None = None
         self.ended_by: BaseException | None = None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # a loop notes what is evaluated
-        # What loops were told of replicas: the class and name of buffers that are each rank's own, and modules that
-        # nobody compares.
+        # Set by loops: the class and name of buffers that differ between ranks, and modules that are not compared.
         self.own_buffers: set[tuple[type, str]] = set()
         self.uncompared: WeakSet[object] = WeakSet()
         self._evaluations: dict[tuple[int, int], int] = {}  # outside of steps, and at the one at hand: how many
@@ -89,20 +88,20 @@ class World:
         require_pinned(self._groups.backends)
 
     def _store_aside(self) -> RankStore:
-        """The same words through a connection of its own: whoever waits at the store in the main one blocks that."""
+        """The same store through another connection: a wait blocks the connection on which it is made."""
         return self._store if self._groups is None else RankStore(self._groups.store_aside(), self.rank, self.size)
 
     @property
     def store(self) -> RankStore:
-        """What the ranks tell each other through the launcher's store."""
+        """The messages between the ranks through the launcher's key-value store."""
         return self._store
 
     @property
     def where(self) -> RankStatus:
-        """Where this rank is: what it tells the others when it fails, or is asked."""
+        """Where this rank is; part of its message when it fails."""
         return RankStatus(self.stage, self.step, self._collectives.waits)
 
-    # -- sums and words between the ranks ------------------------------------------------------------------
+    # -- collectives ---------------------------------------------------------------------------------------
 
     def start_sum(self, tensor: torch.Tensor) -> Work | None:
         """Start to add `tensor` up over all ranks, in place; `finish` waits. Every rank must call this."""
@@ -148,12 +147,12 @@ class World:
     def gather(self, value: Value, what: str = "a value", *, in_step: bool = False) -> list[Value]:
         """Every rank's `value`, in rank order. Every rank must call this.
 
-        For a few words at the start of things: it pickles, and takes two collectives on the CPU.
+        For small values outside of steps: it pickles them, and takes two collectives on the CPU.
 
         Args:
-            value: this rank's.
-            what: it is; ranks that gather something else at the same time are told so.
-            in_step: also where only the step's own collectives are taken.
+            value: of this rank.
+            what: the value in words, for the error where ranks gather different things.
+            in_step: allow it inside a step too.
         """
         self._require_allowed(in_step=in_step)
         return self._collectives.gather(value, what, self.where)
@@ -178,7 +177,7 @@ class World:
         self._collectives.broadcast(tensors, self.where)
 
     def raise_if_any_failed(self, problem: Exception | None) -> None:
-        """Raise on every rank if one of them has a problem: there its own, elsewhere `PeerFailed`.
+        """Raise on every rank if one has a problem: that rank its own exception, the others `PeerFailed`.
 
         Every rank must call this.
         """
@@ -200,10 +199,10 @@ class World:
                 )
 
     def begin_evaluation(self, stage: str) -> int:
-        """The key of an evaluation's random streams, another one each time. Every rank must call this.
+        """The key of an evaluation's random streams, new for each. Every rank must call this.
 
-        It follows from the step at hand, whether it is over (no `stage`, as behind an epoch), and how many came before
-        there: so a run that goes on has the same ones.
+        It follows from the current step, whether that is over (no `stage`, as after an epoch), and the number of
+        evaluations before it there, so a resumed run has the same keys.
         """
         place = self.step, int(self.step > 0 and stage != "")
         before = self._evaluations.get(place, 0)
@@ -214,7 +213,7 @@ class World:
     # -- one rank, or one after the other ------------------------------------------------------------------
 
     def print(self, *values: object) -> None:
-        """Print from rank 0 alone, at once; where nothing can be printed, as to a file on a full disk, it is not."""
+        """Print on rank 0 alone, at once; an OSError, such as that of a full disk, is ignored."""
         if self.rank == 0:
             with suppress(OSError):
                 print(*values, flush=True)
@@ -223,8 +222,8 @@ class World:
     def rank_zero_first(self, timeout_s: float = 1800.0) -> Iterator[None]:
         """Run the block on rank 0 first; the others wait, then run it too. Every rank must call this.
 
-        For work that one rank must do before the others find it done: a download, a folder. If rank 0 fails,
-        all fail. On several machines rank 0 is first among all of them. No collective inside.
+        For work that the others find done: a download, a folder. If rank 0 fails, all fail. There is one rank 0, also
+        on several machines. The block makes no collective.
 
             with world.rank_zero_first():
                 data = download_unless_there(folder)
@@ -259,47 +258,35 @@ class World:
             folder = world.on_rank_zero(lambda: make_folder("runs"))
 
         Args:
-            function: makes no collective; what it returns is pickled for the others.
+            function: makes no collective; its result is pickled for the others.
             timeout_s: how long the others wait for rank 0, in seconds.
 
         Raises:
             Exception: on rank 0, whatever the function raises.
             PeerFailed: on the others.
         """
-        self.require_collectives_allowed()
-        self._firsts += 1
-        result, problem, key = [], None, f"first/{self._firsts}"
-        if self.rank == 0:
-            self._refusal = _FIRST
-            try:
+        result: list[Value] = []
+        with self.rank_zero_first(timeout_s):
+            if self.rank == 0:
                 result = [function()]
-            except Exception as error:
-                problem = error
-            finally:
-                self._refusal = None
-            self._store.put(key, "")
-        else:
-            self._store.await_first(key, timeout_s)
-        self.raise_if_any_failed(problem)
-        found: Value = self.gather(result, "what rank 0 found")[0][0]
-        return found
+        return self.gather(result, "what rank 0 found")[0][0]
 
     # -- stopping ------------------------------------------------------------------------------------------
 
     @property
     def stop_asked(self) -> str | None:
-        """Why the ranks are asked to stop, as far as this one knows; None if they are not, or no loop could follow."""
+        """Why the ranks were asked to stop, as far as this one knows; None without a request or a running loop."""
         return None if self._watchdog is None or self._stop_here is None else self._watchdog.stop
 
     def install_stop_handlers(self, elsewhere: Callable[[], str | None], stop_here: Callable[[str], None]) -> None:
-        """Take SIGINT and SIGTERM as requests to stop, and what `elsewhere` finds; `stop_here` keeps what was made."""
+        """Take SIGINT, SIGTERM and what `elsewhere` returns as requests to stop; `stop_here` saves the work so far."""
         if self._watchdog is not None:
             self._watchdog.look_for_stop, self._watchdog.say = elsewhere, self._say
             self._watchdog.install_stop_handlers()
             self._stop_here = stop_here
 
     def restore_stop_handlers(self) -> None:
-        """Put the handlers back that were there; after a stop they stay, for the same request's echo, until leaving."""
+        """Restore the former handlers; after a stop only on leaving, since the same request may arrive twice."""
         if self._watchdog is not None:
             self._watchdog.look_for_stop = lambda: None
             if not self._watchdog.requests.has_followed:
@@ -307,14 +294,14 @@ class World:
             self._stop_here = None
 
     def stop_followed(self) -> str | None:
-        """The request was followed, on every rank at the same step; why it was made, if anybody said so."""
+        """Note that all ranks stopped at the same step; returns the reason of the request, if it had one."""
         return None if self._watchdog is None else self._watchdog.stop_followed()
 
     def agree_to_stop(self) -> None:
         """Leave on every rank if one was asked to stop, outside of a step. Every rank must call this.
 
         Raises:
-            Stopped: what was made is kept.
+            Stopped: the work so far is saved.
         """
         if self._stop_here is not None and any(asked := self.gather(self.stop_asked, "requests to stop")):
             self._stop_here(next(why for why in asked if why))
@@ -328,7 +315,7 @@ class World:
     # -- leaving -------------------------------------------------------------------------------------------
 
     def on_leaving(self, close: Callable[[], None]) -> None:
-        """Call `close` when the world is left, also after an exception; the last one given, first."""
+        """Call `close` when the world is left, also after an exception; the last one given is called first."""
         self._closers.append(close)
 
     def __enter__(self) -> Self:
@@ -339,7 +326,7 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Stopped):
-            error = None  # on all ranks, in good order
+            error = None  # on all ranks, and no failure
         self.ended_by = error
         if self._watchdog is not None:
             self._watchdog.leaving(failed=error is not None)
@@ -350,10 +337,10 @@ class World:
                 self._run_deferred()
         finally:
             self.leave(failed=error is not None)
-            self.ended_by = None  # its traceback holds all that was at hand
+            self.ended_by = None  # its traceback keeps all local variables alive
 
     def leave_at_exit(self) -> None:
-        """Leave when the interpreter ends, unless that was done before; an uncaught exception is told the peers."""
+        """Leave when the interpreter ends, unless it was left before; an uncaught exception ends all ranks."""
         usual = sys.excepthook
 
         def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -375,7 +362,7 @@ class World:
         self.on_leaving(forget)
 
     def leave(self, *, failed: bool = False) -> None:
-        """Leave the ranks: close what was opened, the group and the connections, put the thread count back.
+        """Close everything that was opened, leave the groups, and restore the thread count.
 
         After a failure the connections are cut at once, so that no peer waits for the timeout.
         """
@@ -409,14 +396,11 @@ class World:
         return self._refusal is _LEFT
 
     def block_collectives(self, why: str | None) -> None:
-        """Refuse all collectives but sums that are started, with this reason; None takes them again."""
+        """Refuse all collectives but those of a step, for this reason; None allows them again."""
         self._busy = why
 
     def defer(self, collective: Callable[[], None]) -> None:
-        """Make this collective before the next one, or when the world is left in good order; not after a failure.
-
-        Several are made one after the other.
-        """
+        """Make this collective before the next one, or on leaving without a failure; several in their order."""
         self._deferred.append(collective)
 
     def _run_deferred(self) -> None:
@@ -425,17 +409,17 @@ class World:
             one()
 
     def _require_allowed(self, *, in_step: bool) -> None:
-        """`require_collectives_allowed`, or inside a step that the world was not left."""
+        """Like `require_collectives_allowed`; inside a step only that the world was not left."""
         if not in_step:
             self.require_collectives_allowed()
         elif self._refusal is not None:
             raise RuntimeError(self._refusal)
 
     def require_collectives_allowed(self) -> None:
-        """Be ready for a collective.
+        """Make the deferred collectives, and check that another one may follow.
 
         Raises:
-            RuntimeError: none can be made here: after leaving, in `rank_zero_first`, inside a step.
+            RuntimeError: it may not: after leaving, in `rank_zero_first`, or inside a step.
         """
         self._run_deferred()
         why = self._refusal or self._busy

@@ -426,7 +426,7 @@ class Fold:
         if total is not None:
             share = shares(values[:, 0])
             if len(share) > 1 and "loss" not in (layout.sums or ()):  # an only shard's weight is the sum already
-                self.gradients.scale(torch.where(total > 0, mini_batch.samples / total, 0.0))
+                self.gradients.scale(torch.where(total == 0, 0.0, mini_batch.samples / total))
         else:
             share = self._values.share(mini_batch.sizes, slots.dtype)
         means = self._values.merge(values, layout, share)

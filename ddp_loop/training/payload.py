@@ -201,7 +201,7 @@ def columns_of(
 def shares(weights: torch.Tensor) -> torch.Tensor:
     """w_s / sum(w) for each shard, shape (S,); 0 for all where the sum is 0. One shard's share is exactly 1."""
     total = weights.sum()
-    return torch.where(total > 0, weights / total, torch.zeros_like(weights))
+    return torch.where(total == 0, torch.zeros_like(weights), weights / total)  # NaN stays NaN
 
 
 def total_of(values: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
@@ -219,7 +219,7 @@ def weighted_mean(values: torch.Tensor, share: torch.Tensor, *, guarded: bool) -
     column = share.unsqueeze(1)
     products = values * column
     if guarded:
-        products = torch.where(column > 0, products, torch.zeros_like(products))
+        products = torch.where(column == 0, torch.zeros_like(products), products)
     return products.sum(0)
 
 

@@ -138,7 +138,7 @@ def check_weight(weight: Weight | None) -> Weight | None:
     """The weight of a shard, if it is a finite number that is not negative or a tensor of one value.
 
     Raises:
-        ValueError: it is neither. Of a tensor on a GPU the value is not asked for: that would hold the host up.
+        ValueError: it is neither. On a GPU the host does not wait for a tensor: a wrong weight makes the step NaN.
     """
     if weight is None:
         return None
@@ -147,7 +147,7 @@ def check_weight(weight: Weight | None) -> Weight | None:
             raise ValueError(f"a shard's weight must be one value; got shape {tuple(weight.shape)}: take its sum")
         weight = weight.detach().reshape(()).to(torch.float64, copy=True)  # float32 would round w / R
         if is_asynchronous(weight):
-            return weight
+            return weight.where((weight >= 0) & weight.isfinite(), math.nan)  # the guard finds it one step later
     elif not isinstance(weight, Real):
         raise ValueError(f"a shard's weight must be a number or a tensor of one value; got {weight!r}")
     if not (math.isfinite(weight) and weight >= 0):

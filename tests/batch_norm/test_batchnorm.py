@@ -124,6 +124,7 @@ def call_later() -> list[torch.Tensor]:
         return means
 
 
+@pytest.mark.quick_in_both_modes
 def test_a_layer_that_is_called_more_often_from_some_step_on_is_followed(on_ranks: OnRanks) -> None:
     rows = torch.arange(36.0, dtype=torch.float64).reshape(3, 4, 3).mean(1)
     second = 0.1 * rows[1]

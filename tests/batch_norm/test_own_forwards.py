@@ -18,6 +18,8 @@ from tests.support.comparing import is_close
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 
+pytestmark = pytest.mark.both_modes
+
 Tensors = list[torch.Tensor]
 ROWS = 12
 
@@ -122,6 +124,7 @@ def expected(kind: Callable[[int], nn.Module]) -> tuple[Tensors, Tensors]:
 
 @pytest.mark.parametrize("kind", [Transposing, Plain, Frozen, Reading, Moving])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.quick_in_both_modes
 def test_statistics_are_those_of_the_values_that_the_norm_sees(
     on_ranks: OnRanks, kind: Callable[[int], nn.Module], ranks: int
 ) -> None:

@@ -292,6 +292,7 @@ def train_network(reduced: bool = False) -> tuple[Tensors, Tensors]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.quick_in_both_modes
 def test_a_network_trains_as_in_one_process_with_a_rank_that_has_no_rows(ranks: int, on_ranks: OnRanks) -> None:
     results = on_ranks(ranks, train_network)
     alone = train_network()

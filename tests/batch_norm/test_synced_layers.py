@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import ddp_loop as dl
 from ddp_loop.batch_norm import SyncChannel, find_sync_channels, local_batch_norm, sync_batch_norm
 from ddp_loop.batch_norm.synced import WORDS, SyncedBatchNorm
+from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS
 from tests.support.harness import FAULT_S, OnRanks, caught
 
 pytestmark = pytest.mark.covers("D5")
@@ -222,6 +223,7 @@ def make(name: str) -> tuple[str, str, float]:
     return caught(work)
 
 
+@pytest.mark.one_mode(SYNCHRONOUS, "told late only at the end of a pass")
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_ranks_that_do_not_call_the_layers_alike_all_raise_the_same(name: str, on_ranks: OnRanks) -> None:
     _, kind, said = MISTAKES[name]
@@ -246,6 +248,7 @@ def go_on_after_a_mistake() -> list[str]:
         return said
 
 
+@pytest.mark.one_mode(SYNCHRONOUS, "a mistake is told late only at the end of a pass")
 def test_a_pass_after_a_mistake_that_was_caught_is_as_any_other(on_ranks: OnRanks) -> None:
     assert on_ranks(2, go_on_after_a_mistake) == [["ValueError", "RuntimeError", "RuntimeError"]] * 2
 
@@ -253,7 +256,7 @@ def test_a_pass_after_a_mistake_that_was_caught_is_as_any_other(on_ranks: OnRank
 def look_late(wrong: int | None, few: int | None) -> tuple[str, str, float]:
     """Tell 600 times, more than are kept; in one of these rank 1 is elsewhere, in one there are too few values."""
     with dl.join_world(device="cpu") as world:
-        channel = SyncChannel(world, ["first", "second"], 1, late=True)
+        channel = SyncChannel(world, ["first", "second"], 1)
 
         def tell() -> None:
             for number in range(600):
@@ -269,6 +272,7 @@ def look_late(wrong: int | None, few: int | None) -> tuple[str, str, float]:
         return result
 
 
+@pytest.mark.one_mode(ASYNCHRONOUS, "of what is told late")
 @pytest.mark.parametrize(
     ("wrong", "few", "said"),
     [
@@ -279,9 +283,7 @@ def look_late(wrong: int | None, few: int | None) -> tuple[str, str, float]:
         (400, 300, "got [0, 0] at the forward of layer `first` (call 301 of its pass)"),
     ],
 )
-def test_on_a_gpu_the_first_mistake_is_told_late(
-    wrong: int | None, few: int | None, said: str, on_ranks: OnRanks
-) -> None:
+def test_the_first_mistake_is_told_late(wrong: int | None, few: int | None, said: str, on_ranks: OnRanks) -> None:
     for kind, text, _ in on_ranks(2, look_late, wrong, few):
         assert (kind != "") == (said != "")
         assert said in text
@@ -320,6 +322,7 @@ def tell_zeros() -> list[float]:
         return heard.flatten().tolist()
 
 
+@pytest.mark.quick_in_both_modes
 def test_what_a_rank_tells_comes_to_all_with_every_bit(on_ranks: OnRanks) -> None:
     expected = ["-inf", "0.0", "-0.0", "0.0"]
     assert [[str(one) for one in heard] for heard in on_ranks(2, tell_zeros)] == [expected] * 2

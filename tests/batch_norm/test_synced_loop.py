@@ -10,11 +10,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
-from ddp_loop.batch_norm import find_sync_channels
 from tests.support.cases import CLASSES, TwiceUsed, make_data
 from tests.support.comparing import is_same, same_on_all
+from tests.support.device_modes import ASYNCHRONOUS
 from tests.support.harness import FAULT_S, OnRanks
 from tests.support.refusals import ALL, Refused
+
+pytestmark = pytest.mark.both_modes
 
 # A step's rounding, amplified by 6 steps.
 TOLERANCE = 1e-10
@@ -95,6 +97,7 @@ def distance(found: Tensors, expected: Tensors) -> float:
 @pytest.mark.covers("D5")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.quick_in_both_modes
 def test_a_loop_with_synced_layers_is_one_device_on_the_whole_mini_batch(
     name: str, ranks: int, on_ranks: OnRanks
 ) -> None:
@@ -162,21 +165,14 @@ def test_several_shards_on_a_rank_are_refused_with_the_remedy(refused: Refused) 
     refused(2, several_shards, kind="ValueError", said=r"can have one shard; got 4 shards .* local_batch_norm", by=ALL)
 
 
-def late_where(late: bool, model: nn.Module) -> nn.Module:
-    """The model, its messages not looked at before the end of a pass, as on a GPU."""
-    for channel in find_sync_channels([model]):
-        channel.late = late
-    return model
-
-
 def go_another_way(world: dl.World, model: nn.Module) -> None:
     """Rank 1 calls two layers in another order."""
     for number in (1, 4) if world.rank == 1 else (4, 1):
         model[number](torch.ones(2, 4, 2, 2, dtype=torch.float64))  # type: ignore[index]
 
 
-def train(world: dl.World, folder: str, fault: str, late: bool) -> None:
-    model = late_where(late, dl.sync_batch_norm(make("convolutions"), world))
+def train(world: dl.World, folder: str, fault: str) -> None:
+    model = dl.sync_batch_norm(make("convolutions"), world)
     batches = dl.Batches(make_data((2, 4, 4), 14), 6, world, shuffle=False)
     loop = dl.Loop(batches, 2, state={"model": model}, run_dir=folder, progress=False, allow_single_sample_shards=True)
     for step in loop:
@@ -201,7 +197,6 @@ def train(world: dl.World, folder: str, fault: str, late: bool) -> None:
 
 
 @pytest.mark.covers("D10")
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     ("fault", "kind", "said"),
     [
@@ -224,14 +219,14 @@ def test_ranks_that_part_ways_are_told_so(fault: str, kind: str, said: str, late
         # its rank up, they see it from each other's words.
         kind, said = "RuntimeError|PeerFailed", f"{said}|a step's sum"
     # Seen from each other's words it takes 1.5 s and more; on a device no sum holds a rank up.
-    refused(3, train, fault, late, kind=kind, said=said, by=None, within_s=3 * FAULT_S if late else FAULT_S)
+    refused(3, train, fault, kind=kind, said=said, by=None, within_s=3 * FAULT_S if late else FAULT_S)
 
 
 def other_order(world: dl.World, folder: str, shift: bool = True) -> None:
     """Two layers of one size in another order on rank 1: every message has its fellow, and all statistics are wrong."""
     torch.manual_seed(4)
     layers = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(4)]).double()
-    model = late_where(True, dl.sync_batch_norm(nn.ModuleList([nn.Linear(4, 4).double(), layers]), world))
+    model = dl.sync_batch_norm(nn.ModuleList([nn.Linear(4, 4).double(), layers]), world)
     batches = dl.Batches(torch.randn(24, 4, dtype=torch.float64), 6, world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
@@ -245,6 +240,7 @@ def other_order(world: dl.World, folder: str, shift: bool = True) -> None:
         assert step.iteration < 2 or not shift
 
 
+@pytest.mark.one_mode(ASYNCHRONOUS, "at once they are told in the call itself")
 def test_layers_of_one_size_in_another_order_are_told_in_their_step_though_nothing_is_read(refused: Refused) -> None:
     said = r"rank 0 is at the forward of layer `1\.0` \(call 1 .*, rank 1 at the forward of layer `1\.1`"
     refused(2, other_order, kind="RuntimeError", said=said, by=ALL)

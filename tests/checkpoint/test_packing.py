@@ -367,6 +367,8 @@ def test_brackets_in_words_are_no_levels() -> None:
     assert parse(json.dumps(["[" * 1000, '\\"[' * 1000]).encode()) == ["[" * 1000, '\\"[' * 1000]
 
 
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
 def test_copies_use_their_memory_again_where_the_form_is_the_same() -> None:
     copies = StagingBuffers()
     one = copies.copy(to_tree({"a": torch.ones(3), "b": torch.ones(2), "c": 1}))
@@ -376,6 +378,8 @@ def test_copies_use_their_memory_again_where_the_form_is_the_same() -> None:
     assert_same(from_tree(two), {"a": torch.full((3,), 2.0), "b": torch.ones(4), "c": 2})
 
 
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
 def test_a_copy_stays_when_the_state_goes_on() -> None:
     weight = nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last))
     kept = StagingBuffers().copy(to_tree({"w": weight, "half": weight.detach().half()}))

@@ -42,6 +42,7 @@ def test_a_run_that_goes_on_after_any_step_is_the_undisturbed_one(build: str, tm
 
 
 @pytest.mark.covers("E5")
+@pytest.mark.quick_in_both_modes
 def test_a_run_stopped_twice_within_an_epoch_is_the_undisturbed_one(tmp_path: Path) -> None:
     whole = train("")
     parts = [train(str(tmp_path), at).made for at in (6, 8)]

@@ -11,15 +11,18 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
+from tests.support.device_modes import ASYNCHRONOUS
 from tests.support.harness import OnRanks
 from tests.support.runs import checkpoints_of, digests, go_by_epochs, rows_of
+
+pytestmark = pytest.mark.both_modes
 
 STEPS, EPOCHS = 4, 2
 
 
 def run(
     folder: Path | str, stop_at: int | None = None, *, bad: int = 0, freeze: bool = False, optimizer: Any = None,
-    late: bool = False, **options: Any,
+    **options: Any,
 ) -> tuple[dict[str, str], dl.Loop, dict[str, Any]]:  # fmt: skip
     """Two layers, 2 epochs of 4 steps; a row of NaN in step `bad`, the first layer frozen behind the first epoch."""
     with dl.join_world(seed=1) as world:
@@ -35,7 +38,6 @@ def run(
         loop = dl.Loop(
             batches, EPOCHS, state=state, run_dir=folder, progress=bool(options.pop("say", False)), **options
         )
-        loop._guard.late = late or loop._guard.late
 
         def freeze_if_asked() -> None:
             if freeze:
@@ -47,6 +49,7 @@ def run(
 
 @pytest.mark.covers("E5")
 @pytest.mark.parametrize("at", [2, 4, 6])
+@pytest.mark.quick_in_both_modes
 def test_a_layer_that_was_frozen_meanwhile_stays_so(at: int, tmp_path: Path) -> None:
     whole, _, _ = run(tmp_path / "whole", freeze=True)
     assert whole != run(tmp_path / "never")[0]
@@ -75,9 +78,10 @@ def test_skipped_steps_and_the_epochs_mean_go_on(tmp_path: Path, capsys: pytest.
     assert (again, gone_on.skipped, loop.skipped) == (whole, 2, 2)
 
 
+@pytest.mark.one_mode(ASYNCHRONOUS, "of what is found late")
 def test_a_step_that_is_found_bad_one_step_late_is_never_kept(tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match="step 4"):
-        run(tmp_path, bad=STEPS, late=True)
+        run(tmp_path, bad=STEPS)
     assert checkpoints_of(tmp_path) == []
 
 

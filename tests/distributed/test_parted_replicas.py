@@ -36,16 +36,14 @@ def part(fault: str, world: dl.World, model: nn.Module, optimizer: torch.optim.O
         optimizer.step()
 
 
-def train(
-    world: dl.World, folder: str, fault: str, since: int, steps: int, late: bool, end: str = "", **keywords: Any
-) -> int:
+def train(world: dl.World, folder: str, fault: str, since: int, steps: int, end: str = "", **keywords: Any) -> int:
     """The fault comes in each step from `since` on; it must be told at the first comparison after it."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batches = dl.Batches(samples(SIZE * 10), SIZE, world)
     state = {"model": model, "optimizer": optimizer}
     loop = dl.Loop(batches, steps=steps, state=state, progress=False, **keywords)
-    loop._replicas.late = late
+    late = world.accelerator.is_asynchronous
     due = next((at for at in (2, 11, *range(100, 1000, 100)) if since < at <= steps), None)
     for step in loop:
         for rows in step:
@@ -76,28 +74,23 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("since", "steps"), [(1, 5), (4, 5), (5, 20), (15, 20), (99, 130), (120, 130)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_rank_that_does_something_alone_is_told(
-    fault: str, since: int, steps: int, late: bool, refused: Refused
-) -> None:
+def test_one_rank_that_does_something_alone_is_told(fault: str, since: int, steps: int, refused: Refused) -> None:
     said = f"{FAULTS[fault]}.*look for what one rank does alone"
-    refused(2, train, fault, since, steps, late, kind="ReplicaMismatch", said=said, by=ALL)
+    refused(2, train, fault, since, steps, kind="ReplicaMismatch", said=said, by=ALL)
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("end", ["break", "stop", "evaluate"])
-def test_it_is_told_also_where_a_loop_ends_early_and_before_an_evaluation(
-    end: str, late: bool, refused: Refused
-) -> None:
+@pytest.mark.quick_in_both_modes
+def test_it_is_told_also_where_a_loop_ends_early_and_before_an_evaluation(end: str, refused: Refused) -> None:
     for fault in ("a forward of its own", "a step left out"):
         where = "evaluate" if end == "evaluate" else f"step {3 + (end == 'stop')}"
-        refused(2, train, fault, 3, 9, late, end, kind="ReplicaMismatch", said=where, by=ALL)
+        refused(2, train, fault, 3, 9, end, kind="ReplicaMismatch", said=where, by=ALL)
 
 
 def test_without_the_look_nothing_is_told_not_even_before_an_evaluation(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, train_alone, "a step left out", 3, 9, False, "evaluate", check_replicas_every=0) == [9, 9]
+    assert on_ranks(2, train_alone, "a step left out", 3, 9, "evaluate", check_replicas_every=0) == [9, 9]
 
 
 def train_alone(*arguments: Any, **keywords: Any) -> int:
@@ -107,7 +100,7 @@ def train_alone(*arguments: Any, **keywords: Any) -> int:
 
 def keep(world: dl.World, folder: str, fault: str) -> None:
     """The checkpoint of the end is not written."""
-    train(world, folder, fault, 4, 5, False, run_dir=folder)
+    train(world, folder, fault, 4, 5, run_dir=folder)
 
 
 def test_no_checkpoint_is_left_of_the_end_of_replicas_that_parted(refused: Refused, tmp_path: Any) -> None:
@@ -209,7 +202,7 @@ class Average:
         self.shadow = state["shadow"]
 
 
-def train_rightly(folder: str, late: bool) -> tuple[int, float]:
+def train_rightly(folder: str) -> tuple[int, float]:
     with dl.join_world(seed=1) as world:
         model = nn.Sequential(network(), Counter())
         model[1].rank = world.rank  # type: ignore[assignment]
@@ -231,7 +224,6 @@ def train_rightly(folder: str, late: bool) -> tuple[int, float]:
             buffer_reduction={"model.1.seen": "local", "model.1.cache": "local"},
             run_dir=folder,
         )
-        loop._replicas.late = late
         scaler.scale(torch.zeros(()))  # a rank without a shard has no scale else
         for step in loop:
             for rows in step:
@@ -253,10 +245,9 @@ def train_rightly(folder: str, late: bool) -> tuple[int, float]:
         return loop.iteration, result["loss"]
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.slow
-def test_a_run_that_is_right_is_never_refused(late: bool, on_ranks: OnRanks, tmp_path: Any) -> None:
-    first, *others = on_ranks(3, train_rightly, str(tmp_path / "run"), late)
+def test_a_run_that_is_right_is_never_refused(on_ranks: OnRanks, tmp_path: Any) -> None:
+    first, *others = on_ranks(3, train_rightly, str(tmp_path / "run"))
     assert first[0] == 42
     assert all(other == first for other in others)
 

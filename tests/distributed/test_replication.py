@@ -11,6 +11,7 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.distributed import ReplicaMismatch, describe_difference
 from ddp_loop.distributed.replica_check import named_tensors, own
+from tests.support.device_modes import ASYNCHRONOUS
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loss_of, samples
 
@@ -51,13 +52,11 @@ def job() -> tuple[nn.Sequential, dict[str, Any]]:
     return model, {"model": model, "optimizer": optimizer, "average": Average(model)}
 
 
-def train(
-    world: dl.World, folder: str, wrong: str, ranks: list[int], every: int = EVERY, late: bool = False, **keywords: Any
-) -> int:
+def train(world: dl.World, folder: str, wrong: str, ranks: list[int], every: int = EVERY, **keywords: Any) -> int:
     model, state = job()
     batches = dl.Batches(samples(6 * STEPS), 6, world)
     loop = dl.Loop(batches, 1, state=state, progress=False, check_replicas_every=every, **keywords)
-    loop._replicas.late = late
+    late = world.accelerator.is_asynchronous
     sees = wrong and every and world.size > 1 and not keywords
     due = next(number for number in range(WRONG_AT + 1, 99) if number % every == 0) if sees else 0  # the first look
     for step in loop:
@@ -87,19 +86,22 @@ FLIPPED = [
 
 
 @pytest.mark.parametrize(("wrong", "said"), FLIPPED)
+@pytest.mark.quick_in_both_modes
 def test_one_flipped_bit_on_one_rank_is_found_and_named(wrong: str, said: str, refused: Refused) -> None:
     text = f"at the fold of step 6 rank 2 of 3 differs from the others in .*{said}"
     refused(3, train, wrong, [2], kind="ReplicaMismatch", said=text, by=ALL)
 
 
+@pytest.mark.one_mode(ASYNCHRONOUS, "of what is said late")
 def test_on_a_device_that_nobody_waits_for_it_is_said_one_step_later(refused: Refused) -> None:
     text = "at the fold of step 6 rank 1 of 3 differs from the others in parameter model.1.weight"
-    refused(3, train, FLIPPED[0][0], [1], EVERY, True, kind="ReplicaMismatch", said=text, by=ALL)
+    refused(3, train, FLIPPED[0][0], [1], kind="ReplicaMismatch", said=text, by=ALL)
 
 
+@pytest.mark.one_mode(ASYNCHRONOUS, "of what is said late")
 def test_what_it_was_still_to_say_is_said_at_the_end_of_the_epoch(refused: Refused) -> None:
     text = "at the fold of step 8 rank 1 of 3 differs from the others in parameter model.1.weight"
-    refused(3, train, FLIPPED[0][0], [1], STEPS, True, kind="ReplicaMismatch", said=text, by=ALL)
+    refused(3, train, FLIPPED[0][0], [1], STEPS, kind="ReplicaMismatch", said=text, by=ALL)
 
 
 def test_of_two_ranks_both_are_named(refused: Refused) -> None:

@@ -55,6 +55,29 @@ MODULES = {module_of(path) for path in SOURCES}
 IMPORTS = {module_of(path): set(imports_of(path.read_text(), MODULES)) for path in SOURCES}
 
 
+def questions_of_devices_in(source: str) -> list[int]:
+    """The lines that ask what a device is: `device.type`, `.is_cuda`, `torch.cuda`, and so on."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            asks = name.endswith(("device.type", ".is_cuda", ".is_cpu")) or name in ("torch.cuda", "torch.accelerator")
+            found += [node.lineno] if asks else []
+        elif isinstance(node, ast.ImportFrom):
+            found += [node.lineno] if (node.module or "").startswith("torch.cuda") else []
+    return sorted(found)
+
+
+def test_every_way_to_ask_what_a_device_is_is_seen() -> None:
+    lines = ["one.device.type", "device.type", "x.is_cuda", "torch.cuda.Event()", "from torch.cuda import Event"]
+    assert questions_of_devices_in("\n".join(lines)) == [1, 2, 3, 4, 5]
+    assert questions_of_devices_in("x.kind.type\nfrom torch import nn\nx = 'torch.cuda.graphs'") == []
+
+
+def test_only_one_module_asks_what_a_device_is() -> None:
+    assert {path.name for path in SOURCES if questions_of_devices_in(path.read_text())} == {"accelerators.py"}
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [

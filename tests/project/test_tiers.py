@@ -12,7 +12,7 @@ import pytest
 from tests.support.documents import claimed_rows, text_of
 from tests.support.limits import KNOWN_REASONS
 from tests.support.paths import ROOT
-from tests.support.tiers import ALL_ITEMS, cases_by_function, is_quick, representatives, values_of
+from tests.support.tiers import ALL_ITEMS, cases_by_function, is_quick, is_second_mode, representatives, values_of
 
 # Run in a folder of its own, with the project's own rules for tests.
 LATE = """
@@ -46,9 +46,20 @@ def test_the_two_tiers_have_the_same_axes(request: pytest.FixtureRequest) -> Non
     for function, cases in cases_by_function(items).items():
         if any(item.get_closest_marker("slow") for item, _ in cases):
             continue
-        everything = set().union(*(values_of(case) for _, case in cases))
-        assert set().union(*(values_of(case) for item, case in cases if is_quick(item))) == everything, function
+        everything = set().union(*(values_of(case) for item, case in cases if not is_second_mode(item, case)))
+        assert set().union(*(values_of(case) for item, case in cases if is_quick(item))) >= everything, function
         assert any(is_quick(item) for item, _ in cases), function
+
+
+def test_each_file_in_both_modes_has_a_quick_asynchronous_test(request: pytest.FixtureRequest) -> None:
+    items = request.config.stash[ALL_ITEMS]
+    again = [
+        (item.path.name, is_quick(item))
+        for cases in cases_by_function(items).values()
+        for item, case in cases
+        if is_second_mode(item, case)
+    ]
+    assert {name for name, quick in again if quick} == {name for name, _ in again}
 
 
 def test_every_claimed_capability_has_a_quick_test(request: pytest.FixtureRequest) -> None:

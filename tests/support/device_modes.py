@@ -86,6 +86,11 @@ def device_mode_of(mode: str) -> Iterator[None]:
         SlowCopy.under_way.clear()
 
 
+def current_mode() -> str:
+    """How this process's CPU answers."""
+    return ASYNCHRONOUS if KINDS["cpu"] is AsynchronousCpu else SYNCHRONOUS
+
+
 def run_in_mode(mode: str, function: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
     """Run a task on a rank whose CPU answers so."""
     with device_mode_of(mode):

@@ -5,8 +5,8 @@ cases are chosen so that every value of every axis is there at least once; the o
 test marked `slow` is in the full tier with all its cases. This is the each-choice coverage of Ammann and Offutt,
 Introduction to Software Testing.
 
-[Note: The mode of the device] A file that runs in both modes of `device_modes` has its asynchronous cases in the full
-tier, but for those of tests marked `quick_in_both_modes`: at least one in each file.
+[Note: The mode of the device] What runs in both modes of `device_modes` has its asynchronous cases in the full tier,
+but for the first one of a test marked `quick_in_both_modes`; at least one test of each such file is marked.
 """
 
 from __future__ import annotations
@@ -60,20 +60,18 @@ def cases_by_function(items: Iterable[pytest.Item]) -> dict[str, list[tuple[pyte
 def mark_tiers(items: Iterable[pytest.Item]) -> None:
     """Mark what only `make test-all` runs as `full`."""
     for cases in cases_by_function(items).values():
-        considered = [(item, case) for item, case in cases if not is_second_mode(item, case)]
-        chosen = {id(considered[number][0]) for number in representatives([case for _, case in considered])}
+        first = [(item, case) for item, case in cases if not is_second_mode(item, case)]
+        chosen = {first[number][0] for number in representatives([case for _, case in first])}
+        again = [item for item, case in cases if is_second_mode(item, case)]
+        chosen.update(item for item in again[:1] if item.get_closest_marker("quick_in_both_modes"))
         for item, case in cases:
-            if item.get_closest_marker("slow") or (case and id(item) not in chosen):
+            if item.get_closest_marker("slow") or (case and item not in chosen):
                 item.add_marker(FULL)
 
 
 def is_second_mode(item: pytest.Item, case: Case) -> bool:
-    """Whether a case repeats others of the quick tier in the other mode of the device, which the full tier does."""
-    return (
-        case.get("device_mode") == ASYNCHRONOUS
-        and len(modes_of(item)) > 1
-        and item.get_closest_marker("quick_in_both_modes") is None
-    )
+    """Whether a case repeats another one in the other mode of the device."""
+    return case.get("device_mode") == ASYNCHRONOUS and len(modes_of(item)) > 1
 
 
 def is_quick(item: pytest.Item) -> bool:

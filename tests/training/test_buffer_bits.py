@@ -12,6 +12,8 @@ from tests.support.comparing import is_same, same_on_all
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 
+pytestmark = pytest.mark.both_modes
+
 LARGE = 2**24 + 1  # the first whole number that float32 rounds
 
 
@@ -66,6 +68,7 @@ def expected(calls: int = 3) -> list[torch.Tensor]:
 
 @pytest.mark.covers("D6", "J4")
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, None), (2, 3), (3, 3), (3, 7)])
+@pytest.mark.quick_in_both_modes
 def test_buffers_have_the_bits_of_the_plain_loop(ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
     found = same_on_all(on_ranks(ranks, buffers_after, shards))
     assert is_same(found, expected())

@@ -19,6 +19,8 @@ from tests.support.refusals import (
     network,
 )
 
+pytestmark = pytest.mark.both_modes
+
 
 def change_in_mid_run(world: dl.World, folder: str, what: str, culprit: int) -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4, 1))
@@ -49,6 +51,7 @@ def test_a_parameter_that_changes_its_form_in_mid_run_is_refused(what: str, culp
 
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("what", ["freeze", "unfreeze"])
+@pytest.mark.quick_in_both_modes
 def test_a_layer_frozen_or_unfrozen_on_one_rank_alone_is_refused(what: str, culprit: int, refused: Refused) -> None:
     said = "same parameters must want a gradient on every rank"
     refused(2, change_in_mid_run, what, culprit, kind="ValueError", said=said)

@@ -20,6 +20,8 @@ from tests.support.cases import CASES, Case, make, make_data
 from tests.support.harness import OnRanks
 from tests.support.images import hits
 
+pytestmark = pytest.mark.both_modes
+
 BOUND = 1e-12
 STEPS = 7
 
@@ -105,6 +107,7 @@ def bound_of(name: str) -> float:
 
 @pytest.mark.covers("D3", "D4", "D6")
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick_in_both_modes
 def test_7_samples_over_3_ranks_equal_the_plain_loop_over_the_shards(name: str, on_ranks: OnRanks) -> None:
     for outcomes in on_ranks(3, train, name, 7, None):
         assert differences(outcomes, expect(CASES[name], 7, 3), bound_of(name)) == []

@@ -160,6 +160,7 @@ def part_ways(world: dl.World, folder: str, way: str, at: int, count: int = 24) 
         ("fold", "step.gather is called on every rank or on none"),
     ],
 )
+@pytest.mark.quick_in_both_modes
 def test_a_rank_that_does_not_gather_ends_all(way: str, said: str, at: int, refused: Refused) -> None:
     refused(3, part_ways, way, at, kind="RuntimeError", said=said)
 

@@ -92,6 +92,7 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("ranks", "shards", "count", "size"), SPLITS)
+@pytest.mark.quick_in_both_modes
 def test_a_loss_of_the_whole_mini_batch_is_that_of_one_process(
     ranks: int, shards: int | None, count: int, size: int, on_ranks: OnRanks
 ) -> None:

@@ -17,6 +17,8 @@ from ddp_loop.training.buckets import grouped, is_dense
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
 
+pytestmark = pytest.mark.both_modes
+
 
 def deep(width: int = 16, depth: int = 6) -> nn.Module:
     layers: list[nn.Module] = [nn.Linear(6, width)]
@@ -58,6 +60,7 @@ def gradients_by_buckets(bucket_cap_mib: float, shards: int | None, steps: int =
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("shards", [None, 5])
+@pytest.mark.quick_in_both_modes
 def test_many_buckets_give_the_bits_of_one(shards: int | None, on_ranks: OnRanks) -> None:
     # Two values commute, so on 2 ranks a sum does not depend on how it is cut up.
     one, whole = on_ranks(2, gradients_by_buckets, 8.0, shards)[0]

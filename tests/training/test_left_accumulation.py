@@ -14,6 +14,8 @@ import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.refusals import loop_over, loss_of, network
 
+pytestmark = pytest.mark.both_modes
+
 Move = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
 
@@ -46,6 +48,7 @@ def warned(every: int, first: int, move: str, keywords: dict[str, Any]) -> list[
 
 @pytest.mark.parametrize("move", ["in place", "past the counter"])
 @pytest.mark.parametrize(("every", "first"), [(4, 1), (4, 4), (2, 2)])
+@pytest.mark.quick_in_both_modes
 def test_it_is_said_once_from_rank_0(every: int, first: int, move: str, on_ranks: OnRanks) -> None:
     said, nothing = on_ranks(2, warned, every, first, move, {})
     assert len(said) == 1

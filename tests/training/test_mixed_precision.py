@@ -15,6 +15,8 @@ from tests.support.comparing import Tensors, distance, gradients_of, is_same, sa
 from tests.support.harness import OnRanks
 from tests.support.refusals import loss_of, network, samples
 
+pytestmark = pytest.mark.both_modes
+
 
 def plain_shards(rows: torch.Tensor, shards: int) -> Iterator[tuple[torch.Tensor, float]]:
     """The data of each shard, and its part of the mini-batch."""
@@ -171,6 +173,7 @@ def test_in_the_plain_loop_the_gradient_of_one_shard_alone_overflows() -> None:
 @pytest.mark.covers("B10")
 @pytest.mark.parametrize(("ranks", "shards", "batch_size"), [(2, 2, 6), (3, 3, 6), (2, 4, 6), (2, 2, 1)])
 @pytest.mark.parametrize("way", ["hook", "scaled loss"])
+@pytest.mark.quick_in_both_modes
 def test_a_loss_scaler_skips_on_all_ranks_where_one_shard_overflows(
     way: str, ranks: int, shards: int, batch_size: int, on_ranks: OnRanks
 ) -> None:

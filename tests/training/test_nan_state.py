@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import ddp_loop as dl
 from ddp_loop.training.nonfinite import OnNonFinite
+from tests.support.device_modes import SYNCHRONOUS
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Caught, Refused, samples
 
@@ -80,7 +81,7 @@ NAMES = {
 
 def train(
     world: dl.World, folder: str | None, what: str = "", *, at: int = HARMED, value: float = NAN, ranks: int = ALL,
-    late: bool = False, rule: OnNonFinite = "raise", steps: int = STEPS, shards: int | None = None, bad: int = -1,
+    rule: OnNonFinite = "raise", steps: int = STEPS, shards: int | None = None, bad: int = -1,
     synced: bool = False, **keywords: Any,
 ) -> Job:  # fmt: skip
     """`what` is harmed behind the update of step `at`, before the first one for 0; `bad`: a sample that is NaN."""
@@ -101,7 +102,6 @@ def train(
     batches = dl.Batches(data, SIZE, world, shards=shards, shuffle=False)
     keywords = {"check_replicas_every": 0, "progress": False, "run_dir": folder, **keywords}
     loop = dl.Loop(batches, steps=steps, state=state, on_nonfinite=rule, **keywords)
-    loop._guard.late = loop._state_check.late = late
     for step in loop:
         for rows in step:
             step.backward((job.model(rows) ** 2).mean())
@@ -120,11 +120,10 @@ def assert_no_sample_is_blamed(results: list[Caught]) -> None:
 # -- the loss tells ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("ranks", "shards"), [(2, None), (1, 2), (1, None)])
 def test_a_parameter_is_named_and_no_sample(ranks: int, shards: int | None, late: bool, refused: Refused) -> None:
     for value in (NAN, INF):
-        job = partial(train, what="weight", value=value, late=late, shards=shards)
+        job = partial(train, what="weight", value=value, shards=shards)
         name = r"not finite by now, and perhaps before, .*parameter model\.0\.weight" if late else NAMES["weight"]
         said = rf"that of step {HARMED + 1} is (nan|inf).*{name}"
         results = refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
@@ -136,32 +135,32 @@ def test_a_parameter_is_named_and_no_sample(ranks: int, shards: int | None, late
             assert_no_sample_is_blamed(results)
 
 
-def test_an_optimizers_state_is_named_beside_the_parameter_that_it_spoiled(refused: Refused) -> None:
-    said = f"that of step {HARMED + 2} is nan: {NAMES['weight']} and {NAMES['momentum']} were not finite before"
+def test_an_optimizers_state_is_named_beside_the_parameter_that_it_spoiled(late: bool, refused: Refused) -> None:
+    said = f": {NAMES['weight']} and {NAMES['momentum']} were not finite before"
+    if late:
+        said = ".*perhaps before, are parameter .* and optimizer, exp_avg of"
+    said = f"that of step {HARMED + 2} is nan{said}"
     results = refused(2, partial(train, what="momentum"), kind="FloatingPointError", said=said, by=ALL)
     assert_no_sample_is_blamed(results)
-    said = f"that of step {HARMED + 2} is nan.*perhaps before, are parameter .* and optimizer, exp_avg of"
-    results = refused(2, partial(train, what="momentum", late=True), kind="FloatingPointError", said=said, by=ALL)
-    assert_no_sample_is_blamed(results)
 
 
+@pytest.mark.one_mode(SYNCHRONOUS, "the bad step's update has made the parameters NaN on all ranks")
 def test_the_rank_is_named_that_alone_has_it(refused: Refused) -> None:
     said = rf"that of step {HARMED + 1} is nan: {NAMES['weight']} \(on rank 1 of 2\) was not finite before"
     results = refused(2, partial(train, what="weight", ranks=1), kind="FloatingPointError", said=said, by=ALL)
     assert_no_sample_is_blamed(results)
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_sample_is_still_blamed_whatever_legitimate_nan_there_is(ranks: int, late: bool, refused: Refused) -> None:
-    job = partial(train, bad=5, late=late)
+@pytest.mark.quick_in_both_modes
+def test_a_sample_is_still_blamed_whatever_legitimate_nan_there_is(ranks: int, refused: Refused) -> None:
+    job = partial(train, bad=5)
     said = "that of step 2 is nan, from shard 0 of .*, samples 4, 5"
     refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_statistics_that_a_samples_forward_moved_are_not_blamed(late: bool, refused: Refused) -> None:
-    job = partial(train, bad=5, late=late, synced=True)  # all shards' losses are NaN by it
+def test_statistics_that_a_samples_forward_moved_are_not_blamed(refused: Refused) -> None:
+    job = partial(train, bad=5, synced=True)  # all shards' losses are NaN by it
     for result in refused(2, job, kind="FloatingPointError", said="that of step 2 is nan", by=ALL):
         assert "running" not in result.text
         assert "before the step's data" not in result.text
@@ -178,14 +177,13 @@ class Masked(nn.Linear):
         return torch.softmax(super().forward(rows) + self.mask, 1)
 
 
-def train_masked(world: dl.World, folder: str, late: bool) -> None:
+def train_masked(world: dl.World, folder: str) -> None:
     torch.manual_seed(0)
     model, data = Masked(), samples(12)
     data[5] = NAN
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     batches = dl.Batches(data, SIZE, world, shuffle=False)
     loop = dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False)
-    loop._guard.late = loop._state_check.late = late
     for step in loop:
         for rows in step:
             step.backward((model(rows)[:, 0] ** 2).mean())
@@ -193,15 +191,16 @@ def train_masked(world: dl.World, folder: str, late: bool) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_mask_that_a_step_could_bear_is_not_blamed_for_a_sample(late: bool, refused: Refused) -> None:
+def test_a_mask_that_a_step_could_bear_is_not_blamed_for_a_sample(refused: Refused) -> None:
     said = "that of step 2 is nan, from shard 0 of 2, samples 4, 5"
-    for result in refused(2, train_masked, late, kind="FloatingPointError", said=said, by=ALL):
+    for result in refused(2, train_masked, kind="FloatingPointError", said=said, by=ALL):
         assert "before the step's data" not in result.text
 
 
-def test_a_network_that_is_nan_from_the_start_is_named(refused: Refused) -> None:
-    said = f"that of step 1 is nan: {NAMES['weight']} was not finite before the step's data came in"
+def test_a_network_that_is_nan_from_the_start_is_named(late: bool, refused: Refused) -> None:
+    name = NAMES["weight"]
+    said = f"perhaps before, are {name}" if late else f": {name} was not finite before the step's data came in"
+    said = f"that of step 1 is nan.*{said}"
     job = partial(train, what="weight", at=0)
     assert_no_sample_is_blamed(refused(2, job, kind="FloatingPointError", said=said, by=ALL))
 
@@ -209,14 +208,11 @@ def test_a_network_that_is_nan_from_the_start_is_named(refused: Refused) -> None
 # -- the loss does not tell --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("what", ["variance", "average", "averaged weight"])
-def test_what_the_loss_does_not_show_is_found_at_intervals_and_at_the_end(
-    what: str, late: bool, refused: Refused
-) -> None:
+def test_what_the_loss_does_not_show_is_found_at_intervals_and_at_the_end(what: str, refused: Refused) -> None:
     for ranks in (1, 2):
         for steps, found in ((STEPS, 10), (6, 6)):
-            job = partial(train, what=what, late=late, steps=steps, run_dir=None)
+            job = partial(train, what=what, steps=steps, run_dir=None)
             said = f"must not become NaN; after step {found} {NAMES[what]} is"
             results = refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
             assert_no_sample_is_blamed(results)
@@ -240,35 +236,30 @@ def go_on(folder: str | None, rule: OnNonFinite, what: str, **keywords: Any) -> 
     return said.getvalue(), bool(what) and bool(HARMS[what](job).isnan().any())
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("rule", ["skip", "allow"])
-def test_a_loop_that_bears_it_says_it_once_and_goes_on(
-    rule: OnNonFinite, late: bool, on_ranks: OnRanks, tmp_path: Path
-) -> None:
+def test_a_loop_that_bears_it_says_it_once_and_goes_on(rule: OnNonFinite, on_ranks: OnRanks, tmp_path: Path) -> None:
     run = str(tmp_path / "run")
-    (said, is_there), _ = on_ranks(2, go_on, run, rule, "average", late=late, save_every=5)
+    (said, is_there), _ = on_ranks(2, go_on, run, rule, "average", save_every=5)
     assert is_there
     assert said.count("buffer model.2.average is NaN after step 5") == 1
     assert said.count("NaN") == 1
     assert (tmp_path / "run" / "checkpoints" / "step-00000014").is_dir()
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("rule", ["raise", "skip", "allow"])
-def test_what_is_legitimate_is_not_refused(rule: OnNonFinite, late: bool, on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_what_is_legitimate_is_not_refused(rule: OnNonFinite, on_ranks: OnRanks, tmp_path: Path) -> None:
     run = str(tmp_path / "run")
-    assert on_ranks(2, go_on, run, rule, "", late=late, save_every=4, steps=6)[0] == ("", False)
-    assert on_ranks(2, go_on, run, rule, "", late=late, save_every=4, resume=True)[0] == ("", False)  # and goes on
+    assert on_ranks(2, go_on, run, rule, "", save_every=4, steps=6)[0] == ("", False)
+    assert on_ranks(2, go_on, run, rule, "", save_every=4, resume=True)[0] == ("", False)  # and goes on
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", NAMES)
-@pytest.mark.parametrize("late", [False, True])
-def test_no_checkpoint_is_written_of_what_became_nan(what: str, late: bool, refused: Refused, tmp_path: Path) -> None:
+def test_no_checkpoint_is_written_of_what_became_nan(what: str, refused: Refused, tmp_path: Path) -> None:
     for ranks, steps in ((1, STEPS), (2, STEPS), (2, 6)):
-        job = partial(train, what=what, at=6, late=late, save_every=2, steps=steps, resume=False)
+        job = partial(train, what=what, at=6, save_every=2, steps=steps, resume=False)
         said = f"after step 6 {NAMES[what]} is: .*; no checkpoint is written of it"
         results = refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
         assert_no_sample_is_blamed(results)

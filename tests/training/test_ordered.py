@@ -17,6 +17,8 @@ import ddp_loop as dl
 from ddp_loop import networks
 from tests.support.harness import OnRanks
 
+pytestmark = pytest.mark.both_modes
+
 STEPS = 50
 CLASSES = 5
 Data = tuple[torch.Tensor, ...]
@@ -220,6 +222,7 @@ def test_the_bits_are_the_same_when_the_number_of_ranks_changes_in_mid_run(name:
 
 
 @pytest.mark.parametrize("name", JOBS)
+@pytest.mark.quick_in_both_modes
 def test_a_plain_sum_gives_other_bits_on_three_ranks(name: str, on_ranks: OnRanks) -> None:
     # Else the test above would prove nothing: it is the order that makes the bits the same.
     one, three = (on_ranks(ranks, train, name, 8, 10, ordered=False)[0] for ranks in (1, 3))

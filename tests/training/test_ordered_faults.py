@@ -16,6 +16,8 @@ from tests.support.cases import make_data
 from tests.support.harness import FAULT_S, OnRanks, caught
 from tests.support.refusals import ALL, Refused
 
+pytestmark = pytest.mark.both_modes
+
 TINY_MIB = 0.0001  # a bucket for each parameter
 
 
@@ -106,6 +108,7 @@ def unfreeze_twice() -> str:
 
 
 @pytest.mark.covers("H7")
+@pytest.mark.quick_in_both_modes
 def test_layers_unfrozen_one_after_the_other_have_the_same_bits_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
     assert len({one for ranks in (1, 2, 3) for one in on_ranks(ranks, unfreeze_twice)}) == 1
 

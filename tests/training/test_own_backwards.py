@@ -10,6 +10,8 @@ from tests.support.comparing import Tensors, distance, gradients_of, same_on_all
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 
+pytestmark = pytest.mark.both_modes
+
 SAID = (
     r"model\.\d\.\w+ (got one from another backward|was taken away or changed).*"
     r"step\.backward\(loss, more_losses=True\)"
@@ -34,6 +36,7 @@ def go_back(world: dl.World, folder: str, when: str, bucket_cap_mib: float, shar
 @pytest.mark.parametrize("shards", [None, 2, 5])
 @pytest.mark.parametrize("bucket_cap_mib", [8.0, 1e-5])
 @pytest.mark.parametrize("when", ["before", "after", "between"])
+@pytest.mark.quick_in_both_modes
 def test_a_backward_of_the_scripts_own_is_refused_with_the_remedy(
     when: str, bucket_cap_mib: float, shards: int | None, refused: Refused
 ) -> None:

@@ -15,6 +15,8 @@ from ddp_loop import networks
 from tests.support import reference
 from tests.support.harness import OnRanks
 
+pytestmark = pytest.mark.both_modes
+
 STEPS = 50
 BATCH = 6
 
@@ -121,6 +123,7 @@ def test_one_rank_gives_the_bits_of_the_plain_loop_over_50_steps(
 
 
 @pytest.mark.parametrize("bucket_cap_mib", [8.0, 0.01])
+@pytest.mark.quick_in_both_modes
 def test_gradients_have_their_parameters_strides(bucket_cap_mib: float, on_ranks: OnRanks) -> None:
     _, _, strides = on_ranks(2, train, "digits", "SGD", torch.channels_last, torch.float32, bucket_cap_mib)[0]
     model = networks.digit_classifier().to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -14,6 +14,8 @@ from tests.support.comparing import Tensors, distance, gradients_of, is_same, sa
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 
+pytestmark = pytest.mark.both_modes
+
 BOUND = 1e-12  # float64, some sums
 
 
@@ -56,6 +58,7 @@ def train_sums(shards: int | None) -> list[Tensors]:
 
 @pytest.mark.covers("J2")
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 3), (2, None), (3, None), (2, 7), (3, 7)])
+@pytest.mark.quick_in_both_modes
 def test_a_loss_that_is_a_sum_is_that_of_the_whole_mini_batch(
     ranks: int, shards: int | None, on_ranks: OnRanks
 ) -> None:

@@ -14,6 +14,8 @@ from tests.support.comparing import Tensors, distance, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import loss_of, network, samples
 
+pytestmark = pytest.mark.both_modes
+
 BOUND = 1e-12  # float64, some sums
 
 
@@ -71,6 +73,7 @@ def train_plainly(how: str, pieces: int = 1) -> Tensors:
 @pytest.mark.parametrize("at", ["before the shards", "after the step"])
 @pytest.mark.parametrize("how", ["head", "assign", "parameter"])
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 2), (2, None), (3, 7)])
+@pytest.mark.quick_in_both_modes
 def test_replaced_parameters_are_folded_like_the_ones_before(
     how: str, at: str, ranks: int, shards: int | None, on_ranks: OnRanks
 ) -> None:

@@ -18,6 +18,8 @@ from ddp_loop.training import Buffers, find_buffers
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 
+pytestmark = pytest.mark.both_modes
+
 State = dict[str, torch.Tensor]
 
 
@@ -176,6 +178,7 @@ def train_codebook(shards: int | None, between: bool) -> State:
 @pytest.mark.covers("D6")
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize(("ranks", "shards"), [(1, 2), (2, None), (3, 2), (3, 3), (1, 1)])
+@pytest.mark.quick_in_both_modes
 def test_buffers_written_through_data_are_pooled(
     ranks: int, shards: int | None, between: bool, on_ranks: OnRanks
 ) -> None:

@@ -15,6 +15,7 @@ from ddp_loop.distributed.replica_check import named_tensors
 from ddp_loop.training import Buffers, find_buffers
 from ddp_loop.training.nonfinite import IN_A_ROW, NonFiniteGuard
 from tests.support.comparing import Tensors, is_same, same_on_all
+from tests.support.device_modes import ASYNCHRONOUS, device_mode_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, samples
 
@@ -75,7 +76,7 @@ class Ran:
 
 
 def train(
-    how: str, rule: str = "skip", *, shards: int | None = None, optimizer: str = "sgd", late: bool = False,
+    how: str, rule: str = "skip", *, shards: int | None = None, optimizer: str = "sgd",
     synced: bool = False, held: bool = False, leave_out: bool = False, scaler: bool = False, bad: int = BAD,
     **keywords: Any,
 ) -> Ran:  # fmt: skip
@@ -90,7 +91,6 @@ def train(
             scale.scale(torch.zeros(()))
             state["scaler"] = scale
         loop = dl.Loop(batches, 1, state=state, progress=False, on_nonfinite=rule, **keywords)  # type: ignore[arg-type]
-        loop._guard.late = late  # what a GPU has
         ran = Ran([copies(state)])
         buffers = [id(buffer) for buffer in model.buffers()]
         for step in loop:
@@ -157,7 +157,8 @@ def test_a_device_that_nobody_waits_for_skips_the_same_step(
     optimizer: str, ranks: int, shards: int | None, on_ranks: OnRanks
 ) -> None:
     for how in ("loss", "gradient"):
-        late = on_ranks(ranks, train, how, shards=shards, optimizer=optimizer, late=True)
+        with device_mode_of(ASYNCHRONOUS):
+            late = on_ranks(ranks, train, how, shards=shards, optimizer=optimizer)
         known = on_ranks(ranks, train, how, shards=shards, optimizer=optimizer)
         for one, other in zip(late, known, strict=True):
             assert one.given == [optimizer.startswith("fused")] * 6  # told by found_inf, or waited for
@@ -168,7 +169,8 @@ def test_a_device_that_nobody_waits_for_skips_the_same_step(
 @pytest.mark.parametrize("optimizer", ["fused adam", "fused sgd"])
 def test_the_first_step_can_be_skipped_too(optimizer: str, on_ranks: OnRanks) -> None:
     # torch's fused SGD makes its momentum in the first step: skipped there, it would hold what memory held.
-    late = on_ranks(2, train, "loss", optimizer=optimizer, late=True, bad=0)
+    with device_mode_of(ASYNCHRONOUS):
+        late = on_ranks(2, train, "loss", optimizer=optimizer, bad=0)
     known = on_ranks(2, train, "loss", optimizer=optimizer, bad=0)
     for one, other in zip(late, known, strict=True):
         assert is_same(one.state[1][:6], one.state[0][:6])
@@ -183,7 +185,6 @@ def step_with_an_optimizer_of_its_own() -> tuple[bool, bool]:
         inside, outside = torch.optim.Adam([known], fused=True), torch.optim.Adam(unknown.parameters(), fused=True)
         state = {"model": unknown, "optimizer": inside}
         loop = dl.Loop(dl.Batches(torch.ones(4, 2), 4, world), 1, state=state, progress=False, on_nonfinite="skip")
-        loop._guard.late = True
         for step in loop:
             for rows in step:
                 step.backward(unknown(rows * known).mean() * math.nan)
@@ -198,23 +199,19 @@ def test_an_optimizer_that_the_loop_does_not_know_takes_no_bad_step(on_ranks: On
     assert on_ranks(2, step_with_an_optimizer_of_its_own) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("job", [{"synced": True}, {"held": True}, {"held": True, "shards": 4}])
-def test_synced_batch_norm_and_gathered_losses_are_skipped_too(
-    job: dict[str, Any], late: bool, on_ranks: OnRanks
-) -> None:
+def test_synced_batch_norm_and_gathered_losses_are_skipped_too(job: dict[str, Any], on_ranks: OnRanks) -> None:
     for how in ("loss", "gradient"):
-        for result in on_ranks(2, train, how, late=late, optimizer="fused adam", **job):
+        for result in on_ranks(2, train, how, optimizer="fused adam", **job):
             # One is right before the bad step, and the other right after it.
             assert is_same(result.state[BAD_STEP], result.state[BAD_STEP - 1])
             assert not is_same(result.state[BAD_STEP], result.state[BAD_STEP + 1])
             assert result.skipped == 1
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_with_a_scaler_only_the_loss_is_looked_at(late: bool, on_ranks: OnRanks) -> None:
+def test_with_a_scaler_only_the_loss_is_looked_at(on_ranks: OnRanks) -> None:
     for how, skipped in (("loss", 1), ("value", 1), ("gradient", 0)):
-        for result in on_ranks(2, train, how, scaler=True, late=late):
+        for result in on_ranks(2, train, how, scaler=True):
             assert result.skipped == skipped
             same = [bool(torch.equal(a, b)) for a, b in zip(result.state[2], result.state[1], strict=True)]
             assert same[:6] == [True] * 6  # parameters, which the scaler saved
@@ -222,13 +219,13 @@ def test_with_a_scaler_only_the_loss_is_looked_at(late: bool, on_ranks: OnRanks)
     assert [result.skipped for result in on_ranks(2, train, "gradient", "raise", scaler=True)] == [0, 0]
 
 
-def raise_of(world: dl.World, folder: str, how: str, late: bool, shards: int | None) -> None:
+def raise_of(world: dl.World, folder: str, how: str, shards: int | None) -> None:
     model = model_of(world)
     update = optimizer_of("adam", model)
     state = {"model": model, "optimizer": update}
     data = samples(SIZE * STEPS), torch.arange(SIZE * STEPS)
     loop = dl.Loop(dl.Batches(data, SIZE, world, shards=shards, shuffle=False), 1, state=state, progress=False)
-    loop._guard.late = late
+    late = world.accelerator.is_asynchronous
     for step in loop:
         before = copies(state)
         for rows, numbers in step:
@@ -243,13 +240,16 @@ def raise_of(world: dl.World, folder: str, how: str, late: bool, shards: int | N
 
 
 @pytest.mark.parametrize(("ranks", "shards"), [(2, None), (3, 4)])
-def test_a_gradient_that_is_no_number_is_named_on_every_rank(ranks: int, shards: int | None, refused: Refused) -> None:
-    said = r"gradients must be finite numbers; in step 2 that of model\.1\.weight is not, though the loss is, [\d.]+:"
-    refused(ranks, raise_of, "gradient", False, shards, kind="FloatingPointError", said=said, by=ALL)
-    said = r"in step 2 one is not \(model\.1\.weight is the first parameter that is not finite since\)"
-    refused(ranks, raise_of, "gradient", True, shards, kind="FloatingPointError", said=said, by=ALL)
+@pytest.mark.quick_in_both_modes
+def test_a_gradient_that_is_no_number_is_named_on_every_rank(
+    ranks: int, shards: int | None, late: bool, refused: Refused
+) -> None:
+    found = r"one is not \(model\.1\.weight is the first parameter that is not finite since\)"
+    said = f"in step 2 {found if late else r'that of model[.]1[.]weight is not'}, though the loss is, [0-9.]+:"
+    said = f"gradients must be finite numbers; {said}"
+    refused(ranks, raise_of, "gradient", shards, kind="FloatingPointError", said=said, by=ALL)
     said = "that of step 2 is nan, from shard"
-    refused(ranks, raise_of, "loss", True, shards, kind="FloatingPointError", said=said, by=ALL)
+    refused(ranks, raise_of, "loss", shards, kind="FloatingPointError", said=said, by=ALL)
 
 
 def test_a_loop_that_allows_it_takes_the_step(on_ranks: OnRanks) -> None:
@@ -297,9 +297,7 @@ def test_an_optimizer_that_is_not_told_any_more_takes_the_next_step() -> None:
     optimizer = torch.optim.Adam([weight], fused=True)
     with dl.join_world(device="cpu") as world:
         gradients = dl.Fold({}, {"weight": weight}, world, shards=1).gradients
-        guard = NonFiniteGuard(
-            "skip", lambda epoch, start, count: torch.arange(count), {"optimizer": optimizer}, late=True
-        )
+        guard = NonFiniteGuard("skip", lambda epoch, start, count: torch.arange(count), {"optimizer": optimizer})
         guard.check(torch.tensor(math.nan), gradients)
         assert vars(optimizer)["found_inf"].item() == 1
         optimizer.param_groups[0]["fused"] = False
@@ -307,12 +305,11 @@ def test_an_optimizer_that_is_not_told_any_more_takes_the_next_step() -> None:
         assert "found_inf" not in vars(optimizer)
 
 
-def never_finite(world: dl.World, folder: str, late: bool, relief: int) -> None:
+def never_finite(world: dl.World, folder: str, relief: int) -> None:
     weight = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.Adam([weight], fused=True)
     data = torch.ones(2 * 2 * IN_A_ROW)
     loop = dl.Loop(dl.Batches(data, 2, world), 1, state={"o": optimizer}, progress=False, on_nonfinite="skip")
-    loop._guard.late = late
     for step in loop:
         for rows in step:
             step.backward((rows * weight).mean() * (1.0 if step.iteration == relief else math.nan))
@@ -320,11 +317,10 @@ def never_finite(world: dl.World, folder: str, late: bool, relief: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_nobody_trains_for_ever_on_nothing(late: bool, refused: Refused) -> None:
+def test_nobody_trains_for_ever_on_nothing(refused: Refused) -> None:
     said = "not 100 in a row; step {} is the last of as many: a mini-batch's loss must be a finite number"
-    refused(2, never_finite, late, 0, kind="FloatingPointError", said=said.format(100), by=ALL)
-    refused(2, never_finite, late, 50, kind="FloatingPointError", said=said.format(150), by=ALL)
+    refused(2, never_finite, 0, kind="FloatingPointError", said=said.format(100), by=ALL)
+    refused(2, never_finite, 50, kind="FloatingPointError", said=said.format(150), by=ALL)
 
 
 def test_rows_say_which_step_was_skipped() -> None:
@@ -343,7 +339,7 @@ def test_rows_say_which_step_was_skipped() -> None:
 @pytest.mark.parametrize("optimizer", ["fused adam", "fused sgd", "adam"])
 def test_on_a_gpu_a_skipped_step_changes_no_bit(optimizer: str) -> None:
     for how in ("loss", "gradient"):
-        result = train(how, optimizer=optimizer, late=True)  # late as it is there anyway
+        result = train(how, optimizer=optimizer)
         assert is_same(result.state[BAD_STEP], result.state[BAD_STEP - 1])
         assert not is_same(result.state[BAD_STEP], result.state[BAD_STEP + 1])
         assert (result.skipped, result.given) == (1, [optimizer.startswith("fused")] * 6)

@@ -27,6 +27,8 @@ from tests.support.refusals import (
     samples,
 )
 
+pytestmark = pytest.mark.both_modes
+
 Trained = dict[str, list[float]]
 
 
@@ -74,6 +76,7 @@ def zero_gradients(where: str, shards: int | None) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("shards", [None, 6])
 @pytest.mark.parametrize("where", ["before the shards", "after the step"])
+@pytest.mark.quick_in_both_modes
 def test_zero_grad_between_the_steps_changes_nothing(where: str, shards: int | None, on_ranks: OnRanks) -> None:
     assert_close(on_ranks(2, zero_gradients, where, shards), train_usually(network()))
 

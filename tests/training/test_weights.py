@@ -19,6 +19,8 @@ from tests.support.comparing import Tensors, distance, gradients_of, same_on_all
 from tests.support.harness import OnRanks
 from tests.support.refusals import BOUND, loop_over, network, samples
 
+pytestmark = pytest.mark.both_modes
+
 LETTERS, LONGEST, SPLITS, MASKED = 7, 9, 20, -100
 
 
@@ -181,6 +183,7 @@ def weigh(shards: int | None) -> Tensors:
 
 @pytest.mark.covers("D11")
 @pytest.mark.parametrize(("ranks", "shards"), [(2, None), (3, None), (2, 6), (3, 6)])
+@pytest.mark.quick_in_both_modes
 def test_each_sample_can_have_a_weight(ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
