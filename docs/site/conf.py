@@ -153,6 +153,7 @@ def mark_code(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines
         if line.strip() and (not inside or indent <= depth):
             inside = number > 0 and not lines[number - 1].strip() and indent > depth
             if inside:
+                marked[-2:-1] = [re.sub(r"::$", ":", before) for before in marked[-2:-1]]  # marked so already
                 language = "python" if is_python(block_at(lines, number, depth)) else "text"
                 marked += [" " * depth + f".. code-block:: {language}", ""]
             else:

@@ -374,7 +374,7 @@ def main() -> int:
     """Print the report; 1 if a promise is broken."""
     with Pool(RANKS) as pool, tempfile.TemporaryDirectory() as folder:
         whole = pool.run(train, RANKS, "")[0].digest
-        print("| the disk | on_save_error | the ranks | valid checkpoints | gone on with |\n|---|---|---|---|---|")
+        print("| the disk | on_save_error | the ranks | valid checkpoints | resumed with |\n|---|---|---|---|---|")
         broken = 0
         for number, (name, disk) in enumerate(DISKS.items()):
             for policy in ("raise", "warn"):

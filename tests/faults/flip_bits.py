@@ -119,7 +119,8 @@ def main() -> int:
         bare = flip_file(folder / "state.safetensors", lambda path: load_file(path), state, said.flips, chance)
     print(f"`python -m tests.faults.flip_bits {' '.join(sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}, "
           f"torch {torch.__version__}\n")  # fmt: skip
-    print("| file | flips or cuts | seen | not seen, other numbers | not seen, same numbers |\n|---|--:|--:|--:|--:|")
+    print("| file | flips or cuts | detected | undetected, other numbers | undetected, same numbers |")
+    print("|---|--:|--:|--:|--:|")
     rows = {
         **own,
         **{f"{name}, cut short": one for name, one in short.items()},

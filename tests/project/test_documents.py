@@ -4,7 +4,9 @@ import ast
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,19 @@ from tests.support.paths import DOCS, ROOT
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+# Where prose is held to plain English; `ddp_loop/**/*.py` is checked in its strings and comments.
+SCOPES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "docs/**/*.rst")
+NO_ENGLISH = (  # another language's idiom, and machines that speak
+    *(
+        r"gone (through|on with)",
+        r"goes on (at|with)",
+        r"went on at",
+        r"behind (the|an?|it|its|each)",
+        r"in good order",
+    ),
+    *(r"(is|are|was|were|be|been) told", r"tells? each other", r"hears? of", r"los(e|es|ing) patience"),
+    *(r"nobody", r"(one|rank|process) who", r"who leaves", r"such ones", r"is another one"),
+)
 ROWS = {"A": 15, "B": 11, "C": 8, "D": 13, "E": 7, "F": 4, "G": 5, "H": 10, "I": 8, "J": 19}
 
 
@@ -63,6 +78,21 @@ def tree_in(document: str) -> dict[str, str]:
 def links_in(document: str) -> set[str]:
     """The files that a document links to; not the web, not places inside a document."""
     return {link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document) if "://" not in link}
+
+
+def prose_of(path: Path) -> str:
+    """The words of a document, or of a module's strings and comments; without line breaks."""
+    if path.suffix != ".py":
+        return " ".join(path.read_text().split())
+    with path.open("rb") as file:
+        kinds = ("STRING", "FSTRING_MIDDLE", "COMMENT")
+        tokens = [one.string for one in tokenize.tokenize(file.readline) if tokenize.tok_name[one.type] in kinds]
+    return " ".join(" ".join(tokens).replace("# ", "").split())
+
+
+def phrases_in(prose: str) -> list[str]:
+    """The phrases of `NO_ENGLISH` in a text."""
+    return [match[0] for match in re.finditer(rf"\b({'|'.join(NO_ENGLISH)})\b", prose, re.IGNORECASE)]
 
 
 CAPABILITIES = """
@@ -164,6 +194,20 @@ def test_one_item_of_the_data_has_one_name() -> None:
     word = "observ" + "ation"  # a sample is a sample, in columns, errors and documents too
     paths = [*DOCUMENTS, *TESTS, *(path for path in (ROOT / "ddp_loop").rglob("*") if path.suffix in (".py", ".js"))]
     assert [path.name for path in paths if word in path.read_text().lower() and "uplot" not in path.parts] == []
+
+
+def test_phrases_that_are_no_english_are_found(tmp_path: Path) -> None:
+    source = 'x = 1  # is gone\n# on with\ny = f"Nobody {x}, who leaves"\nnobody = "test_nobody"\n'
+    (tmp_path / "a.py").write_text(source)
+    assert phrases_in(prose_of(tmp_path / "a.py")) == ["gone on with", "Nobody", "who leaves"]
+    (tmp_path / "a.md").write_text("Ranks are told what is behind\nthe fold; a rank gets an error after it.\n")
+    assert phrases_in(prose_of(tmp_path / "a.md")) == ["are told", "behind the"]
+
+
+def test_the_prose_is_plain_english() -> None:
+    paths = [path for scope in SCOPES for path in ROOT.glob(scope)]
+    assert len(paths) > len(SCOPES)
+    assert [(path.name, phrase) for path in paths for phrase in phrases_in(prose_of(path))] == []
 
 
 def test_nothing_strays_at_the_root() -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import runpy
 from types import ModuleType
 
 import ddp_loop
@@ -26,6 +27,17 @@ def public_names_in(module: ModuleType) -> set[str]:
 def test_the_directives_of_a_page_are_read() -> None:
     page = "A\n=\n\n.. autoclass:: ddp_loop.A\n   :members: b\n.. autofunction:: ddp_loop.c\n.. note:: ddp_loop.d\n"
     assert documented_in(page) == [("class", "A"), ("function", "c")]
+
+
+def test_the_markdown_of_a_docstring_becomes_restructured_text() -> None:
+    conf = runpy.run_path(str(DOCS / "site" / "conf.py"))
+    lines = ["Shapes (n, *rest).", "", "    step.fold()", "", "    b = c", "", "Args:", "    x: one", "        thing"]
+    conf["mark_code"](None, "function", "f", None, None, lines)
+    code = [".. code-block:: python", "", "    step.fold()", "", "    b = c", ""]
+    assert lines == [r"Shapes (n, \*rest).", "", *code, "Args:", "    x: one", "        thing"]
+    formula = ["The mean::", "", "    sum_i m_i", ""]
+    conf["mark_code"](None, "function", "f", None, None, formula)
+    assert formula == ["The mean:", "", ".. code-block:: text", "", "    sum_i m_i", ""]
 
 
 def test_every_public_name_stands_in_the_reference_once() -> None:
