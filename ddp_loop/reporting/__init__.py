@@ -1,4 +1,4 @@
-"""What is told of a run: rows, throughput, the terminal, pictures at the end."""
+"""Reports of a run: rows, throughput, the terminal, pictures at the end."""
 
 from ddp_loop.reporting.exports import export
 from ddp_loop.reporting.jsonl import append_whole
