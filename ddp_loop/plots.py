@@ -1,4 +1,4 @@
-"""Pictures as files: pairs of images, differences of weights, curves of a run."""
+"""Pictures in files: pairs of images, differences of weights, curves of a run."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PAIRS_ACROSS = 4
-_POINTS = 300  # of a curve; more are drawn as means, and the range about them
-_WIDE = 100.0  # the range of values from which on they are drawn on a logarithmic scale
+_POINTS = 300  # of a curve; more are drawn as means with their range
+_WIDE = 100.0  # largest / smallest value above which the scale is logarithmic
 
 
 def pairs(
     noisy: torch.Tensor, clean: torch.Tensor, path: str | os.PathLike[str], names: tuple[str, str] = ("Noisy", "Clean")
 ) -> Path:
-    """Draw pairs of grey pictures, four pairs in a row, the noisy one on the left, and write them as PNG.
+    """Draw pairs of gray images as PNG, four pairs in a row, each with the noisy image on the left.
 
     Args:
-        noisy, clean: (n, 1, H, W) in [0, 1], or uint8; n of 1 or more.
-        path: of the file; its folder is made.
-        names: what stands above the left and the right pictures.
+        noisy, clean: shape (n, 1, H, W) with n of 1 or more, in [0, 1] or uint8.
+        path: of the file; its folder is created.
+        names: the titles of the left and the right images.
 
     Returns:
         The path.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: pictures of other shapes.
+        ValueError: the images have other shapes.
     """
     if noisy.shape != clean.shape or noisy.dim() != 4 or noisy.shape[1] != 1 or not len(noisy):
         raise ValueError(
-            "pairs are drawn of two sets of grey pictures, (n, 1, H, W) with n of 1 or more; got "
-            f"{tuple(noisy.shape)} and {tuple(clean.shape)}: take the first ones of both, such as noisy[:8], clean[:8]"
+            "noisy and clean must have one shape, (n, 1, H, W) with n of 1 or more; got "
+            f"{tuple(noisy.shape)} and {tuple(clean.shape)}. Pass as many of each, such as noisy[:8] and clean[:8]."
         )
     across = min(_PAIRS_ACROSS, len(noisy))
     down = -(-len(noisy) // across)
@@ -59,7 +59,7 @@ def pairs(
 
 
 def _side_by_side(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """(n, 1, H, W) twice -> (n, H, 2 W + 1), between them a column of NaN, which is not drawn."""
+    """Join images, (n, 1, H, W) each, to (n, H, 2 W + 1), with a column of NaN between them, which is not drawn."""
     pictures = [part.detach().cpu() for part in (left, right)]
     pictures = [part / 255 if part.dtype == torch.uint8 else part.float() for part in pictures]
     return torch.cat([pictures[0], torch.full_like(pictures[0][..., :1], math.nan), pictures[1]], dim=3).squeeze(1)
@@ -68,25 +68,23 @@ def _side_by_side(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def differences(
     values: torch.Tensor, path: str | os.PathLike[str], *, title: str = "", reach: float | None = None
 ) -> Path:
-    """Draw a bar for each difference between the weights of two networks, and write the picture as PNG.
+    """Draw a bar for each difference between the weights of two networks, as PNG.
 
     Args:
-        values: of any shape, drawn in order, numbered from 1.
-        path: of the file; its folder is made.
-        title: stands above.
-        reach: the picture goes from -reach to reach, for two that are to be compared; by default as far as needed.
+        values: of any shape, drawn in order and numbered from 1.
+        path: of the file; its folder is created.
+        title: of the picture.
+        reach: the axis goes from -reach to reach, to compare pictures; by default it fits the values.
 
     Returns:
         The path.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: no values.
+        ValueError: there are no values.
     """
     if not values.numel():
-        raise ValueError(
-            "differences are drawn of one value or more; got none: give one network's weights less another's"
-        )
+        raise ValueError("There are no differences to draw. Pass one network's weights minus another's.")
     figure = _make_figure(width=8, height=4)
     axes = figure.add_subplot()
     axes.bar(range(1, values.numel() + 1), values.detach().flatten().cpu().double().numpy())
@@ -106,7 +104,7 @@ class Panel:
 
     Attributes:
         iterations, values: of the rows, in order.
-        evaluated_at, evaluated: of the evaluations.
+        evaluated_at, evaluated: iterations and values of the evaluations.
     """
 
     iterations: Sequence[float]
@@ -116,24 +114,24 @@ class Panel:
 
 
 def curves(panels: Mapping[str, Panel], path: str | os.PathLike[str], *, title: str = "") -> Path:
-    """Draw a curve in a panel of its own for each value of a run, the panels below each other.
+    """Draw each value of a run in a panel of its own, one below the other.
 
-    Of more than 300 rows the curve has the means of neighbours, and lies in the band of their least and largest.
+    Of more than 300 rows, neighbors are averaged, and a band shows their smallest and largest value.
 
     Args:
         panels: by name.
-        path: of the file, .svg or .png; its folder is made.
-        title: stands above.
+        path: of the file, .svg or .png; its folder is created.
+        title: of the picture.
 
     Returns:
         The path.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: no panels.
+        ValueError: there are no panels.
     """
     if not panels:
-        raise ValueError("curves are drawn of one value or more; got none: give {name: Panel(iterations, values)}")
+        raise ValueError("There are no curves to draw. Pass {name: Panel(iterations, values)}.")
     figure = _make_figure(width=8, height=3.2 * len(panels) + 0.3)
     figure.suptitle(title)
     for number, (name, panel) in enumerate(panels.items(), 1):
@@ -163,7 +161,7 @@ Values = npt.NDArray[np.float64]
 
 
 def _thinned(at: Values, values: Values) -> tuple[Values, Values, Values, Values]:
-    """Neighbours put together, so that at most `_POINTS` are left: where, their mean, the least, the largest."""
+    """Merge neighbors to at most `_POINTS` points: position, mean, smallest and largest value."""
     each = -(-len(values) // _POINTS)
     starts = np.arange(0, len(values), each)
     counts = np.diff([*starts, len(values)])
@@ -173,24 +171,22 @@ def _thinned(at: Values, values: Values) -> tuple[Values, Values, Values, Values
 
 
 def close_fonts() -> None:
-    """Close the files of the fonts that matplotlib keeps open for the next picture."""
+    """Close the font files that matplotlib keeps open for the next picture."""
     from matplotlib import font_manager, mathtext
 
     with suppress(AttributeError):  # these have no public names
         font_manager._get_font.cache_clear()  # type: ignore[attr-defined]
         mathtext.MathTextParser._parse_cached.cache_clear()  # type: ignore[attr-defined]
-    gc.collect()  # a figure holds itself, and the fonts
+    gc.collect()  # a figure has a reference cycle, and refers to the fonts
 
 
 def _make_figure(width: float, height: float) -> Figure:
-    """A figure of this size in inches, of Agg alone: pyplot would keep it, and may want a screen."""
+    """Return a figure of this size in inches, drawn by Agg: pyplot would keep it, and may need a screen."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            'pictures are drawn by matplotlib, which is missing: pip install "ddp_loop[digits]"'
-        ) from error
+        raise ImportError('Pictures need matplotlib. Install it: pip install "ddp_loop[digits]"') from error
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -1,8 +1,8 @@
-"""Places that rows are written to: plain callables for `Loop(on_row=...)`, made on every rank, called on rank 0.
+"""Sinks write rows elsewhere: callables for `Loop(on_row=...)`, created on every rank, called on rank 0.
 
-A sink is called with each row, a dict of numbers. If it has a `flush`, that is called before each checkpoint, and its
-`close` when the loop ends. Nothing is opened before the first row, whose iteration says where a run begins or goes on:
-what stood there from it on is made again.
+A sink is called with each row, a dict of numbers. Its `flush`, if it has one, is called before each checkpoint, and its
+`close` when the loop ends. A sink opens its files at the first row. That row's iteration is where the run starts or
+resumes; later rows in the files are replaced.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class _Csv:
             self.flush()
 
     def _open(self, first: int) -> None:
-        """Keep the rows of steps before the first one."""
+        """Keep the rows of earlier steps."""
         rows = [row for row in read_csv(self._path) if float(row["iteration"]) < first] if first > 1 else []
         self._rewrite(tuple(rows[0]) if rows else (), rows)
 
     def _other(self, row: Row) -> str:
-        """The line of a row that has not all that the head names, or more; then the head gets these names too."""
+        """Format a row whose names differ from the header's; new names are added to the header."""
         new = [name for name in row if name not in self._names]
         if new:
             self.flush()
@@ -73,14 +73,14 @@ class _Csv:
         self._file, self._names = self._path.open("ab", buffering=0), names
 
     def flush(self) -> None:
-        """Write what has come."""
+        """Write the rows so far."""
         self._flushed = time.monotonic()
         if self._file is not None and self._lines:
             append_whole(self._file, ("\n".join(self._lines) + "\n").encode(), self._file.seek(0, os.SEEK_END))
             self._lines = []
 
     def close(self) -> None:
-        """Write what is still to be written."""
+        """Write the rows so far, and close the file."""
         try:
             self.flush()
         finally:
@@ -93,18 +93,18 @@ class _Csv:
 
 
 def csv_sink(path: str | os.PathLike[str]) -> _Csv:
-    """Write each row as a line of CSV, under a head of names; what a row lacks is empty.
+    """Write each row as a line of CSV under a header of names; missing values are empty.
 
-    A run that goes on appends to its own file. One that begins replaces a file that is there.
+    A resumed run appends to its own file. A new run replaces an existing file.
 
     Args:
-        path: of the file; its folder is made.
+        path: of the file; its folder is created.
     """
     return _Csv(Path(path))
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """The whole lines of such a file, by name; none if it is not there."""
+    """Read the whole lines of such a file, by name; none if it is missing."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
@@ -142,13 +142,13 @@ class _TensorBoard:
         self._means, self._written = WeightedMeans(), time.monotonic()
 
     def flush(self) -> None:
-        """Write what has come."""
+        """Write the rows so far."""
         if self._writer is not None:
             self._write(self._writer)
             self._writer.flush()
 
     def close(self) -> None:
-        """Write what is still to be written."""
+        """Write the rows so far, and close the file."""
         if self._writer is not None:
             self._write(self._writer)
             self._writer.close()
@@ -156,15 +156,15 @@ class _TensorBoard:
 
 
 def tensorboard_sink(folder: str | os.PathLike[str], every_s: float = 1.0) -> _TensorBoard:
-    """Write points for TensorBoard: each row where steps take longer than `every_s`, else the mean of the rows since.
+    """Write points for TensorBoard, each the mean of the rows since the last point.
 
     Args:
-        folder: `tensorboard --logdir` is given it, or one above.
-        every_s: the least number of seconds from one point to the next; 0 for a point for each row, some 0.2 ms each.
+        folder: the `--logdir` of tensorboard, or a folder in it.
+        every_s: seconds between two points, at least; 0 writes a point for each row, which takes some 0.2 ms.
 
     Raises:
         ImportError: tensorboard is missing.
     """
     if importlib.util.find_spec("tensorboard") is None:
-        raise ImportError('points are written by tensorboard, which is missing: pip install "ddp_loop[tensorboard]"')
+        raise ImportError('tensorboard_sink needs tensorboard. Install it: pip install "ddp_loop[tensorboard]"')
     return _TensorBoard(Path(folder), every_s)

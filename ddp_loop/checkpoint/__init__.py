@@ -1,4 +1,4 @@
-"""Checkpoints: when they are made, how they come to the disk whole, and how a run goes on from one."""
+"""Checkpoints: when they are saved, how they reach the disk whole, and how a run resumes from one."""
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
 from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, OnSaveError

@@ -1,4 +1,4 @@
-"""A nested state as JSON values beside tensors, and back: no pickle, no class looked up by name. See [Note: Tags]."""
+"""A nested state as JSON and tensors, and back, without pickle or classes looked up by name. See [Note: Tags]."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ import torch
 
 from ddp_loop.accelerators import accelerator_of
 
-# [Note: Tags] None, booleans, words, finite floats, integers of 64 bits and lists stand for themselves. All else is an
-# object with one key, its tag: {"dict": [[key, value], ...]}, {"tensor": [name, dtype, shape, strides]}. Only the tags
-# of `_Deserializer.READERS` are understood, so that reading makes values of a fixed set of types, whatever a file says.
+# [Note: Tags] None, booleans, strings, finite floats, 64-bit integers and lists stand for themselves. Other values are
+# objects with one key, the tag: {"dict": [[key, value], ...]}, {"tensor": [name, dtype, shape, strides]}. Only the tags
+# of `_Deserializer.READERS` are read, so a file can produce values of a fixed set of types only.
 
 LEVELS = 100  # of nesting; Python's own stack ends at 1,000 frames
 JSON_LEVELS = 4 * LEVELS + 10  # a level of the state takes up to 4 of JSON
 NAME_LETTERS = 200
 
-# What tensors lie in a file as; others are bytes there. These are what every version of safetensors knows.
+# The dtypes that every version of safetensors knows; tensors of other dtypes are stored as bytes.
 NATIVE = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
-REMEDY = "give the object a state_dict of plain values (numbers, words, lists, dicts, tensors), or leave it out"
+_TOO_DEEP = f"has more than {LEVELS} levels"
+
+REMEDY = "Give the object a state_dict of plain values (numbers, strings, lists, dicts, tensors), or leave it out"
 
 
 @dataclass(frozen=True, eq=False)
 class SerializedState:
-    """A state taken apart.
+    """A serialized state.
 
     Attributes:
         structure: JSON values; see [Note: Tags].
-        tensors: by name; each contiguous, of a dtype in NATIVE, where its values lie: it shares the state's memory.
+        tensors: by name, each contiguous and of a dtype in NATIVE; they share the state's memory.
     """
 
     structure: Any
@@ -49,63 +51,63 @@ class SerializedState:
 
 
 def to_tree(state: object) -> SerializedState:
-    """Take a state apart, without a copy of its tensors where they are dense.
+    """Serialize a state; dense tensors are not copied.
 
-    A tensor that comes several times is taken once. One that is a slice or expanded is taken as its values. Parameters
-    are taken as tensors.
+    A tensor that occurs several times is stored once. Slices and expanded tensors are stored as their values,
+    parameters as tensors.
 
     Raises:
-        TypeError: something in it is of no type that can be packed; its path is named.
-        ValueError: it is nested deeper than LEVELS.
+        TypeError: a value's type cannot be serialized; the message has its path.
+        ValueError: the state is nested deeper than LEVELS.
     """
-    packer = _Serializer()
+    serializer = _Serializer()
     try:
-        structure = packer.pack(state, "state", 0)
+        structure = serializer.pack(state, "state", 0)
     except RecursionError as error:
-        raise ValueError(_too_deep("the state")) from error
-    return SerializedState(structure, packer.tensors)
+        raise _too_deep("The state") from error
+    return SerializedState(structure, serializer.tensors)
 
 
 def from_tree(packed: SerializedState) -> Any:
-    """The state again, its tensors on the CPU, sharing memory with those of `packed`.
+    """Restore a state; its tensors are on the CPU and share memory with those of `packed`.
 
     Raises:
-        ValueError: `packed` is not what `to_tree` makes.
+        ValueError: `packed` is not a result of `to_tree`.
     """
-    unpacker = _Deserializer(packed.tensors)
+    deserializer = _Deserializer(packed.tensors)
     try:
-        state = unpacker.unpack(packed.structure, 0)
-        unpacker.check_all_used()
+        state = deserializer.unpack(packed.structure, 0)
+        deserializer.check_all_used()
     except ValueError:
         raise
-    except Exception as error:  # whatever a bad file leads to is one thing: a bad file
-        raise ValueError(f"a packed state has the form that to_tree makes; {type(error).__name__}: {error}") from error
+    except Exception as error:  # a damaged file can raise anything
+        raise ValueError(f"is malformed ({type(error).__name__}: {error})") from error
     return state
 
 
 def parse(data: bytes) -> Any:
-    """JSON read strictly: UTF-8, no key twice, no NaN, at most JSON_LEVELS deep.
+    """Parse strict JSON: UTF-8, no repeated key, no NaN, at most JSON_LEVELS deep.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the data is anything else.
     """
     text = data.decode("utf-8")
     if _nesting(text) > JSON_LEVELS:
-        raise ValueError(_too_deep("the JSON"))
+        raise ValueError(_TOO_DEEP)
     try:
         return json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_no_constant)
     except RecursionError as error:
-        raise ValueError(_too_deep("the JSON")) from error
+        raise ValueError(_TOO_DEEP) from error
 
 
 class StagingBuffers:
-    """Copies of packed states in memory that is used again: the pages of fresh memory cost more than the copy."""
+    """Copies serialized states into memory that it reuses: mapping fresh pages takes longer than the copy."""
 
     def __init__(self) -> None:
         self._memory: dict[str, torch.Tensor] = {}
 
     def copy(self, packed: SerializedState) -> SerializedState:
-        """The same structure, the tensors copied to the CPU; what the last call returned is overwritten."""
+        """Copy the tensors to the CPU; this overwrites the result of the last call."""
         memory = {}
         pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for name, tensor in packed.tensors.items():
@@ -126,17 +128,17 @@ class StagingBuffers:
 
 
 class _Serializer:
-    """Packs values, and gathers their tensors."""
+    """Converts values to JSON, and collects their tensors."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._known: dict[tuple[Any, ...], Any] = {}
-        self._held: list[torch.Tensor] = []  # while a tensor lives, its address is its own
+        self._held: list[torch.Tensor] = []  # as long as a tensor lives, no other has its address
 
     def pack(self, value: Any, path: str, level: int) -> Any:
-        """A value as JSON."""
+        """Convert a value to JSON."""
         if level > LEVELS:
-            raise ValueError(_too_deep(f"{path[:NAME_LETTERS]}..."))
+            raise _too_deep(f"{path[:NAME_LETTERS]}...")
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
@@ -152,7 +154,9 @@ class _Serializer:
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
             return {"number": [value.dtype.str, value.tobytes().hex()]}
         if isinstance(value, torch.Tensor):
-            raise _unknown(value, path, "only dense tensors of torch's own class are known: keep its dense values")
+            raise _unknown(
+                value, path, "Only dense tensors of torch's own classes can be stored. Store its dense values"
+            )
         raise _unknown(value, path, REMEDY)
 
     def _each(self, values: Iterable[Any], path: str, level: int) -> list[Any]:
@@ -162,19 +166,19 @@ class _Serializer:
         pairs = []
         for key, one in value.items():
             if isinstance(key, torch.Tensor):
-                raise _unknown(key, f"{path} (a key)", "let the keys be numbers or words")
+                raise _unknown(key, f"{path} (a key)", "Use numbers or strings as keys")
             where = f"{path}.{key if type(key) is str else repr(key)}"
             pairs.append([self.pack(key, f"{where} (the key)", level + 1), self.pack(one, where, level + 1)])
         return pairs
 
     def _ordered(self, value: OrderedDict[Any, Any], path: str, level: int) -> Any:
-        # A module's state_dict carries the versions of its parts in this attribute; load_state_dict asks for it.
+        # A module's state_dict has the versions of its parts in this attribute; load_state_dict needs it.
         extra = getattr(value, "_metadata", None)
         return {"ordered": [self._pairs(value, path, level), self.pack(extra, f"{path}._metadata", level + 1)]}
 
     def _tensor(self, value: torch.Tensor, path: str, level: int) -> Any:
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            raise _unknown(value, path, "only dense tensors with values are known: keep its dense values")
+            raise _unknown(value, path, "Only dense tensors with values can be stored. Store its values")
         tensor = value.detach()
         place = (tensor.device, tensor.data_ptr() or path, tensor.is_conj(), tensor.is_neg())
         form = (*place, tensor.dtype, tensor.shape, tensor.stride())
@@ -182,8 +186,8 @@ class _Serializer:
             self._held.append(tensor)
             try:
                 self._known[form] = self._stored(tensor.resolve_conj().resolve_neg(), path)
-            except RuntimeError as error:  # of the types below a byte torch copies none
-                raise _unknown(value, path, f"its values cannot be read ({error})") from error
+            except RuntimeError as error:  # torch cannot copy types smaller than a byte
+                raise _unknown(value, path, f"Its values cannot be read ({error})") from error
         return {"tensor": self._known[form]}
 
     def _stored(self, tensor: torch.Tensor, path: str) -> list[Any]:
@@ -197,17 +201,17 @@ class _Serializer:
 
     def _array(self, value: np.ndarray[Any, Any], path: str, level: int) -> Any:
         if value.dtype.kind not in "biufc":
-            raise _unknown(value, path, f"of its elements, {value.dtype}, only numbers are known: {REMEDY}")
+            raise _unknown(value, path, f"Its elements, {value.dtype}, are not numbers. {REMEDY}")
         by_columns = value.flags.f_contiguous and not value.flags.c_contiguous
         lines = np.array(value.T if by_columns else value, order="C").reshape(-1).view(np.uint8)
         name = self._name(path, torch.from_numpy(lines))
         return {"array": [name, value.dtype.str, list(value.shape), "F" if by_columns else "C"]}
 
     def _name(self, path: str, stored: torch.Tensor) -> str:
-        """Keep a tensor under a name of its own: its path, in letters that a file can have."""
+        """Store a tensor under a unique name: its path, in characters that a file can have."""
         base = path.removeprefix("state.")[:NAME_LETTERS].encode("utf-8", "replace").decode()
         name, number = base, 1
-        while name in self.tensors or name == "__metadata__":  # safetensors' own word
+        while name in self.tensors or name == "__metadata__":  # reserved by safetensors
             number += 1
             name = f"{base}#{number}"
         self.tensors[name] = stored
@@ -233,7 +237,7 @@ class _Serializer:
 
 
 class _Deserializer:
-    """Makes values of JSON and tensors."""
+    """Restores values from JSON and tensors."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -241,9 +245,9 @@ class _Deserializer:
         self._made: dict[str, torch.Tensor] = {}
 
     def unpack(self, value: Any, level: int) -> Any:
-        """The value that JSON stands for."""
+        """Restore a value from JSON."""
         if level > LEVELS:
-            raise ValueError(_too_deep("the packed state"))
+            raise ValueError(_TOO_DEEP)
         if isinstance(value, list):
             return [self.unpack(one, level + 1) for one in value]
         if not isinstance(value, dict):
@@ -251,18 +255,18 @@ class _Deserializer:
         ((tag, inside),) = value.items() if len(value) == 1 else (("", None),)
         reader = self.READERS.get(tag)
         if reader is None:
-            raise ValueError(f"a packed value has one of the tags {', '.join(self.READERS)}; got {str(value)[:60]}")
+            raise ValueError(f"has a value with none of the tags {', '.join(self.READERS)}: {str(value)[:60]}")
         return reader(self, inside, level)
 
     def check_all_used(self) -> None:
-        """Raise ValueError if there are tensors that the structure does not name."""
+        """Raise ValueError if the structure leaves out a tensor."""
         if more := set(self._tensors) - self._used:
-            raise ValueError(f"each tensor has a place in the structure; {sorted(more)[0][:NAME_LETTERS]} has none")
+            raise ValueError(f"has no place for the tensor {sorted(more)[0][:NAME_LETTERS]}")
 
     def _pairs(self, value: Any, level: int) -> dict[Any, Any]:
         made = {self.unpack(key, level + 1): self.unpack(one, level + 1) for key, one in _a_list(value)}
         if len(made) != len(value):
-            raise ValueError("a packed dict has each key once; one came twice")
+            raise ValueError("has a dict with a key twice")
         return made
 
     def _each(self, value: Any, level: int) -> list[Any]:
@@ -275,12 +279,12 @@ class _Deserializer:
         if isinstance(extra, dict):
             made._metadata = extra  # type: ignore[attr-defined]
         elif extra is not None:
-            raise ValueError("the metadata of a state_dict are a dict")
+            raise ValueError("has metadata of a state_dict that are not a dict")
         return made
 
     def _taken(self, name: Any) -> torch.Tensor:
         if name not in self._tensors:
-            raise ValueError(f"a packed state names tensors that are there; {str(name)[:NAME_LETTERS]} is not")
+            raise ValueError(f"names a missing tensor, {str(name)[:NAME_LETTERS]}")
         self._used.add(name)
         return self._tensors[name].detach().to("cpu")
 
@@ -295,14 +299,14 @@ class _Deserializer:
         shape, strides = [*map(_size, shape)], [*map(_size, strides)]
         if stored.dtype != dtype or math.prod(shape) != stored.numel() or not _is_dense(shape, strides):
             form = f"{word} of shape {shape} and strides {strides}"
-            raise ValueError(f"{name[:NAME_LETTERS]} must be {form}; it is {tuple(stored.shape)} {stored.dtype}")
+            raise ValueError(f"has {name[:NAME_LETTERS]} as {form}; it is {tuple(stored.shape)} {stored.dtype}")
         made = self._made[key] = stored.reshape(-1).as_strided(shape, strides)
         return made
 
     def _array(self, value: Any, level: int) -> Any:
         name, word, shape, order = value
         if order not in ("C", "F"):
-            raise ValueError(f"an array's order is C or F; got {order}")
+            raise ValueError(f"has an array of order {order} instead of C or F")
         flat = self._taken(name).numpy().view(_number_type(word))
         shape = [*map(_size, shape)]
         return flat.reshape(shape) if order == "C" else flat.reshape(shape[::-1]).T
@@ -333,13 +337,13 @@ class _Deserializer:
 
 
 def _order(shape: Iterable[int], strides: Iterable[int]) -> list[int]:
-    """The dimensions from the widest stride to the narrowest; those of one element first, as they say nothing."""
+    """Sort the dimensions by falling stride; those of one element, whose strides mean nothing, come first."""
     forms = list(zip(shape, strides, strict=True))
     return sorted(range(len(forms)), key=lambda one: (forms[one][0] != 1, -forms[one][1]))
 
 
 def _is_dense(shape: list[int], strides: list[int]) -> bool:
-    """Whether each element has a place of its own, and no place is left out."""
+    """Whether elements neither overlap nor leave gaps."""
     expected = 1
     for one in reversed(_order(shape, strides)):
         if shape[one] != 1 and strides[one] != expected and 0 not in shape:
@@ -350,34 +354,34 @@ def _is_dense(shape: list[int], strides: list[int]) -> bool:
 
 def _size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
-        raise ValueError(f"a size is a whole number, 0 or more; got {str(value)[:60]}")
+        raise ValueError(f"has a size that is not a whole number of at least 0: {str(value)[:60]}")
     return value
 
 
 def _a_list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"a packed nest is a list; got {str(value)[:60]}")
+        raise ValueError(f"has {str(value)[:60]} instead of a list")
     return value
 
 
 def _number_type(word: Any) -> np.dtype[Any]:
     if not re.fullmatch(r"[<>|][biufc][0-9]{1,2}", word):
-        raise ValueError(f"an array's elements are numbers; got {word[:60]}")
+        raise ValueError(f"has an array of {word[:60]} instead of numbers")
     number: np.dtype[Any] = np.dtype(word)
     return number
 
 
 def _unknown(value: object, path: str, remedy: str) -> TypeError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    return TypeError(f"a state is made of plain values and tensors; {path} is a {kind}: {remedy}")
+    return TypeError(f"{path} is a {kind}, which a checkpoint cannot store. {remedy}.")
 
 
-def _too_deep(what: str) -> str:
-    return f"a state has at most {LEVELS} levels; {what} has more, or contains itself: make it flatter"
+def _too_deep(what: str) -> ValueError:
+    return ValueError(f"{what} {_TOO_DEEP}, or contains itself. Make it flatter.")
 
 
 def _nesting(text: str) -> int:
-    """How deep brackets nest in JSON; linear in its length also where it is no JSON."""
+    """Return how deep brackets nest, in linear time also if the text is not JSON."""
     level = deepest = 0
     for found in re.finditer(r'"(?:[^"\\]++|\\.)*+"?|[][{}]', text, re.DOTALL):
         mark = found[0]
@@ -392,9 +396,9 @@ def _nesting(text: str) -> int:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("an object of JSON has each key once; one came twice")
+        raise ValueError("has an object with a key twice")
     return made
 
 
 def _no_constant(word: str) -> Any:
-    raise ValueError(f"JSON has no word {word}")
+    raise ValueError(f"has {word}, which is not JSON")

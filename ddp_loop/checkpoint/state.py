@@ -1,4 +1,4 @@
-"""The job's state as plain values, and live objects made what those say."""
+"""The job's state as plain values, and its return to the live objects."""
 
 from __future__ import annotations
 
@@ -93,23 +93,23 @@ class JobState:
 
 
 def check_restorable(state: Mapping[str, object]) -> None:
-    """Raise TypeError unless everything in the state can be kept and put back."""
+    """Raise TypeError unless every object of the state can be saved and restored."""
     for name, value in state.items():
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             continue
         if not isinstance(value, MutableMapping):
             raise TypeError(
-                "a checkpoint keeps what has state_dict and load_state_dict, and dicts of plain values; "
-                f"state[{name!r}] is a {type(value).__name__}: give it these, put it into a dict, or leave run_dir= out"
+                f"state[{name!r}] is a {type(value).__name__}, which a checkpoint cannot keep. Give it state_dict and "
+                "load_state_dict, put it into a dict, or remove run_dir=."
             )
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Where this process's generators are: Python's, NumPy's, torch's."""
+    """Return the state of the generators of Python, NumPy and torch."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, numbers, left = random.getstate()
     state = {
-        "python": [version, np.array(numbers, dtype=np.uint32), left],  # an array: 625 values take 0.5 ms as JSON
+        "python": [version, np.array(numbers, dtype=np.uint32), left],  # as JSON, the 625 values would take 0.5 ms
         "numpy": [str(kind), np.asarray(keys), int(position), int(has_gauss), float(gauss)],
         "torch": torch.get_rng_state(),
     }
@@ -119,7 +119,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put the generators there."""
+    """Restore the state of the generators."""
     version, numbers, left = state["python"]
     random.setstate((version, tuple(numbers.tolist()), left))
     np.random.set_state(tuple(state["numpy"]))
@@ -130,23 +130,23 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
 
 def restore(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:
-    """Make the live objects of `state` what `kept` says, to the bit.
+    """Restore the live objects of `state` from `kept`, to the bit.
 
     Raises:
-        ValueError: other names, or what does not fit an object.
+        ValueError: names differ, or a value does not fit its object.
     """
     if state.keys() != kept.keys():
         raise ValueError(
-            f"the state must have the names that the checkpoint has; it has {sorted(state)}, the checkpoint "
-            f"{sorted(kept)}: give Loop the same state=, or begin anew (resume=False)"
+            f"state= has the names {sorted(state)}, the checkpoint {sorted(kept)}. Pass the same names, or "
+            "resume=False to start over."
         )
     for name, value in state.items():
         try:
             _restore(value, kept[name])
         except Exception as error:
             raise ValueError(
-                f"what the checkpoint keeps must fit the state; {name!r} does not take it ({type(error).__name__}: "
-                f"{error}): build it as it was, or begin anew (resume=False)"
+                f"state[{name!r}] does not fit the checkpoint ({type(error).__name__}: {error}). Build it as before, "
+                "or pass resume=False to start over."
             ) from error
 
 
@@ -156,7 +156,7 @@ def _restore(value: Any, kept: Any) -> None:
         value.load_state_dict(kept)
         for number, group in enumerate(value.param_groups):
             if missing := sorted(needed - group.keys()):
-                raise ValueError(f"it is a {type(value).__name__}, whose group {number} needs {missing}")
+                raise ValueError(f"group {number} of this {type(value).__name__} needs {missing}")
         _keep_bits(value, kept)
     elif hasattr(value, "load_state_dict"):
         value.load_state_dict(kept)
@@ -165,7 +165,7 @@ def _restore(value: Any, kept: Any) -> None:
 
 
 def _fill(own: MutableMapping[Any, Any], kept: Mapping[Any, Any]) -> None:
-    """Make a dict what `kept` says; the dicts and lists in it stay those that the script may hold."""
+    """Restore a dict in place, as well as the dicts and lists in it, which the script may refer to."""
     filled = {key: _filled(own.get(key), one) for key, one in kept.items()}
     own.clear()
     own.update(filled)
@@ -184,23 +184,23 @@ def _filled(own: Any, kept: Any) -> Any:
 
 
 def _keep_bits(optimizer: Optimizer, kept: Mapping[str, Any]) -> None:
-    """Undo what `load_state_dict` converts: it gives the state of a bfloat16 parameter in float32 that dtype too."""
+    """Undo the casts of `load_state_dict`: it gives an optimizer's float32 state the dtype of a bfloat16 parameter."""
     pairs = zip(optimizer.param_groups, kept["param_groups"], strict=True)
     numbers = {
         number: one for group, saved in pairs for one, number in zip(group["params"], saved["params"], strict=True)
     }
     for number, saved in kept["state"].items():
-        place = numbers.get(number, number)  # what belongs to no parameter has a name of its own
+        place = numbers.get(number, number)  # a key that belongs to no parameter stays
         optimizer.state[place] = _with_bits(optimizer.state[place], saved)
 
 
 def _with_bits(now: Any, saved: Any) -> Any:
-    """`now` with the dtypes and strides of `saved`, whose memory it does not share."""
+    """Return `now` with the dtypes and strides of `saved`, without sharing its memory."""
     if isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
         if (now.dtype, now.stride()) != (saved.dtype, saved.stride()):
             return saved.to(now.device, copy=True)
         shared = now.untyped_storage().data_ptr() == saved.untyped_storage().data_ptr()
-        return saved.clone() if shared else now  # what was read is read again by others
+        return saved.clone() if shared else now  # others may still read `saved`
     if isinstance(now, dict) and isinstance(saved, Mapping):
         now.update({key: _with_bits(now[key], one) for key, one in saved.items() if key in now})
     elif type(now) in (list, tuple) and isinstance(saved, list | tuple) and len(now) == len(saved):

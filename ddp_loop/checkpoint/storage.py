@@ -313,10 +313,9 @@ def _refusing(path: Path) -> Iterator[None]:
         yield
     except CorruptCheckpoint:
         raise
-    except ValueError as error:
-        raise CorruptCheckpoint(path, f"{error}") from error
     except Exception as error:
-        raise CorruptCheckpoint(path, f"cannot be read ({type(error).__name__}: {error})") from error
+        what = f"{error}" if type(error) is ValueError else f"cannot be read ({type(error).__name__}: {error})"
+        raise CorruptCheckpoint(path, what) from error
 
 
 def _checked(content: Any, run_id: str, iteration: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The page that shows runs while they go on: a process of its own that reads run folders."""
+"""The monitor: a page with the curves of runs, served by a process of its own that reads their folders."""
 
 from ddp_loop.monitor.server import serve, start_page
 

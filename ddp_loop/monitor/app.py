@@ -1,4 +1,4 @@
-"""The web application of the page: a fixed list of files and runs, behind access control."""
+"""The web application of the monitor: fixed files and runs, behind access control."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 
 from ddp_loop.monitor.run_view import RunView
 
-# [Note: The gate] Any page that a browser on this machine has open can send requests to 127.0.0.1, and so can all users
-# of the machine. Therefore every request must name this server as its Host (a foreign name that resolves to 127.0.0.1
-# does not), come from no other origin, and, for all that is of a run, have the token in a header: a form, an image or a
-# link cannot set one, and no answer allows another origin to. The token is in the part of the address behind #, which
-# browsers do not send. The files of the page itself are the same for everybody and need no token. GET changes nothing;
-# the one POST is Stop. Runs and files are looked up in lists made at the start, so no name leads elsewhere.
+# [Note: The gate] Any page in a browser on this machine, and any user of the machine, can send requests to 127.0.0.1.
+# Every request must therefore name this server as its Host, which a foreign name that resolves to 127.0.0.1 does not,
+# and must come from no other origin. Requests for a run must also have the token in a header: a form, an image or a
+# link cannot set one, and no answer allows another origin to. The token follows the # of the address, which browsers
+# do not send. The page's own files are public and need no token. GET changes nothing; the only POST is Stop. Runs and
+# files are looked up in lists that are made at the start, so a request cannot name anything else.
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -27,7 +27,7 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 TOKEN_HEADER = "x-monitor-token"
-BODY_BYTES = 1024  # no request has a body
+BODY_BYTES = 1024  # of a request; none needs a body
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -40,14 +40,14 @@ HEADERS = {
 
 
 class AccessControl:
-    """Refuses what is not this page's own, and gives every answer its headers.
+    """Refuses foreign requests, and adds headers to every answer; see [Note: The gate].
 
     Args:
-        app: behind it.
-        token: that requests for a run must have.
-        hosts: names that the server answers to, without the port; an address that was connected to is one too.
-        port: that the server listens at.
-        free: paths that are the same for everybody, and need no token.
+        app: gets the other requests.
+        token: required for requests for a run.
+        hosts: the server's names, without the port; the address of the connection is allowed too.
+        port: of the server.
+        free: public paths, which need no token.
     """
 
     def __init__(self, app: App, token: str, hosts: Sequence[str], port: int, free: Collection[str]) -> None:
@@ -73,38 +73,38 @@ class AccessControl:
         status, why = refused
         body = why.encode()
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-        headers.append((b"connection", b"close"))  # whatever else the client wants to send is not read
+        headers.append((b"connection", b"close"))  # the rest of the request is not read
         await send_with_headers({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     def check(self, scope: Message) -> tuple[int, str] | None:
-        """Status and reason of a refusal; None for a request that may pass."""
-        said: dict[str, list[str]] = {}
+        """Return the status and the reason of a refusal; None for an allowed request."""
+        headers: dict[str, list[str]] = {}
         for name, value in scope["headers"]:
-            said.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-        one = {name: values[0] for name, values in said.items() if len(values) == 1}
+            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+        one = {name: values[0] for name, values in headers.items() if len(values) == 1}
         address = (scope.get("server") or ("", 0))[0]
         if not self._is_own(f"//{one.get('host', '')}", address):
-            return 403, "this page answers to its own address alone: open the link that the monitor printed"
+            return 403, "This page answers only to its own address. Open the link that the monitor printed."
         origin = one.get("origin", "")
-        if "origin" in said and not (origin.startswith("http://") and self._is_own(origin[5:], address)):
-            return 403, "this page takes no requests from other sites"
+        if "origin" in headers and not (origin.startswith("http://") and self._is_own(origin[5:], address)):
+            return 403, "This page refuses requests from other sites."
         length = one.get("content-length", "0")
-        if "transfer-encoding" in said or not length.isdecimal() or len(length) > 10 or int(length) > BODY_BYTES:
-            return 413, f"no request to this page has more than {BODY_BYTES} bytes, of a length said before"
+        if "transfer-encoding" in headers or not length.isdecimal() or len(length) > 10 or int(length) > BODY_BYTES:
+            return 413, f"A request must state its length, and have at most {BODY_BYTES} bytes."
         if scope["path"] in self._free:
-            return None  # also for who follows a link from elsewhere
+            return None  # also after a link on another site
         if one.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            return 403, "this page takes no requests from other sites"
-        given = said.get(TOKEN_HEADER, [])
+            return 403, "This page refuses requests from other sites."
+        given = headers.get(TOKEN_HEADER, [])
         if not given:
-            return 401, f"the header {TOKEN_HEADER} must have the token: open the link that the monitor printed"
+            return 401, f"The header {TOKEN_HEADER} has no token. Open the link that the monitor printed."
         if len(given) > 1 or not hmac.compare_digest(given[0].encode("latin-1"), self._token):
-            return 403, "the token is another one: the monitor was started again, open the link that it printed"
+            return 403, "The token is wrong: the monitor was restarted. Open the link that it printed last."
         return None
 
     def _is_own(self, place: str, address: str) -> bool:
-        """Whether //host:port is this server; a literal address is, if it is the one that was connected to."""
+        """Whether //host:port is this server; a literal address must be that of the connection."""
         try:
             parts = urlsplit(place)
             name, port = (parts.hostname or "").lower(), parts.port or 80
@@ -124,7 +124,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-TICK_S, QUIET_S = 1.0, 10.0  # a stream looks, and says that it is there, as often
+TICK_S, QUIET_S = 1.0, 10.0  # between two looks of a stream; of silence before it sends a comment
 FEWEST, MOST = 50, 5000  # points of a curve
 ASKED = {"points": 1000, "smoothing": 0, "first": 0, "last": 10**12}
 FOLDER = Path(__file__).parent / "static"
@@ -143,10 +143,14 @@ FILES = {
 
 
 class MonitorApp:
-    """The runs behind the page, and how many pages are open.
+    """The runs of the page.
 
     Args:
         views: of the runs, in the order in which they are shown.
+
+    Attributes:
+        open_pages: the number of open event streams.
+        is_closing: ends the streams.
     """
 
     def __init__(self, views: Sequence[RunView]) -> None:
@@ -157,25 +161,25 @@ class MonitorApp:
         self._state, self._made = "", -TICK_S
 
     def state(self) -> str:
-        """What the page is told whenever it changes, as JSON; whole seconds, so not more often than once in one."""
+        """Return the state of all runs as JSON. Its times are whole seconds, so it changes at most once a second."""
         return _json({"runs": [view.summary() for view in self.views.values()]})
 
     async def _state_now(self) -> str:
-        """The state, made once in a tick however many pages are open."""
+        """Return the state, which is computed once a tick for all open pages."""
         async with self._turn:
             if time.monotonic() - self._made >= 0.9 * TICK_S:
                 self._state, self._made = await asyncio.to_thread(self.state), time.monotonic()
             return self._state
 
     async def events(self) -> AsyncIterator[str]:
-        """Server-sent events for one open page: the state now, and whenever it changed."""
-        told, quiet_s = "", 0.0
+        """Yield server-sent events for one open page: the state now, and after each change."""
+        sent, quiet_s = "", 0.0
         self.open_pages += 1
         try:
             while not self.is_closing:
                 state = await self._state_now()
-                if state != told:
-                    told, quiet_s = state, 0.0
+                if state != sent:
+                    sent, quiet_s = state, 0.0
                     yield f"data: {state}\n\n"
                 elif quiet_s >= QUIET_S:
                     quiet_s = 0.0
@@ -186,33 +190,33 @@ class MonitorApp:
             self.open_pages -= 1
 
     def curves(self, key: str, asked: Mapping[str, str]) -> tuple[int, str]:
-        """Status and body of the answer to a question for a run's curves."""
+        """Return status and body of the answer to a request for a run's curves."""
         if key not in self.views:
-            return 404, "no such run"
+            return 404, "There is no such run."
         numbers = {}
         for name, usual in ASKED.items():
-            said = asked.get(name, str(usual))
-            if not (said.isascii() and said.isdecimal() and len(said) <= 13):
-                return 400, f"{', '.join(ASKED)} must be whole numbers; {name} is not"
-            numbers[name] = int(said)
+            text = asked.get(name, str(usual))
+            if not (text.isascii() and text.isdecimal() and len(text) <= 13):
+                return 400, f"{name} must be a whole number."
+            numbers[name] = int(text)
         numbers["points"] = min(MOST, max(FEWEST, numbers["points"]))
         return 200, _json(self.views[key].curves(**numbers))
 
     def stop(self, key: str) -> tuple[int, str]:
-        """Status and body of the answer to Stop."""
+        """Return status and body of the answer to Stop."""
         if key not in self.views:
-            return 404, "no such run"
+            return 404, "There is no such run."
         try:
             self.views[key].stop("the page")
         except ValueError as error:
             return 409, str(error)
         except OSError as error:
-            return 500, f"the run folder must be one that can be written; it is not ({error.strerror})"
+            return 500, f"The run folder cannot be written ({error.strerror})."
         return 202, _json({"said": "stopping"})
 
 
 def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> AccessControl:
-    """The application, behind its gate.
+    """Return the application behind its access control.
 
     Raises:
         ImportError: starlette is missing.
@@ -223,8 +227,8 @@ def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> A
 
     contents = {path: ((FOLDER / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
-    def answer(said: tuple[int, str]) -> Response:
-        return Response(said[1], said[0], media_type="application/json" if said[0] < 300 else "text/plain")
+    def answer(status: int, body: str) -> Response:
+        return Response(body, status, media_type="application/json" if status < 300 else "text/plain")
 
     async def file(request: Request) -> Response:
         content, kind = contents[request.url.path]
@@ -233,15 +237,15 @@ def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> A
     async def stream(request: Request) -> Response:
         return StreamingResponse(site.events(), media_type="text/event-stream")
 
-    # These read files, and are called in threads.
+    # Starlette calls these in threads, as they read files.
     def runs(request: Request) -> Response:
-        return answer((200, site.state()))
+        return answer(200, site.state())
 
     def curves(request: Request) -> Response:
-        return answer(site.curves(request.path_params["key"], request.query_params))
+        return answer(*site.curves(request.path_params["key"], request.query_params))
 
     def stop(request: Request) -> Response:
-        return answer(site.stop(request.path_params["key"]))
+        return answer(*site.stop(request.path_params["key"]))
 
     routes = [Route(path, file, methods=["GET"]) for path in FILES]
     routes += [Route("/api/runs", runs, methods=["GET"]), Route("/api/stream", stream, methods=["GET"])]

@@ -1,4 +1,4 @@
-"""Two made-up runs for a look at the page: one that has ended, and one that continues until it is done or stopped."""
+"""Two made-up runs to try the page: one has ended, the other continues until it is done or stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run folder as the page shows it: what becomes of the run, how far it is, its curves, and what cannot be read."""
+"""A run folder as the page shows it: state, progress, curves, and damage."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from ddp_loop.checkpoint import (
     read_json,
 )
 from ddp_loop.monitor.series import MetricSeries, extremes, nothing_for_nan, places_of, smooth, thin_out
-from ddp_loop.reporting import JsonlTail
+from ddp_loop.reporting import JsonlTail, TailUpdate
 
-FRESH_S = 0.4  # what was read so long ago is not read again
-READ_S = 0.5  # the most for one look; a long file takes several
-RECENT = 100  # rows by which speed is measured
+FRESH_S = 0.4  # between two polls of the folder, at least
+READ_S = 0.5  # for one poll; a long file takes several
+RECENT = 100  # rows over which speed is measured
 MOST_MARKS, MOST_RANKS, MOST_COMMAND = 60, 64, 20_000
 ENDED = ("done", "stopped", "left", "failed")
 
 
 class RunView:
-    """Looks at a run folder, and never writes there but for `stop`. Several threads may ask.
+    """Reads a run folder; only `stop` writes there. Several threads may use it.
 
     Args:
-        key: what the page calls the run.
-        folder: of Loop(run_dir=...), there or not.
+        key: the run's name on the page.
+        folder: of Loop(run_dir=...), which may not exist yet.
     """
 
     def __init__(self, key: str, folder: Path) -> None:
@@ -55,7 +55,7 @@ class RunView:
         self._state, self._is_behind = "missing", False
         self._summary: dict[str, Any] = {}
 
-    # -- looking -------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
         if time.monotonic() - self._looked < FRESH_S and not self._is_behind:
@@ -72,15 +72,15 @@ class RunView:
         self._summary = self._sum_up()
 
     def _state_now(self) -> str:
-        said = self._status.get("status")
+        status = self._status.get("status")
         if is_running(self.folder):
             return "stopping" if (self.folder / STOP).exists() else "running"
-        if said in ENDED:
-            return str(said)
-        return "lost" if said is not None else "waiting"
+        if status in ENDED:
+            return str(status)
+        return "lost" if status is not None else "waiting"
 
     def _record_extent(self) -> None:
-        """How much there is to do, from the newest word that says it."""
+        """Take the run's length from the newest status that has it."""
         for name in ("epochs", "steps_per_epoch", "steps"):
             if (number := _count(self._status.get(name))) is not None:
                 self._extent[name] = number
@@ -89,41 +89,36 @@ class RunView:
 
     def _read(self) -> None:
         deadline, self._is_behind = time.monotonic() + READ_S, False
-        for tail, take in zip(self._tails, (self._rows_anew, self._evaluations_anew, self._ranks_anew), strict=True):
+        for tail, series in zip(self._tails, (self._rows, self._evaluations, None), strict=True):
             while True:
-                news = tail.poll()
-                take(news.rows, news.anew)
-                if not news.more:
+                update = tail.poll()
+                if series is None:
+                    self._take_ranks(update)
+                else:
+                    if update.anew:
+                        series.clear()
+                        self._generation += 1
+                    for row in update.rows:
+                        series.add(row)
+                if not update.more:
                     break
                 if time.monotonic() > deadline:
                     self._is_behind = True
                     break
 
-    def _rows_anew(self, rows: list[dict[str, Any]], anew: bool) -> None:
-        if anew:
-            self._rows, self._generation = MetricSeries(), self._generation + 1
-        for row in rows:
-            self._rows.add(row)
-
-    def _evaluations_anew(self, rows: list[dict[str, Any]], anew: bool) -> None:
-        if anew:
-            self._evaluations, self._generation = MetricSeries(), self._generation + 1
-        for row in rows:
-            self._evaluations.add(row)
-
-    def _ranks_anew(self, rows: list[dict[str, Any]], anew: bool) -> None:
-        if anew:
+    def _take_ranks(self, update: TailUpdate) -> None:
+        if update.anew:
             self._ranks = []
-        said = rows[-1].get("ranks") if rows else None
-        if isinstance(said, list):
-            found = [one for one in said if isinstance(one, dict) and _count(one.get("rank")) is not None]
+        ranks = update.rows[-1].get("ranks") if update.rows else None
+        if isinstance(ranks, list):
+            found = [one for one in ranks if isinstance(one, dict) and _count(one.get("rank")) is not None]
             names = ("rank", "step_s", "wait_s", "memory_mib")
             self._ranks = [{name: _finite(one.get(name)) for name in names} for one in found[:MOST_RANKS]]
 
     # -- what the page shows -------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the curves, as JSON values; `version` is another one when the curves changed."""
+        """Return all but the curves, as JSON values; `version` changes whenever the curves do."""
         with self._turn:
             self._poll()
             return self._summary
@@ -163,8 +158,8 @@ class RunView:
 
     def _iteration(self) -> int:
         row = self._rows.last().get("iteration") or 0
-        said = _count(self._status.get("iteration")) or 0
-        return said if self._state in ENDED and said else max(int(row), said)
+        status = _count(self._status.get("iteration")) or 0
+        return status if self._state in ENDED and status else max(int(row), status)
 
     def _total(self) -> int | None:
         have = self._extent
@@ -173,7 +168,7 @@ class RunView:
         return min(found) if found else None
 
     def _times(self, iteration: int, total: int | None) -> tuple[float | None, float | None, float | None]:
-        """Seconds gone, seconds to come, samples per second lately; None for what is not known."""
+        """Return elapsed and remaining seconds and recent samples per second, each None if unknown."""
         if not len(self._rows) or "elapsed_s" not in self._rows.names:
             return None, None, None
         seconds = self._rows.values("elapsed_s")
@@ -208,12 +203,12 @@ class RunView:
         else:
             saved = f"last checkpoint at step {int(kept[1])}"
         return {
-            "missing": "there is no such run folder yet",
-            "gone": "the run folder is not there any more",
+            "missing": "this run folder does not exist yet",
+            "gone": "this run folder was removed",
             "waiting": "no run has begun in this folder yet",
             "running": "running",
             "stopping": "stopping\u2026",
-            "lost": f"ended without a word after {at}: its process is gone",
+            "lost": f"ended after {at} without a status: its process no longer runs",
             "done": f"done at {at}, {saved}",
             "stopped": f"stopped at {at}, {saved}",
             "left": f"left by its script at {at}, {saved}",
@@ -234,50 +229,50 @@ class RunView:
         return _text(self._status.get("why")) if self._state in ENDED else None
 
     def _checkpoint(self) -> str | None:
-        """The newest one's name; whether it is valid, `checkpoints` says."""
+        """Return the newest checkpoint's name, without reading it."""
         with suppress(OSError):
             names = [one.name for one in (self.folder / CHECKPOINTS).iterdir() if NAME.fullmatch(one.name)]
             return max(names, key=lambda name: (int(name.split("-")[1]), name), default=None)
         return None
 
     def _problems(self) -> list[str]:
-        said = ["the files are still being read"] if self._is_behind else []
+        problems = ["the files are still being read"] if self._is_behind else []
         for tail in self._tails:
             if tail.unreadable:
                 many = f"{tail.unreadable} lines" if tail.unreadable > 1 else "1 line"
-                said.append(f"{tail.path.name}: {many} cannot be read, the first is line {tail.first_unreadable}")
+                problems.append(f"{tail.path.name}: {many} cannot be read, the first is line {tail.first_unreadable}")
             if tail.half and self._state not in ("running", "stopping"):
-                said.append(f"{tail.path.name}: the last line is half-written and left out ({tail.half} bytes)")
+                problems.append(f"{tail.path.name}: the last line is half-written and left out ({tail.half} bytes)")
         for name, columns in ((ROWS, self._rows), (EVALUATIONS, self._evaluations)):
             if columns.refused:
-                said.append(f"{name}: {columns.refused} rows have no iteration and are left out")
+                problems.append(f"{name}: {columns.refused} rows have no iteration and are left out")
             if columns.left_out:
-                said.append(f"{name}: {len(columns.left_out)} more metrics are left out")
+                problems.append(f"{name}: {len(columns.left_out)} more metrics are left out")
         if "loss" in self._rows.names and (bad := int(np.isnan(self._rows.values("loss")).sum())):
-            said.append(f"{bad} {'losses are' if bad > 1 else 'loss is'} not finite")
-        return said
+            problems.append(f"{bad} {'losses are' if bad > 1 else 'loss is'} not finite")
+        return problems
 
     def _continue(self) -> str | None:
-        """The command that goes on with the run, as far as status.json knows it."""
+        """Return the command that resumes the run, from status.json."""
         if self._state not in ("stopped", "failed", "left", "lost"):
             return None
-        said, directory = self._status.get("command"), _text(self._status.get("directory"))
-        command = [str(word) for word in said] if isinstance(said, list) and said else ["SCRIPT.py"]
+        words, directory = self._status.get("command"), _text(self._status.get("directory"))
+        command = [str(word) for word in words] if isinstance(words, list) and words else ["SCRIPT.py"]
         ranks = _count(self._status.get("ranks")) or 1
         start = ["torchrun", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
-        there = f"cd {shlex.quote(directory)} && " if directory else ""
-        whole = there + shlex.join([*start, *command])
-        return whole if len(whole) < MOST_COMMAND else f"{there}{' '.join(start)} ... (too long to be shown)"
+        change = f"cd {shlex.quote(directory)} && " if directory else ""
+        whole = change + shlex.join([*start, *command])
+        return whole if len(whole) < MOST_COMMAND else f"{change}{' '.join(start)} ... (too long to be shown)"
 
     # -- curves --------------------------------------------------------------------------------------------
 
     def curves(self, points: int, smoothing: int, first: int, last: int) -> dict[str, Any]:
-        """The columns, thinned out to `points`, as JSON values.
+        """Return the columns, thinned out to `points`, as JSON values.
 
         Args:
-            points: the most per curve; each bucket of rows keeps its minimum and maximum, and the last row is itself.
-            smoothing: rows of the exponential mean, taken of all rows before they are thinned out; 0 for none.
-            first, last: iterations shown, and one more on either side.
+            points: per curve, at most; of each bucket of rows the minimum and the maximum stay, and the last row.
+            smoothing: rows of the exponential mean, which is computed before rows are thinned out; 0 for none.
+            first, last: the iterations to return; one more on either side is added.
         """
         with self._turn:
             self._poll()
@@ -308,13 +303,13 @@ class RunView:
                 "epochs": [[int(epochs[end]), int(iterations[end])] for end in ends],
             }
 
-    # -- the one thing it does -----------------------------------------------------------------------------
+    # -- stopping ------------------------------------------------------------------------------------------
 
     def stop(self, why: str) -> None:
-        """Ask the run to stop with a checkpoint after the step under way.
+        """Ask the run to stop after its current step, with a checkpoint.
 
         Raises:
-            ValueError: no run is under way there.
+            ValueError: no run is active in the folder.
             OSError: the folder cannot be written.
         """
         ask_to_stop(self.folder, why)

@@ -1,4 +1,4 @@
-"""Rows of numbers kept as columns: added to, cut back, smoothed, and thinned out for a picture of them."""
+"""Rows of numbers stored as columns, which can be cut back, smoothed, and thinned out for a picture."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ Values = npt.NDArray[np.float64]
 
 
 class MetricSeries:
-    """Rows with an iteration that rises; what else they have, by name. A value that is no finite number is NaN.
+    """Rows with rising iterations, as columns by name. A value that is not a finite number is NaN.
 
     Attributes:
-        names: of the columns, as they came.
-        refused: rows without an iteration.
-        left_out: names beyond the most columns.
+        names: of the columns, in order of appearance.
+        refused: the number of rows without an iteration.
+        left_out: names beyond MOST_COLUMNS.
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove all rows."""
         self._keys = {key: array("q") for key in _KEYS}
         self._columns: dict[str, array[float]] = {}
         self.refused = 0
@@ -40,7 +44,7 @@ class MetricSeries:
         return list(self._columns)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take a row; those of later iterations go, and one of its own is added to."""
+        """Add a row. Rows of later iterations are removed; a row of the same iteration is extended."""
         iteration, epoch = (row.get(key) for key in _KEYS)
         if type(iteration) is not int or not 0 <= iteration <= MOST_STEPS:
             self.refused += 1
@@ -71,20 +75,20 @@ class MetricSeries:
 
     @property
     def iterations(self) -> npt.NDArray[np.int64]:
-        """Shape (rows,), rising."""
+        """The iterations, shape (rows,)."""
         return np.array(self._keys["iteration"], dtype=np.int64)
 
     @property
     def epochs(self) -> npt.NDArray[np.int64]:
-        """Shape (rows,); 0 where a row had none."""
+        """The epochs, shape (rows,); 0 for a row without one."""
         return np.array(self._keys["epoch"], dtype=np.int64)
 
     def values(self, name: str) -> Values:
-        """A column, shape (rows,); NaN where a row had no such value, or none that is finite."""
+        """Return a column, shape (rows,); NaN for a row without a finite value."""
         return np.array(self._columns[name], dtype=np.float64)
 
     def last(self) -> dict[str, float | int | None]:
-        """The last row; None for what is not finite."""
+        """Return the last row; values that are not finite are None."""
         if not len(self):
             return {}
         row: dict[str, float | int | None] = {key: column[-1] for key, column in self._keys.items()}
@@ -100,21 +104,21 @@ def _number(value: object) -> float:
 
 
 def nothing_for_nan(value: float) -> float | None:
-    """JSON has no word for NaN."""
+    """Replace NaN by None, for JSON."""
     return None if value != value else value
 
 
 def smooth(values: Values, rows: int) -> Values:
-    """The exponential mean over some `rows`, shape (n,): m_t / w_t, which does not start at 0.
+    """Return the exponential mean over some `rows` without bias to 0, m_t / w_t, shape (n,).
 
         m_t = a m_(t-1) + x_t        w_t = a w_(t-1) + 1        a = 1 - 1 / rows
 
-    A NaN adds nothing to either. Recursions go block by block: inside one, m_t = a^t (m_0 + sum x_s a^-s).
+    A NaN adds nothing to either sum. Both are computed in blocks: inside a block, m_t = a^t (m_0 + sum x_s a^-s).
     """
     if rows <= 1 or not len(values):
         return values
-    there = np.isfinite(values)
-    both = np.stack([np.where(there, values, 0.0), there.astype(np.float64)])
+    finite = np.isfinite(values)
+    both = np.stack([np.where(finite, values, 0.0), finite.astype(np.float64)])
     decay = 1.0 - 1.0 / rows
     block = min(len(values), max(1, int(20 * rows)))  # a^-block is e^20: no overflow, and no digits lost
     powers = decay ** np.arange(1, block + 1)
@@ -131,20 +135,20 @@ def smooth(values: Values, rows: int) -> Values:
 
 
 def thin_out(count: int, points: int) -> npt.NDArray[np.int64]:
-    """Where buckets of `count` rows begin so that, two points for each and the last row, there are at most `points`.
+    """Return the starts of buckets of `count` rows, so that two points of each and the last row are at most `points`.
 
     Empty if all rows fit.
     """
     if count <= max(points, 3):
         return np.zeros(0, dtype=np.int64)
     size = max(2, -(-(count - 1) // max(1, (points - 1) // 2)))
-    while (count - 1) % size == 1:  # a bucket of one row would have two points at one place
+    while (count - 1) % size == 1:  # a bucket of one row would have both points at one place
         size += 1
     return np.arange(0, count - 1, size, dtype=np.int64)
 
 
 def places_of(starts: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """The rows at which a thinned curve has its points: each bucket's first and last, and the last row."""
+    """Return the rows of a thinned curve's points: the first and last row of each bucket, and the last row."""
     if not len(starts):
         return np.arange(count, dtype=np.int64)
     ends = np.append(starts[1:], count - 1) - 1
@@ -154,7 +158,7 @@ def places_of(starts: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64
 
 
 def extremes(values: Values, starts: npt.NDArray[np.int64]) -> Values:
-    """A thinned curve, as long as its places: each bucket's least and greatest, as they came; the last row."""
+    """Return a thinned curve: the smallest and largest value of each bucket, in their order, and the last row."""
     if not len(starts):
         return values
     body, size = values[:-1], int(starts[1]) if len(starts) > 1 else len(values) - 1

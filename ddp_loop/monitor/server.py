@@ -1,8 +1,8 @@
-"""The process behind the page: its socket, its token, the link that it prints, and when it ends.
+"""The monitor's process: its socket, its token, its link, and its end.
 
-[Note: Beside training] The page is served by a process that training does not know. The command's ends with Ctrl-C. One
-that `Loop(monitor=True)` started is not stopped by the terminal's Ctrl-C, which is meant for the run, so that the page
-can say how the run ended; it ends when the script has ended and no page was open for 10 seconds.
+[Note: Beside training] The page is served by a process that training does not depend on. That of the command ends with
+Ctrl-C. That of `Loop(monitor=True)` ignores the terminal's Ctrl-C, which is meant for the run, so that the page can
+show how the run ended; it ends when the script has ended and no browser has shown the page for 10 seconds.
 """
 
 from __future__ import annotations
@@ -34,53 +34,52 @@ if TYPE_CHECKING:
 
 HERE = "127.0.0.1"
 LINGER_S = 10.0
-REQUEST_S = 10.0  # a client that has not said what it wants by then is sent away
+REQUEST_S = 10.0  # for a client to send a request, before its connection is closed
 _JOB = "DDP_LOOP_MONITOR_JOB"  # an environment variable
-CONNECTIONS = 600  # more are told to come again
+CONNECTIONS = 600  # beyond that the answer is 503
 INSTALL = "pip install 'ddp_loop[monitor]'"
 
 Say = Callable[[str], None]
 
 
 class MonitorUnavailable(ValueError):
-    """There can be no page."""
+    """The page cannot be served."""
 
 
 # -- who listens, and who is let in ------------------------------------------------------------------------
 
 
 def listen(host: str = HERE, port: int = 0) -> socket.socket:
-    """A listening socket; port 0 is a free one.
+    """Return a listening socket; port 0 takes a free one.
 
     Raises:
-        MonitorUnavailable: there is no such address, or it is taken.
+        MonitorUnavailable: the address does not exist, or the port is taken.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=512)
     except (OSError, OverflowError) as error:
         raise MonitorUnavailable(
-            f"the page needs an address of this machine and a free port; {host}, port {port}, cannot be had ({error}): "
-            "leave --port out, and a free one is taken"
+            f"Port {port} of {host} cannot be used ({error}). Leave out --port to use a free one."
         ) from error
 
 
 def is_here(host: str) -> bool:
-    """Whether an address is this machine's own loopback."""
+    """Whether an address is a loopback address of this machine."""
     with suppress(ValueError):
         return ip_address(host).is_loopback
     return host == "localhost"
 
 
 def names_of(host: str, also: Sequence[str]) -> list[str]:
-    """The names that a server bound to `host` answers to."""
+    """Return the names that a server bound to `host` answers to."""
     own = [HERE, "localhost", "::1"] if is_here(host) else [host, socket.gethostname()]
     return [*own, *also]
 
 
 @contextmanager
 def token_file(host: str, port: int, token: str) -> Iterator[tuple[str, Path]]:
-    """The link, and a file with it that its owner alone can read; the file goes at the end."""
+    """Yield the link, and a file with it that only its owner can read; the file is removed at the end."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     link = f"http://{f'[{name}]' if ':' in name else name}:{port}/#token={token}"
     with tempfile.TemporaryDirectory(prefix="ddp_loop-page-") as folder:
@@ -92,17 +91,19 @@ def token_file(host: str, port: int, token: str) -> Iterator[tuple[str, Path]]:
 
 
 def check_installed() -> None:
-    """Raise ImportError, with the command that helps, unless the page's libraries are there."""
+    """Raise ImportError, with the remedy, unless the page's libraries are installed."""
     try:
         import starlette
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"the page needs starlette and uvicorn, and {error.name} is missing: {INSTALL}") from error
+        raise ImportError(
+            f"The page needs starlette and uvicorn; {error.name} is missing. Install it: {INSTALL}"
+        ) from error
     del starlette
 
 
 def views_of(runs: Sequence[Path]) -> list[RunView]:
-    """The runs, each with a short name of its own."""
+    """Return the runs, each with a short unique name."""
     views: dict[str, RunView] = {}
     for run in dict.fromkeys(Path(os.path.abspath(run)) for run in runs):
         key, number = run.name or "run", 1
@@ -114,7 +115,7 @@ def views_of(runs: Sequence[Path]) -> list[RunView]:
 
 
 def make_server(site: MonitorApp, listening: socket.socket, token: str, hosts: Sequence[str]) -> uvicorn.Server:
-    """The server of a page; `server.run(sockets=[listening])` serves until `server.should_exit`.
+    """Return the server of a page; `server.run(sockets=[listening])` serves until `server.should_exit`.
 
     Raises:
         ImportError: starlette or uvicorn is missing.
@@ -124,7 +125,7 @@ def make_server(site: MonitorApp, listening: socket.socket, token: str, hosts: S
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Impatient(H11Protocol):
-        """Sends a client away that asks for nothing: at first, or after what it was answered."""
+        """Closes the connection of a client that sends no request, or no further one."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -142,7 +143,7 @@ def make_server(site: MonitorApp, listening: socket.socket, token: str, hosts: S
             self.loop.call_later(REQUEST_S, self._close_unless_asked)
 
     class Server(uvicorn.Server):
-        """Tells the streams that it ends, so that nobody waits for them."""
+        """Ends the streams when it shuts down, so as not to wait for them."""
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             site.is_closing = True
@@ -174,18 +175,18 @@ def make_server(site: MonitorApp, listening: socket.socket, token: str, hosts: S
 def serve(
     runs: Sequence[Path], say: Say, *, host: str = HERE, port: int = 0, also: Sequence[str] = (), demo: bool = False
 ) -> None:
-    """Serve the page of these runs until Ctrl-C or SIGTERM, and print its link, once.
+    """Print the link of the page of these runs, and serve it until Ctrl-C or SIGTERM.
 
     Args:
-        runs: run folders, there or not yet.
+        runs: run folders, which may not exist yet.
         say: prints a line.
-        host, port: where to listen; port 0 is a free one.
-        also: names that the page answers to, beside the address itself.
-        demo: show made-up runs too.
+        host, port: where to listen; port 0 takes a free one.
+        also: further names of the server.
+        demo: whether to show made-up runs too.
 
     Raises:
         ImportError: starlette or uvicorn is missing.
-        MonitorUnavailable: the address cannot be had.
+        MonitorUnavailable: the address cannot be used.
     """
     check_installed()
     signal.signal(signal.SIGTERM, _leave)
@@ -194,11 +195,11 @@ def serve(
         with token_file(host, number, token) as (link, path):
             if not is_here(host):
                 say(
-                    f"WARNING: {host} is more than this machine: whoever sees the link can read and stop the runs, "
-                    "and nothing that is sent is encrypted"
+                    f"WARNING: other machines can connect to {host}. Whoever has the link can read and stop the runs. "
+                    "The connection is not encrypted."
                 )
             say(f"Page: {link}")
-            say(f"The link is in {path} too, for you alone. Ctrl-C ends the page, not the run.")
+            say(f"The link is in {path} too, readable by you only. Ctrl-C ends the page, not the run.")
             more: AbstractContextManager[list[Path]] = fake_runs(Path(folder)) if demo else nullcontext([])
             with more as made:
                 site = MonitorApp(views_of([*runs, *made]))

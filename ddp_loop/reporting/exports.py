@@ -1,4 +1,4 @@
-"""A run's rows for others: curves as PNG and SVG, a table as CSV; `python -m ddp_loop plot RUN`."""
+"""Exports of a run: curves as PNG and SVG, rows as CSV; `python -m ddp_loop plot RUN`."""
 
 from __future__ import annotations
 
@@ -15,42 +15,39 @@ from ddp_loop.plots import Panel
 from ddp_loop.reporting.jsonl_tail import read_lines
 from ddp_loop.reporting.rows import NORM, RATE, is_metric
 
-_SMALL_MIB = 64  # of rows, some 400,000, which are read and drawn in 5 s
+_SMALL_MIB = 64  # some 400,000 rows, which are read and drawn in 5 s
 _NO_PANEL = {"epoch", "iteration", "samples", "weight", "skipped", "elapsed_s"}
 
 
 def export_if_small(run: Path) -> None:
-    """What `export` does, if matplotlib is there and the rows are not so many that others would wait for it."""
+    """Call `export` if matplotlib is installed, and if the rows are few enough not to delay the end of the run."""
     rows = run / ROWS
-    if importlib.util.find_spec("matplotlib") is not None and _has_few(rows):
+    is_small = rows.exists() and 0 < rows.stat().st_size < _SMALL_MIB * 2**20
+    if is_small and importlib.util.find_spec("matplotlib") is not None:
         try:
             export(run)
         finally:
             plots.close_fonts()
 
 
-def _has_few(rows: Path) -> bool:
-    return rows.exists() and 0 < rows.stat().st_size < _SMALL_MIB * 2**20
-
-
 def export(run: Path) -> list[Path]:
     """Draw the loss and the metrics of a run, each as PNG and SVG, and write its rows as CSV.
 
     Args:
-        run: the folder of Loop(run_dir=...); the pictures go to `pictures` in it.
+        run: the folder of Loop(run_dir=...); pictures are written to its folder `pictures`.
 
     Returns:
         The files.
 
     Raises:
         ImportError: matplotlib is missing.
-        OSError: they cannot be written.
+        OSError: a file cannot be written.
         ValueError: there are no rows.
     """
     found = {row["iteration"]: row for row in read_lines(run / ROWS)}
     rows = [found[iteration] for iteration in sorted(found)]
     if not rows:
-        raise ValueError(f"curves are drawn of a run's {ROWS}; {run} has none: give the folder of Loop(run_dir=...)")
+        raise ValueError(f"{run} has no {ROWS} with rows to draw. Pass the folder of Loop(run_dir=...).")
     table = _write_table(rows, run / TABLE)
     panels = _panels(rows, read_lines(run / EVALUATIONS))
     loss = {name: panel for name, panel in panels.items() if name == "loss"}
@@ -65,7 +62,7 @@ def export(run: Path) -> list[Path]:
 
 
 def _panels(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> dict[str, Panel]:
-    """A panel for each value: the loss, the metrics, those that are only evaluated, the norm, rates that change."""
+    """Return a panel for each value: loss, metrics, metrics of evaluations alone, gradient norm, rates that change."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NO_PANEL]
     names += [name for name in dict.fromkeys(name for row in evaluations for name in row) if name not in _NO_PANEL]
     metrics = [name for name in names if is_metric(name)]
@@ -78,9 +75,9 @@ def _panels(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> di
 
 
 def _column(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """Iterations and values; what is null is not finite."""
-    there = [(float(row["iteration"]), row[name]) for row in rows if name in row and "iteration" in row]
-    return [at for at, _ in there], [math.nan if value is None else float(value) for _, value in there]
+    """Return iterations and values; null is NaN."""
+    found = [(float(row["iteration"]), row[name]) for row in rows if name in row and "iteration" in row]
+    return [at for at, _ in found], [math.nan if value is None else float(value) for _, value in found]
 
 
 def _write_table(rows: list[dict[str, Any]], path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Files of JSON lines that grow by whole lines, also on a disk that is full for a while. See [Note: Damage]."""
+"""JSON Lines files that grow by whole lines, also on a disk that is full for a while. See [Note: Damage]."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any, Literal
 from ddp_loop.checkpoint import REPAIR, explained, identity, sync_folder
 from ddp_loop.reporting.jsonl_tail import CHUNK, has_numbers, is_at_an_iteration, is_number, object_of
 
-# [Note: Damage] A run that goes on cuts its files back to its checkpoint. What lies before that is nobody's to lose: of
-# a file in which a line is no row (a flipped bit, a page of NULs after a crash, a hand) the rows stay, in order, and
-# the other lines are moved to a file beside it. Of two rows of one iteration the later one stays: it is of the process
-# that went on. What lies behind a row of a later iteration, or behind the checkpoint's own, is cut without a word.
+# [Note: Damage] A resumed run cuts its files back to its checkpoint, and loses no row before it. If a line is not a row
+# (after a flipped bit, a crash that left NULs, an edit), the rows stay, in order, and the other lines are moved to a
+# file beside it. Of two rows of one iteration the later one stays: a resumed process wrote it. What follows a row of a
+# later iteration, or the checkpoint's own row, is cut off silently.
 
-MOST_LINES = 100_000  # that wait for room, some 20 MB; then the oldest are left out
-_MOST_GAPS = 4  # that are said one by one
+MOST_LINES = 100_000  # that wait in memory, some 20 MB; beyond that the oldest are dropped
+_MOST_GAPS = 4  # that a message lists
 
 Row = dict[str, Any]
 Each = Callable[[Row], None]
@@ -30,14 +30,14 @@ Spans = Iterable[tuple[int, int]]
 
 
 def append_whole(file: FileIO, data: bytes, size: int) -> None:
-    """Add `data` at the file's end, all or nothing.
+    """Append `data` to a file of `size` bytes, all or nothing.
 
     Raises:
-        OSError: that is not possible; the file is cut to `size` again.
+        OSError: it cannot be written; the file is cut back to `size`.
     """
     view, written = memoryview(data), 0
     try:
-        while written < len(data):  # a disk that is almost full takes a part
+        while written < len(data):  # an almost full disk accepts a part
             written += file.write(view[written:]) or 0
     except OSError:
         with suppress(OSError):
@@ -46,16 +46,16 @@ def append_whole(file: FileIO, data: bytes, size: int) -> None:
 
 
 def aside(path: Path) -> Path:
-    """A name beside a file, for what is damaged in it, that is not taken: rows.damaged.jsonl, rows.damaged-2.jsonl."""
-    number, there = 1, path.with_name(f"{path.stem}.damaged{path.suffix}")
-    while there.exists():
+    """Return a free name for a file's damaged lines: rows.damaged.jsonl, rows.damaged-2.jsonl."""
+    number, target = 1, path.with_name(f"{path.stem}.damaged{path.suffix}")
+    while target.exists():
         number += 1
-        there = path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")
-    return there
+        target = path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")
+    return target
 
 
 def _lines_of(file: Any) -> Iterator[tuple[int, int, bytes]]:
-    """Where each line begins and ends, and what it says; b"" for one that is too long to be a row."""
+    """Yield each line's start, end and content; the content is b"" if it is too long for a row."""
     start = end = 0
     while piece := file.readline(CHUNK):
         end += len(piece)
@@ -67,7 +67,7 @@ def _lines_of(file: Any) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _copy(source: int, spans: Spans, path: Path) -> None:
-    """Write these bytes of a file, a line each, to a new one, and bring it to the disk."""
+    """Write these spans of a file, a line each, to a new file, and flush it to the disk."""
     try:
         with path.open("xb") as file:
             for start, end in spans:
@@ -85,19 +85,19 @@ def _copy(source: int, spans: Spans, path: Path) -> None:
 
 
 class _ScannedRows:
-    """What is found in a file of rows: which stay, and what is damaged; see [Note: Damage].
+    """The rows of a file that stay, and its damaged lines; see [Note: Damage].
 
     Args:
         file: open for reading.
-        after: rows of later iterations go.
-        once: whether there is one row for each iteration.
-        each: is given each row that stays, until one is found that is out of its place.
+        after: rows of later iterations do not stay.
+        once: whether the file has one row for each iteration.
+        each: called with each row that stays, up to the first one that is out of order.
 
     Attributes:
-        damaged: where the lines lie that are no rows, and are not to be cut anyway.
-        is_sound: whether the rows that stay are the file's beginning, in order.
-        is_in_order: whether they came in order.
-        size: of that beginning.
+        damaged: the spans of lines that are not rows and are not cut off.
+        is_sound: whether the rows that stay are the beginning of the file, in order.
+        is_in_order: whether the rows that stay are in order.
+        size: of that beginning, in bytes.
         elapsed_s: of its last row.
     """
 
@@ -107,9 +107,9 @@ class _ScannedRows:
         self.damaged: list[tuple[int, int]] = []
         self.is_sound = self.is_in_order = True
         self.size, self.elapsed_s, last = 0, 0.0, b"\n"
-        is_behind = False  # a row that is later than all that stay
+        is_behind = False  # after a row that does not stay
         for start, end, line in _lines_of(file):
-            text = line.lstrip(b"\0")  # which a crash may leave before what was added after it
+            text = line.lstrip(b"\0")  # a crash can leave NULs before the next line
             row = object_of(text)
             if row is None or not self._is_whole(row):
                 self.damaged += [] if is_behind else [(start, end)]
@@ -133,7 +133,7 @@ class _ScannedRows:
         return not self._once or (row["iteration"] > 0 and has_numbers(row) and {int} == set(map(type, counts)))
 
     def _take(self, row: Row, start: int, end: int) -> None:
-        """A row that stays."""
+        """Take a row that stays."""
         iteration, before = row["iteration"], self._iterations[-1] if self._iterations else -1
         self.is_in_order = self.is_in_order and (iteration > before or (iteration == before and not self._once))
         self.is_sound = self.is_sound and self.is_in_order and start == self.size
@@ -156,24 +156,24 @@ class _ScannedRows:
 
     @property
     def rows(self) -> Spans:
-        """Where those lie that stay, in order."""
+        """The spans of the rows that stay, in order."""
         return zip(self._starts, self._ends, strict=True)
 
     def gaps(self) -> list[tuple[int, int]]:
-        """The iterations without a row, from the first one to the last one of each gap."""
+        """The first and the last iteration of each gap between the rows."""
         if not self._once or len(self._iterations) == self._after:
             return []
-        there = [0, *self._iterations, self._after + 1]
-        return [(one + 1, next_one - 1) for one, next_one in pairwise(there) if next_one > one + 1]
+        found = [0, *self._iterations, self._after + 1]
+        return [(one + 1, next_one - 1) for one, next_one in pairwise(found) if next_one > one + 1]
 
 
 def _message(gaps: list[tuple[int, int]]) -> str:
     shown = gaps if len(gaps) <= _MOST_GAPS else gaps[: _MOST_GAPS - 1]
-    said = [str(first) if first == last else f"{first} to {last}" for first, last in shown]
+    parts = [str(first) if first == last else f"{first} to {last}" for first, last in shown]
     more = sum(last - first + 1 for first, last in gaps[len(shown) :])
-    said += [f"{more} more"] if more else []
+    parts += [f"{more} more"] if more else []
     one = len(gaps) == 1 and gaps[0][0] == gaps[0][1]
-    listed = " and ".join(part for part in (", ".join(said[:-1]), said[-1]) if part)
+    listed = " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
     return f"row{'' if one else 's'} {listed} {'is' if one else 'are'} missing"
 
 
@@ -181,7 +181,7 @@ OnFull = Literal["raise", "keep", "drop"]
 
 
 class JsonlWriter:
-    """A JSON Lines file that grows by whole lines: of a line that was written in part nothing stays.
+    """A JSON Lines file that grows by whole lines; a line that was written in part is cut off.
 
     Args:
         path: the file, created if it is missing; with "drop" only by its first line.

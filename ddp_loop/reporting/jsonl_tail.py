@@ -1,4 +1,4 @@
-"""A file of JSON lines that another process writes, read as it grows. See [Note: Cut back]."""
+"""A JSON Lines file that another process writes, read as it grows. See [Note: Cut back]."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# [Note: Cut back] A run that goes on cuts its files back to its checkpoint and appends again, so a file may be as long
-# as it was and say something else. Therefore the bytes just before the place reached are read again at each look: lines
-# have the seconds in them, so those made twice differ. If they do, or the file is another one, all is read again.
+# [Note: Cut back] A resumed run cuts its files back to its checkpoint and appends again, so a file can have the same
+# size and other content. Each poll therefore compares the bytes just before its position: lines have the elapsed time,
+# so a line that was written again differs. If it does, or if the file was replaced, all of it is read again.
 
-CHUNK = 1 << 20  # bytes at a time, and the most in a line that can be read
-SEEN = 256  # bytes before the place reached that are compared
+CHUNK = 1 << 20  # bytes that are read at once, and the longest line
+SEEN = 256  # bytes before the position that are compared
 MOST_STEPS = 10**12
 
 
 @dataclass(frozen=True)
 class TailUpdate:
-    """What a look found.
+    """The result of a poll.
 
     Attributes:
-        anew: whether what was read before is void, and `rows` are from the start.
-        rows: the whole lines that are JSON objects, in order.
-        more: whether there is more to read at once.
+        anew: whether earlier rows are void, and `rows` start at the beginning of the file.
+        rows: the new whole lines that are JSON objects, in order.
+        more: whether there is more to read now.
     """
 
     anew: bool
@@ -34,38 +34,36 @@ class TailUpdate:
 
 
 class JsonlTail:
-    """Reads a growing file of JSON lines, each look going on where the one before ended.
+    """Reads a growing JSON Lines file; each poll continues where the last one ended.
 
     Attributes:
-        is_there: whether the last look found the file.
-        lines: whole lines so far.
-        unreadable: how many of them are no JSON objects.
-        first_unreadable: the number of the first such line, counted from 1; 0 if there is none.
-        half: bytes behind the last whole line: one being written, or one whose writer was killed.
+        lines: the number of whole lines so far.
+        unreadable: how many of them are not JSON objects.
+        first_unreadable: the number of the first of these, counted from 1; 0 if there is none.
+        half: the number of bytes after the last whole line, which is being written, or whose writer was killed.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.is_there = False
         self._forget()
 
     def _forget(self) -> None:
         self.lines = self.unreadable = self.first_unreadable = self.half = 0
-        self._at = 0  # where the first line that was not yet read begins
+        self._at = 0  # the start of the first line that was not yet read
         self._before = b""
         self._file: tuple[int, int] | None = None
         self._skips = False  # inside a line that is too long
 
     def poll(self) -> TailUpdate:
-        """Read what is new, some CHUNK bytes at most; a file that is gone is one without lines."""
+        """Read new lines, up to CHUNK bytes; a missing file has no lines."""
         try:
             file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 return self._poll(file)
             finally:
                 os.close(file)
-        except OSError:  # it is gone, or a folder; a disk fails
-            anew, self.is_there = self._at > 0, False
+        except OSError:  # the file is missing, or a folder, or the disk fails
+            anew = self._at > 0
             self._forget()
             return TailUpdate(anew, [], False)
 
@@ -76,11 +74,11 @@ class JsonlTail:
         if self._file not in (None, identity) or before != self._before:
             self._forget()
             anew = True
-        self._file, self.is_there = identity, True
+        self._file = identity
         data = os.pread(file, CHUNK, self._at)
         whole = data.rfind(b"\n") + 1
         rows = self._parse(data[:whole])
-        if not whole and len(data) == CHUNK:  # a line this long cannot be read
+        if not whole and len(data) == CHUNK:  # this line is too long
             self._skips, whole = True, CHUNK
         if whole:
             self._before = (self._before + data[:whole])[-SEEN:]
@@ -105,19 +103,19 @@ class JsonlTail:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of such a file that are numbers at an iteration; none if it is not there."""
+    """Read the whole lines of a file that have an iteration and otherwise numbers; none if it is missing."""
     tail, more = JsonlTail(path), True
     rows: list[dict[str, Any]] = []
     while more:
-        news = tail.poll()
-        rows = [] if news.anew else rows
-        rows += filter(has_numbers, news.rows)
-        more = news.more
+        update = tail.poll()
+        rows = [] if update.anew else rows
+        rows += filter(has_numbers, update.rows)
+        more = update.more
     return rows
 
 
 def object_of(line: bytes) -> dict[str, Any] | None:
-    """The JSON object that a line is; None if it is none."""
+    """Parse a line; None if it is not a JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -126,16 +124,16 @@ def object_of(line: bytes) -> dict[str, Any] | None:
 
 
 def is_at_an_iteration(row: Mapping[str, Any]) -> bool:
-    """Whether it says of which iteration it is."""
+    """Whether a row has an iteration."""
     iteration = row.get("iteration")
     return type(iteration) is int and 0 <= iteration <= MOST_STEPS
 
 
 def has_numbers(row: Mapping[str, Any]) -> bool:
-    """Whether it has nothing but numbers, of which None is one that is not finite, at an iteration."""
+    """Whether a row has an iteration, and otherwise numbers only; None is one that is not finite."""
     return is_at_an_iteration(row) and all(value is None or is_number(value) for value in row.values())
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number of JSON that a float can be."""
+    """Whether a value of JSON is a number that fits a float."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)

@@ -1,7 +1,7 @@
-"""Reporting on rank 0 while a loop runs: rows, evaluations, the ranks' timings, pictures at the end.
+"""Reports on rank 0 while a loop runs: rows, evaluations, the ranks' timings, pictures at the end.
 
-[Note: Again] What a script does behind an epoch's end is done again by a run that goes on from there. So an evaluation
-that says what another one of the same iteration has said is not written a second time.
+[Note: Again] A run that resumes from an epoch's end repeats what the script does after that epoch. An evaluation with
+the results of an earlier one of its iteration is therefore not written again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ddp_loop.reporting.rows import EpochMeans, OnRow, RowDispatcher
 from ddp_loop.reporting.terminal import Terminal, open_display
 from ddp_loop.reporting.throughput import RankTimings, TrainingLength
 
-_REDONE = 1e-6  # float32's own rounding; sums on another number of ranks differ by that
+_REDONE = 1e-6  # the rounding of float32, by which sums on different numbers of ranks differ
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """A value that is not finite is None, since JSON has no word for it."""
+    """Replace values that are not finite by None, for JSON."""
     return {name: value if isfinite(value) else None for name, value in values.items()}
 
 
@@ -48,21 +48,21 @@ class EvaluationLog:
 
     def __init__(self, path: Path, after: int, warn: Callable[[str], None]) -> None:
         self.file = JsonlWriter(path, after, warn, "drop")
-        self._said = [line for line in read_lines(path) if line["iteration"] == after]  # of the last iteration
+        self._known = [line for line in read_lines(path) if line["iteration"] == after]  # of the last iteration
 
     def record(self, epoch: int, iteration: int, result: Mapping[str, float], elapsed_s: float) -> None:
-        """An evaluation was made, after this iteration."""
+        """Record an evaluation that was made after this iteration."""
         place = {"epoch": epoch, "iteration": iteration}
-        line = place | finite(result) | place | {"elapsed_s": round(elapsed_s, 4)}  # whatever a metric is named
-        self._said = [one for one in self._said if one["iteration"] == iteration]
-        if not any(_says_the_same(one, line) for one in self._said):
-            self._said.append(line)
+        line = place | finite(result) | place | {"elapsed_s": round(elapsed_s, 4)}  # metrics cannot replace the place
+        self._known = [one for one in self._known if one["iteration"] == iteration]
+        if not any(_is_same(one, line) for one in self._known):
+            self._known.append(line)
             self.file.add(json.dumps(line) + "\n")
             self.file.flush()
 
 
-def _says_the_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether all but the time is the same, up to rounding on another number of ranks."""
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two evaluations have the same results, up to the rounding on different numbers of ranks."""
     return tuple(one) == tuple(other) and all(
         name == "elapsed_s" or one[name] == other[name] or _is_close(one[name], other[name]) for name in one
     )
@@ -76,7 +76,7 @@ Receivers = OnRow | Sequence[OnRow] | None
 
 
 def all_of(receivers: Receivers) -> list[OnRow]:
-    """Them as a list.
+    """Return receivers as a list.
 
     Raises:
         TypeError: one cannot be called.
@@ -85,8 +85,8 @@ def all_of(receivers: Receivers) -> list[OnRow]:
     for one in given:
         if not callable(one):
             raise TypeError(
-                f"on_row is a callable that takes a row, or a list of such; got {type(one).__name__}: give "
-                "on_row=print, or on_row=[csv_sink(path), tensorboard_sink(folder)]"
+                f"on_row must be a callable that takes a row, or a list of callables; got {type(one).__name__}. Pass "
+                "on_row=print, or on_row=[csv_sink(path), tensorboard_sink(folder)]."
             )
     return given
 

@@ -1,4 +1,4 @@
-"""Rows in order: to the run folder, to callbacks, to the terminal; and means over several rows."""
+"""Rows of a run, handed on in order to its file, to callbacks and to the terminal; means over several rows."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _BESIDE = frozenset({"epoch", "iteration", "samples", "weight", "skipped", NORM,
 
 
 def is_metric(name: str) -> bool:
-    """Whether a row's value of this name is one that the script gave beside the loss."""
+    """Whether a row's value of this name is a metric of the script."""
     return name not in _BESIDE and not name.startswith(RATE)
 
 
 def is_averaged(name: str) -> bool:
-    """Whether it is one of a mini-batch that has a mean over several: the loss, a metric."""
+    """Whether a row's value of this name, the loss or a metric, is averaged over rows."""
     return name == "loss" or is_metric(name)
 
 
@@ -37,12 +37,12 @@ def _averaged(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class WeightedMeans:
-    """sum_i(w_i value_i) / sum_i(w_i) over rows, w_i a row's weight; steps that were skipped do not count.
+    """Means over rows, sum_i(w_i value_i) / sum_i(w_i) with row weights w_i; skipped steps do not count.
 
     Attributes:
-        rows: how many were added.
-        samples: theirs.
-        skipped: how many of them were of a step that was skipped.
+        rows: the number of rows.
+        samples: the number of their samples.
+        skipped: the number of rows of skipped steps.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class WeightedMeans:
         self._weight += weight
 
     def add_all(self, other: WeightedMeans) -> None:
-        """Add another one's rows."""
+        """Add the rows of other means."""
         for name, total in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + total
         self._weight += other._weight
@@ -73,12 +73,12 @@ class WeightedMeans:
         self.skipped += other.skipped
 
     def means(self) -> dict[str, float]:
-        """By name; NaN where all weights are 0."""
+        """Return the means by name; NaN if all weights are 0."""
         return {name: total / self._weight if self._weight else nan for name, total in self._sums.items()}
 
 
 class EpochMeans:
-    """The means over one epoch's rows: of the one that came last.
+    """The means over the rows of the current epoch.
 
     Attributes:
         means: so far.
@@ -88,29 +88,29 @@ class EpochMeans:
         self.means, self._epoch = WeightedMeans(), 0
 
     def turn_to(self, epoch: int) -> None:
-        """Rows of this epoch come now."""
+        """Start over if this is another epoch."""
         if epoch != self._epoch:
             self.means, self._epoch = WeightedMeans(), epoch
 
     def begin(self) -> Callable[[Mapping[str, Any]], None]:
-        """Forget all; returns what rows are recalled by, from the first one on."""
+        """Start over; returns `recall`, for all rows from the first one on."""
         self.means, self._epoch = WeightedMeans(), 0
         return self.recall
 
     def recall(self, row: Mapping[str, Any]) -> None:
-        """A row that was written before this process went on."""
+        """Add a row that was written before this process resumed the run."""
         self.turn_to(row["epoch"])
         self.means.add(row["samples"], {name: nan if one is None else one for name, one in row.items()})
 
 
-FLUSH_S = 0.5  # rows.jsonl grows in whole lines, at least this often
-BATCH_S = 0.05  # and so often rows are handed on, at most: several at once cost less each
+FLUSH_S = 0.5  # between two flushes of rows.jsonl
+BATCH_S = 0.05  # between two dispatches: several rows at once cost less each
 
 OnRow = Callable[[dict[str, Any]], None]
 
 
 class RowMeta(NamedTuple):
-    """When a row was made, and of how many samples; epoch and iteration are counted from 1."""
+    """A row's place and time; epoch and iteration are counted from 1."""
 
     epoch: int
     iteration: int
@@ -123,17 +123,17 @@ _Sent = tuple[RowMeta, tuple[str, ...], HostCopy, dict[str, float]]
 
 
 class DeviceToHostQueue:
-    """Values on their way from the device to the host, in order; on a GPU nobody waits for them."""
+    """Copies values from the device to the host, in order, without waiting for a GPU."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Sent] = deque()
 
     def send(self, moment: RowMeta, names: tuple[str, ...], values: torch.Tensor, known: dict[str, float]) -> None:
-        """Start the copy of `values`, (len(names),), to the host; `known` is there already."""
+        """Start to copy `values`, shape (len(names),), to the host; `known` is on the host already."""
         self._waiting.append((moment, names, HostCopy(values), known))
 
     def take(self, *, wait: bool) -> list[tuple[RowMeta, dict[str, float]]]:
-        """Those that have arrived, in order; with `wait` all."""
+        """Return the values that have arrived, in order; with `wait` all."""
         arrived = []
         while self._waiting:
             moment, names, values, known = self._waiting[0]
@@ -145,21 +145,21 @@ class DeviceToHostQueue:
 
 
 def jsonl_line(moment: RowMeta, values: dict[str, float]) -> str:
-    """A row as a line of JSON; a value that is not finite is null, since JSON has no word for it.
+    """Format a row as a line of JSON; values that are not finite become null.
 
-    Written by a form, since `json.dumps` takes 30 microseconds for a row and this 3.
+    A cached format string takes 3 microseconds for a row, `json.dumps` 30.
     """
-    told: tuple[object, ...] = tuple(values.values())
+    numbers: tuple[object, ...] = tuple(values.values())
     if not isfinite(sum(values.values())):
-        told = tuple([value if isfinite(value) else _Null() for value in values.values()])
-    return _form(tuple(values)) % (moment.epoch, moment.iteration, moment.samples, *told, moment.elapsed_s)
+        numbers = tuple([value if isfinite(value) else _Null() for value in values.values()])
+    return _form(tuple(values)) % (moment.epoch, moment.iteration, moment.samples, *numbers, moment.elapsed_s)
 
 
 @lru_cache(maxsize=256)
 def _form(names: tuple[str, ...]) -> str:
-    """Of a line with these values."""
-    said = "".join(f"{json.dumps(name).replace('%', '%%')}: %r, " for name in names)
-    return f'{{"epoch": %d, "iteration": %d, "samples": %d, {said}"elapsed_s": %.4f}}\n'
+    """The format string of a line with these values."""
+    fields = "".join(f"{json.dumps(name).replace('%', '%%')}: %r, " for name in names)
+    return f'{{"epoch": %d, "iteration": %d, "samples": %d, {fields}"elapsed_s": %.4f}}\n'
 
 
 class _Null:
@@ -170,29 +170,29 @@ class _Null:
 
 
 class RowDisplay(Protocol):
-    """Shows rows to someone."""
+    """Shows rows."""
 
     def take(self, moment: RowMeta, values: Mapping[str, float]) -> None:
-        """A row has come."""
+        """Take a row."""
 
     def refresh(self) -> None:
-        """It may be time to show something; called often."""
+        """Show something if it is time; called often."""
 
     def close(self, last_words: str | None = None) -> None:
-        """No more rows come."""
+        """End the display, with a last message."""
 
 
 class RowDispatcher:
-    """Takes a run's rows on rank 0 and hands each on, in order; on other ranks it is not made.
+    """Hands the rows of a run on, in order, on rank 0.
 
     Args:
-        lines: of rows.jsonl; None writes nothing.
+        lines: the writer of rows.jsonl; None writes nothing.
         receivers: called with each row, a dict, soon after its update; see `sinks`.
-        terminal: is shown each row; None shows nothing.
-        began: when the run began, on the monotonic clock; earlier by what it had taken before it went on.
+        terminal: shows the rows; None shows nothing.
+        began: when the run began, on the monotonic clock, less the time of earlier processes.
 
     Raises:
-        OSError: the file cannot be written; what is in it stays, in whole lines.
+        OSError: the file cannot be written; the lines in it are intact.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class RowDispatcher:
 
     def add(self, epoch: int, iteration: int, samples: int, is_last_of_epoch: bool,
             names: tuple[str, ...], values: torch.Tensor, known: dict[str, float]) -> None:  # fmt: skip
-        """Take the row of an update: `values`, shape (len(names),), may still be on the device; `known` are not."""
+        """Add the row of an update: `values`, shape (len(names),), on any device, and `known` values of the host."""
         elapsed_s = round(time.monotonic() - self._began, 4)
         self._arrivals.send(RowMeta(epoch, iteration, samples, elapsed_s, is_last_of_epoch), names, values, known)
         if is_last_of_epoch:
@@ -226,14 +226,14 @@ class RowDispatcher:
             self._flush()
 
     def flush_all(self) -> None:
-        """Hand on what is still on its way too, and write it: before a checkpoint, whose rows must be there."""
+        """Wait for all rows, hand them on and write them, as a checkpoint requires."""
         self._dispatch(self._arrivals.take(wait=True))
         self._flush()
         for receiver in self._receivers:
             getattr(receiver, "flush", _nothing)()
 
     def close(self, last_words: str | None = None) -> None:
-        """Hand on what is still on its way, and close the file, the receivers, and what shows them."""
+        """Wait for all rows, hand them on, and close the file, the receivers and the terminal."""
         with ExitStack() as ending:
             if self._terminal is not None:
                 ending.callback(self._terminal.close, last_words)
@@ -244,7 +244,7 @@ class RowDispatcher:
             self._dispatch(self._arrivals.take(wait=True))
 
     def _dispatch(self, rows: Sequence[tuple[RowMeta, dict[str, float]]]) -> None:
-        """Hand these on; to the file all at first, which a receiver that raises does not keep them from."""
+        """Hand rows on; first all to the file, so that a receiver that raises loses none."""
         if self._lines is not None:
             for moment, values in rows:
                 self._lines.add(jsonl_line(moment, values))
@@ -273,4 +273,4 @@ class RowDispatcher:
 
 
 def _nothing() -> None:
-    """What a plain function does when rows are written, or end."""
+    """The `flush` and `close` of a receiver that has none."""

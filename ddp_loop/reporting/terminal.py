@@ -1,4 +1,4 @@
-"""What a run prints in the terminal: a line per epoch, and in between a live display or a line now and then."""
+"""The terminal of a run: a line per epoch, and between them a live display, or a line now and then."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Protocol
 from ddp_loop.reporting.rows import NORM, RATE, EpochMeans, RowMeta, WeightedMeans
 from ddp_loop.reporting.throughput import RankTiming, Throughput, TrainingLength, as_clock, slowest
 
-LINE_S = 5.0  # between two lines, at first
-_SPARSER = 50  # and a 50th of the time since the run began, later: some 300 lines in a day
-LOOK_S = 0.25  # between two looks of the display
-_SHARE = 400  # and 400 times as long as the last look took, but
+LINE_S = 5.0  # between two lines, at least
+_SPARSER = 50  # and at least a 50th of the run's time: some 300 lines a day
+LOOK_S = 0.25  # between two updates of the display, at least
+_SHARE = 400  # and at least 400 times the duration of the last one, but
 _STALE_S = 1.0  # what is shown is never older
 _POINTS = 256  # of the curve, at most
 
 
 class LossCurve:
-    """The losses of a run as at most `_POINTS` means over equally many rows each."""
+    """The losses of a run, as at most `_POINTS` means over equal numbers of rows."""
 
     def __init__(self) -> None:
         self.points: list[float] = []
         self._rows_each, self._sum, self._rows = 1, 0.0, 0
 
     def add(self, value: float, rows: int = 1) -> None:
-        """Add the mean of so many rows."""
+        """Add the mean of some rows."""
         self._sum += value * rows
         self._rows += rows
         if self._rows < self._rows_each:
@@ -44,16 +44,16 @@ class LossCurve:
 
 @dataclass(frozen=True, slots=True)
 class ProgressView:
-    """A run at a moment, to be shown.
+    """The progress of a run at one moment.
 
     Attributes:
-        extent: how far it goes.
+        extent: the run's length.
         epoch, iteration: of the last row.
-        values: the means of the last rows, by name; the last rate and norm.
-        samples_per_s: of late.
-        gone_s, left_s: the run's time so far, and what it still takes; None if that is unknown.
-        losses: from the run's beginning, or where this process went on.
-        slow_rank: which the others wait for.
+        values: the means of the last rows, and the last learning rate and gradient norm, by name.
+        samples_per_s: over the last seconds.
+        gone_s, left_s: the run's time so far, and the remaining time; None if it is unknown.
+        losses: since this process started.
+        slow_rank: the rank that the others wait for.
     """
 
     extent: TrainingLength
@@ -68,28 +68,28 @@ class ProgressView:
 
     @property
     def place(self) -> str:
-        """Such as "Epoch 3 of 20, step 41 of 200"."""
+        """The progress, as "Epoch 3 of 20, step 41 of 200"."""
         of_epochs = f" of {self.extent.epochs}" if self.extent.epochs is not None else ""
         of_steps = f" of {self.extent.whole}" if self.extent.whole is not None else ""
         return f"Epoch {self.epoch}{of_epochs}, step {self.iteration}{of_steps}"
 
     @property
     def speed(self) -> str:
-        """Such as "12,345 samples/s"."""
+        """The speed, as "12,345 samples/s"."""
         rate = self.samples_per_s
         return f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
 
     @property
     def left(self) -> str:
-        """Such as "1:12 left"."""
+        """The remaining time, as "1:12 left"; empty if it is unknown."""
         return "" if self.left_s is None else f"{as_clock(self.left_s)} left"
 
     def line(self) -> str:
-        """All this in a line of plain text."""
+        """Return the whole view as a line of text."""
         means = [f"{name.capitalize()}: {value:.4f}" for name, value in self.values.items() if not _is_beside(name)]
         slow = [] if self.slow_rank is None else [f"rank {self.slow_rank} is slowest"]
-        said = [*means, self.speed, *([self.left] if self.left else []), *slow]
-        return f"{self.place}: {', '.join(said)}"
+        parts = [*means, self.speed, *([self.left] if self.left else []), *slow]
+        return f"{self.place}: {', '.join(parts)}"
 
 
 def _is_beside(name: str) -> bool:
@@ -100,21 +100,21 @@ class Display(Protocol):
     """Shows a view in the place of the last one."""
 
     def show(self, view: ProgressView) -> None:
-        """Show this one now."""
+        """Show a view."""
 
     def close(self) -> None:
-        """Leave the last one where it is."""
+        """End the display; the last view stays visible."""
 
 
 class Terminal:
-    """Says how a run goes on, from rank 0.
+    """Shows the progress of a run, on rank 0.
 
     Args:
         say: prints a line.
-        extent: of the run.
-        began: when the run began, on the monotonic clock; earlier by what it had taken before it went on.
-        display: shows it while it goes on; without one lines are printed.
-        epoch: with the rows of the epoch that a run goes on in.
+        extent: the run's length.
+        began: when the run began, on the monotonic clock, less the time of earlier processes.
+        display: shows the progress; without one lines are printed.
+        epoch: the rows of the epoch in which a run resumes.
     """
 
     def __init__(
@@ -128,15 +128,15 @@ class Terminal:
         self._say, self._extent, self._began, self._display = say, extent, began, display
         self._opened = time.monotonic()
         self._next = self._opened + (LOOK_S if display is not None else LINE_S)
-        self._epoch, self._late = epoch or EpochMeans(), WeightedMeans()  # without those since the last look
+        self._epoch, self._late = epoch or EpochMeans(), WeightedMeans()  # `_late` has the rows since the last view
         self._last: RowMeta | None = None
         self._values: Mapping[str, float] = {}
         self._rate, self._curve = Throughput(self._opened - began), LossCurve()
         self._slow: int | None = None
-        self._view: ProgressView | None = None  # that was not shown yet
+        self._view: ProgressView | None = None  # not yet shown
 
     def take(self, moment: RowMeta, values: Mapping[str, float]) -> None:
-        """A row has come."""
+        """Take a row."""
         self._epoch.turn_to(moment.epoch)
         self._last, self._values = moment, values
         self._late.add(moment.samples, values)
@@ -146,11 +146,11 @@ class Terminal:
             self._epoch.turn_to(0)
 
     def take_ranks(self, ranks: Sequence[RankTiming]) -> None:
-        """The ranks' paces have come."""
+        """Take the ranks' timings."""
         self._slow = slowest(ranks)
 
     def refresh(self) -> None:
-        """Show where the run is, if it is time."""
+        """Show the progress if it is time."""
         now = time.monotonic()
         if now < self._next or self._last is None:
             return
@@ -171,14 +171,14 @@ class Terminal:
             self._draw(lambda: display.show(view))
 
     def _draw(self, draw: Callable[[], None]) -> None:
-        """Draw; a terminal that is gone gets no more, and stops nobody."""
+        """Draw, and end the display if the terminal was closed."""
         try:
             draw()
         except OSError:
             self._display = None
 
     def close(self, last_words: str | None = None) -> None:
-        """The run ends, or was left."""
+        """Show the last view and a last message."""
         if self._display is not None:
             self._show(self._display)
         if self._display is not None:
@@ -187,7 +187,7 @@ class Terminal:
             self._say(last_words)
 
     def _make_view(self, moment: RowMeta) -> ProgressView:
-        """The run at this row; the rows since the last view are counted."""
+        """Return the view of this row and of all rows since the last view."""
         late, self._late = self._late, WeightedMeans()
         self._epoch.means.add_all(late)
         means = late.means()
@@ -208,10 +208,10 @@ class Terminal:
 
     def _epoch_line(self, epoch: int) -> str:
         means = self._epoch.means
-        said = ", ".join(f"{name.capitalize()}: {mean:.4f}" for name, mean in means.means().items())
+        parts = [f"Epoch: {epoch}", *(f"{name.capitalize()}: {mean:.4f}" for name, mean in means.means().items())]
         if means.skipped:
-            said += f"{', ' if said else ''}{means.skipped} steps skipped, not finite"
-        return f"Epoch: {epoch}, {said}"
+            parts.append(f"{means.skipped} steps skipped, not finite")
+        return ", ".join(parts)
 
 
 if TYPE_CHECKING:
@@ -223,18 +223,18 @@ _BETWEEN = "   "
 
 
 def open_display() -> LiveDisplay | None:
-    """A display, if stdout is a terminal that can move its cursor, and rich is there; else None."""
+    """Return a display if stdout is a terminal that can move its cursor and rich is installed; else None."""
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown", ""):
         return None
     try:
         from rich.console import Console
     except ImportError:
-        return None  # lines are printed then
+        return None
     return LiveDisplay(Console(file=sys.stdout, highlight=False))
 
 
 class LiveDisplay:
-    """A few lines at the terminal's end that are written anew; whatever is printed meanwhile goes above them."""
+    """A few lines at the end of the terminal that are redrawn; other output is printed above them."""
 
     def __init__(self, console: Console) -> None:
         from rich.live import Live
@@ -242,21 +242,21 @@ class LiveDisplay:
         self._console = console
         self._live = Live(
             console=console,
-            auto_refresh=False,  # no thread: what it draws is drawn while the ranks wait for each other
+            auto_refresh=False,  # no thread: it is drawn while the ranks wait for each other
             redirect_stderr=sys.stderr.isatty(),
             vertical_overflow="ellipsis",
         )
 
     def show(self, view: ProgressView) -> None:
-        """Show this one now."""
+        """Show a view."""
         self._live.update(self._render(view))
         if not self._live.is_started:
             self._live.start()
-            self._console.show_cursor(True)  # a process may be ended without a chance to bring it back
+            self._console.show_cursor(True)  # a killed process could not show it again
         self._live.refresh()
 
     def close(self) -> None:
-        """Leave the last one where it is."""
+        """End the display; the last view stays visible."""
         if self._live.is_started:
             self._live.stop()
 
@@ -273,7 +273,7 @@ class LiveDisplay:
         return Group(*([] if bar is None else [bar]), *texts)
 
     def _bar(self, view: ProgressView, width: int) -> RenderableType | None:
-        """Where the run is: words on the left, on the right, and between them the bar; None where it has no room."""
+        """Return the bar between the place and the remaining time; None if there is no room for it."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
@@ -296,23 +296,18 @@ class LiveDisplay:
 
 
 def _cells(view: ProgressView) -> list[str]:
-    cells = [f"{_named(name)} {_number(name, value)}" for name, value in view.values.items()]
+    cells = [
+        f"{name.replace('_', ' ')} {value:.3g}" if _is_beside(name) else f"{name} {value:.4f}"
+        for name, value in view.values.items()
+    ]
     ranks = view.extent.ranks
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on {view.extent.device}"
     slow = f", rank {view.slow_rank} is slowest" if view.slow_rank is not None else ""
     return [*cells, view.speed, f"{as_clock(view.gone_s)} gone", where + slow]
 
 
-def _named(name: str) -> str:
-    return name.replace("_", " ") if name == NORM or name.startswith(RATE) else name
-
-
-def _number(name: str, value: float) -> str:
-    return f"{value:.3g}" if name == NORM or name.startswith(RATE) else f"{value:.4f}"
-
-
 def flowed(cells: Sequence[str], width: int) -> list[str]:
-    """Cells side by side, in as few lines as they need."""
+    """Join cells to as few lines as possible."""
     lines: list[str] = []
     for cell in cells:
         if lines and len(lines[-1]) + len(_BETWEEN) + len(cell) <= width:
@@ -323,7 +318,7 @@ def flowed(cells: Sequence[str], width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float], width: int, blocks: str = _BLOCKS) -> str:
-    """Values as blocks between the least and the largest one, at most `width` of them; "?" is not finite."""
+    """Draw values as at most `width` blocks, from the smallest to the largest value; "?" is not finite."""
     if width < 1 or not values:
         return ""
     count = min(width, len(values))

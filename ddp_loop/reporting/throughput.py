@@ -1,7 +1,7 @@
-"""Throughput: how far a run goes, how fast it is, the time it still takes; and how long each rank waits for the others.
+"""A run's length, speed and remaining time, and how long each rank waits for the others.
 
-[Note: The slow rank] All ranks' steps take equally long, since each fold waits for the slowest. That one waits least.
-No collective is made for this: each rank leaves a word now and then, and rank 0 reads those that are there.
+[Note: The slow rank] Steps take equally long on all ranks, because each fold waits for the slowest rank. That rank
+waits least. This needs no collective: each rank puts its timing into the store now and then, and rank 0 reads them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.distributed import RankStore
 
-TELL_S = 1.0  # from one word of a rank to the next; a word takes 30 microseconds
-GATHER_S = 3.0  # from one look of rank 0 to the next
+TELL_S = 1.0  # between two timings of a rank; each takes 30 microseconds
+GATHER_S = 3.0  # between two reads of rank 0
 _FIRST_S = 0.5
 _MIB = 2**20
 
@@ -27,12 +27,12 @@ RankTiming = Mapping[str, float]
 
 
 def memory_mib(device: torch.device) -> float:
-    """What this process holds: of a GPU's memory what torch has taken of it, else the resident part of its own."""
+    """Return the memory of this process: on a GPU what torch has reserved, else the resident set."""
     return accelerator_of(device).memory_held() / _MIB
 
 
 def slowest(ranks: Sequence[RankTiming]) -> int | None:
-    """The rank that the others wait for, if they do for more than a tenth of the step; None of one."""
+    """Return the rank that all others wait for by more than a tenth of a step; None without one."""
     if len(ranks) < 2:
         return None
     waits = sorted(ranks, key=lambda one: one["wait_s"])
@@ -42,13 +42,13 @@ def slowest(ranks: Sequence[RankTiming]) -> int | None:
 
 
 class RankTimings:
-    """This rank's pace, told; on rank 0 those of all, as far as they are there.
+    """Publishes the timing of this rank, and gathers those of all on rank 0.
 
     Args:
-        store: of the world, where ranks leave words.
-        key: of the loop's own, the same on every rank.
+        store: of the world.
+        key: unique to the loop, the same on every rank.
         rank, size: of the world.
-        device: whose memory is said.
+        device: whose memory is reported.
     """
 
     def __init__(self, store: RankStore, key: str, rank: int, size: int, device: torch.device) -> None:
@@ -59,14 +59,14 @@ class RankTimings:
         self._own: RankTiming | None = None
 
     def record(self, iteration: int, waited_s: float) -> bool:
-        """A step was folded: tell where it is time; returns whether it is time to look, too.
+        """Record a folded step, and publish a timing if one is due; returns whether `gather` is due.
 
         Args:
             iteration: of the step.
-            waited_s: in all folds up to this one.
+            waited_s: the time waited in all folds so far.
         """
         now = time.monotonic()
-        if self._since is None:  # the first step is another: it makes what the others use again
+        if self._since is None:  # the first step is slower: it allocates
             self._since = now, iteration, waited_s
             self._next_word, self._next_look = now + _FIRST_S, now + _FIRST_S + TELL_S
         if now < self._next_word:
@@ -91,30 +91,31 @@ class RankTimings:
             "memory_mib": round(memory_mib(self._device), 1),
         }
         if self._rank:
-            with suppress(RuntimeError):  # the store is gone with the launcher
+            with suppress(RuntimeError):  # the launcher, and its store, have ended
                 self._store.put(f"{self._key}/{self._rank}", json.dumps(self._own))
 
     def gather(self) -> list[RankTiming]:
-        """The last word of each rank that has said one, in their order; on rank 0."""
-        told = [] if self._own is None else [self._own]
-        with suppress(RuntimeError):  # the store is gone with the launcher
-            told += [json.loads(word) for word in self._store.get_all([f"{self._key}/{one}" for one in self._others])]
-        return told
+        """Return the newest timing of each rank that has published one, in rank order; on rank 0."""
+        timings = [] if self._own is None else [self._own]
+        with suppress(RuntimeError):  # the launcher, and its store, have ended
+            words = self._store.get_all([f"{self._key}/{one}" for one in self._others])
+            timings += [json.loads(word) for word in words]
+        return timings
 
 
-WINDOW_S = 5.0  # samples/s are of the last so many seconds
-_PARTS = 20  # of a window: so many moments are remembered
+WINDOW_S = 5.0  # over which samples/s are measured
+_PARTS = 20  # the number of moments that are stored in a window
 
 
 @dataclass(frozen=True)
 class TrainingLength:
-    """How far a run goes, and on what.
+    """How long a run is, and where it runs.
 
     Attributes:
-        epochs, steps: as the Loop was given them.
-        steps_per_epoch: None where nobody knows, of a stream.
-        after: the iteration that it goes on from.
-        ranks, device: where it runs.
+        epochs, steps: of `Loop`.
+        steps_per_epoch: None if it is unknown, as for a stream.
+        after: the iteration that the run resumes from.
+        ranks, device: the number of ranks, and their device.
     """
 
     epochs: int | None = None
@@ -126,17 +127,17 @@ class TrainingLength:
 
     @property
     def whole(self) -> int | None:
-        """The number of its steps, if that is known."""
+        """The number of steps; None if it is unknown."""
         by_epochs = None if self.epochs is None or self.steps_per_epoch is None else self.epochs * self.steps_per_epoch
         known = [steps for steps in (by_epochs, self.steps) if steps is not None]
         return min(known, default=None)
 
     def left_s(self, iteration: int, gone_s: float) -> float | None:
-        """The seconds that the steps behind `iteration` take, at the pace of this process's own; None if unknown.
+        """Estimate the seconds that remain, at the speed of this process so far; None if unknown.
 
         Args:
-            iteration: of the step at hand.
-            gone_s: since this process began.
+            iteration: of the last step.
+            gone_s: the seconds since this process began.
         """
         if self.whole is None or iteration <= self.after:
             return None
@@ -147,7 +148,8 @@ class Throughput:
     """Samples per second, over a window of the last seconds.
 
     Args:
-        began_s: when the first samples were begun.
+        began_s: when the first step began.
+        window_s: length of the window.
     """
 
     def __init__(self, began_s: float, window_s: float = WINDOW_S) -> None:
@@ -155,7 +157,7 @@ class Throughput:
         self._marks: deque[tuple[float, int]] = deque([(began_s, 0)])
 
     def take(self, elapsed_s: float, samples: int) -> float:
-        """The rate, when so many more samples have been gone through."""
+        """Add samples, and return the rate."""
         self._sum += samples
         marks = self._marks
         while len(marks) > 1 and marks[1][0] <= elapsed_s - self._window_s:
@@ -167,7 +169,7 @@ class Throughput:
 
 
 def as_clock(seconds: float) -> str:
-    """Such as 0:07, 12:40, 3:00:00."""
+    """Format seconds as 0:07, 12:40, 3:00:00."""
     whole = round(seconds)
     minutes, hours = whole // 60 % 60, whole // 3600
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

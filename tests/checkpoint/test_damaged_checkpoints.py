@@ -228,19 +228,19 @@ def test_an_immense_file_is_refused_without_reading_it(checkpoints: CheckpointSt
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 100_000, b"[" * 100_000 + b"]" * 100_000])
 def test_deep_json_is_refused_also_with_the_right_sums(checkpoints: CheckpointStore, newest: Path, text: bytes) -> None:
     forge(newest, STATE, text)
-    assert_refused(checkpoints, STATE, "at most 100 levels")
+    assert_refused(checkpoints, STATE, "has more than 100 levels")
     (newest / MANIFEST).write_bytes(text + b',"sha256":"' + hashlib.sha256(text).hexdigest().encode() + b'"}\n')
-    assert_refused(checkpoints, MANIFEST, "at most 100 levels")
+    assert_refused(checkpoints, MANIFEST, "has more than 100 levels")
 
 
 def test_a_key_that_comes_twice_is_refused(checkpoints: CheckpointStore, newest: Path) -> None:
     body = (newest / MANIFEST).read_bytes().partition(b',"sha256":"')[0]
     body = b'{"run":"r1",' + json.dumps(json.loads((newest / MANIFEST).read_bytes()))[1:-1].encode()
     (newest / MANIFEST).write_bytes(body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n')
-    assert_refused(checkpoints, MANIFEST, "each key once")
+    assert_refused(checkpoints, MANIFEST, "has an object with a key twice")
     forge(newest)
     forge(newest, STATE, b'{"dict": [], "dict": []}')
-    assert_refused(checkpoints, STATE, "each key once")
+    assert_refused(checkpoints, STATE, "has an object with a key twice")
 
 
 def header_of(fields: Any, data: bytes = b"") -> bytes:
@@ -334,7 +334,7 @@ def test_where_none_is_good_all_are_named(checkpoints: CheckpointStore) -> None:
     assert checkpoints.newest() is None
     assert [one.path.name for one in checkpoints.refused] == [TENSORS, STATE]
     assert [entry.problem for entry in checkpoints.entries()] == [None, None]  # sizes and manifests alone
-    assert all("does not have the SHA-256 in the manifest" in (entry.problem or "") for entry in checkpoints.entries(verify=True))
+    assert all("does not have the SHA-256" in (entry.problem or "") for entry in checkpoints.entries(verify=True))
 
 
 def test_a_refusal_travels_between_processes(tmp_path: Path) -> None:

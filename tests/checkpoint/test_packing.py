@@ -270,19 +270,25 @@ class Own:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"scheduler": {"lr_lambdas": [lambda step: 1.0]}}, "state.scheduler.lr_lambdas.0 is a function: give the"),
-        ({"a": ({"b": Own()},)}, r"state.a.0.b is a tests.checkpoint.test_packing.Own: give the object a state_dict"),
+        (
+            {"scheduler": {"lr_lambdas": [lambda step: 1.0]}},
+            "state.scheduler.lr_lambdas.0 is a function, .* Give the",
+        ),
+        (
+            {"a": ({"b": Own()},)},
+            r"state.a.0.b is a tests.checkpoint.test_packing.Own, .* Give the object a state_dict",
+        ),
         ({"a": {Own(): 1}}, r"\(the key\) is a tests.checkpoint.test_packing.Own"),
-        ({"a": {torch.ones(1): 1}}, r"state.a \(a key\) is a torch.Tensor: let the keys"),
-        ([np.array(["x"])], "state.0 is a numpy.ndarray: of its elements, <U1, only numbers"),
-        ([np.array([Own()])], "state.0 is a numpy.ndarray: of its elements, object, only"),
-        ([np.datetime64("2020-01-01")], "state.0 is a numpy.datetime64: give"),
-        ([torch.ones(2).to_sparse()], "state.0 is a torch.Tensor: only dense tensors"),
-        ([torch.ones(2, device="meta")], "state.0 is a torch.Tensor: only dense tensors with values"),
-        ([nn.UninitializedParameter()], "state.0 is a torch.nn.parameter.UninitializedParameter: only dense"),
-        ([torch.Generator()], "state.0 is a torch._C.Generator: give"),
-        ([range(3)], "state.0 is a range: give"),
-        ([sys], "state.0 is a module: give"),
+        ({"a": {torch.ones(1): 1}}, r"state.a \(a key\) is a torch.Tensor, .* Use numbers or strings as keys"),
+        ([np.array(["x"])], "state.0 is a numpy.ndarray, .* Its elements, <U1, are not numbers"),
+        ([np.array([Own()])], "state.0 is a numpy.ndarray, .* Its elements, object, are not numbers"),
+        ([np.datetime64("2020-01-01")], "state.0 is a numpy.datetime64, which a checkpoint cannot store. Give"),
+        ([torch.ones(2).to_sparse()], "state.0 is a torch.Tensor, .* Only dense tensors"),
+        ([torch.ones(2, device="meta")], "state.0 is a torch.Tensor, .* Only dense tensors with values"),
+        ([nn.UninitializedParameter()], "state.0 is a torch.nn.parameter.UninitializedParameter, .* Only dense"),
+        ([torch.Generator()], "state.0 is a torch._C.Generator, which a checkpoint cannot store. Give"),
+        ([range(3)], "state.0 is a range, which a checkpoint cannot store. Give"),
+        ([sys], "state.0 is a module, which a checkpoint cannot store. Give"),
     ],
 )
 def test_what_cannot_be_packed_is_named_by_its_path(value: object, said: str) -> None:
@@ -302,7 +308,7 @@ def test_a_hundred_levels_are_packed_and_more_are_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
     for value in (nested(LEVELS + 1), nested(100_000), endless):
-        with pytest.raises(ValueError, match="at most 100 levels"):
+        with pytest.raises(ValueError, match="has more than 100 levels"):
             to_tree(value)
 
 
@@ -334,16 +340,16 @@ def test_a_structure_that_pack_does_not_make_is_refused(structure: str) -> None:
 
 
 def test_a_tensor_without_a_place_is_refused() -> None:
-    with pytest.raises(ValueError, match="each tensor has a place in the structure; x has none"):
+    with pytest.raises(ValueError, match="has no place for the tensor x"):
         from_tree(SerializedState([1], {"x": torch.zeros(6)}))
 
 
 @pytest.mark.parametrize("levels", [LEVELS + 2, 400, 500])
 def test_too_many_levels_are_refused_also_on_the_way_back(levels: int) -> None:
-    with pytest.raises(ValueError, match="at most 100 levels"):
+    with pytest.raises(ValueError, match="has more than 100 levels"):
         from_tree(SerializedState(parse(b"[" * levels + b"]" * levels), {}))
     if levels > JSON_LEVELS:  # what Python's own parser would take
-        with pytest.raises(ValueError, match="at most 100 levels; the JSON"):
+        with pytest.raises(ValueError, match=r"has more than 100 levels$"):
             parse(b"[" * levels + b"]" * levels)
 
 

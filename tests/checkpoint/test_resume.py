@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     assert rows_of(tmp_path) == whole.made
     said = capsys.readouterr().out
     assert str(damaged) in said
-    assert "the one before it is used" in said
+    assert "The one before it is used" in said
 
 
 def test_rows_after_the_checkpoint_and_half_lines_are_taken_out(tmp_path: Path) -> None:

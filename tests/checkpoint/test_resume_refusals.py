@@ -32,7 +32,7 @@ def test_a_second_loop_of_a_process_is_refused_the_folder_of_the_first(on_ranks:
         results = on_ranks(ranks, hold_and_try, str(tmp_path / str(ranks)))
         assert [kind for kind, _, _ in results] == own
         for _, text, _ in results:
-            assert "is held by another Loop of this process: wait for it, stop it (python -m ddp_loop stop" in text
+            assert "is held by another Loop of this process. Wait for it, stop it (python -m ddp_loop stop" in text
 
 
 def test_a_second_process_is_refused_and_told_who_holds_the_folder(on_ranks: OnRanks, tmp_path: Path) -> None:
@@ -73,13 +73,13 @@ def no_state_dict(world: dl.World, folder: str) -> None:
         (
             another_model,
             "ValueError",
-            "must fit the state; 'model' does not take it .*size mis",
+            r"state\['model'\] does not fit the checkpoint .*size mis",
         ),
-        (another_name, "ValueError", r"the checkpoint \['model'\]: give Loop the same state=, or begin anew"),
+        (another_name, "ValueError", r"the checkpoint \['model'\]\. Pass the same names, or resume=False"),
         (
             no_state_dict,
             "TypeError",
-            r"state\['other 0'\] is a list: give it these, put it into a dict, or leave run_dir=",
+            r"state\['other 0'\] is a list, which a checkpoint cannot keep\. .* put it into a dict, or remove run_dir=",
         ),
     ],
 )

@@ -248,11 +248,11 @@ def test_the_command_stops_a_run_and_says_where(
     (at, _), (also, said) = on_ranks(2, stop_by_command, str(tmp_path))
     assert at == also == status_of(tmp_path)["iteration"]
     assert said == [
-        f"{tmp_path}: stopping after the step under way",
+        f"{tmp_path}: stopping after the current step",
         f"{tmp_path}: stopped at step {at}, checkpoint step-{at:08d}",
         "True",
     ]
-    for folder, why in ((tmp_path, "(its status: stopped)"), (tmp_path / "other", "has none")):
+    for folder, why in ((tmp_path, " (status: stopped)."), (tmp_path / "other", "has no run.json")):
         assert main(["stop", str(folder)]) == 2
         assert why in capsys.readouterr().err
 

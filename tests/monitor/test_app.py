@@ -114,7 +114,7 @@ def test_the_pages_own_files_need_no_token_and_say_nothing_of_a_run(page: Served
 def test_stop_asks_a_run_that_is_under_way_and_no_other(page: Served, client: httpx.Client, run: Path) -> None:
     answer = client.post("/api/runs/one/stop", headers=page.headers)
     assert (answer.status_code, (run / "stop").exists()) == (409, False)
-    assert "only a run under way can be stopped" in answer.text
+    assert "No run is active in " in answer.text
     folder = RunFolder(run, {}, True)
     try:
         answer = client.post("/api/runs/one/stop", headers=page.headers)

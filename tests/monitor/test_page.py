@@ -287,7 +287,7 @@ def test_without_its_token_the_page_says_what_it_needs(browser: Browser, run: Pa
         one.waits_for("#notice", "needs the whole link")
         assert one.page.locator(".run").count() == 0
         one.page.goto(f"{page.base}/#token=wrong")
-        one.waits_for("#notice", "the token is another one")
+        one.waits_for("#notice", "The token is wrong")
         assert one.page.locator(".run").count() == 0
         one.context.close()
         assert one.outward == []
@@ -323,7 +323,7 @@ def test_a_folder_that_goes_is_said_and_its_curves_stay(visit: Any, run: Path) -
             " the last line is half-written and left out (22 bytes)",
         ]
         shutil.rmtree(run)
-        one.waits_for(".says", "the run folder is not there any more")
+        one.waits_for(".says", "this run folder was removed")
         assert one.last("loss")[0] == [400, 1 / 400]
 
 

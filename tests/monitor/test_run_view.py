@@ -63,8 +63,9 @@ def test_a_long_run_is_thinned_out_and_a_part_of_it_is_exact(tmp_path: Path) -> 
         ({"status": "failed", "rank": 1, "step": 21, "stage": "backward", "why": "ValueError: x"}, "failed",
          "failed on rank 1 in step 21 (backward)"),
         ({"status": "failed", "rank": -1, "step": "?"}, "failed", "failed on a rank"),
-        ({"status": "running", "iteration": 0}, "lost", "ended without a word after step 20: its process is gone"),
-        ({"status": ["no", "word"]}, "lost", "ended without a word after step 20: its process is gone"),
+        ({"status": "running", "iteration": 0}, "lost",
+         "ended after step 20 without a status: its process no longer runs"),
+        ({"status": ["no", "word"]}, "lost", "ended after step 20 without a status: its process no longer runs"),
         ({}, "waiting", "no run has begun in this folder yet"),
     ],
 )  # fmt: skip
@@ -119,7 +120,7 @@ def test_what_is_not_there_or_cannot_be_read_is_said(page: Served, client: httpx
     assert until(lambda: look()["state"] == "waiting", "no status")
     shutil.rmtree(run)
     said = until(lambda: (said := look())["state"] == "gone" and said, "the folder is gone")
-    assert (said["says"], said["rows"]) == ("the run folder is not there any more", 21)
+    assert (said["says"], said["rows"]) == ("this run folder was removed", 21)
     assert client.get("/api/runs/one/curves", headers=page.headers).json()["x"][-1] == 21  # what was read stays
     assert client.post("/api/runs/one/stop", headers=page.headers).status_code == 409
     write_run(run, [row(1)], status="done", iteration=1)
@@ -140,7 +141,7 @@ def test_a_run_that_goes_on_is_read_anew(tmp_path: Path) -> None:
 def test_folders_of_one_name_are_two_runs(tmp_path: Path) -> None:
     views = views_of([tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"])
     assert [(view.key, view.folder.parent.name) for view in views] == [("run", "a"), ("run-2", "b")]
-    assert views[0].summary()["says"] == "there is no such run folder yet"
+    assert views[0].summary()["says"] == "this run folder does not exist yet"
 
 
 @pytest.mark.skipif(

@@ -84,7 +84,7 @@ def test_what_has_no_rows_is_refused(lines: str | None, tmp_path: Path, capsys: 
     if lines is not None:
         (tmp_path / "rows.jsonl").write_text(lines)
     assert main(["plot", str(tmp_path)]) == 2
-    assert f"curves are drawn of a run's rows.jsonl; {tmp_path} has none" in capsys.readouterr().err
+    assert f"{tmp_path} has no rows.jsonl with rows to draw. Pass the folder" in capsys.readouterr().err
 
 
 def test_the_panels_are_loss_metrics_norm_and_rates_that_change_with_the_evaluations() -> None:
@@ -117,7 +117,7 @@ def test_a_curve_goes_where_its_values_go(tmp_path: Path) -> None:
     drawn = np.argwhere(ink(rising))
     width = ink(rising).shape[1]
     assert drawn[drawn[:, 1] < width / 3, 0].mean() > drawn[drawn[:, 1] > 2 * width / 3, 0].mean()  # rows go down
-    with pytest.raises(ValueError, match="curves are drawn of one value or more"):
+    with pytest.raises(ValueError, match="There are no curves to draw"):
         plots.curves({}, tmp_path / "none.png")
     plots.close_fonts()
 

@@ -195,7 +195,7 @@ def give_no_callable(world: dl.World, folder: str) -> None:
 
 
 def test_a_receiver_that_cannot_be_called_is_refused_on_all_ranks(refused: Refused) -> None:
-    refused(2, give_no_callable, kind="TypeError", said="on_row is a callable", by=0)
+    refused(2, give_no_callable, kind="TypeError", said="on_row must be a callable that takes a row", by=0)
 
 
 # -- beside the rows -------------------------------------------------------------------------------------------
