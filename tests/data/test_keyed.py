@@ -117,7 +117,7 @@ def test_a_sample_is_read_once_whether_it_draws_or_not(source: Counted) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 20, 200])
-def test_a_data_set_that_keeps_what_it_drew_drew_from_its_own_streams(size: int) -> None:
+def test_a_data_set_that_caches_its_draws_drew_from_keyed_streams(size: int) -> None:
     expected, source = Caching(), Caching()
     read_by(expected, 1)
     read_by(source, size)
@@ -126,7 +126,7 @@ def test_a_data_set_that_keeps_what_it_drew_drew_from_its_own_streams(size: int)
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
-def test_a_collate_fn_does_not_draw_on_where_the_last_sample_left_its_streams(generator: str) -> None:
+def test_a_collate_fn_does_not_continue_the_streams_of_the_last_sample(generator: str) -> None:
     draw = GENERATORS[generator]
     with preserved_streams():
         samples = SeededDataset(Drawing(generator, 1), 0, list)
@@ -148,7 +148,7 @@ class Forked(Dataset[Any]):
             return index, torch.rand((), dtype=torch.float64).item()
 
 
-def test_draws_that_leave_torchs_generator_as_it_was_are_keyed_too() -> None:
+def test_draws_that_leave_torchs_generator_unchanged_are_keyed_too() -> None:
     expected = drawn(Forked(), 1, 1, 0)
     assert len(set(expected.values())) == SIZE
     assert drawn(Forked(), 20, 1, 2) == expected
