@@ -20,7 +20,7 @@ def test_the_digit_network_has_123_090_parameters_in_14_tensors_and_6_state_tens
 
 
 @pytest.mark.covers("B1")
-def test_the_digit_network_is_made_of_three_normed_convolutions_and_one_full_layer() -> None:
+def test_the_digit_network_has_three_normed_convolutions_and_one_linear_layer() -> None:
     network = digit_classifier()
     block = [nn.Conv2d, nn.BatchNorm2d, nn.ReLU]
     assert [type(layer) for layer in network] == [*block, *block, *block, nn.Flatten, nn.Linear]
@@ -73,7 +73,7 @@ def test_the_surface_network_has_171_parameters_with_either_end(linear_end: bool
     assert network(torch.zeros(4, 2)).shape == (4, 1)
 
 
-def test_the_surface_network_goes_below_zero_only_with_a_linear_end() -> None:
+def test_the_surface_network_has_negative_outputs_only_with_a_linear_end() -> None:
     networks = {linear_end: surface_network(linear_end) for linear_end in (False, True)}
     for network in networks.values():
         end = [layer for layer in network if isinstance(layer, nn.Linear)][-1]
@@ -84,7 +84,7 @@ def test_the_surface_network_goes_below_zero_only_with_a_linear_end() -> None:
 
 
 @pytest.mark.parametrize("make", [digit_classifier, denoising_autoencoder, surface_network])
-def test_a_network_follows_from_the_seed(make: type[nn.Module]) -> None:
+def test_a_network_depends_on_the_seed(make: type[nn.Module]) -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return nn.utils.parameters_to_vector(make().parameters())

@@ -179,15 +179,15 @@ def test_held_out_fonts_draw_other_digits_from_other_fonts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"size": 15}, "multiple of 10.*got 15.*try 20"),
+        ({"size": 15}, "multiple of 10.*got 15.*Try 20"),
         ({"size": 0}, "multiple of 10.*got 0"),
         ({"seed": -1}, "must not be negative; got -1"),
-        ({"fonts": "unusual"}, "\"held_out\" or a sequence of names; got 'unusual'"),
-        ({"fonts": ["Comic"]}, "matplotlib brings along; got 'Comic'"),
-        ({"fonts": ["STIXNonUni"]}, "must have digits; got 'STIXNonUni' without 0"),
+        ({"fonts": "unusual"}, "\"held_out\" or a list of names; got 'unusual'"),
+        ({"fonts": ["Comic"]}, "must be fonts of matplotlib; got 'Comic'"),
+        ({"fonts": ["STIXNonUni"]}, "must have all digits; got 'STIXNonUni' without 0"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_with_the_remedy(arguments: dict[str, object], message: str) -> None:
+def test_bad_arguments_of_digits_are_refused_with_the_remedy(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         digits(cache=False, **arguments)  # type: ignore[arg-type]
 
@@ -197,7 +197,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(drawing, "version", missing)
-    with pytest.raises(ImportError, match=r'pillow is missing: pip install "ddp_loop\[digits\]"'):
+    with pytest.raises(ImportError, match=r'pillow is missing. Run pip install "ddp_loop\[digits\]"'):
         digits(size=10, cache=False)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match=r'pip install "ddp_loop\[handwritten\]"'):
@@ -220,7 +220,7 @@ def test_a_split_takes_the_same_share_of_each_class(
 
 
 @pytest.mark.covers("A3")
-def test_the_parts_of_a_split_are_disjoint_and_together_the_whole() -> None:
+def test_the_parts_of_a_split_are_disjoint_and_complete() -> None:
     data = numbered_images(300, 7, 1, 40)
     parts = data.split(0.5, 0.3)
     assert sorted(number for part in parts for number in numbers_of(part)) == list(range(348))
@@ -238,7 +238,7 @@ def test_shares_of_a_class_are_rounded_down_and_the_last_part_takes_the_rest() -
 
 
 @pytest.mark.covers("A3")
-def test_a_share_is_the_decimal_that_was_written() -> None:
+def test_a_share_is_exactly_the_written_decimal() -> None:
     # 0.29 * 100 is 28.999999999999996 and 1 - 0.9 is less than a tenth.
     first, second, rest = numbered_images(100).split(0.29, 0.7)
     assert (len(first), len(second), len(rest)) == (29, 70, 1)
@@ -257,16 +257,16 @@ def test_a_split_follows_its_seed_and_is_not_the_order_of_the_data() -> None:
 @pytest.mark.parametrize(
     ("fractions", "message"),
     [
-        ((), "one fraction or more"),
+        ((), "one or more fractions"),
         ((0.0,), r"above 0 and below 1; got \(0.0,\)"),
         ((0.5, -0.1), "above 0 and below 1"),
         ((90,), r"got \(90,\)"),
         ((math.nan,), "above 0 and below 1"),
-        ((0.9, 0.1), "together 1: leave the last one out"),
-        ((0.9, 0.2), "together 1.1"),
+        ((0.9, 0.1), "a sum of 1. Leave out the last one"),
+        ((0.9, 0.2), "a sum of 1.1"),
     ],
 )
-def test_fractions_that_make_no_split_are_refused(fractions: tuple[float, ...], message: str) -> None:
+def test_bad_fractions_are_refused(fractions: tuple[float, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         numbered_images(10).split(*fractions)
 
@@ -278,9 +278,9 @@ def test_fractions_that_make_no_split_are_refused(fractions: tuple[float, ...], 
 def test_class_names_are_sorted_and_number_the_classes(drawn: LabelledImages) -> None:
     assert list(drawn.class_names) == sorted(drawn.class_names)
     assert len(drawn.class_names) == 10
-    with pytest.raises(ValueError, match=r"must be sorted, each there once.*got \('b', 'a'\)"):
+    with pytest.raises(ValueError, match=r"must be sorted and unique.*got \('b', 'a'\)"):
         LabelledImages(drawn.images[:1], torch.tensor([0]), ("b", "a"))
-    with pytest.raises(ValueError, match="must be sorted, each there once"):
+    with pytest.raises(ValueError, match="must be sorted and unique"):
         LabelledImages(drawn.images[:1], torch.tensor([0]), ("a", "a"))
 
 
@@ -331,7 +331,7 @@ def test_one_hot_labels_have_a_column_for_each_class_even_without_an_image() -> 
 
 
 @pytest.mark.covers("A5")
-def test_handwritten_digits_are_scikit_learns_made_28x28() -> None:
+def test_handwritten_digits_are_scikit_learns_enlarged_to_28x28() -> None:
     data = handwritten()
     assert data.images.shape == (1797, 1, 28, 28)
     assert class_sizes_of(data) == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]

@@ -18,7 +18,7 @@ TABLE = DOCS / "benchmarks" / "accuracy.md"
 
 
 @pytest.mark.slow
-def test_twenty_epochs_of_handwriting_reach_what_the_table_says() -> None:
+def test_twenty_epochs_of_handwriting_reach_the_accuracy_of_the_table() -> None:
     first, second = dl.launch(train, 2, "handwriting", 0)  # sklearn leaves environment variables behind
     assert first == second
     assert len(first) == EPOCHS

@@ -72,7 +72,7 @@ def test_the_example_is_a_plain_loop_of_adam_on_mini_batches_of_500(example: Mod
 
 @pytest.mark.slow
 @pytest.mark.covers("B9")
-def test_the_network_comes_nearer_to_the_clean_pictures_than_the_noisy_ones_are(example: ModuleType) -> None:
+def test_the_network_output_is_closer_to_the_clean_pictures_than_the_noisy_input(example: ModuleType) -> None:
     # 50 epochs of 19 updates on one core take 4 minutes, and give 19.8 to 20.1 dB for 19.1 (seeds 0 and 1). As many
     # updates with mini-batches of 20 and a higher rate take 10 s.
     arguments = example.read_arguments(["--epochs", "2", "--batch-size", "20", "--rate", "0.004", "--quiet"])
@@ -82,7 +82,7 @@ def test_the_network_comes_nearer_to_the_clean_pictures_than_the_noisy_ones_are(
 
 
 @pytest.mark.covers("B9", "H2")
-def test_a_short_training_raises_the_psnr_and_two_free_runs_differ_in_nearly_all_learnables(
+def test_a_short_training_raises_the_psnr_and_two_free_runs_differ_in_nearly_all_parameters(
     example: ModuleType,
 ) -> None:
     short = ["--epochs", "1", "--images", "400", "--batch-size", "40", "--rate", "0.02", "--quiet"]
@@ -139,7 +139,7 @@ def test_the_example_runs_under_torchrun_on_two_ranks(tmp_path: Path) -> None:
     check_output(done.stdout, tmp_path / "new")
 
 
-def test_the_example_stops_when_its_patience_is_over_with_the_best_or_the_last_weights(
+def test_the_example_stops_early_with_the_best_or_the_last_weights(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--images", "400", "--batch-size", "20", "--validate-every", "1", "--epochs", "2", "--quiet"]

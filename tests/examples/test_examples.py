@@ -115,7 +115,7 @@ def test_the_language_model_learns_the_same_in_one_process_and_on_two_ranks(tmp_
 def test_the_generator_learns_the_same_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--epochs", "10", "--points", "4000", "--shards", "2"]
     printed = run_alone_and_on_two_ranks("gan.py", *arguments, runs=tmp_path)
-    pattern = r"^Epoch: (\d+), Energy distance: (-?\d+\.\d+), Heaps: (\d) of 8, Near one: (\d\.\d+)$"
+    pattern = r"^Epoch: (\d+), Energy distance: (-?\d+\.\d+), Clusters: (\d) of 8, Near one: (\d\.\d+)$"
     found = [re.findall(pattern, text, re.MULTILINE) for text in printed]
     assert [[line[0] for line in lines] for lines in found] == [["0", "10"]] * 2, "".join(printed)
     for before, after in found:

@@ -100,7 +100,7 @@ def distance(one: list[Result], other: list[Result]) -> float:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_ten_lines_are_changed_at_most(script: str) -> None:
+def test_at_most_ten_lines_change(script: str) -> None:
     added, deleted, _ = difference(script, "--numstat").split(maxsplit=2)
     assert 0 < int(added) <= 10
     assert 0 < int(deleted) <= 10
@@ -117,7 +117,7 @@ def test_the_document_shows_each_difference(script: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_script_made_for_ddp_loop_says_what_the_plain_one_says(
+def test_the_ddp_loop_script_prints_the_numbers_of_the_plain_one(
     script: str, ranks: int, on_one_device: list[Result], on_ranks: OnRanks
 ) -> None:
     first, *others = on_ranks(ranks, run_script, "after", script, *WHOLE)
@@ -146,7 +146,7 @@ def test_ddp_and_fabric_train_the_same_and_test_one_image_twice(script: str, on_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_both_sides_learn_as_much_from_mini_batches(script: str, on_ranks: OnRanks) -> None:
+def test_both_sides_learn_equally_well_with_mini_batches(script: str, on_ranks: OnRanks) -> None:
     before = results_in(run_script("before", script)) if script == "plain" else run_peer(script)
     after = results_in(on_ranks(2, run_script, "after", script)[0])
     assert len(before) == len(after) == 10
@@ -155,6 +155,6 @@ def test_both_sides_learn_as_much_from_mini_batches(script: str, on_ranks: OnRan
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_made_for_ddp_loop_needs_no_other_library(script: str) -> None:
+def test_a_ddp_loop_script_needs_no_other_library(script: str) -> None:
     text = (ROOT / path_of("after", script)).read_text()
     assert not re.search(r"\b(accelerat|fabric|DistributedDataParallel)", text)
