@@ -139,7 +139,7 @@ AVERAGE = "model.average.mul_(0.9).add_(model.words.weight.mean(0), alpha=0.1)"
         {"LAST": "dl.evaluate(model, dl.Batches(data, 7, world, shuffle=False), loss=cross_entropy)"},
     ],
 )
-def test_what_is_sound_is_equal(changes: dict[str, str], pool: Pool, tmp_path: Path) -> None:
+def test_a_correct_script_is_equal(changes: dict[str, str], pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict(pool, tmp_path, changes, ranks=(1, 2, 3))
     assert equal, said
 
@@ -208,7 +208,7 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
 
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_differs_is_named(fault: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_difference_is_named(fault: str, pool: Pool, tmp_path: Path) -> None:
     changes, named = FAULTS[fault]
     equal, said = verdict(pool, tmp_path, changes)
     assert not equal, said
@@ -243,11 +243,11 @@ DRAWN = {**READ, "COLLATE": "x = (x + torch.randint(2, x.shape)) % 20"}
 
 
 @pytest.mark.covers("H9")
-def test_draws_of_a_whole_shard_follow_the_shards(pool: Pool, tmp_path: Path) -> None:
+def test_draws_for_a_whole_shard_depend_on_the_shards(pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict(pool, tmp_path, DRAWN)
     assert not equal
     assert "Step 1, data: `part 0, sample " in said
-    assert "by draws of the shard" in said
+    assert "on draws of the shard" in said
     equal, said = verdict(pool, tmp_path, {**DRAWN, "SHARDS": "6"})
     assert equal, said
     assert "the same bits" in said
@@ -266,7 +266,7 @@ SUMS = {
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize("loss", SUMS)
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (1, 3)])
-def test_a_loss_that_scales_with_the_shard_is_said_to(
+def test_a_loss_that_scales_with_the_shard_is_reported(
     loss: str, ranks: tuple[int, ...], pool: Pool, tmp_path: Path
 ) -> None:
     equal, said = verdict(pool, tmp_path, {"LOSS": SUMS[loss]}, ranks)
@@ -283,10 +283,12 @@ def test_a_loss_that_scales_with_the_shard_is_said_to(
         ({"LOSS": "(cross_entropy(logits, y, reduction='none') * x[:, 0]).sum() / x[:, 0].sum()"}, "give weight="),
         ({"LOSS": "cross_entropy(logits, y) * world.size"}, "a loss that grows with the number of shards"),
         ({"LOSS": "cross_entropy(nn.functional.dropout(logits), y)"}, "dropout"),
-        ({"LOSS": "cross_entropy(logits / logits.std(0), y)"}, "statistics of the shard"),
+        ({"LOSS": "cross_entropy(logits / logits.std(0), y)"}, "by its statistics (batch norm)"),
     ],
 )
-def test_other_losses_are_told_from_it(changes: dict[str, str], hinted: str, pool: Pool, tmp_path: Path) -> None:
+def test_other_losses_are_distinguished_from_it(
+    changes: dict[str, str], hinted: str, pool: Pool, tmp_path: Path
+) -> None:
     equal, said = verdict(pool, tmp_path, changes)
     assert not equal
     assert hinted in said

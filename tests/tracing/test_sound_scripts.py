@@ -236,19 +236,19 @@ UNSOUND = {
     "an averaged model, by a thousandth": (
         PICTURES.replace("AVERAGED", "with torch.no_grad(): average.module[6].weight *= 1 + 1e-3 * world.size"),
         "`parameter average.module.6.weight` is off",
-        "from the same gradients another state came",
+        "the same gradients gave another state",
     ),
     "the statistics of an averaged model, by a thousandth": (
         PICTURES.replace("AVERAGED", "average.module[0][1].running_var *= 1 + 1e-3 * world.size"),
         "`buffer average.module.0.1.running_var` is off",
-        "from the same gradients another state came",
+        "the same gradients gave another state",
     ),
     "decay by the ranks of words that are not there": (
         LANGUAGE.replace(
             "STEPPED", "with torch.no_grad(): model.words.weight[50:] *= 1 - 0.1 * world.size * rates.get_last_lr()[0]"
         ),
         "`parameter model.words.weight` is off",
-        "from the same gradients another state came",
+        "the same gradients gave another state",
     ),
     "a mean over tokens without their number": (
         TOKENS.replace(", weight=int((a[:, 1:] != 0).sum())", ""),
@@ -279,7 +279,7 @@ UNSOUND = {
     "an autoencoder's mean, with noise": (
         AUTOENCODER.replace("DIVIDED", "/ len(a)"),
         "Step 1, fold",
-        "random numbers of the shard",
+        "its random numbers (dropout)",
     ),
 }
 
@@ -294,7 +294,7 @@ def verdict(script: str, pool: Pool, folder: Path) -> tuple[bool, str]:
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize("script", SOUND)
 @pytest.mark.slow
-def test_a_sound_script_is_equal(script: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_correct_script_of_any_kind_is_equal(script: str, pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict(SOUND[script], pool, tmp_path)
     assert equal, said
 
@@ -302,7 +302,7 @@ def test_a_sound_script_is_equal(script: str, pool: Pool, tmp_path: Path) -> Non
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize("script", UNSOUND)
 @pytest.mark.slow
-def test_an_unsound_one_is_not_and_is_told_why(script: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_faulty_script_is_unequal_and_the_cause_is_named(script: str, pool: Pool, tmp_path: Path) -> None:
     text, where, why = UNSOUND[script]
     equal, said = verdict(text, pool, tmp_path)
     assert not equal, said

@@ -89,7 +89,9 @@ def verdict(pool: Pool, folder: Path, changes: dict[str, str], tolerance: float 
         {"MODEL": "mlp().double()", "SHARDS": "None", "AFTER": "kept['best'] = str(step.iteration)"},
     ],
 )
-def test_what_is_equal_up_to_rounding_is_called_so(changes: dict[str, str], pool: Pool, tmp_path: Path) -> None:
+def test_runs_that_are_equal_up_to_rounding_are_reported_as_equal(
+    changes: dict[str, str], pool: Pool, tmp_path: Path
+) -> None:
     if "double" in changes.get("MODEL", ""):
         changes = {**changes, "rate = 0.1": "rate = 0.1; data = data[0].double(), data[1]"}
     equal, said = verdict(pool, tmp_path, changes)
@@ -99,7 +101,7 @@ def test_what_is_equal_up_to_rounding_is_called_so(changes: dict[str, str], pool
 
 @pytest.mark.covers("H9")
 @pytest.mark.slow
-def test_mixed_precision_is_equal_by_a_tolerance_of_its_own(pool: Pool, tmp_path: Path) -> None:
+def test_mixed_precision_is_equal_with_its_own_tolerance(pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict(pool, tmp_path, {"AUTOCAST": "True"})
     assert not equal
     assert "verify --tolerance 0.02" in said
@@ -125,16 +127,14 @@ def test_mixed_precision_is_equal_by_a_tolerance_of_its_own(pool: Pool, tmp_path
         ({"SHARDS": "6", "loss = cross_entropy": "loss = (1 + 1e-6 * world.size) * cross_entropy"}, ", loss`"),
     ],
 )
-def test_what_is_small_beside_other_values_is_seen(
-    changes: dict[str, str], named: str, pool: Pool, tmp_path: Path
-) -> None:
+def test_a_difference_in_small_values_is_found(changes: dict[str, str], named: str, pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict(pool, tmp_path, changes)
     assert not equal
     assert named in said.partition("UNEQUAL on 2 ranks")[2]
 
 
 @pytest.mark.slow
-def test_a_script_without_with_that_goes_by_epochs_is_verified() -> None:
+def test_a_script_by_epochs_without_with_is_verified() -> None:
     lines: list[str] = []
     job = VerifyJob(EXAMPLES / "migrate" / "after" / "plain.py", steps=2)
     assert verify(job, [1, 2], lines.append), "\n".join(lines)

@@ -83,7 +83,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_digit_example_gives_the_same_bits_on_1_2_and_3_ranks_with_fixed_shards() -> None:
     ended = command("verify", "examples/digits/train.py", "--steps", "3", "--", "--shards", "6", *SMALL)
     assert (
-        ended.stdout.splitlines()[-1] == "EQUAL on 1, 2, 3 ranks: the same bits, in what the state holds after 3 steps."
+        ended.stdout.splitlines()[-1] == "EQUAL on 1, 2, 3 ranks: the same bits, in the whole state after 3 steps."
     ), ended.stdout + ended.stderr
     assert ended.stdout.count("the same bits") == 3
     assert ended.returncode == 0
@@ -91,7 +91,7 @@ def test_the_digit_example_gives_the_same_bits_on_1_2_and_3_ranks_with_fixed_sha
 
 @pytest.mark.covers("H9")
 @pytest.mark.slow
-def test_with_one_shard_per_rank_local_batch_norm_is_unequal_and_the_remedy_is_said(
+def test_with_one_shard_per_rank_local_batch_norm_is_unequal_and_the_remedy_is_named(
     verified: Verified, tmp_path: Path
 ) -> None:
     equal, said = verified(digit_script(tmp_path), *SMALL)
@@ -197,7 +197,7 @@ FAULTS: dict[str, tuple[list[Change], str]] = {
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.slow
-def test_a_planted_fault_is_caught_and_the_tensor_named(fault: str, verified: Verified, tmp_path: Path) -> None:
+def test_a_planted_fault_is_found_and_the_tensor_is_named(fault: str, verified: Verified, tmp_path: Path) -> None:
     changes, named = FAULTS[fault]
     equal, said = verified(digit_script(tmp_path, *changes), "--shards", "6", *SMALL)
     assert not equal
