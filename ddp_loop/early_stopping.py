@@ -16,6 +16,8 @@ from ddp_loop.determinism import check_count
 class EarlyStopping:
     """Stops after `patience` validation losses in a row without an improvement, and keeps the best weights.
 
+    For example::
+
         patience = dl.EarlyStopping(model, 5)
         for step in loop:
             ...

@@ -1,4 +1,4 @@
-"""Early stopping: when to stop, which weights are kept, the same on every rank, and across a checkpoint."""
+"""Early stopping: when it stops, which weights it keeps, on every rank and across a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.covers("B5")
     ("losses", "patience", "stops_after", "best"),
     [
         ([5, 4, 3, 2, 1, 0], 1, None, 6),
-        ([5, 5], 1, 2, 1),  # equal is no better
-        ([3, 2, 2.5, 2.1, 1, 1.5, 1.4, 1.3], 3, 8, 5),  # two in a row were forgiven
+        ([5, 5], 1, 2, 1),  # equal is not an improvement
+        ([3, 2, 2.5, 2.1, 1, 1.5, 1.4, 1.3], 3, 8, 5),  # two in a row are allowed
         ([3, 4, 2, 4, 4], 2, 5, 3),
         ([math.nan, math.nan, 1.0, math.nan, math.nan, math.nan], 3, 6, 3),
         ([math.nan, math.inf], 2, 2, 0),
@@ -46,7 +46,7 @@ def test_a_loss_on_a_device_is_accepted() -> None:
 
 
 class Counting(nn.Module):
-    """A parameter, a buffer, and state that is no tensor."""
+    """A parameter, a buffer, and state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,10 +129,10 @@ def test_it_continues_from_a_checkpoint() -> None:
 
 
 def train(patience: int, own_losses: bool) -> tuple[int, list[torch.Tensor], list[torch.Tensor], float]:
-    """The last step, the weights before and after restoring, the validation loss with the latter."""
+    """The last step, the weights before and after restoring, and the validation loss of the restored ones."""
     with dl.join_world(device="cpu", seed=3) as world:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=2.2)  # so large that it does not settle
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.2)  # too large to converge
         inputs = torch.randn(40, 4)
         targets = inputs.prod(1, keepdim=True)
         batches = dl.Batches((inputs[:30], targets[:30]), 10, world)

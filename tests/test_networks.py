@@ -1,4 +1,4 @@
-"""The networks of the examples: their shapes, their numbers of parameters, and where they start."""
+"""The networks of the examples: shapes, numbers of parameters, and initial weights."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_the_digit_network_has_three_normed_convolutions_and_one_linear_layer() 
     shapes = [tuple(layer.weight.shape) for layer in network if isinstance(layer, nn.Conv2d | nn.Linear)]
     assert shapes == [(20, 1, 5, 5), (20, 20, 3, 3), (20, 20, 3, 3), (10, 20 * 24 * 24)]
     images = torch.rand(3, 1, 28, 28)
-    # Only the first convolution goes without padding: 28 - 5 + 1 = 24.
+    # Only the first convolution has no padding: 28 - 5 + 1 = 24.
     assert network[:3](images).shape == network[:9](images).shape == (3, 20, 24, 24)
     assert network(images).shape == (3, 10)
 
@@ -55,7 +55,7 @@ def test_the_autoencoder_squeezes_32x32_into_4x4_and_back_and_clips_at_0_and_1()
 
 
 def test_the_autoencoder_starts_with_a_gradient_in_every_tensor_whatever_the_seed() -> None:
-    # With torch's own start of the last bias nearly half of the seeds give 0 everywhere; all of twenty do not.
+    # With torch's default for the last bias nearly half of the seeds give 0 everywhere; here none of twenty does.
     images = torch.rand(8, 1, 32, 32)
     for seed in range(20):
         torch.manual_seed(seed)

@@ -112,7 +112,7 @@ class Batches:
     data[permutation(seed, epoch)[k]], and mini-batch p has the samples k = p B .. (p + 1) B - 1. Each sample
     occurs exactly once per epoch; nothing is padded or repeated. B samples are cut into S shards of floor(B / S),
     plus one more in each of the first B mod S. The same rule divides the S shards over the ranks, so each rank has
-    consecutive shards.
+    consecutive shards. For example::
 
         batches = dl.Batches((images, labels), 128, world)
         for step in dl.Loop(batches, epochs=20, state={"model": model, "optimizer": optimizer}):
@@ -354,7 +354,7 @@ class Batches:
     def __iter__(self) -> Generator[Any, None, None]:
         """Iterate once, in order, over the data of this rank's shards, for an evaluation loop of your own.
 
-        Each sample occurs once, on one rank. Add up the ranks' results afterwards:
+        Each sample occurs once, on one rank. Add up the ranks' results afterwards::
 
             for images, labels in test_batches:
                 right += (model(images).argmax(1) == labels).sum()

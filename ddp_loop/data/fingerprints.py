@@ -47,19 +47,19 @@ def of_numbers(name: str, numbers: Sequence[int]) -> Fingerprint:
 
 def quick(value: Any) -> int:
     """A checksum of 32 bits that takes some microseconds; for a tensor on a GPU it covers the shape only."""
-    said = 0
+    found = 0
     for name, part in islice(_parts("", value), _QUICK_PARTS):
-        said = zlib.crc32(f"{name} {_form(part)}".encode(), said)
+        found = zlib.crc32(f"{name} {_form(part)}".encode(), found)
         if isinstance(part, torch.Tensor):
             if part.device.type == "cpu" and part.layout == torch.strided and not part.is_nested and part.numel():
                 part = part.detach().reshape(-1)[: max(1, _QUICK // part.element_size())]
                 part = part.resolve_conj().resolve_neg().contiguous()
-                said = zlib.crc32(part.view(torch.uint8).numpy().data, said)
+                found = zlib.crc32(part.view(torch.uint8).numpy().data, found)
         elif isinstance(part, bytes):
-            said = zlib.crc32(part[:_QUICK], said)
+            found = zlib.crc32(part[:_QUICK], found)
         elif isinstance(part, float | int | str):
-            said = zlib.crc32(repr(part)[:_QUICK].encode(), said)
-    return said
+            found = zlib.crc32(repr(part)[:_QUICK].encode(), found)
+    return found
 
 
 def difference(prints: Sequence[Fingerprint]) -> str | None:

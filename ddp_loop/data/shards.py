@@ -16,6 +16,8 @@ from typing import Any
 def split_sizes(total: int, parts: int) -> tuple[int, ...]:
     """The sizes of `parts` pieces of `total` items: floor(total / parts), plus 1 for the first total mod parts.
 
+    For example::
+
         split_sizes(128, 7)  # (19, 19, 18, 18, 18, 18, 18)
         split_sizes(2, 3)    # (1, 1, 0)
 
@@ -36,6 +38,8 @@ def split_sizes(total: int, parts: int) -> tuple[int, ...]:
 
 def split_range(total: int, parts: int, part: int) -> range:
     """The items in piece number `part`, where `split_sizes` divides `total` items into `parts` pieces.
+
+    For example::
 
         split_range(10, 3, 1)  # range(4, 7)
 

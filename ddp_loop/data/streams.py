@@ -28,7 +28,7 @@ class StreamBatch(NamedTuple):
 
     Attributes:
         samples: the number of its samples over all ranks.
-        first: the first sample, and None if the ranks do not compare samples.
+        first: the first sample; None if the ranks do not compare samples.
         digest: `quick` of it.
         last: whether the stream ends here.
         shards: this rank's shards that are not empty.

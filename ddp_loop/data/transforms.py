@@ -22,7 +22,7 @@ class Draws:
 
     The k-th call of a method gives sample i of an epoch the same numbers, whatever the number of shards, ranks and
     workers. Another call, sample, epoch or seed gives other numbers. The words come from splitmix64 (Steele, Lea,
-    Flood: Fast splittable pseudorandom number generators, 2014).
+    Flood: Fast splittable pseudorandom number generators, 2014). For example::
 
         def brighten(images, draws):  # (n, C, H, W) float32
             return images * draws.uniform(1, 1, 1, low=0.8, high=1.2)
@@ -57,7 +57,7 @@ class Draws:
             high: the upper bound, itself excluded.
 
         Returns:
-            (n, *shape) float32.
+            `(n, *shape)` float32.
         """
         return low + (high - low) * (logical_shift(self._bits(shape), 40).float() * 2.0**-24)
 
@@ -72,7 +72,7 @@ class Draws:
             deviation: their standard deviation.
 
         Returns:
-            (n, *shape) float32.
+            `(n, *shape)` float32.
         """
         bits = self._bits(shape)
         one, other = logical_shift(bits, 40).float(), (bits & 0xFFFFFF).float()
@@ -88,7 +88,7 @@ class Draws:
             shape: of one sample's numbers.
 
         Returns:
-            (n, *shape) int64.
+            `(n, *shape)` int64.
 
         Raises:
             ValueError: `high` is not above `low`, or more than 2^31 above it.
@@ -101,7 +101,15 @@ class Draws:
         return low + ((logical_shift(self._bits(shape), 32) * (high - low)) >> 32)
 
     def chance(self, probability: float, *shape: int) -> torch.Tensor:
-        """True with the given probability; (n, *shape) bool."""
+        """True with the given probability.
+
+        Args:
+            probability: in [0, 1].
+            shape: of one sample's values.
+
+        Returns:
+            `(n, *shape)` bool.
+        """
         return self.uniform(*shape) < probability
 
 

@@ -34,6 +34,7 @@ def digits(
 
     The images depend on `seed`, `size`, `fonts` and the versions of pillow and matplotlib alone; nothing is downloaded.
     Image k shows digit k mod 10, and a smaller set is the start of a larger one. 10,000 images take 1 s on one core.
+    For example::
 
         train, test = dl.datasets.digits(seed=0).split(0.9)
 

@@ -25,7 +25,7 @@ def read_idx(path: str | os.PathLike[str]) -> torch.Tensor:
     """Read the tensor in an IDX file, plain or gzipped, whatever its name.
 
     The format, all big-endian: two zero bytes, a byte for the type (8 uint8, 9 int8, 11 int16, 12 int32, 13 float32,
-    14 float64), a byte for the number of dimensions, 4 bytes for each dimension, then the values.
+    14 float64), a byte for the number of dimensions, 4 bytes for each dimension, then the values. For example::
 
         images = dl.datasets.read_idx("train-images-idx3-ubyte.gz")  # (60000, 28, 28) uint8
 
@@ -107,7 +107,8 @@ def idx_folder(folder: str | os.PathLike[str]) -> tuple[LabelledImages, Labelled
 
     The files are train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte.
     A name may have a dot before `idx` and may end in .gz; a plain file is preferred. The class names are "0" to "9", or
-    to the largest label of both sets if that is larger, padded with zeros so that sorting keeps their order.
+    to the largest label of both sets if that is larger, padded with zeros so that sorting keeps their order. For
+    example::
 
         train, test = dl.datasets.idx_folder("mnist")
 

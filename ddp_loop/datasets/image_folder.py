@@ -29,7 +29,7 @@ class ImageFolder:
 
     Images may be in a class folder or anywhere below it. They are numbered by class name, then by path, so alike on
     every machine. Names that begin with a dot, and files without one of the `SUFFIXES` (in any case), are ignored. An
-    image beside the class folders is an error.
+    image beside the class folders is an error. For example::
 
         train, test = dl.datasets.ImageFolder("flowers", mode="RGB", size=(64, 64)).split(0.9)
         batches = dl.Batches(train, 128, world, num_workers=4)

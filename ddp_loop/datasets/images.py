@@ -18,6 +18,8 @@ from ddp_loop.data import Draws
 class LabelledImages:
     """Images in memory, each with the number of its class.
 
+    For example::
+
         train, test = dl.datasets.LabelledImages(images, labels, ("cat", "dog")).split(0.9)
         batches = dl.Batches(train, 128, world)
 
@@ -130,7 +132,7 @@ SIDE = 32  # pixels of a noisy or clean picture
 def noisy_pairs(
     images: torch.Tensor, draws: Draws, *, density: float = 0.05, turned: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs of a noisy and a clean picture, as a transform for `Batches`.
+    """Pairs of a noisy and a clean picture, as a transform for `Batches`::
 
         batches = dl.Batches(datasets.digits().images, 500, world, transform=datasets.noisy_pairs)
 

@@ -7,9 +7,7 @@ from typing import Any
 
 
 def check_count(name: str, value: Any, least: int | None = 1, *, remedy: str = "") -> int:
-    """Return `value` as an int if it is a whole number of at least `least`.
-
-        batch_size = check_count("batch_size", batch_size)
+    """Check that `value` is a whole number of at least `least`.
 
     Integers of NumPy and torch are whole numbers; bool and float are not, whatever their value.
 
@@ -18,6 +16,9 @@ def check_count(name: str, value: Any, least: int | None = 1, *, remedy: str = "
         value: what the user gave.
         least: the smallest allowed value; None for no bound.
         remedy: a sentence to add to the error message.
+
+    Returns:
+        `value` as Python's int.
 
     Raises:
         ValueError: `value` is not a whole number, or less than `least`.

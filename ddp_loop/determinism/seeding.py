@@ -103,7 +103,7 @@ def seed_shard(seed: int, step: int, shard: int, device: torch.device, again: in
     """Seed Python's, NumPy's and torch's generators for one shard of one step.
 
     The streams depend on (seed, step, shard, again) alone, so a shard draws the same on any number of ranks. `Step`
-    calls this before each shard; call it in a step that you write yourself.
+    calls this before each shard; call it in a step that you write yourself::
 
         dl.seed_shard(world.seed, iteration, shard.number, world.device)
         loss = loss_function(model(inputs), targets)
@@ -121,7 +121,8 @@ def seed_shard(seed: int, step: int, shard: int, device: torch.device, again: in
 def seed_step(seed: int, step: int, device: torch.device) -> None:
     """Seed Python's, NumPy's and torch's generators for the code after a step's shards.
 
-    The streams depend on (seed, step) alone, so all ranks draw the same there: for a random augmentation schedule, say.
+    The streams depend on (seed, step) alone, so all ranks draw the same numbers. `Step.fold` calls this; call it in a
+    step that you write yourself.
 
     Args:
         seed: of the run, such as `world.seed`.

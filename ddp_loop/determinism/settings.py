@@ -27,6 +27,8 @@ _VARIABLES = {
     "NCCL_PROTO": ("Simple",),
     "NCCL_NVLS_ENABLE": ("0",),
 }
+_OF_NCCL = [name for name in _VARIABLES if name.startswith("NCCL")]
+_ASSIGNMENTS = ", ".join(f"{name}={_VARIABLES[name][0]}" for name in _OF_NCCL)
 _REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
@@ -57,6 +59,8 @@ class DeterminismSettings:
 def deterministic(seed: int | None = 0) -> Iterator[DeterminismSettings]:
     """Make two runs of a block give the same bits, on the same hardware and with the same number of threads.
 
+    For example::
+
         with dl.deterministic(seed=0) as former, dl.join_world(seed=0) as world:
             ...
 
@@ -80,11 +84,12 @@ def deterministic(seed: int | None = 0) -> Iterator[DeterminismSettings]:
     """
     check_seed(seed)
     _check_environment()
-    _check_started()
+    if dist.is_available() and dist.is_initialized():
+        require_unstarted(str(dist.get_backend_config()))
     former = _read()
     try:
         with _seeded(seed):
-            _apply(_switched(former))
+            _apply(_strict(former))
             yield former
     except RuntimeError as error:
         _advise(error)
@@ -106,31 +111,25 @@ def require_pinned(backends: str) -> None:
         RuntimeError: another variable of NCCL has another value.
     """
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    stand = {name: _stands(name) for name in _VARIABLES}
-    active = strict and stand.pop("CUBLAS_WORKSPACE_CONFIG") and any(stand.values())
-    if active and "nccl" in backends and not all(stand.values()):
+    active = strict and _is_set("CUBLAS_WORKSPACE_CONFIG") and any(map(_is_set, _OF_NCCL))
+    if active and "nccl" in backends and (found := _deviations()):
         raise RuntimeError(
-            f"In a deterministic block NCCL starts with {_assignments()}; got {_found(stand)}. Do not change these "
-            "variables inside the block."
+            f"In a deterministic block NCCL starts with {_ASSIGNMENTS}; got {found}. Do not change these variables "
+            "inside the block."
         )
 
 
-# -- what is refused ---------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------
 
 
 def _check_environment() -> None:
     for name, (wanted, *others) in _VARIABLES.items():
-        if os.environ.get(name) and not _stands(name):
+        if os.environ.get(name) and not _is_set(name):
             also = "".join(f" or {other}" for other in others)
             raise ValueError(
                 f"A deterministic block needs {name}={wanted}{also}; got {name}={os.environ[name]}. Unset it: the "
                 "block sets it."
             )
-
-
-def _check_started() -> None:
-    if dist.is_available() and dist.is_initialized():
-        require_unstarted(str(dist.get_backend_config()))
 
 
 def require_unstarted(backends: str) -> None:
@@ -142,25 +141,21 @@ def require_unstarted(backends: str) -> None:
     Raises:
         RuntimeError: a variable of NCCL has another value than a block sets.
     """
-    stand = {name: _stands(name) for name in _VARIABLES if name.startswith("NCCL")}
-    if "nccl" in backends and not all(stand.values()):
+    if "nccl" in backends and (found := _deviations()):
         raise RuntimeError(
-            f"NCCL needs {_assignments()} before a group starts; this group ({backends}) started with {_found(stand)}. "
-            "Enter deterministic() before join_world()."
+            f"NCCL needs {_ASSIGNMENTS} before a group starts; this group ({backends}) started with {found}. Enter "
+            "deterministic() before join_world()."
         )
 
 
-def _stands(name: str) -> bool:
+def _is_set(name: str) -> bool:
     """Whether the variable has a value that a block accepts."""
     return os.environ.get(name, "").lower() in [value.lower() for value in _VARIABLES[name]]
 
 
-def _assignments() -> str:
-    return ", ".join(f"{name}={values[0]}" for name, values in _VARIABLES.items() if name.startswith("NCCL"))
-
-
-def _found(stand: Mapping[str, bool]) -> str:
-    values = {name: os.environ.get(name) for name, stands in stand.items() if not stands}
+def _deviations() -> str:
+    """NCCL's variables with values that a block does not accept, as text; empty without one."""
+    values = {name: os.environ.get(name) for name in _OF_NCCL if not _is_set(name)}
     return ", ".join(f"no {name}" if value is None else f"{name}={value}" for name, value in values.items())
 
 
@@ -184,7 +179,7 @@ def _advise(error: RuntimeError) -> None:
         error.add_note(note)
 
 
-# -- what is switched --------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------
 
 
 def _read() -> DeterminismSettings:
@@ -201,9 +196,9 @@ def _read() -> DeterminismSettings:
     )
 
 
-def _switched(former: DeterminismSettings) -> DeterminismSettings:
+def _strict(former: DeterminismSettings) -> DeterminismSettings:
     environment = {
-        name: former.environment[name] if _stands(name) else wanted for name, (wanted, *_) in _VARIABLES.items()
+        name: former.environment[name] if _is_set(name) else wanted for name, (wanted, *_) in _VARIABLES.items()
     }
     return DeterminismSettings(
         algorithms=True,
@@ -216,15 +211,15 @@ def _switched(former: DeterminismSettings) -> DeterminismSettings:
     )
 
 
-def _apply(switches: DeterminismSettings) -> None:
+def _apply(settings: DeterminismSettings) -> None:
     from torch._inductor import config
 
-    torch.use_deterministic_algorithms(switches.algorithms, warn_only=switches.warn_only)
-    config.deterministic = switches.inductor  # after torch's own, which sets it too
-    torch.utils.deterministic.fill_uninitialized_memory = switches.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.backends.cudnn.deterministic = switches.cudnn_deterministic
-    torch.backends.cudnn.benchmark = switches.cudnn_benchmark
-    for name, value in switches.environment.items():
+    torch.use_deterministic_algorithms(settings.algorithms, warn_only=settings.warn_only)
+    config.deterministic = settings.inductor  # after torch's function, which sets it too
+    torch.utils.deterministic.fill_uninitialized_memory = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = settings.cudnn_deterministic
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+    for name, value in settings.environment.items():
         if value is None:
             os.environ.pop(name, None)
         else:

@@ -107,9 +107,9 @@ def explain_loss(one: Trace, other: Trace, step: int, turn: str = "") -> str | N
     ratios = float(other_loss / loss), float(other_gradient.norm() / gradient.norm())
     shares, parts = _shards(other, step, turn)
     if len(parts) > 1 and len(parts[0]) == len(gradient):
-        said = _by_weights(gradient, parts, shares, (few, many), ratios[0])
-        if said is not None:
-            return said
+        reason = _by_weights(gradient, parts, shares, (few, many), ratios[0])
+        if reason is not None:
+            return reason
     for ratio, text in ((few / many, SCALES), (many / few, GROWS)):
         if all(abs(each / ratio - 1) < about for each, about in zip(ratios, _ABOUT, strict=True)):
             return text.format(found=_found(ratios[0], few, many))
@@ -135,8 +135,8 @@ def _by_weights(
         if abs(total / expected - 1) < _NEAR:
             return text.format(found=_found(ratio, few, many))
     if abs(total - 1) < _NEAR and bool((weights > -_NEAR).all()) and bool(((weights - shares).abs() > _FITS).any()):
-        said = [", ".join(f"{one:.3g}" for one in each.tolist()) for each in (weights, shares)]
-        return WEIGHS.format(weights=said[0], shares=said[1])
+        texts = [", ".join(f"{one:.3g}" for one in each.tolist()) for each in (weights, shares)]
+        return WEIGHS.format(weights=texts[0], shares=texts[1])
     return None
 
 

@@ -133,14 +133,9 @@ class Tracer:
     def _record(self, stage: str, name: str, value: Leaf, *, keep: bool = False) -> None:
         self._entries.append((stage, f"{self._pass}{name}", digest(value)))
         if keep and self._values is not None and not isinstance(value, str | bytes | None) and not _is_long(value):
-            there = (
-                value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=self._number(value))
-            )
+            dtype = self._dtype if isinstance(value, float) else torch.int64  # a float is as precise as the parameters
+            there = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
             self._kept[f"{stage}: {self._pass}{name}"] = there.to("cpu").contiguous().clone()
-
-    def _number(self, value: float) -> torch.dtype:
-        """The dtype of a number of the state; a float has the precision of the job's arithmetic."""
-        return self._dtype if isinstance(value, float) else torch.int64
 
     # -- stages --------------------------------------------------------------------------------------------
 

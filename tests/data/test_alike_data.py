@@ -1,4 +1,4 @@
-"""Every rank is given the whole data: ranks that split them by hand are told so, before half of them is lost."""
+"""The comparison of the data between ranks: data that were split by hand are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Pairs(Dataset[Any]):
-    """The tensors as samples; one that draws adds noise to them."""
+    """The tensors as samples, with noise if given."""
 
     def __init__(self, noise: Callable[[], float] | None = None) -> None:
         self.inputs, self.labels = tensors()
@@ -48,7 +48,7 @@ class Pairs(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """The samples first, first + every, ..., as a stream; `keep` is which of them."""
+    """The samples first, first + every, ... as a stream."""
 
     def __init__(self, first: int, every: int, noise: Callable[[], float] = lambda: 0.0) -> None:
         self.first, self.every, self.noise = first, every, noise
@@ -170,7 +170,7 @@ def train_later_unalike(world: dl.World, folder: str) -> None:
 
 
 class Later(Stream):
-    """Is the same on all ranks up to its fourth mini-batch."""
+    """The same on all ranks up to its fourth mini-batch."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(0, 1)
@@ -190,7 +190,7 @@ def test_a_stream_that_differs_late_is_found_in_its_last_mini_batch(refused: Ref
 
 
 class Picture:
-    """An image as pillow has it: no tensor, but can be made an array."""
+    """An image like pillow's, which is not a tensor but can become an array."""
 
     def __init__(self, index: int) -> None:
         self.kept = np.full((3, 3), index, dtype=np.uint8)
@@ -200,7 +200,7 @@ class Picture:
 
 
 class Everything(Dataset[Any]):
-    """Samples of all that a sample may hold."""
+    """Samples with everything that a sample may have."""
 
     def __len__(self) -> int:
         return SIZE
@@ -218,7 +218,7 @@ class Everything(Dataset[Any]):
 
 
 class InAWorker(Pairs):
-    """Can be read in a worker alone."""
+    """Can only be read in a worker."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if get_worker_info() is None:
@@ -233,7 +233,7 @@ def sound(kind: str, world: dl.World, folder: str) -> Any:
             if world.rank == 0:
                 np.save(path, tensors()[0].numpy())
         return (np.load(path, mmap_mode="r"),)
-    generator = np.random.default_rng(world.rank)  # unseeded, say: another one on each rank
+    generator = np.random.default_rng(world.rank)  # as without a seed: different on each rank
     return {
         "tensors": tensors(),
         "draws by random": Pairs(random.random),
@@ -343,7 +343,7 @@ def test_data_are_not_compared_without_check_data(kind: str, on_ranks: OnRanks) 
 
 
 class Rows(IterableDataset[Any]):
-    """Samples of all that a stream may give, some of it on this rank alone."""
+    """Samples with everything that a stream may give, some of it on this rank only."""
 
     def __iter__(self) -> Iterator[Any]:
         for number, row in enumerate(tensors()[0]):
@@ -365,7 +365,7 @@ class Rows(IterableDataset[Any]):
 
 
 def take_apart(samples: list[dict[str, Any]]) -> list[torch.Tensor]:
-    """As many a collate_fn does: parts are taken out of the samples, and written."""
+    """Removes and overwrites parts of the samples, as a collate_fn may."""
     labels = [sample.pop("label") for sample in samples]
     return [torch.stack([sample["row"].div_(2) for sample in samples]), torch.tensor(labels)]
 
@@ -373,7 +373,7 @@ def take_apart(samples: list[dict[str, Any]]) -> list[torch.Tensor]:
 def go_through_rows() -> int:
     with dl.join_world(seed=1) as world:
         if world.rank:
-            torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)  # they are numbered in each process
+            torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)  # numbered in each process
         train(Rows(), world, collate_fn=take_apart)
         batches = dl.Batches(Rows(), 6, world, collate_fn=take_apart)
         return int(dl.evaluate(nn.Identity(), batches, sums=lambda rows, labels: rows.sum(1))["samples"])
@@ -397,4 +397,4 @@ def make_batches_by_key() -> int:
 
 
 def test_the_indices_of_a_subset_may_be_keys_of_any_kind(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, make_batches_by_key) == [2, 2]  # both were trained on, and none was refused
+    assert on_ranks(2, make_batches_by_key) == [2, 2]  # neither was refused

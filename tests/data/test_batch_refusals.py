@@ -1,4 +1,4 @@
-"""Batches that cannot be made, data that cannot be read: refused on every rank."""
+"""Bad arguments of Batches and unreadable data, which are refused on every rank."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_integers_of_numpy_and_torch_are_accepted(batch_size: Any) -> None:
 
 
 def refusal(sizes: list[Any]) -> tuple[str, str, float]:
-    """How Batches refuses data of which each rank has its own, and after how many seconds."""
+    """The error of Batches for data that differ between ranks, and its time in seconds."""
     with dl.join_world() as world:
         start = time.monotonic()
         try:
@@ -124,7 +124,7 @@ def test_bad_data_on_one_rank_end_all_ranks_and_the_others_name_it(bad: Any, kin
 
 
 class Broken(Dataset[Any]):
-    """Ten samples of which one cannot be read."""
+    """Ten samples, one of which cannot be read."""
 
     def __init__(self, bad: int, kind: type[Exception] = ValueError) -> None:
         self.bad, self.kind = bad, kind
@@ -142,7 +142,7 @@ class Broken(Dataset[Any]):
 
 
 class Unlucky(Exception):
-    """Its constructor takes more than a text, so that DataLoader cannot make it again."""
+    """Its constructor takes more than a text, so DataLoader cannot raise it again."""
 
     def __init__(self, left: str, right: str = "") -> None:
         if not right and left.startswith("Caught"):
@@ -168,7 +168,7 @@ def test_a_sample_that_cannot_be_read_is_named(kind: type[Exception], workers: i
             read()
         said = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
         assert "sample 7 of epoch 0 was read" in said
-        assert position == 0  # what came before was given
+        assert position == 0  # the mini-batches before it were read
 
 
 def read_all(data: Any, workers: int) -> None:
@@ -189,11 +189,11 @@ def test_a_sample_that_cannot_be_read_on_one_rank_ends_all_ranks(workers: int, o
     # 0..3, 4..7 over 3 ranks: 4 and 5 to rank 0, 6 to rank 1, 7 to rank 2.
     assert caught.value.rank == 1
     assert "sample 6 of epoch 0 was read" in caught.value.traceback
-    assert time.monotonic() - start < FAULT_S  # with joining, and starting the workers
+    assert time.monotonic() - start < FAULT_S  # includes joining and the start of workers
 
 
 class Unmounted(Drawn):
-    """Its files are not there."""
+    """Its files do not exist."""
 
     def __len__(self) -> int:
         raise OSError("the disk is not there")
@@ -236,4 +236,4 @@ class RaggedStream(IterableDataset[torch.Tensor]):
 @pytest.mark.parametrize("data", [Ragged(), RaggedStream()], ids=["a data set", "a stream"])
 def test_samples_of_unequal_sizes_are_refused_with_the_remedy(data: Any, refused: Refused) -> None:
     results = refused(2, read_ragged, data, kind="RuntimeError", said="equal size", by=1)
-    assert "Pass a collate_fn that pads samples of unequal sizes" in results[0].text  # a peer is told the notes too
+    assert "Pass a collate_fn that pads samples of unequal sizes" in results[0].text  # a peer gets the notes too

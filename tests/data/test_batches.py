@@ -1,4 +1,4 @@
-"""Which samples come when, and on which rank: each once an epoch, in an order that does not know the ranks."""
+"""The order of the samples: each once per epoch, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Draw = tuple[int, int, int | None, int]  # size, mini-batch, shards, seed
 
 
 def random_draws(ranks: int) -> list[Draw]:
-    """A quarter of 100 draws, always the same: of all kinds, mini-batches above the size and empty shards too."""
+    """A quarter of 100 fixed draws of all kinds, with mini-batches larger than the data and empty shards."""
     draw = random.Random(ranks)
     return [
         (draw.randint(1, 60), draw.randint(1, 70), draw.choice([None, 1, 2, 3, 5, 8]), draw.randrange(2**40))
@@ -70,10 +70,10 @@ def test_the_order_depends_on_the_seed_and_the_epoch() -> None:
     with dl.join_world(seed=1) as world:
         found = [places(dl.Batches(numbers(50), 8, world, seed=seed)) for seed in (None, 1, 2, 2)]
     first, same, other, again = [[in_order(one, epoch) for epoch in (0, 1)] for one in found]
-    assert first == same  # the world's seed, unless one is given
+    assert first == same  # the default is the world's seed
     assert other == again
     orders = [*first, *other]
-    # By chance, two orders of 50 are equal once in 50! times.
+    # Two random orders of 50 are equal with a probability of 1 / 50!.
     assert len({tuple(order) for order in orders}) == 4
     assert list(range(50)) not in orders
 
@@ -85,7 +85,7 @@ def test_without_shuffling_the_data_keep_their_order() -> None:
 
 
 def classes_of_this_rank(batch_size: int) -> list[list[list[int]]]:
-    """The class counts of this rank's shards, epoch by epoch, in data sorted by class; 10 classes of 300."""
+    """The class counts of this rank's shards in each epoch, for sorted data of 10 classes with 300 samples each."""
     labels = torch.arange(10).repeat_interleave(300)
     with dl.join_world() as world:
         batches = dl.Batches(labels, batch_size, world)
@@ -113,7 +113,7 @@ def test_every_rank_has_the_classes_of_the_whole_within_sampling_noise(on_ranks:
 def test_no_sample_is_bound_to_a_rank(on_ranks: OnRanks) -> None:
     found = on_ranks(3, places_of_draws, [(3000, 60, None, 0)])[0][0]
     first, second = (set(in_order(found, epoch)) for epoch in (0, 1))
-    # Of rank 0's 1,000 a third come again; hypergeometric, deviation 12. If data were cut over ranks first: all.
+    # A third of rank 0's 1,000 occur there again (hypergeometric, deviation 12); all would if ranks owned samples.
     assert abs(len(first & second) - 1000 / 3) < 6 * 12.2
 
 
@@ -168,7 +168,7 @@ def test_unread_shards_do_not_shift_the_next_ones() -> None:
 def test_the_data_of_a_mini_batch_exist_until_it_is_released(data: Any) -> None:
     with dl.join_world() as world:
         batches = dl.Batches(data, 4, world, shards=2)
-        loaded = next(batches.epoch(0))  # the epoch itself is let go at once
+        loaded = next(batches.epoch(0))  # the epoch itself is released at once
         first, second = loaded.data(0), loaded.data(1)
         assert loaded.data(0) is first
         assert loaded.data(1) is second
@@ -218,7 +218,7 @@ def windows_of_this_rank(shards: int, workers: int) -> dict[tuple[int, int], lis
 def test_random_windows_of_a_text_are_the_same_on_any_number_of_ranks_and_workers(on_ranks: OnRanks) -> None:
     alone = windows_of_this_rank(3, 0)
     starts = [window[0] for shard in alone.values() for window in shard]
-    assert len(set(starts)) > 25  # of 30; by chance two of 996 coincide in a third of all runs
+    assert len(set(starts)) > 25  # of 30; two of 996 coincide in a third of all runs
     assert windows_of_this_rank(3, 2) == alone
     together: dict[tuple[int, int], list[list[int]]] = {}
     for found in on_ranks(2, windows_of_this_rank, 3, 0):

@@ -1,4 +1,4 @@
-"""Each part of a shard's data on the device asked for. The second device is torch's "meta", which every machine has."""
+"""Each part of a shard's data on its device. The second device is torch's "meta", which every machine has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LABELS = torch.arange(6)
 
 
 def shards(data: Any, devices: Any, **options: Any) -> list[Any]:
-    """What this process is given in an epoch, by shard."""
+    """The data of this process in an epoch, by shard."""
     with dl.join_world() as world:
         batches = dl.Batches(data, 4, world, shuffle=False, devices=devices, **options)
         return [loaded.data(0) for loaded in batches.epoch(0)]

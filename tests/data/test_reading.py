@@ -1,4 +1,4 @@
-"""Data of every kind that a user may bring, read by index: tensors, arrays, data sets, sources of his own."""
+"""Reading by index of every kind of data: tensors, arrays, data sets, sources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.sources import INPUTS, SIZE, WORKERS, Images, Pair
 
 
 def shards_of(data: Any, batch_size: int = 4, *, epoch: int = 0, **options: Any) -> list[Any]:
-    """What this process is given in an epoch, shard by shard, as a world of one."""
+    """The shards of an epoch in a world of one rank."""
     with dl.join_world(seed=3) as world:
         batches = dl.Batches(data, batch_size, world, **{"shuffle": False, **options})
         return [
@@ -69,7 +69,7 @@ def test_a_tensor_data_set_counts_as_its_tensors() -> None:
 
 
 class Doubling(TensorDataset):
-    """A data set that holds tensors and does not give them as they are."""
+    """A data set that has tensors and changes them when they are read."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         return tuple(2 * tensor[index] for tensor in self.tensors)
@@ -118,7 +118,7 @@ def test_a_read_only_array_is_read_without_a_warning(options: dict[str, Any], tm
         warnings.simplefilter("always")
         rows = first_of(mapped, **options)
     assert [str(warning.message) for warning in caught] == []
-    rows += 1  # what is given out is no longer the file's
+    rows += 1  # the rows are not the file's memory
     assert equal(first_of(mapped), FOUR)
 
 
@@ -164,7 +164,7 @@ def test_the_data_of_a_data_set_may_be_changed_in_place() -> None:
 
 
 class Mixed(Dataset[Any]):
-    """Samples that are dicts of all that people put into them."""
+    """Samples that are dicts of all kinds of values."""
 
     def __len__(self) -> int:
         return SIZE
@@ -262,7 +262,7 @@ def test_options_are_those_of_the_data_loader() -> None:
 
 
 def note(worker: int) -> None:
-    """Something for a worker to do when it starts."""
+    """Runs in a worker when it starts."""
 
 
 def test_tensors_are_read_on_their_device_unless_an_option_needs_a_loader() -> None:

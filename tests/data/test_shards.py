@@ -1,4 +1,4 @@
-"""How a mini-batch is cut over shards and the shards over ranks: one rule for both."""
+"""The division of a mini-batch into shards and of the shards over ranks, by one rule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_first_parts_take_the_remainder(total: int, parts: int, sizes: tuple
 
 
 def random_splits(number: int = 300) -> list[tuple[int, int]]:
-    """Totals and parts, small ones and large ones, always the same."""
+    """Fixed totals and parts, small and large."""
     draw = random.Random(3)
     return [(draw.randrange(10 ** draw.randrange(1, 12)), draw.randrange(1, 100)) for _ in range(number)]
 

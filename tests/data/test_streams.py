@@ -1,4 +1,4 @@
-"""Data that can only be gone through: every sample once, the same mini-batches on any number of ranks."""
+"""Streams: every sample once, the same mini-batches on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Taken = list[tuple[int, int, int, bool, list[int]]]  # epoch, position, shard, w
 
 
 class Counting(IterableDataset[int]):
-    """0, 1, 2, ...; of a later epoch 100 more."""
+    """0, 1, 2, ..., and 100 more in each later epoch."""
 
     def __init__(self, count: int) -> None:
         self.count, self.epoch = count, 0
@@ -72,10 +72,10 @@ def test_a_last_mini_batch_that_is_smaller_is_dropped_on_request(on_ranks: OnRan
 
 
 class Rows:
-    """Samples with their sums, as an iterable that is no torch data set."""
+    """Samples with their sums, as an iterable that is not a torch data set."""
 
     def __init__(self, count: int) -> None:
-        self.rows = torch.cat([samples(23), samples(40)[23:]])[:count]  # the first ones whatever the count
+        self.rows = torch.cat([samples(23), samples(40)[23:]])[:count]  # the same first ones for any count
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return ((row, row.sum().reshape(1)) for row in self.rows)
@@ -112,7 +112,7 @@ def test_training_on_a_stream_is_training_on_the_same_tensors(ranks: int, on_ran
 
 
 class Drawing(IterableDataset[Any]):
-    """Random numbers of all three generators, drawn one after the other."""
+    """Random numbers from all three generators in turn."""
 
     def __iter__(self) -> Iterator[float]:
         for _ in range(10):
@@ -182,7 +182,7 @@ def test_a_stream_is_evaluated_with_each_sample_once(on_ranks: OnRanks) -> None:
 
 
 def read_side_by_side(also: bool) -> list[list[float]]:
-    """Mini-batches of an epoch; `also` says whether another pass is made in the middle of it."""
+    """Mini-batches of an epoch, with another pass in the middle if `also`."""
     with dl.join_world(seed=3) as world:
         batches = dl.Batches(Drawing(), 4, world, collate_fn=noisy_collate)
         found = []
@@ -326,7 +326,7 @@ def steps_before_the_tear(folder: str) -> int:
 
 
 def test_an_error_of_a_stream_is_raised_in_the_step_that_needs_the_sample(tmp_path: Path) -> None:
-    assert steps_before_the_tear(str(tmp_path)) == 2  # sample 14 is of the third
+    assert steps_before_the_tear(str(tmp_path)) == 2  # sample 14 is in the third
 
 
 @pytest.mark.parametrize(

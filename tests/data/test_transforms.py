@@ -39,7 +39,7 @@ Seen = dict[tuple[int, int], list[list[float]]]
 
 
 def seen(shards: int | None, batch_size: int, options: dict[str, Any], by_index: bool) -> Seen:
-    """What this rank's shards hold after the transform, by epoch and sample."""
+    """The data of this rank's shards after the transform, by epoch and sample."""
     found: Seen = {}
     with dl.join_world(seed=5) as world:
         parts = ROWS, torch.arange(SIZE)
@@ -97,7 +97,7 @@ def test_draws_have_their_distributions() -> None:
     assert int(dice[0]) == 0
     assert all(abs(int(count) - n / 6) < 5 * (n / 6) ** 0.5 for count in dice[1:])
     assert abs(float(draws.chance(0.3).float().mean()) - 0.3) < 0.006
-    # neighbours, in samples and in elements, have nothing to do with each other
+    # neighbouring samples and elements are uncorrelated
     pairs = draws.uniform(2) - 0.5
     assert abs(float((pairs[:, 0] * pairs[:, 1]).mean())) < 5 / 12 / n**0.5
     assert abs(float((pairs[1:, 0] * pairs[:-1, 0]).mean())) < 5 / 12 / n**0.5

@@ -1,4 +1,4 @@
-"""The cache of drawn digits: what was drawn once is read, whole and the same, or made anew."""
+"""The cache of drawn digits: a set is read with the same bytes, or drawn again if the file is damaged."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_a_set_that_was_drawn_once_is_read_from_the_cache(tmp_path: Path) -> Non
     digits(0, 100, folder=second)
     name = only_file_in(second).name
     assert name != there.name
-    # Seed 1's file under seed 0's name: who gets seed 1's digits for seed 0 did read the file.
+    # Seed 1's file under seed 0's name: seed 1's digits for seed 0 show that the file was read.
     third = tmp_path / "third"
     third.mkdir()
     (third / name).write_bytes(there.read_bytes())

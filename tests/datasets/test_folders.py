@@ -1,4 +1,4 @@
-"""Images in a folder for each class: which there are, each decoded, all in memory."""
+"""Images in one folder per class: which files are read, each decoded, and all in memory."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_an_image_is_rotated_by_its_exif_orientation(suffix: str, tmp_path: Path
     left_half_light = np.zeros((8, 16), dtype=np.uint8)
     left_half_light[:, :8] = 255
     exif = Image.Exif()
-    exif[0x0112] = 6  # shown right, it is turned a quarter clockwise: what is left comes to the top
+    exif[0x0112] = 6  # to be rotated clockwise by a quarter-turn, so the left side becomes the top
     save(tmp_path / "a" / f"1.{suffix}", left_half_light, exif=exif)
     image = only_image(tmp_path)
     assert image.shape == (1, 16, 8)
@@ -169,7 +169,7 @@ def test_a_palette_and_transparency_become_plain_colours(tmp_path: Path) -> None
 
 
 @pytest.mark.covers("A2")
-@pytest.mark.parametrize(("suffix", "tail"), [("jpg", 0), ("png", 4)])  # a PNG's last 4 bytes are the end mark's sum
+@pytest.mark.parametrize(("suffix", "tail"), [("jpg", 0), ("png", 4)])  # a PNG ends with a checksum of 4 bytes
 def test_a_truncated_image_is_an_error_and_never_grey(suffix: str, tail: int, tmp_path: Path) -> None:
     path = save(tmp_path / "a" / f"1.{suffix}", noise(64, 64))
     whole = path.read_bytes()
@@ -204,7 +204,7 @@ def test_a_damaged_file_or_one_that_is_not_an_image_is_named(tmp_path: Path) -> 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "1.png").symlink_to(tmp_path / "nowhere.png")
-    (tmp_path / "a" / "2.png").symlink_to("/dev/null")  # not a pipe, whose reading would have no end
+    (tmp_path / "a" / "2.png").symlink_to("/dev/null")  # not a pipe, whose reading never ends
     data = ImageFolder(tmp_path)
     for i in (0, 1):
         with pytest.raises(ValueError, match=rf"got {data.paths[i]} \(not a file, or a broken link"):
@@ -280,7 +280,7 @@ def test_a_folder_can_be_sent_to_another_process(tmp_path: Path) -> None:
 
 
 def read_by_workers(folder: Path) -> tuple[list[tuple[int, int]], tuple[str, str, float]]:
-    """The values and labels that this rank is given, and what is raised; a sum behind each mini-batch."""
+    """The values and labels that this rank reads, with a sum after each mini-batch, and the error."""
     found: list[tuple[int, int]] = []
 
     def work() -> None:

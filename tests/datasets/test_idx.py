@@ -1,4 +1,4 @@
-"""MNIST's IDX files, one by one and the four together."""
+"""MNIST's IDX files, singly and all four."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_wrong_header_takes_no_memory(content: bytes, counts: str, packed: boo
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # The pieces that it reads are of 1 MiB, and a few of them are there at once.
+    # It reads pieces of 1 MiB, a few of which are in memory at once.
     assert peak < 8 * 2**20
 
 

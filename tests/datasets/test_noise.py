@@ -1,4 +1,4 @@
-"""Noisy and clean pairs: how much noise, which size and range, and turns that both of a pair share."""
+"""Noisy and clean pairs: density, size, range, and quarter-turns that both pictures share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_images_are_cut_into_9500_and_250_and_250() -> None:
 
 
 def test_a_twentieth_of_the_pixels_is_black_or_white_half_of_them_each() -> None:
-    # Of 32x32, which is not resized, and from black to white, so that nothing is stretched either.
+    # 32x32, which is not resized, and from black to white, which is not rescaled.
     n = 400
     grey = torch.full((n, 1, 32, 32), 128, dtype=torch.uint8)
     grey[:, :, 0, :2] = torch.tensor([0, 255], dtype=torch.uint8)
@@ -45,7 +45,7 @@ def test_a_twentieth_of_the_pixels_is_black_or_white_half_of_them_each() -> None
     assert abs(float(salt) - 0.025) < 5 * deviation
     assert bool(((rest == 0) | (rest == 1) | (rest == 128 / 255)).all())
     counts = (rest != 128 / 255).sum(1)
-    assert len(counts.unique()) > 20  # by lot, each picture on its own: 51 on average, deviation 7
+    assert len(counts.unique()) > 20  # drawn for each picture: 51 on average, deviation 7
 
 
 @pytest.mark.parametrize(("density", "share"), [(0.0, 0.0), (0.4, 0.4), (1.0, 1.0)])

@@ -1,4 +1,4 @@
-"""The digit example on images that lie in files."""
+"""The digit example on images in files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.scripts import load, run
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Run the digit example in this process, on one epoch of data in a folder."""
+    """Run the digit example in this process, for one epoch on data in a folder."""
 
     def train(data: Path) -> None:
         monkeypatch.setattr(sys, "argv", ["train.py", "--data", str(data), "--epochs", "1", "--device", "cpu"])

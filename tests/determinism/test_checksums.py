@@ -1,4 +1,4 @@
-"""Checksums: one flipped bit changes them for certain, strides do not, whatever the elements are."""
+"""Checksums of all dtypes: each flipped bit changes them, strides do not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = [(), (0,), (1,), (3,), (2, 5), (7, 1, 3), (4, 3, 5, 2)]
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """A tensor of random bits, but for bool."""
+    """A tensor of random bits; bool has random values."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(2, shape, generator=generator).bool()
@@ -29,7 +29,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 
 def by_hand(tensor: torch.Tensor, length: int) -> int:
-    """[Note: The sum], in whole numbers without end; `length` is K."""
+    """[Note: The sum] with Python's integers; `length` is K."""
     data = tensor.contiguous().reshape(-1)
     raw = b"" if not data.numel() else bytes(data.view(torch.uint8).tolist())
     found = np.frombuffer(raw + b"\0" * (-len(raw) % 4), dtype=np.int32).tolist()
@@ -71,7 +71,7 @@ def test_each_flipped_bit_changes_it(dtype: torch.dtype) -> None:
             flipped = tensor.clone()
             flipped.reshape(-1).view(torch.uint8)[place] ^= 1 << bit
             seen.add(checksum(flipped).item())
-    assert len(seen) == 1 + 8 * tensor.nbytes  # and all are different
+    assert len(seen) == 1 + 8 * tensor.nbytes  # all are different
 
 
 def test_a_flipped_bit_anywhere_in_a_large_tensor_changes_it() -> None:

@@ -1,4 +1,4 @@
-"""The deterministic block: every switch is set and put back, refused operations are named, the bits are equal."""
+"""The deterministic block: settings are set and restored, refused operations are named, bits are equal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SWITCHED = {
 
 
 def settings() -> dict[str, object]:
-    """Every switch as it is now."""
+    """The current value of every setting."""
     return {
         "algorithms": torch.are_deterministic_algorithms_enabled(),
         "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -57,7 +57,7 @@ def settings() -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every switch as Python starts with it, also where another's surroundings have some; put back behind the test."""
+    """Every setting as in a new process, whatever the environment; restored after the test."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
@@ -186,7 +186,7 @@ def test_a_nondeterministic_operation_raises_with_its_name_and_the_remedy(
         operation()
     (note,) = raised.value.__notes__
     assert f"allows only operations that give the same bits twice; {name} may not. Use another" in note
-    operation()  # behind the block it is what it was
+    operation()  # allowed again after the block
 
 
 def test_other_errors_leave_the_block_as_they_are() -> None:
@@ -233,7 +233,7 @@ def test_nccl_must_not_have_been_started_before_the_block() -> None:
     with pytest.raises(RuntimeError, match=r"with no NCCL_ALGO, no NCCL_PROTO, no NCCL_NVLS_ENABLE. Enter"):
         require_unstarted("cpu:gloo,cuda:nccl")
     with deterministic():
-        require_unstarted("cpu:gloo,cuda:nccl")  # a block in a block
+        require_unstarted("cpu:gloo,cuda:nccl")  # a block inside a block
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("NCCL_ALGO", "Tree")
             with pytest.raises(RuntimeError, match=r"started with NCCL_ALGO=Tree. Enter deterministic\(\) before"):
@@ -243,7 +243,7 @@ def test_nccl_must_not_have_been_started_before_the_block() -> None:
 def test_a_group_over_nccl_that_starts_in_the_block_needs_its_variables() -> None:
     require_pinned("cuda:nccl")  # no block
     torch.use_deterministic_algorithms(True)
-    require_pinned("cuda:nccl")  # somebody's own setting is no block
+    require_pinned("cuda:nccl")  # a user's own setting is not a block
     torch.use_deterministic_algorithms(False)
     with deterministic():
         require_pinned("cpu:gloo,cuda:nccl")
@@ -288,7 +288,7 @@ def train(world: dl.World) -> str:
 
 
 def train_thrice(seed: int | None, device: str = "cpu") -> list[str]:
-    """Twice in blocks inside of one world, and once in a block around a world."""
+    """Train twice in blocks inside one world, and once in a block around a world."""
     hashes = []
     with dl.join_world(device=device) as world:
         for _ in range(2):
@@ -317,7 +317,7 @@ def test_two_trainings_give_equal_bits_in_a_block_and_different_ones_without_a_s
 @pytest.mark.gpu
 @pytest.mark.covers("H3")
 def test_two_runs_of_training_give_equal_bits_on_a_gpu() -> None:
-    with deterministic(7):  # cuBLAS must be told before the process's first matrix product
+    with deterministic(7):  # before the process's first matrix product, when torch reads the variable
         assert len(set(train_thrice(7, "gpu"))) == 1
 
 

@@ -1,4 +1,4 @@
-"""One seed fixes everything that is drawn, and every rank makes the same updates."""
+"""One seed fixes all random numbers, and every rank makes the same updates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_one_seed_starts_all_generators_alike_on_every_rank(on_ranks: OnRanks) -
 
 
 def test_the_keys_of_streams_are_those_of_splitmix64() -> None:
-    # The first three numbers from state 0, as the authors' program gives them (Steele, Lea, Flood 2014; Vigna 2015).
+    # The first three numbers from state 0 by the authors' program (Steele, Lea, Flood 2014; Vigna 2015).
     step = 0x9E3779B97F4A7C15
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [next_key(0, number * step) for number in range(3)] == expected
@@ -45,7 +45,7 @@ def test_tensors_are_mixed_as_keys_are() -> None:
 
 
 class Noisy(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Samples with noise of all three generators."""
+    """Samples with noise from all three generators."""
 
     def __len__(self) -> int:
         return 20

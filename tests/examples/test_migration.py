@@ -1,4 +1,4 @@
-"""Scripts made for one device, for DDP, Accelerate and Fabric, and the same ones made for ddp_loop: `docs/migrate.md`.
+"""Scripts for one device, DDP, Accelerate and Fabric, and the same scripts with ddp_loop: `docs/migrate.md`.
 
 With the whole data as one mini-batch the order of the samples plays no part, so that all of them must give the
 same test loss up to float32's rounding: sums of 1,600 terms, four times fed back.
@@ -37,7 +37,7 @@ def path_of(side: str, script: str) -> str:
 
 
 def difference(script: str, *options: str) -> str:
-    """What git says about both sides of a script."""
+    """The difference between both versions of a script, by git."""
     command = ["git", "diff", "--no-index", *options, path_of("before", script), path_of("after", script)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1, done.stderr
@@ -58,7 +58,7 @@ def leaving_worlds() -> Iterator[None]:
 
 
 def run_script(side: str, script: str, *arguments: str) -> str:
-    """What a script prints on this rank."""
+    """The output of a script on this rank."""
     printed = io.StringIO()
     with contextlib.ExitStack() as around:
         around.enter_context(contextlib.chdir(around.enter_context(tempfile.TemporaryDirectory())))
@@ -76,13 +76,13 @@ def results_in(printed: str) -> list[Result]:
 
 
 def run_peer(script: str, *arguments: str) -> list[Result]:
-    """What a script says that was not made for ddp_loop, on 2 ranks."""
+    """The results of a script without ddp_loop on 2 ranks."""
     if script != "fabric":
         return results_in("".join(dl.launch(run_script, 2, "before", script, *arguments)))
     command = [str(Path(sys.executable).with_name("fabric")), "run", "--accelerator=cpu", "--devices=2"]
     path = str(ROOT / path_of("before", script))
     done = subprocess.run([*command, path, *arguments], capture_output=True, text=True, timeout=120, check=False)
-    # Its numbers count, not its exit code: torch's threads now and then abort a process that leaves its group open.
+    # The exit code is not checked: torch's threads sometimes abort a process that leaves its group open.
     results = results_in(done.stdout)
     assert results, done.stderr
     return results
@@ -90,7 +90,7 @@ def run_peer(script: str, *arguments: str) -> list[Result]:
 
 @pytest.fixture(scope="module")
 def on_one_device() -> list[Result]:
-    """The truth: what the plain script says."""
+    """The reference: the results of the plain script."""
     return results_in(run_script("before", "plain", *WHOLE))
 
 

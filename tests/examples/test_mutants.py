@@ -1,4 +1,4 @@
-"""The list of mutants fits the code: each line is there once, and the changed one is Python."""
+"""The list of mutants fits the code: each line occurs once, and the changed line is valid Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks/meaning.py says of ddp_loop, DDP, Accelerate and Fabric, and what its counts of lines are."""
+"""The results of benchmarks/meaning.py for ddp_loop, DDP, Accelerate and Fabric, and its counts of lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PADDED = [name for name in [*PEERS, WEIGHTED] if not name.startswith("Accelerate
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Meaning]:
-    """All that are installed, in fresh processes: Accelerate and Fabric leave state behind."""
+    """All installed libraries, in new processes: Accelerate and Fabric keep global state."""
     return meaning([*installed(), WEIGHTED])
 
 

@@ -1,4 +1,4 @@
-"""What `verify` once passed over: values beside gradients of about 0, other samples, losses that scale with a shard."""
+"""Differences that `verify` once missed: values with gradients of about 0, other samples, losses that scale."""
 
 from __future__ import annotations
 
@@ -128,12 +128,12 @@ AVERAGE = "model.average.mul_(0.9).add_(model.words.weight.mean(0), alpha=0.1)"
         {"AFTER": AVERAGE},
         {**ATTENDS, "AFTER": AVERAGE},
         {**ATTENDS, "OPTIMIZER": "torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)"},
-        {**NORMED},  # the bias in front of the norm has a gradient of rounding alone, and its average follows it
+        {**NORMED},  # the gradient of the bias before the norm is rounding only, and its average follows it
         {**NORMED, "OPTIMIZER": "torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.9)"},
         {"OPTIMIZER": "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)"},
         {"FOLDED": "nn.utils.clip_grad_norm_(model.parameters(), 0.1)", **ATTENDS},
         {**READ},
-        {**READ, "SAMPLE": "x = (x + torch.randint(2, (5,))) % 20"},  # follows the sample
+        {**READ, "SAMPLE": "x = (x + torch.randint(2, (5,))) % 20"},  # depends on the sample
         {"OPTIONS": ", transform=lambda data, draws: ((data[0] + draws.integers(0, 2, 5)) % 20, data[1])"},
         {"LOSS": "cross_entropy(logits, y, reduction='sum') / len(y)"},
         {"LAST": "dl.evaluate(model, dl.Batches(data, 7, world, shuffle=False), loss=cross_entropy)"},
@@ -220,7 +220,7 @@ def test_a_difference_is_named(fault: str, pool: Pool, tmp_path: Path) -> None:
 ENTROPY = "x = (x + int.from_bytes(os.urandom(2), 'little')) % 20"
 BY_RANK = "x = (x + world.rank) % 20"
 OWN = "x = (x + torch.randint(20, x.shape, generator=own)) % 20"
-SMALL, LARGE = {"BATCH": "13"}, {"BATCH": "26", "SIZE": "104"}  # up to 64 samples in all, and more
+SMALL, LARGE = {"BATCH": "13"}, {"BATCH": "26", "SIZE": "104"}  # up to 64 samples, and more
 
 
 @pytest.mark.covers("H9")

@@ -1,4 +1,4 @@
-"""Samples as a few numbers: the same however a mini-batch is cut, others where a sample is another."""
+"""Sums of samples: the same for any shards, different for a different sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CUTS = [[7], [4, 3], [3, 4], [2, 2, 2, 1], [1] * 7]
 
 
 def whole(data: Any, sizes: list[int]) -> dict[str, torch.Tensor]:
-    """The sums of all shards, put together; `data(start, end)` gives a shard's."""
+    """The sums of all shards, concatenated; `data(start, end)` returns a shard's data."""
     found: list[dict[str, torch.Tensor]] = []
     start = 0
     for size in sizes:
@@ -51,7 +51,7 @@ def test_the_sums_do_not_depend_on_the_shards(form: str, sizes: list[int]) -> No
     [
         lambda one: one.index_fill(1, torch.tensor(2), 0.5),
         lambda one: one + 1e-4,
-        lambda one: one.flip(1),  # the same values at other places
+        lambda one: one.flip(1),  # the same values in other places
         lambda one: -one,
         lambda one: one.index_fill(1, torch.tensor(0), math.nan),
         lambda one: one.index_fill(1, torch.tensor(0), math.inf),

@@ -1,4 +1,4 @@
-"""What `verify` says of scripts that it cannot verify, and how it measures."""
+"""Scripts that `verify` cannot verify, and how it measures differences."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ INF = math.inf
     [
         (torch.ones(3), torch.ones(3), 0.0, 0.0),
         (torch.tensor([1.0, 100.0]), torch.tensor([1.01, 100.0]), 0.0, 1e-4),
-        (torch.tensor([1e-9]), torch.tensor([-1e-9]), 0.01, 2e-7),  # rounding beside a gradient of 1
+        (torch.tensor([1e-9]), torch.tensor([-1e-9]), 0.01, 2e-7),  # rounding, with a gradient of 1 elsewhere
         (torch.ones(1).double(), torch.ones(1).double() + 1e-8, 0.0, 1e-8),
         (torch.tensor([60000.0]).half(), torch.tensor([-60000.0]).half(), 0.0, 2.0),
         (torch.tensor([3e38]), torch.tensor([-3e38]), 0.0, 2.0),
@@ -113,7 +113,7 @@ def test_a_difference_is_relative(one: torch.Tensor, other: torch.Tensor | None,
 
 def test_a_difference_is_measured_in_bits() -> None:
     one = torch.ones(1)
-    assert apart(one, torch.nextafter(one, torch.full((1,), 2.0)), 0.0)[1] == 1.0  # 1 unit of the last place
+    assert apart(one, torch.nextafter(one, torch.full((1,), 2.0)), 0.0)[1] == 1.0  # 1 unit in the last place
     assert apart(one, one + 2.0**-13, 0.0)[1] == pytest.approx(10, abs=0.01)
 
 

@@ -1,4 +1,4 @@
-"""Sound scripts of many kinds, one shard per rank: `verify` calls them equal, and names what their unsound twins do."""
+"""Correct scripts of many kinds, with one shard per rank, are equal; the faults of faulty ones are named."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ BOXES = """
             return torch.rand(3, 4) + DRAWN, {"boxes": torch.arange(4.0 * count).view(count, 4) + index}
 
     def collate(samples):
-        numbers = torch.arange(len(samples))  # follow the shard, and change nothing
+        numbers = torch.arange(len(samples))  # depend on the shard, and change nothing
         return [one for one, _ in samples], [two for _, two in samples], numbers
 
     model = nn.Linear(12, 4)

@@ -1,4 +1,4 @@
-"""Traces of runs, and `python -m ddp_loop diff`: the first step, stage and tensor where two runs part."""
+"""Traces, and `python -m ddp_loop diff`: the first step, stage and tensor in which two runs differ."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def network(width: int = 8) -> nn.Sequential:
 
 
 def train(folder: str, fault: str = "", width: int = 8, shards: int = 4, steps: int = STEPS, trace: bool = True) -> str:
-    """Train a small network with momentum; the digest of its weights. A fault begins at step 17."""
+    """Train a small network with momentum and return a digest of its weights. A fault begins at step 17."""
     with dl.join_world(seed=5) as world:
         model = network(width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -1,4 +1,4 @@
-"""Verdicts of `verify`: what is right is not called wrong, and what is small is not passed over."""
+"""Verdicts of `verify`: no false alarm, and no small difference missed."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def verdict(pool: Pool, folder: Path, changes: dict[str, str], tolerance: float 
     [
         {},
         {"OPTIMIZER": ADAM},
-        {"MODEL": "Attention()", "OPTIMIZER": ADAM},  # the key's bias has a gradient of rounding alone
-        {"MODEL": "dl.sync_batch_norm(normed(), world)", "OPTIMIZER": ADAM},  # so has the bias before the norm
+        {"MODEL": "Attention()", "OPTIMIZER": ADAM},  # the gradient of the key's bias is rounding only
+        {"MODEL": "dl.sync_batch_norm(normed(), world)", "OPTIMIZER": ADAM},  # so is that of the bias before the norm
         {"MODEL": "normed()", "SHARDS": "3", "ORDERED": "False", "OPTIMIZER": ADAM},
         {"MODEL": "mlp().double()", "SHARDS": "None", "AFTER": "kept['best'] = str(step.iteration)"},
     ],
@@ -113,9 +113,9 @@ def test_mixed_precision_is_equal_with_its_own_tolerance(pool: Pool, tmp_path: P
     ("changes", "named"),
     [
         ({"AFTER": "kept['best'] = f'of {world.size}'"}, "`kept.best`"),  # a word
-        ({"ACCURACY": "(1 - 0.03 * world.rank)"}, "`accuracy`"),  # small beside the tokens
+        ({"ACCURACY": "(1 - 0.03 * world.rank)"}, "`accuracy`"),  # small compared with the tokens
         ({"rate = 0.1": "rate = 1e-5 * world.size"}, "`optimizer, group 0.lr`"),
-        # Too small for any tolerance: with fixed shards bits are what is promised.
+        # Below any tolerance, but fixed shards must give the same bits.
         (
             {
                 "SHARDS": "6",

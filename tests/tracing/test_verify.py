@@ -1,4 +1,4 @@
-"""`python -m ddp_loop verify`: what holds on any number of ranks is said to hold, and planted faults are named."""
+"""`python -m ddp_loop verify`: correct scripts are equal on any number of ranks, and planted faults are named."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ BATCHES = "dl.Batches(train, batch_size, world, shards=arguments.shards)"
 BACKWARD = "step.backward(cross_entropy(logits, labels),"
 LOOP = "run_dir=arguments.run_dir, state=state, progress=not arguments.quiet)"
 Change = tuple[str, str]
-UNCHECKED: Change = (LOOP, f"check_replicas_every=0, {LOOP}")  # else the Loop itself refuses replicas that differ
+UNCHECKED: Change = (LOOP, f"check_replicas_every=0, {LOOP}")  # else the Loop itself raises ReplicaMismatch
 
 
 def after(line: str, *new: str) -> Change:
-    """New lines behind one, at its depth."""
+    """New lines after one, with its indentation."""
     depth = line[: len(line) - len(line.lstrip())]
     return line, line + "".join(f"{depth}{one}\n" for one in new)
 
 
 def before(line: str, *new: str) -> Change:
-    """New lines in front of one, at its depth."""
+    """New lines before one, with its indentation."""
     depth = line[: len(line) - len(line.lstrip())]
     return line, "".join(f"{depth}{one}\n" for one in new) + line
 
@@ -51,14 +51,14 @@ def digit_script(folder: Path, *changes: Change) -> Path:
 
 
 class Verified(Protocol):
-    """The fixture `verified`: whether a script is equal on ranks of the pool, and what was said."""
+    """The type of the fixture `verified`: whether a script is equal on ranks of the pool, and the report."""
 
     def __call__(self, script: Path, *arguments: str, ranks: tuple[int, ...] = (1, 2)) -> tuple[bool, str]: ...
 
 
 @pytest.fixture
 def verified(pool: Pool) -> Verified:
-    """Verify a script on ranks that are there already, which saves their start."""
+    """Verify a script on running ranks, which saves their start."""
 
     def run(script: Path, *arguments: str, ranks: tuple[int, ...] = (1, 2)) -> tuple[bool, str]:
         lines: list[str] = []
@@ -160,7 +160,7 @@ FAULTS: dict[str, tuple[list[Change], str]] = {
         ],
         "forward: `shard 3, loss` differs first",
     ),
-    # Beside those: no cause may be guessed from a list.
+    # Faults that are in no list of known causes.
     "a loss divided by the number of ranks": (
         [(BACKWARD, "step.backward(cross_entropy(logits, labels) / world.size,")],
         "forward: `shard 0, loss` differs first",
