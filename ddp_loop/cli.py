@@ -172,7 +172,7 @@ def _verify(options: argparse.Namespace) -> bool:
 
 def _monitor(options: argparse.Namespace) -> bool:
     if not options.runs and not options.demo:
-        raise ValueError("monitor needs a RUN, the folder of Loop(run_dir=...), or --demo.")
+        raise ValueError("monitor needs at least one RUN, the folder of Loop(run_dir=...), or --demo.")
     serve(options.runs, _say, host=options.host, port=options.port, also=options.allow_host, demo=options.demo)
     return True
 

@@ -42,7 +42,10 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, list[str]]:
     traces = read_trace(one), read_trace(other)
     check_comparable(*traces)
     found = list(differences(*traces))
-    lines = [_run_text(trace) for trace in traces]
+    lines = [
+        f"{run.folder}: {counted(run.head['ranks'], 'rank')}, {counted(run.head['shards'], 'shard')}, {run.extent}"
+        for run in traces
+    ]
     if traces[0].head["shards"] != traces[1].head["shards"]:
         lines.append("Their mini-batches have different shards, so only values of the whole mini-batch are compared.")
     first = next((difference for _, difference in found if difference is not None), None)
@@ -53,11 +56,6 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, list[str]]:
         lines.append(f"The same bits from step {before[0]} to step {before[-1]}.")
     lines += [describe(first, traces[0].head["shards"] == traces[1].head["shards"]), *_afterwards(found, first.step)]
     return False, lines
-
-
-def _run_text(trace: Trace) -> str:
-    head = trace.head
-    return f"{trace.folder}: {counted(head['ranks'], 'rank')}, {counted(head['shards'], 'shard')}, {trace.extent}"
 
 
 def counted(number: int, what: str) -> str:

@@ -34,15 +34,10 @@ def _parts(name: str, data: Any, count: int) -> Iterator[tuple[str, torch.Tensor
         for key, value in data.items():
             yield from _parts(f"{name} {key}", value, count)
     elif isinstance(data, tuple | list):
-        found = list(_of_parts(name, data, count))
+        found = [part for number, value in enumerate(data) for part in _parts(f"{name} {number}", value, count)]
         yield from found
         if not found and isinstance(data, list) and len(data) == count:
             yield from _of_samples(name, data)
-
-
-def _of_parts(name: str, data: tuple[Any, ...] | list[Any], count: int) -> Iterator[tuple[str, torch.Tensor]]:
-    for number, value in enumerate(data):
-        yield from _parts(f"{name} {number}", value, count)
 
 
 def _of_samples(name: str, samples: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
