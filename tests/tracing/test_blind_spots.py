@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_loop.distributed import Pool
-from ddp_loop.tracing import VerifyJob, verify
+from tests.support.scripts import changed, verdict_of, write
 
 # Words with rows that no sample asks for; their mean goes through attention, whose key's bias has a gradient of
 # rounding alone.
@@ -107,13 +107,7 @@ READ = {"DATA": "Samples()", "OPTIONS": ", collate_fn=collate"}
 def verdict(
     pool: Pool, folder: Path, changes: dict[str, str], ranks: tuple[int, ...] = (1, 2), steps: int = 4
 ) -> tuple[bool, str]:
-    text, lines = SCRIPT, list[str]()
-    for name, value in {**USUAL, **changes}.items():
-        assert name in text
-        text = text.replace(name, value)
-    (folder / "train.py").write_text(text)
-    equal = verify(VerifyJob(folder / "train.py", steps=steps, timeout_s=120.0, start=pool.run), ranks, lines.append)
-    return equal, "\n".join(lines)
+    return verdict_of(write(folder, changed(SCRIPT, {**USUAL, **changes})), pool, ranks, steps=steps)
 
 
 ATTENDS = {"ATTENTION": "True"}

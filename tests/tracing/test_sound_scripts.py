@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_loop.distributed import Pool
-from ddp_loop.tracing import VerifyJob, verify
+from tests.support.scripts import verdict_of, write
 
 HEAD = """
 import os
@@ -285,10 +285,7 @@ UNSOUND = {
 
 
 def verdict(script: str, pool: Pool, folder: Path) -> tuple[bool, str]:
-    (folder / "train.py").write_text(HEAD + script)
-    lines: list[str] = []
-    equal = verify(VerifyJob(folder / "train.py", steps=5, timeout_s=120.0, start=pool.run), [1, 2, 3], lines.append)
-    return equal, "\n".join(lines)
+    return verdict_of(write(folder, HEAD + script), pool, steps=5)
 
 
 @pytest.mark.covers("H9")

@@ -9,6 +9,7 @@ import pytest
 from ddp_loop.distributed import Pool
 from ddp_loop.tracing import VerifyJob, verify
 from tests.support.paths import EXAMPLES
+from tests.support.scripts import changed, verdict_of, write
 
 SCRIPT = """
 import torch
@@ -67,14 +68,8 @@ ADAM = "torch.optim.Adam(model.parameters(), lr=0.01)"
 
 
 def verdict(pool: Pool, folder: Path, changes: dict[str, str], tolerance: float | None = None) -> tuple[bool, str]:
-    text, lines = SCRIPT, list[str]()
-    for name, value in {**USUAL, **changes}.items():
-        text = text.replace(name, value)
-    (folder / "train.py").write_text(text)
-    equal = verify(
-        VerifyJob(folder / "train.py", steps=6, tolerance=tolerance, start=pool.run), [1, 2, 3], lines.append
-    )
-    return equal, "\n".join(lines)
+    script = write(folder, changed(SCRIPT, {**USUAL, **changes}))
+    return verdict_of(script, pool, steps=6, tolerance=tolerance)
 
 
 @pytest.mark.covers("H9")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
 from ddp_loop.distributed import Pool
-from ddp_loop.tracing import VerifyJob, verify
 from tests.support.paths import EXAMPLES, ROOT
+from tests.support.scripts import verdict_of
 
 DIGITS = EXAMPLES / "digits" / "train.py"
 
@@ -50,24 +49,6 @@ def digit_script(folder: Path, *changes: Change) -> Path:
     return path
 
 
-class Verified(Protocol):
-    """The type of the fixture `verified`: whether a script is equal on ranks of the pool, and the report."""
-
-    def __call__(self, script: Path, *arguments: str, ranks: tuple[int, ...] = (1, 2)) -> tuple[bool, str]: ...
-
-
-@pytest.fixture
-def verified(pool: Pool) -> Verified:
-    """Verify a script on running ranks, which saves their start."""
-
-    def run(script: Path, *arguments: str, ranks: tuple[int, ...] = (1, 2)) -> tuple[bool, str]:
-        lines: list[str] = []
-        equal = verify(VerifyJob(script, arguments, steps=3, timeout_s=120.0, start=pool.run), ranks, lines.append)
-        return equal, "\n".join(lines)
-
-    return run
-
-
 SMALL = ("--batch-size", "26", "--epochs", "1", "--device", "cpu")
 
 
@@ -92,9 +73,9 @@ def test_the_digit_example_gives_the_same_bits_on_1_2_and_3_ranks_with_fixed_sha
 @pytest.mark.covers("H9")
 @pytest.mark.slow
 def test_with_one_shard_per_rank_local_batch_norm_is_unequal_and_the_remedy_is_named(
-    verified: Verified, tmp_path: Path
+    pool: Pool, tmp_path: Path
 ) -> None:
-    equal, said = verified(digit_script(tmp_path), *SMALL)
+    equal, said = verdict_of(digit_script(tmp_path), pool, (1, 2), arguments=SMALL, steps=3)
     assert not equal
     assert "UNEQUAL on 2 ranks. Step 1, fold: `gradient of model." in said
     assert "into 1 and 2 shards" in said
@@ -197,9 +178,10 @@ FAULTS: dict[str, tuple[list[Change], str]] = {
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.slow
-def test_a_planted_fault_is_found_and_the_tensor_is_named(fault: str, verified: Verified, tmp_path: Path) -> None:
+def test_a_planted_fault_is_found_and_the_tensor_is_named(fault: str, pool: Pool, tmp_path: Path) -> None:
     changes, named = FAULTS[fault]
-    equal, said = verified(digit_script(tmp_path, *changes), "--shards", "6", *SMALL)
+    script = digit_script(tmp_path, *changes)
+    equal, said = verdict_of(script, pool, (1, 2), arguments=("--shards", "6", *SMALL), steps=3)
     assert not equal
     assert "UNEQUAL on 2 ranks" in said
     assert named in said.partition("UNEQUAL")[2]
