@@ -1,4 +1,4 @@
-"""Custom data-parallel training loops in PyTorch: the loop of one device, run on N, weighted exactly."""
+"""Custom data-parallel training loops in PyTorch: one device's loop on N devices, with exact weights."""
 
 from ddp_loop import datasets, networks, plots, sinks
 from ddp_loop.batch_norm import local_batch_norm, pool_statistics, sync_batch_norm

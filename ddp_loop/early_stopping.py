@@ -1,4 +1,4 @@
-"""Early stopping: when the validation loss has not improved for long enough, and the weights of its best value."""
+"""Early stopping on a validation loss, and the weights of its best value."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddp_loop.determinism import check_count
+
 
 class EarlyStopping:
-    """Says when a validation loss has not improved `patience` times in a row, and keeps the best weights.
+    """Stops after `patience` validation losses in a row without an improvement, and keeps the best weights.
+
+    For example::
 
         patience = dl.EarlyStopping(model, 5)
         for step in loop:
@@ -22,53 +26,48 @@ class EarlyStopping:
                 result = dl.evaluate(model, validation, loss=loss_of_each)
                 if patience.should_stop(result["loss"]):
                     break
-        patience.restore_best()  # or not: then the model keeps the last weights
+        patience.restore_best()  # optional; without it the model keeps the last weights
 
-    `evaluate` gives the same numbers on every rank, so all ranks decide alike, and leave the loop at the same step; a
-    loss of one rank's own would not do. The copy of the weights and buffers lies on the model's device, in the same
-    memory each time.
+    `evaluate` returns the same numbers on every rank, so all ranks leave the loop at the same step. A rank's own loss
+    does not ensure that. The copy of the weights and buffers is on the model's device and reuses its memory.
 
     Args:
-        model: whose weights are kept.
-        patience: how many losses in a row may be no better than the best one.
+        model: whose weights and buffers are kept.
+        patience: the number of losses in a row without an improvement, 1 or more.
 
     Attributes:
-        losses: how many losses were given.
-        best: which of them was the best, counted from 1; 0 before there is one.
-        best_loss: its value; infinite before there is one.
+        losses: the number of losses given.
+        best: the number of the best loss, counted from 1; 0 without one.
+        best_loss: its value; infinite without one.
 
     Raises:
-        ValueError: a patience that is no whole number, 1 or more.
+        ValueError: `patience` is not a whole number, or less than 1.
     """
 
     def __init__(self, model: nn.Module, patience: int = 5) -> None:
-        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
-            raise ValueError(
-                f"patience must be a whole number, 1 or more; got {patience!r}: 1 stops at the first loss that is no "
-                "better"
-            )
-        self.patience = patience
+        remedy = "1 stops at the first loss that does not improve."
+        self.patience = check_count("patience", patience, remedy=remedy)
         self.losses, self.best, self.best_loss = 0, 0, math.inf
         self._model = model
         self._kept: dict[str, Any] = {}
 
     def should_stop(self, loss: float | torch.Tensor) -> bool:
-        """Take the next validation loss, keep the weights if it is the lowest, and say whether to stop.
+        """Take the next validation loss, keep the weights if it is the lowest, and return whether to stop.
 
-        NaN and infinity are no improvement.
+        NaN and infinity are not an improvement.
 
         Args:
-            loss: one number, the same on every rank.
+            loss: one number or tensor of one value, the same on every rank.
 
         Raises:
-            TypeError: something else, such as all that `evaluate` returns.
+            TypeError: `loss` is not one number; the dict that `evaluate` returns is not.
         """
         try:
             value = float(loss)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
-                f"a validation loss is one number; got {type(loss).__name__} ({error}): take one by name, such as "
-                'dl.evaluate(...)["loss"]'
+                f"A validation loss must be one number; got {type(loss).__name__} ({error}). Select one by its name, "
+                'such as dl.evaluate(...)["loss"].'
             ) from error
         self.losses += 1
         if value < self.best_loss:
@@ -77,35 +76,35 @@ class EarlyStopping:
         return self.losses - self.best >= self.patience
 
     def restore_best(self) -> None:
-        """Give the model the weights and buffers of the best loss.
+        """Load the weights and buffers of the best loss into the model.
 
         Raises:
-            RuntimeError: there is no best loss.
+            RuntimeError: no finite loss was given.
         """
         if not self.best:
             raise RuntimeError(
-                f"the best weights are those of the lowest validation loss; {self.losses} were given, and none was "
-                "finite: call should_stop at least once before restore_best"
+                f"There are no best weights yet; {self.losses} validation losses were given, none of them finite. Call "
+                "should_stop before restore_best."
             )
         self._model.load_state_dict(self._kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was seen and kept, for a checkpoint; the weights are those kept here, not copies."""
+        """The losses so far and the best weights, for a checkpoint; the weights are not copied."""
         return {"losses": self.losses, "best": self.best, "best_loss": self.best_loss, "kept": dict(self._kept)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; the weights are copied to the model's device.
+        """Continue from a `state_dict`; the weights are copied to the model's device.
 
         Raises:
-            ValueError: weights of another model.
+            ValueError: the weights are those of another model.
         """
         own, given = self._model.state_dict(), state["kept"]
         for name in [*own, *given] if given else ():
             here, there = _form(own.get(name)), _form(given.get(name))
             if here != there:
                 raise ValueError(
-                    f"the kept weights must be those of the same model; {name} is {there} among them and {here} in the "
-                    "model: build the model as it was"
+                    f"The best weights must fit the model; {name} is {there} in the state and {here} in the model. "
+                    "Build the same model."
                 )
         self.losses, self.best, self.best_loss = state["losses"], state["best"], state["best_loss"]
         into = {name: torch.empty_like(one) for name, one in own.items() if isinstance(one, torch.Tensor)}
@@ -113,7 +112,7 @@ class EarlyStopping:
 
 
 def _copied(value: Any, into: Any) -> Any:
-    """A copy of `value`: in the memory of `into` where that has its form."""
+    """A copy of `value`, in the memory of `into` if dtype and shape are the same."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     value = value.detach()

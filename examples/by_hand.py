@@ -1,9 +1,9 @@
-"""The step of a Loop spelled out from its parts: the same bits as `Loop` gives.
+"""The step of a Loop, written out with its parts: it gives the same bits as `Loop`.
 
 One process:      python by_hand.py
 Two CPU ranks:    torchrun --nproc_per_node=2 by_hand.py
 
-With `--loop` the same training goes through `Loop`; both print a digest of all parameters and buffers.
+With `--loop` the same training uses `Loop`. Both print a digest of all parameters and buffers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: dl.Batches, epochs: int) -> None:
-    """Train as `Loop` does, one part after the other."""
+    """Train as `Loop` does, part by part."""
     world = batches.world
     parameters = dict(model.named_parameters(prefix="model"))
     fold = dl.Fold({"model": model}, parameters, world, shards=batches.shards, ordered=batches.fixed_shards)
@@ -35,28 +35,28 @@ def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: d
     for epoch in range(epochs):
         for loaded in batches.epoch(epoch):
             iteration += 1
-            mini_batch = loaded.mini_batch  # the same on any number of ranks, but for `shards`: those of this rank
-            fold.open()  # no gradients yet; the buffers as they stand now are what every shard starts from
+            mini_batch = loaded.mini_batch  # the same on all ranks, except for `shards`, those of this rank
+            fold.open()  # clears gradients; every shard starts from the buffers as they are now
             for number, shard in enumerate(mini_batch.shards):
                 images, labels = loaded.data(number)
-                dl.seed_shard(world.seed, iteration, shard.number, world.device)  # a random stream of its own
-                record = fold.open_shard(shard)  # batch norm now notes the shard's statistics
+                dl.seed_shard(world.seed, iteration, shard.number, world.device)  # its own random stream
+                record = fold.open_shard(shard)  # batch norm now records the shard's statistics
                 loss = cross_entropy(model(images), labels)
                 record.losses.append(loss.detach())
                 # The shard's share of the mini-batch, w_s / R; exactly 1 for one shard.
                 share = shard.samples / mini_batch.samples
                 fold.gradients.backward(loss, share, last=shard is mini_batch.shards[-1])
                 fold.close_shard(record)
-            # One sum over the ranks: gradients, losses, statistics. All ranks then have the whole mini-batch's.
+            # One sum over the ranks gives all of them the mini-batch's gradients, losses and statistics.
             folded = fold.close(mini_batch)
-            dl.seed_step(world.seed, iteration, world.device)  # what is drawn between steps is alike on all ranks
+            dl.seed_step(world.seed, iteration, world.device)  # all ranks draw the same between steps
             optimizer.step()
         world.print(f"Epoch: {epoch + 1}, last loss: {float(folded.values[0]):.4f}")
     fold.release()
 
 
 def by_loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: dl.Batches, epochs: int) -> None:
-    """The same by `Loop`."""
+    """Do the same with `Loop`."""
     for step in dl.Loop(batches, epochs, state={"model": model, "optimizer": optimizer}, progress=False):
         for images, labels in step:
             step.backward(cross_entropy(model(images), labels))
@@ -65,7 +65,7 @@ def by_loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: d
 
 
 def train(through_loop: bool, samples: int = 500, epochs: int = 2, shards: int | None = None) -> str:
-    """Train the digit network on noise one way or the other; returns the digest."""
+    """Train the digit network on noise in one of the two ways, and return the digest."""
     with dl.join_world(seed=0) as world:
         generator = torch.Generator().manual_seed(1)
         images = torch.rand(samples, 1, 28, 28, generator=generator)
@@ -79,8 +79,8 @@ def train(through_loop: bool, samples: int = 500, epochs: int = 2, shards: int |
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A step spelled out from its parts.")
-    parser.add_argument("--loop", action="store_true", help="through Loop instead: the same digest")
+    parser = argparse.ArgumentParser(description="A step of a Loop, written out with its parts.")
+    parser.add_argument("--loop", action="store_true", help="use Loop instead, for the same digest")
     train(parser.parse_args().loop)
 
 

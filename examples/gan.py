@@ -1,14 +1,14 @@
-"""Two networks, two optimizers, two passes over each step: a generator of points on a ring of eight heaps.
+"""A GAN, with two networks, two optimizers and two passes per step, for points in eight clusters on a ring.
 
 One process:      python gan.py
 All your GPUs:    torchrun --nproc_per_node=gpu gan.py
 Two CPU ranks:    torchrun --nproc_per_node=2 gan.py
 
-The first pass over a step's shards is the discriminator's, the second the generator's; each ends with its own fold and
-its own optimizer's step. A pass begins without gradients: those that the generator's pass leaves in the discriminator
-are gone when the next one begins, so nothing is frozen in between. Both passes give the same metric, since other names
-would have the ranks agree anew in each fold. Noise is drawn inside the passes; its stream is that of the shard and of
-the pass, so a run with `--shards 4` draws the same on any number of ranks.
+The first pass over a step's shards trains the discriminator, the second the generator. Each ends with its own fold and
+optimizer step. A pass begins without gradients, so those that the generator's pass leaves in the discriminator are gone
+in the next pass, and nothing needs to be frozen. Both passes have the same metric: with other names the ranks would
+have to agree on the columns in each fold. Noise is drawn inside the passes from the stream of the shard and the pass,
+so a run with `--shards 4` draws the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch.nn.functional import softplus
 
 import ddp_loop as dl
 
-HEAPS, DEVIATION, NOISE = 8, 0.1, 16
+CLUSTERS, DEVIATION, NOISE = 8, 0.1, 16
 
 
 def centres() -> torch.Tensor:
-    """The middles of the heaps, on a circle of radius 2; shape (8, 2)."""
-    angles = 2 * math.pi * torch.arange(HEAPS) / HEAPS
+    """The centres of the clusters, on a circle of radius 2; (8, 2)."""
+    angles = 2 * math.pi * torch.arange(CLUSTERS) / CLUSTERS
     return 2 * torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
 def make_points(count: int, seed: int) -> torch.Tensor:
-    """Points around the heaps' middles, shape (count, 2); the same for the same seed."""
+    """Points around the centres, (count, 2), a function of the seed."""
     generator = torch.Generator().manual_seed(seed)
-    heaps = torch.randint(HEAPS, (count,), generator=generator)
-    return centres()[heaps] + DEVIATION * torch.randn(count, 2, generator=generator)
+    clusters = torch.randint(CLUSTERS, (count,), generator=generator)
+    return centres()[clusters] + DEVIATION * torch.randn(count, 2, generator=generator)
 
 
 def make_network(inputs: int, outputs: int, width: int = 64) -> nn.Sequential:
@@ -44,7 +44,7 @@ def make_network(inputs: int, outputs: int, width: int = 64) -> nn.Sequential:
 
 
 def energy_distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """How far two sets of points are apart as distributions: 2 E|X - Y| - E|X - X'| - E|Y - Y'|, 0 for equal ones.
+    """The distance of two sets of points as distributions: 2 E|X - Y| - E|X - X'| - E|Y - Y'|, 0 for equal ones.
 
     Source: Székely, Rizzo: Energy statistics, 2013.
     """
@@ -55,13 +55,13 @@ def energy_distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 @torch.no_grad()
 def measure(generator: nn.Module, device: torch.device) -> tuple[float, int, float]:
-    """The energy distance of 2,000 made points to drawn ones; the heaps met by some; the share within 3 deviations."""
+    """The energy distance of 2,000 generated points, the clusters found, and the share of points near a centre."""
     noise = torch.randn(2000, NOISE, generator=torch.Generator().manual_seed(1)).to(device)
     made = generator(noise).cpu()
-    distances, heaps = torch.cdist(made, centres()).min(dim=1)
+    distances, clusters = torch.cdist(made, centres()).min(dim=1)
     near = distances < 3 * DEVIATION
-    heaps_met = int((heaps[near].bincount(minlength=HEAPS) >= 20).sum())
-    return energy_distance(made, make_points(2000, seed=2)), heaps_met, float(near.float().mean())
+    found = int((clusters[near].bincount(minlength=CLUSTERS) >= 20).sum())
+    return energy_distance(made, make_points(2000, seed=2)), found, float(near.float().mean())
 
 
 def read_arguments() -> argparse.Namespace:
@@ -69,8 +69,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--points", type=int, default=8000, help="to train on")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch-size", type=int, default=256, help="of one GPU; of all ranks together on the CPU")
-    parser.add_argument("--shards", type=int, help="pieces of a mini-batch; by default one per rank")
+    parser.add_argument("--batch-size", type=int, default=256, help="per GPU; on the CPU, of all ranks")
+    parser.add_argument("--shards", type=int, help="shards of a mini-batch (default: one per rank)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--run-dir", help="folder for rows.jsonl; nothing is written without it")
     return parser.parse_args()
@@ -92,10 +92,9 @@ def main() -> None:
         )
 
         def report(epoch: int) -> None:
-            distance, heaps, near = measure(generator, world.device)
-            world.print(
-                f"Epoch: {epoch}, Energy distance: {distance:.4f}, Heaps: {heaps} of {HEAPS}, Near one: {near:.3f}"
-            )
+            distance, clusters, near = measure(generator, world.device)
+            found = f"Clusters: {clusters} of {CLUSTERS}, Near one: {near:.3f}"
+            world.print(f"Epoch: {epoch}, Energy distance: {distance:.4f}, {found}")
 
         def noise(like: torch.Tensor) -> torch.Tensor:
             return torch.randn(len(like), NOISE, device=world.device)

@@ -1,10 +1,10 @@
-"""Four ways to aggregate the batch-norm state of two workers, against the whole mini-batch.
+"""Four ways to aggregate the batch-norm state of two workers, compared with the whole mini-batch.
 
     python statistics.py
 
-Two workers with equally many values each, mean 0 and variance 1 on the first, mean 3 and variance 4 on the
-second; the running statistics start at mean 0, variance 1 and move by a tenth. The last two lines agree: that
-is what a ddp_loop step does.
+Both workers have the same number of values, with mean 0 and variance 1 on the first and mean 3 and variance 4 on the
+second. The running statistics start at mean 0 and variance 1, with a momentum of 0.1. The last two lines agree; a step
+of ddp_loop does the third.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def worker(mean: float, variance: float, count: int = 1000) -> torch.Tensor:
 
 
 def moved(old: float, new: float) -> float:
-    """One step of the moving average."""
+    """The moving average after one step."""
     return (1 - DECAY) * old + DECAY * new
 
 
 def aggregate() -> dict[str, float]:
-    """The running variance after one step, by each way; biased, so that the numbers are round."""
+    """The running variance after one step in each way; biased, for round numbers."""
     workers = [worker(0.0, 1.0), worker(3.0, 4.0)]
     means = torch.stack([w.mean() for w in workers]).unsqueeze(1)
     variances = torch.stack([w.var(correction=0) for w in workers]).unsqueeze(1)

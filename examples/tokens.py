@@ -4,8 +4,8 @@ One process:      python tokens.py
 All your GPUs:    torchrun --nproc_per_node=gpu tokens.py
 Two CPU ranks:    torchrun --nproc_per_node=2 tokens.py
 
-The text is made up, a letter is a token. A shard gives the sum of its tokens' losses and, as its weight, how many
-tokens these are; the fold divides once, so that a long sequence counts for more than a short one wherever it lies.
+The text is generated, and each letter is a token. A shard passes the mean loss of its tokens and, as its weight, their
+number. The fold divides once, so a long sequence counts for more than a short one, whatever its shard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 import ddp_loop as dl
 
 LETTERS = "\nabcdefghijklmnopqrstuvwxyz ,."
-LINE_BREAK, NONE = 0, -100  # what a sentence ends with, and begins after; what stands for "no token" among targets
+LINE_BREAK, NONE = 0, -100  # a sentence ends with a line break and starts after one; NONE is the target of padding
 
 NOUNS = ["cat", "dog", "child", "river", "lantern", "carpenter", "mountain"]
 VERBS = ["sees", "follows", "remembers", "carries", "misunderstands"]
@@ -30,7 +30,7 @@ ADJECTIVES = ["old", "red", "small", "quiet", "unexpected"]
 
 
 def make_sentences(count: int, seed: int = 0) -> list[str]:
-    """Sentences of some twenty to two hundred letters, each ended by a line break; the same for the same seed."""
+    """Sentences of about 20 to 200 letters, each ending in a line break, as a function of the seed."""
     draw = random.Random(seed)
 
     def thing() -> str:
@@ -44,14 +44,14 @@ def make_sentences(count: int, seed: int = 0) -> list[str]:
 
 
 def tokens_of(sentence: str) -> torch.Tensor:
-    """The numbers of a sentence's letters; int64, shape (letters,)."""
+    """The numbers of a sentence's letters, (letters,) int64."""
     return torch.tensor([LETTERS.index(letter) for letter in sentence])
 
 
 def pad(sentences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sentences side by side: inputs, and as targets the letter that follows each; both of shape (n, longest).
+    """Pad sentences to inputs and targets, both (n, longest); the target of a letter is the letter after it.
 
-    Behind a sentence's end the targets are `NONE`. The model looks only backwards, so the inputs there do not matter.
+    Padding has the target `NONE`. The model looks only backwards, so the inputs there do not matter.
     """
     targets = pad_sequence(sentences, batch_first=True, padding_value=NONE)
     inputs = targets.roll(1, dims=1).clamp(min=0)
@@ -60,7 +60,7 @@ def pad(sentences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class LanguageModel(nn.Module):
-    """Letters to the logits of the letter that follows each: (n, t) to (n, t, letters)."""
+    """Predicts the next letter: (n, t) -> logits (n, t, letters)."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -75,18 +75,18 @@ class LanguageModel(nn.Module):
 
 
 def losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The sum of each sentence's token losses, shape (n,)."""
+    """The sum of the token losses of each sentence, (n,)."""
     return cross_entropy(logits.transpose(1, 2), targets, ignore_index=NONE, reduction="none").sum(1)
 
 
 def counts(_: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """How many tokens each sentence has, shape (n,)."""
+    """The number of tokens in each sentence, (n,)."""
     return (targets != NONE).sum(1)
 
 
 def perplexity(model: nn.Module, batches: dl.Batches) -> float:
     """exp of the mean loss over all tokens. Every rank must call this."""
-    means = dl.evaluate(model, batches, losses=losses, tokens=counts)  # both over sentences: these cancel
+    means = dl.evaluate(model, batches, losses=losses, tokens=counts)  # means over sentences, whose number cancels
     return math.exp(means["losses"] / means["tokens"])
 
 
@@ -95,8 +95,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--sentences", type=int, default=1500, help="to train on")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch-size", type=int, default=32, help="of one GPU; of all ranks together on the CPU")
-    parser.add_argument("--shards", type=int, help="pieces of a mini-batch; by default one per rank")
+    parser.add_argument("--batch-size", type=int, default=32, help="per GPU; on the CPU, of all ranks")
+    parser.add_argument("--shards", type=int, help="shards of a mini-batch (default: one per rank)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--run-dir", help="folder for rows.jsonl; nothing is written without it")
     return parser.parse_args()
@@ -123,7 +123,7 @@ def main() -> None:
         for step in dl.Loop(batches, arguments.epochs, run_dir=arguments.run_dir, state=state):
             for letters, targets in step:
                 count = (targets != NONE).sum()
-                loss = losses(model(letters), targets).sum() / count  # nan without a letter, which then counts 0
+                loss = losses(model(letters), targets).sum() / count  # NaN without tokens, with weight 0
                 step.backward(loss, weight=count)
             step.fold()  # its loss, and the epoch's, is the mean over all tokens
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

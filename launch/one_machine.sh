@@ -2,7 +2,7 @@
 # Run a script on the GPUs, or on CPU ranks, of this machine.
 #
 #   launch/one_machine.sh RANKS SCRIPT [ARGUMENTS ...]
-#   launch/one_machine.sh gpu examples/digits/train.py                 # one rank for each GPU
+#   launch/one_machine.sh gpu examples/digits/train.py                 # one rank per GPU
 #   launch/one_machine.sh 2 examples/digits/train.py --device cpu --epochs 2
 set -euo pipefail
 
@@ -12,5 +12,5 @@ if [ $# -lt 2 ]; then
 fi
 ranks=$1
 shift
-# --standalone: torchrun picks a free port itself, so two runs on one machine do not meet.
+# --standalone: torchrun chooses a free port, so two runs on one machine do not collide.
 exec torchrun --standalone --nproc-per-node="$ranks" "$@"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Run a script on two machines: start it on both, with the same arguments but the machine's own number.
-# Ranks on the first machine come first. FIRST is the address of the first machine, as the second one
-# reaches it; its PORT must be free there and open to the second. Both need the same code and the same
-# data. Whoever reaches the port can join: keep it inside a network that you trust.
+# Run a script on two machines. Start it on both, with the same arguments except for the number of the machine.
+# The first machine has the first ranks. FIRST is its address, as the second machine reaches it; PORT must be free
+# on the first machine and open to the second. Both need the same code and data. Anyone who reaches the port can
+# join, so keep it inside a network that you trust.
 #
 #   launch/two_machines.sh MACHINE FIRST:PORT RANKS_EACH SCRIPT [ARGUMENTS ...]
 #   launch/two_machines.sh 0 10.0.0.1:29500 4 examples/digits/train.py     # on the first
@@ -15,6 +15,6 @@ if [ $# -lt 4 ] || [[ $1 != [01] ]] || [[ $2 != *:* ]]; then
 fi
 machine=$1 first=$2 ranks=$3
 shift 3
-# A fixed numbering (not --rdzv-backend=c10d): the same machine carries the same ranks in every run.
+# Fixed numbers, not --rdzv-backend=c10d: a machine has the same ranks in every run.
 exec torchrun --nnodes=2 --node-rank="$machine" --nproc-per-node="$ranks" \
     --master-addr="${first%:*}" --master-port="${first##*:}" "$@"

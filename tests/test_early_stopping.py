@@ -1,4 +1,4 @@
-"""Early stopping: when to stop, which weights are kept, the same on every rank, and across a checkpoint."""
+"""Early stopping: when it stops, which weights it keeps, on every rank and across a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ pytestmark = pytest.mark.covers("B5")
     ("losses", "patience", "stops_after", "best"),
     [
         ([5, 4, 3, 2, 1, 0], 1, None, 6),
-        ([5, 5], 1, 2, 1),  # equal is no better
-        ([3, 2, 2.5, 2.1, 1, 1.5, 1.4, 1.3], 3, 8, 5),  # two in a row were forgiven
+        ([5, 5], 1, 2, 1),  # equal is not an improvement
+        ([3, 2, 2.5, 2.1, 1, 1.5, 1.4, 1.3], 3, 8, 5),  # two in a row are allowed
         ([3, 4, 2, 4, 4], 2, 5, 3),
         ([math.nan, math.nan, 1.0, math.nan, math.nan, math.nan], 3, 6, 3),
         ([math.nan, math.inf], 2, 2, 0),
         ([1, -math.inf, 0, 0], 2, 4, 2),
     ],
 )
-def test_it_is_over_when_the_loss_has_not_improved_so_many_times_in_a_row(
+def test_it_stops_when_the_loss_has_not_improved_patience_times_in_a_row(
     losses: list[float], patience: int, stops_after: int | None, best: int
 ) -> None:
     watch = EarlyStopping(nn.Linear(1, 1), patience)
@@ -40,13 +40,13 @@ def test_it_is_over_when_the_loss_has_not_improved_so_many_times_in_a_row(
     assert watch.best_loss == (losses[best - 1] if best else math.inf)
 
 
-def test_a_loss_on_a_device_is_a_number_too() -> None:
+def test_a_loss_on_a_device_is_accepted() -> None:
     watch = EarlyStopping(nn.Linear(1, 1), 1)
     assert [watch.should_stop(torch.tensor(value)) for value in (2.0, 1.0, 1.0)] == [False, False, True]
 
 
 class Counting(nn.Module):
-    """A parameter, a buffer, and state that is no tensor."""
+    """A parameter, a buffer, and state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Counting(nn.Module):
         return float(self.weight.detach().mean()), int(self.get_buffer("seen")), "".join(self.words)
 
 
-def test_the_best_weights_and_buffers_come_back_or_the_last_ones_stay() -> None:
+def test_the_best_weights_and_buffers_are_restored_or_the_last_ones_stay() -> None:
     model = Counting()
     watch = EarlyStopping(model, 9)
     for number, loss in enumerate([3.0, 1.0, 2.0], 1):
@@ -86,7 +86,7 @@ def test_the_best_weights_and_buffers_come_back_or_the_last_ones_stay() -> None:
     assert model.told() == (7, 7, "127")
 
 
-def test_the_copy_lies_in_the_same_memory_each_time() -> None:
+def test_the_copy_reuses_its_memory() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     watch = EarlyStopping(model)
     places = []
@@ -98,7 +98,7 @@ def test_the_copy_lies_in_the_same_memory_each_time() -> None:
     assert all(kept.device == model[0].weight.device for kept in watch.state_dict()["kept"].values())
 
 
-def test_a_layer_that_has_another_shape_since_is_kept_as_it_is_now() -> None:
+def test_a_layer_with_a_new_shape_is_copied() -> None:
     model = nn.Sequential(nn.Linear(3, 2))
     watch = EarlyStopping(model)
     watch.should_stop(2.0)
@@ -108,7 +108,7 @@ def test_a_layer_that_has_another_shape_since_is_kept_as_it_is_now() -> None:
     watch.restore_best()
 
 
-def test_it_goes_on_from_a_checkpoint_where_it_was() -> None:
+def test_it_continues_from_a_checkpoint() -> None:
     model = Counting()
     watch = EarlyStopping(model, 2)
     for number, loss in enumerate([3.0, 1.0, 2.0], 1):
@@ -129,10 +129,10 @@ def test_it_goes_on_from_a_checkpoint_where_it_was() -> None:
 
 
 def train(patience: int, own_losses: bool) -> tuple[int, list[torch.Tensor], list[torch.Tensor], float]:
-    """The last step, the weights before and after restoring, the validation loss with the latter."""
+    """The last step, the weights before and after restoring, and the validation loss of the restored ones."""
     with dl.join_world(device="cpu", seed=3) as world:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=2.2)  # so large that it does not settle
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.2)  # too large to converge
         inputs = torch.randn(40, 4)
         targets = inputs.prod(1, keepdim=True)
         batches = dl.Batches((inputs[:30], targets[:30]), 10, world)
@@ -171,7 +171,7 @@ def test_all_ranks_stop_at_the_same_step_with_the_same_weights(ranks: int, on_ra
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_by_a_loss_of_its_own_is_told_to_the_others(on_ranks: OnRanks) -> None:
+def test_a_rank_that_stops_by_its_own_loss_is_reported_to_the_others(on_ranks: OnRanks) -> None:
     results = on_ranks(2, caught, train, 2, True)
     assert {name for name, _, _ in results} <= {"PeerFailed"}
     assert any("left the loop" in text for _, text, _ in results)
@@ -179,23 +179,23 @@ def test_a_rank_that_stops_by_a_loss_of_its_own_is_told_to_the_others(on_ranks: 
 
 
 @pytest.mark.parametrize("patience", [0, -1, 2.0, True, None])
-def test_a_patience_that_is_no_number_of_losses_is_refused(patience: Any) -> None:
+def test_a_patience_that_is_not_a_positive_whole_number_is_refused(patience: Any) -> None:
     with pytest.raises(ValueError, match="patience must be a whole number, 1 or more; got"):
         EarlyStopping(nn.Linear(1, 1), patience)
 
 
 @pytest.mark.parametrize("loss", [{"loss": 1.0}, None, torch.ones(2), "nothing"])
-def test_what_is_no_number_is_refused_and_does_not_count(loss: Any) -> None:
+def test_a_loss_that_is_not_a_number_is_refused_and_does_not_count(loss: Any) -> None:
     watch = EarlyStopping(nn.Linear(1, 1))
-    with pytest.raises(TypeError, match=r"a validation loss is one number; got .*: take one by name"):
+    with pytest.raises(TypeError, match=r"A validation loss must be one number; got .*Select one by its name"):
         watch.should_stop(loss)
     assert watch.losses == 0
 
 
-def test_nothing_is_restored_before_there_is_a_best_loss() -> None:
+def test_nothing_is_restored_without_a_best_loss() -> None:
     watch = EarlyStopping(nn.Linear(1, 1))
     watch.should_stop(math.nan)
-    with pytest.raises(RuntimeError, match="1 were given, and none was finite: call should_stop at least once"):
+    with pytest.raises(RuntimeError, match=r"1 validation losses were given, none of them finite. Call should_stop"):
         watch.restore_best()
 
 
@@ -203,8 +203,8 @@ def test_the_weights_of_another_model_are_refused() -> None:
     watch = EarlyStopping(nn.Linear(2, 1))
     watch.should_stop(1.0)
     for model, said in [
-        (nn.Linear(3, 1), r"weight is torch.float32 \(1, 2\) among them and torch.float32 \(1, 3\) in the model"),
-        (nn.Linear(2, 1, bias=False), r"bias is torch.float32 \(1,\) among them and nothing in the model"),
+        (nn.Linear(3, 1), r"weight is torch.float32 \(1, 2\) in the state and torch.float32 \(1, 3\) in the model"),
+        (nn.Linear(2, 1, bias=False), r"bias is torch.float32 \(1,\) in the state and nothing in the model"),
     ]:
         other = EarlyStopping(model)
         with pytest.raises(ValueError, match=said):

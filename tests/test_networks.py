@@ -1,4 +1,4 @@
-"""The networks of the examples: their shapes, their numbers of parameters, and where they start."""
+"""The networks of the examples: shapes, numbers of parameters, and initial weights."""
 
 import pytest
 import torch
@@ -20,14 +20,14 @@ def test_the_digit_network_has_123_090_parameters_in_14_tensors_and_6_state_tens
 
 
 @pytest.mark.covers("B1")
-def test_the_digit_network_is_made_of_three_normed_convolutions_and_one_full_layer() -> None:
+def test_the_digit_network_has_three_normed_convolutions_and_one_linear_layer() -> None:
     network = digit_classifier()
     block = [nn.Conv2d, nn.BatchNorm2d, nn.ReLU]
     assert [type(layer) for layer in network] == [*block, *block, *block, nn.Flatten, nn.Linear]
     shapes = [tuple(layer.weight.shape) for layer in network if isinstance(layer, nn.Conv2d | nn.Linear)]
     assert shapes == [(20, 1, 5, 5), (20, 20, 3, 3), (20, 20, 3, 3), (10, 20 * 24 * 24)]
     images = torch.rand(3, 1, 28, 28)
-    # Only the first convolution goes without padding: 28 - 5 + 1 = 24.
+    # Only the first convolution has no padding: 28 - 5 + 1 = 24.
     assert network[:3](images).shape == network[:9](images).shape == (3, 20, 24, 24)
     assert network(images).shape == (3, 10)
 
@@ -55,7 +55,7 @@ def test_the_autoencoder_squeezes_32x32_into_4x4_and_back_and_clips_at_0_and_1()
 
 
 def test_the_autoencoder_starts_with_a_gradient_in_every_tensor_whatever_the_seed() -> None:
-    # With torch's own start of the last bias nearly half of the seeds give 0 everywhere; all of twenty do not.
+    # With torch's default for the last bias nearly half of the seeds give 0 everywhere; here none of twenty does.
     images = torch.rand(8, 1, 32, 32)
     for seed in range(20):
         torch.manual_seed(seed)
@@ -73,7 +73,7 @@ def test_the_surface_network_has_171_parameters_with_either_end(linear_end: bool
     assert network(torch.zeros(4, 2)).shape == (4, 1)
 
 
-def test_the_surface_network_goes_below_zero_only_with_a_linear_end() -> None:
+def test_the_surface_network_has_negative_outputs_only_with_a_linear_end() -> None:
     networks = {linear_end: surface_network(linear_end) for linear_end in (False, True)}
     for network in networks.values():
         end = [layer for layer in network if isinstance(layer, nn.Linear)][-1]
@@ -84,7 +84,7 @@ def test_the_surface_network_goes_below_zero_only_with_a_linear_end() -> None:
 
 
 @pytest.mark.parametrize("make", [digit_classifier, denoising_autoencoder, surface_network])
-def test_a_network_follows_from_the_seed(make: type[nn.Module]) -> None:
+def test_a_network_depends_on_the_seed(make: type[nn.Module]) -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return nn.utils.parameters_to_vector(make().parameters())

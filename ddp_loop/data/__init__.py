@@ -1,4 +1,4 @@
-"""Which samples come next, how they are cut over shards and ranks, and how they are read."""
+"""The order of the samples, their division into shards over the ranks, and the readers."""
 
 from ddp_loop.data.batches import Batches, LoadedBatch, check_end, check_first
 from ddp_loop.data.placement import tensors_in

@@ -1,4 +1,4 @@
-"""Which samples come next: mini-batches that do not know the number of ranks, cut over shards."""
+"""Mini-batches that do not depend on the number of ranks, cut into shards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from operator import index
 from typing import Any
 
 import torch
@@ -18,25 +17,13 @@ from ddp_loop.data.readers import Reader, Request, TensorReader, is_stream, make
 from ddp_loop.data.shards import MiniBatch, Shard, cut, split_range, split_sizes
 from ddp_loop.data.streams import StreamBatcher, StreamReader
 from ddp_loop.data.transforms import Draws, Transform
-from ddp_loop.determinism import permutation
+from ddp_loop.determinism import check_count, permutation
 from ddp_loop.distributed import World
-
-
-def _whole(name: str, value: Any, least: int | None = None) -> int:
-    """`value`, if it is a whole number, NumPy's and torch's too, and not below `least`."""
-    try:
-        number = index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or (least is not None and number < least):
-        bound = "" if least is None else f", {least} or more"
-        raise ValueError(f"{name} must be a whole number{bound}; got {value!r}")
-    return number
 
 
 @dataclass(slots=True)
 class LoadedBatch:
-    """A mini-batch and the data of this rank's shards of it, read when first asked for and then kept."""
+    """A mini-batch and the data of this rank's shards, which are read on first use and then kept."""
 
     mini_batch: MiniBatch
     _stream: Iterator[Any]
@@ -46,20 +33,20 @@ class LoadedBatch:
     _error: Exception | None = None
 
     def data(self, shard: int) -> Any:
-        """The data of this rank's shard number `shard` of the mini-batch, counted from 0 on each rank."""
+        """The data of this rank's shard number `shard`, counted from 0 on each rank."""
         if self._error is not None:
             raise self._error
         while len(self._data) <= shard:
-            at_hand = self.mini_batch.shards[len(self._data)]
-            self._data.append(self._change(self.mini_batch, at_hand, next(self._stream)))
+            following = self.mini_batch.shards[len(self._data)]
+            self._data.append(self._change(self.mini_batch, following, next(self._stream)))
         return self._data[shard]
 
     def nothing(self) -> Any:
-        """What a shard without samples would be handed: tensors of no rows, (0, ...)."""
+        """The data of an empty shard: tensors without rows, (0, ...)."""
         return self._read_nothing(self.mini_batch)
 
     def read_ahead(self) -> None:
-        """Read the first shard's data already; what is wrong with them is said when they are asked for."""
+        """Read the first shard's data now; an error is raised when the data are used."""
         try:
             if self.mini_batch.shards:
                 self.data(0)
@@ -67,14 +54,14 @@ class LoadedBatch:
             self._error = error
 
     def finish_reading(self) -> None:
-        """Read what is left, so that the next mini-batch's data come next."""
+        """Read the remaining shards, so that the reader is at the next mini-batch."""
         if self.mini_batch.shards:
             self.data(len(self.mini_batch.shards) - 1)
 
 
 @dataclass(slots=True)
 class _StreamPass:
-    """What a pass over a stream gave so far: its samples, a digest of them, and its first mini-batch."""
+    """The samples of a pass over a stream so far: their number, a digest, and the first mini-batch."""
 
     samples: int = 0
     digest: int = 0
@@ -87,9 +74,9 @@ class _StreamPass:
 
 
 def _require_alike(prints: Sequence[Fingerprint]) -> None:
-    """Raise ValueError unless the ranks' fingerprints say the same."""
+    """Raise ValueError unless the ranks' fingerprints agree."""
     if (differs := difference(prints)) is not None:
-        raise ValueError(f"every rank must be given the same data; {differs}: {REMEDY}")
+        raise ValueError(f"Every rank must be given the same data; {differs}. {REMEDY}")
 
 
 def _first_sample(mini_batch: MiniBatch) -> Fingerprint:
@@ -97,61 +84,69 @@ def _first_sample(mini_batch: MiniBatch) -> Fingerprint:
 
 
 def check_first(mini_batch: MiniBatch, world: World) -> None:
-    """Raise ValueError on every rank unless a stream gave all the same first sample. Every rank must call this."""
+    """Raise ValueError on every rank unless all read the same first sample of a stream. Every rank must call this."""
     _require_alike(world.gather(_first_sample(mini_batch), "the samples of a stream"))
 
 
 def check_end(ranks: int, mini_batch: MiniBatch, world: World) -> None:
-    """Raise ValueError on every rank unless a stream that ended on so many `ranks` did so on all, alike.
+    """Raise ValueError on every rank unless a stream ended at the same sample on all. Every rank must call this.
 
-    Every rank must call this.
+    Args:
+        ranks: the number of ranks whose stream ended in this mini-batch.
+        mini_batch: the last of the stream.
+        world: the ranks.
     """
     if ranks != world.size:
         raise ValueError(
-            f"a stream must give every rank the same samples; in mini-batch {mini_batch.position + 1} of "
-            f"epoch {mini_batch.epoch + 1} it ended on {ranks} of {world.size} ranks: give all ranks the "
-            "whole of it, Batches makes the shards"
+            f"A stream must give every rank the same samples; in mini-batch {mini_batch.position + 1} of "
+            f"epoch {mini_batch.epoch + 1} it ended on {ranks} of {world.size} ranks. Give every rank the whole "
+            "stream; Batches makes the shards."
         )
     world.require_equal("the samples of a stream's last mini-batch", mini_batch.samples)
 
 
 class Batches:
-    """Mini-batches of `data`, cut over shards and the shards over ranks. Every rank must call this.
+    """Mini-batches of `data`, cut into shards, and the shards over the ranks. Every rank must call this.
 
-    The samples of a mini-batch follow from (seed, epoch, position) alone: sample k of an epoch is
-    data[permutation(seed, epoch)[k]], and mini-batch p takes k = p B .. (p + 1) B - 1. Each comes exactly
-    once an epoch; nothing is padded or repeated. B over S shards is floor(B / S), and one more for the first
-    B mod S; the S shards go over the ranks by the same rule, so rank r carries neighbours.
+    The samples of a mini-batch depend on (seed, epoch, position) alone. Sample k of an epoch is
+    data[permutation(seed, epoch)[k]], and mini-batch p has the samples k = p B .. (p + 1) B - 1. Each sample
+    occurs exactly once per epoch; nothing is padded or repeated. B samples are cut into S shards of floor(B / S),
+    plus one more in each of the first B mod S. The same rule divides the S shards over the ranks, so each rank has
+    consecutive shards. For example::
+
+        batches = dl.Batches((images, labels), 128, world)
+        for step in dl.Loop(batches, epochs=20, state={"model": model, "optimizer": optimizer}):
+            ...
 
     Args:
-        data: tensors or arrays (one, a tuple or a dict of them, or what has `tensors`), kept on the device
-            where they fit; a map-style data set, read by `DataLoader`; a source without a length, which
-            gives sample number i by `source[i]` or `source(i)` and is numbered on from epoch to epoch; or a
-            stream (an `IterableDataset`, what has `__iter__` alone), which every rank reads from its beginning in
-            each epoch, keeping its own shards.
-        batch_size: B, the samples of a mini-batch over all ranks (see `scale_batch_size`).
+        data: one of four kinds. Tensors or arrays with one row per sample (one, a tuple or dict of them, or an
+            object with `tensors`), kept on the device if they fit. A map-style data set, read by `DataLoader`. A
+            source without a length, which returns sample number i as `source[i]` or `source(i)` and whose numbers
+            continue from epoch to epoch. A stream (an `IterableDataset`, or an object with `__iter__` only), which
+            every rank reads from the start in each epoch, keeping its own shards.
+        batch_size: B, the number of samples in a mini-batch over all ranks (see `scale_batch_size`).
         world: from `join_world`.
-        shuffle: a new order each epoch; by default wherever the data have a length.
-        shards: S; by default one per rank. More shards than ranks are gradient accumulation.
-        drop_last: leave out the last mini-batch of an epoch if it is smaller. By default it is kept.
-        length: samples of an epoch for a source without a length; without it an epoch never ends.
-        seed: of the order and of randomness while reading; by default the world's.
-        transform: `transform(data, draws)` gives what stands for a shard's data, on their device; `draws` has random
-            numbers for each sample (see `Draws`). Called once for each shard of each mini-batch.
-        devices: where a shard's data go: a device for all, or a tuple or dict of them like the data's own, such
-            as (None, "cpu"); None is the world's, the default.
-        check_data: whether ranks compare what they were given, once: tensors, or three samples of a data set; of a
-            stream the first sample of each mini-batch. False for samples whose bits differ from machine to machine.
-        loader: `DataLoader`'s own `collate_fn`, `num_workers`, `pin_memory`, `prefetch_factor`,
+        shuffle: whether each epoch has a new order. The default is True for data with a length.
+        shards: S. The default is one per rank. More shards than ranks are gradient accumulation.
+        drop_last: whether to leave out the last mini-batch of an epoch if it is smaller.
+        length: the number of samples in an epoch, for a source without a length. The default is an endless epoch.
+        seed: of the order and of random numbers drawn while reading. The default is the world's seed.
+        transform: `transform(data, draws)` returns the data to use in place of a shard's data, on the same device.
+            `draws` gives random numbers for each sample (see `Draws`). It is called once per shard and mini-batch.
+        devices: where a shard's data go: one device, or a tuple or dict of devices with the structure of the data,
+            such as (None, "cpu"). None, the default, is the world's device.
+        check_data: whether the ranks compare their data once: tensors, or three samples of a data set, or the first
+            sample of each mini-batch of a stream. Pass False for samples whose bits depend on the machine.
+        loader: these arguments of `DataLoader`: `collate_fn`, `num_workers`, `pin_memory`, `prefetch_factor`,
             `persistent_workers`, `timeout`, `worker_init_fn`, `multiprocessing_context`.
 
-    Random draws by Python's, NumPy's and torch's global generators are keyed: in `__getitem__` by (seed, epoch, index),
-    in `collate_fn` and `transform` by (seed, epoch, the shard's place), while a stream is read by (seed, epoch). A
-    generator that the data hold themselves is their own, and so are the draws of a `worker_init_fn`.
+    Random numbers from Python's, NumPy's and torch's global generators are keyed: in `__getitem__` by (seed, epoch,
+    index), in `collate_fn` and `transform` by (seed, epoch, first sample of the shard), and while a stream is read by
+    (seed, epoch). A generator owned by the data set, and draws in a `worker_init_fn`, are not.
 
     Raises:
-        ValueError: a size below 1, no samples, tensors of unequal lengths, or ranks that disagree.
-        TypeError: data that cannot be read by index.
+        ValueError: a size is below 1, there are no samples, tensors have unequal lengths, or the ranks disagree.
+        TypeError: the data cannot be read by index.
         PeerFailed: another rank refused its data.
     """
 
@@ -177,16 +172,16 @@ class Batches:
         self._cuts: dict[int, tuple[tuple[int, ...], tuple[Shard, ...]]] = {}  # by samples
         problem: Exception | None = None
         try:
-            self.batch_size = _whole("batch_size", batch_size, 1)
+            self.batch_size = check_count("batch_size", batch_size)
             self.fixed_shards = shards is not None
-            self.shards = world.size if shards is None else _whole("shards", shards, 1)
-            self.seed = world.seed if seed is None else _whole("seed", seed)
+            self.shards = world.size if shards is None else check_count("shards", shards)
+            self.seed = world.seed if seed is None else check_count("seed", seed, least=None)
             self.drop_last = drop_last
             self._open(data, length, parse_devices(devices, world.device), loader)
             self.shuffle = self._has_length if shuffle is None else shuffle
             self._check_epoch()
             self._transform = None if transform is None else Transform(transform, self.seed, world.device)
-        except Exception as error:  # whatever a data set says when it is asked for its length
+        except Exception as error:  # the length of a data set is the user's code
             problem = error
         world.raise_if_any_failed(problem)
         self._check_same()
@@ -194,22 +189,22 @@ class Batches:
     def _check_same(self) -> None:
         """Raise ValueError on every rank unless all have the same mini-batches of the same data."""
         what = "the data's length, batch_size, shards, drop_last, shuffle, seed and check_data"
-        facts = (*self._facts(), self._check_data)
-        told = self.world.gather(facts, what)
-        if any(other != told[0] for other in told):
-            _require_alike([{"the length": (f"{other[0]} samples", "")} for other in told])
+        facts = (*(self.facts | {"shards": self.shards}).values(), self._check_data)
+        gathered = self.world.gather(facts, what)
+        if any(other != gathered[0] for other in gathered):
+            _require_alike([{"the length": (f"{other[0]} samples", "")} for other in gathered])
             self.world.require_equal(what, facts)
         if not self._check_data or self.world.size == 1 or isinstance(self._reader, StreamReader):
             return
         found = self._reader.fingerprint()
         if difference(self.world.gather(found, "what the data are")) is not None:
-            # A part that is another one when it is read again, by the clock say, tells nothing of the other ranks.
+            # A part that changes when it is read again (a time, say) cannot be compared with other ranks.
             unsteady = self.world.gather(unlike(found, self._reader.fingerprint()), "what the data are, read again")
             steady = {name: one for name, one in found.items() if name not in set().union(*unsteady)}
             _require_alike(self.world.gather(steady, "what the data are"))
 
     def check_stream(self) -> None:
-        """Raise ValueError on every rank unless the pass that ended gave all the same. Every rank must call this."""
+        """Raise ValueError unless all ranks read the same in the pass that ended. Every rank must call this."""
         whole: Fingerprint = {"the stream": (f"{self._passed.samples} samples", str(self._passed.digest))}
         if difference(self.world.gather(whole, "the samples of a stream")) is not None:
             found = {} if self._passed.first is None else _first_sample(self._passed.first)
@@ -220,21 +215,23 @@ class Batches:
         self.length: int | None = None
         if is_stream(data):
             if length is not None:
-                raise ValueError(f"an epoch of a stream ends where the stream does; got length={length}: leave it out")
+                raise ValueError(f"An epoch of a stream ends with the stream; got length={length}. Remove length=.")
             self._reader = self._open_stream(data, places, loader)
         else:
             self._reader, self.length = make_reader(data, self.seed, places, loader)
         self._has_length = self.length is not None
         if self._has_length and length is not None:
-            raise ValueError(f"length is for data without one; these have {self.length} samples, got {length}")
+            raise ValueError(
+                f"length= is for data without a length; these have {self.length} samples, got {length}. Remove length=."
+            )
         if length is not None:
-            self.length = _whole("length", length, 1)
+            self.length = check_count("length", length)
 
     def _open_stream(self, data: Any, places: Places, loader: dict[str, Any]) -> StreamReader:
         if unknown := sorted(set(loader) - {"collate_fn"}):
             raise TypeError(
-                f"a stream is read in this process, of DataLoader's keywords it takes collate_fn; got {unknown}: leave "
-                "the others out"
+                f"A stream is read in this process and takes only collate_fn of DataLoader's arguments; got {unknown}. "
+                "Remove them."
             )
         collate = loader.get("collate_fn") or default_collate
         mine = split_range(self.shards, self.world.size, self.world.rank)
@@ -245,18 +242,18 @@ class Batches:
 
     def _check_epoch(self) -> None:
         if self.length is not None and self.length < 1:
-            raise ValueError("the data must have at least one sample; they have none: look at their source")
+            raise ValueError("The data must have at least one sample; they have none. Check where they come from.")
         if self.shuffle and not self._has_length:
-            raise ValueError("shuffle needs data with a length; give shuffle=False: the source makes the order")
+            raise ValueError("shuffle needs data with a length; these have none. Pass shuffle=False.")
         if self.steps == 0:
             raise ValueError(
-                f"an epoch must have a mini-batch; {self.length} samples with batch_size={self.batch_size} "
-                "and drop_last=True leave none: take a smaller batch_size or drop_last=False"
+                f"An epoch must have a mini-batch; {self.length} samples with batch_size={self.batch_size} "
+                "and drop_last=True give none. Use a smaller batch_size or drop_last=False."
             )
 
     @property
     def facts(self) -> dict[str, object]:
-        """What a run over them is a run of."""
+        """The values that a resumed run must share with the run before it."""
         return {
             "samples": self.length,
             "batch_size": self.batch_size,
@@ -266,14 +263,11 @@ class Batches:
             "seed": self.seed,
         }
 
-    def _facts(self) -> tuple[int | bool | None, ...]:
-        return self.length, self.batch_size, self.shards, self.drop_last, self.shuffle, self.seed
-
     # -- sizes ---------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> int | None:
-        """The mini-batches of an epoch; None where it never ends."""
+        """The number of mini-batches in an epoch; None for a stream and for an endless source."""
         if self.length is None:
             return None
         whole, rest = divmod(self.length, self.batch_size)
@@ -281,20 +275,20 @@ class Batches:
 
     @property
     def ends(self) -> bool:
-        """Whether an epoch has an end; a stream's is where the stream ends, whenever that is."""
+        """Whether an epoch ends; an epoch of a stream ends with the stream."""
         return self.length is not None or isinstance(self._reader, StreamReader)
 
     def __len__(self) -> int:
         if self.steps is None:
             raise TypeError(
-                "nobody knows how many mini-batches a stream has: go through it"
+                "len() is not defined for a stream: its number of mini-batches is unknown. Iterate over it."
                 if self.ends
-                else "an epoch of this source never ends: give Batches a length, or Loop its steps"
+                else "An epoch of this source never ends. Pass length= to Batches, or steps= to Loop."
             )
         return self.steps
 
     def sizes(self, position: int) -> tuple[int, ...]:
-        """The samples of each of the S shards of mini-batch number `position` of an epoch."""
+        """The number of samples in each of the S shards of mini-batch number `position`."""
         return split_sizes(self._samples(position), self.shards)
 
     def _samples(self, position: int) -> int:
@@ -305,18 +299,18 @@ class Batches:
     # -- mini-batches --------------------------------------------------------------------------------------
 
     def mini_batch(self, epoch: int, position: int) -> MiniBatch:
-        """Mini-batch number `position` of an epoch as this rank sees it."""
+        """Mini-batch number `position` of an epoch, with this rank's shards."""
         samples = self._samples(position)
-        if samples not in self._cuts:  # an epoch's mini-batches have two different sizes at most
+        if samples not in self._cuts:  # an epoch has mini-batches of two sizes at most
             sizes = split_sizes(samples, self.shards)
             self._cuts[samples] = sizes, cut(sizes, split_range(self.shards, self.world.size, self.world.rank))
         sizes, shards = self._cuts[samples]
         return MiniBatch(epoch, position, position * self.batch_size, samples, sizes, shards)
 
     def indices(self, epoch: int, start: int, number: int) -> torch.Tensor:
-        """Which samples of the data are number `start` .. `start + number - 1` of an epoch; int64.
+        """The positions in the data of samples `start` .. `start + number - 1` of an epoch; (number,) int64.
 
-        They lie where the data lie, if these are tensors.
+        With shuffled tensors they are on the device of the data, else on the CPU.
         """
         if self.shuffle and self.length is not None:
             if self._order is None or self._order[0] != epoch:
@@ -330,12 +324,12 @@ class Batches:
         """The mini-batches of an epoch from position `start` on, with this rank's data.
 
         Args:
-            held: when it is left, mini-batches that are held can still be read, so its workers go on; else they end.
+            held: whether the caller still reads mini-batches after it stops iterating; the workers then keep running.
         """
         if isinstance(self._reader, StreamReader):
             yield from self._stream_epoch(self._reader, epoch, start)
             return
-        # Two plans: readers may run ahead, and on a rank without shards they never start.
+        # Two plans: a reader may run ahead, and on a rank without shards it never starts.
         stream = self._reader(self._requests(self._plan(epoch, start)))
         try:
             for mini_batch in self._plan(epoch, start):
@@ -345,7 +339,7 @@ class Batches:
             held = False
         finally:
             if not held:
-                stream.close()  # ends its workers, also while a mini-batch is still held: the last, or one read ahead
+                stream.close()  # ends the workers even if the caller still holds a mini-batch
 
     def _stream_epoch(self, stream: StreamReader, epoch: int, start: int) -> Generator[LoadedBatch, None, None]:
         passed = self._passed = _StreamPass()
@@ -358,22 +352,22 @@ class Batches:
                 yield LoadedBatch(mini_batch, iter(piece.data), self._changed, self._nothing)
 
     def __iter__(self) -> Generator[Any, None, None]:
-        """This rank's shards of the data, gone through once in their order: for an evaluation loop of your own.
+        """Iterate once, in order, over the data of this rank's shards, for an evaluation loop of your own.
 
-        Each sample comes once, on one rank; what is counted there is added up afterwards:
+        Each sample occurs once, on one rank. Add up the ranks' results afterwards::
 
             for images, labels in test_batches:
                 right += (model(images).argmax(1) == labels).sum()
             world.sum(right)
 
         Raises:
-            ValueError: batches that shuffle, as for training: there a `Loop` goes through them; data that never end.
+            ValueError: the batches are shuffled, or never end.
         """
         if self.shuffle or not self.ends:
             raise ValueError(
-                "a plain `for` over Batches goes through the data once and in order, to evaluate; "
+                "A plain `for` over Batches reads the data once and in order, for evaluation; "
                 + ("these shuffle" if self.shuffle else "these never end")
-                + ": make them with shuffle=False and a length, or train on them: for step in dl.Loop(batches, ...)"
+                + ". Pass shuffle=False and a length, or train with `for step in dl.Loop(batches, ...)`."
             )
         for loaded in self.epoch(0):
             for number in range(len(loaded.mini_batch.shards)):
@@ -387,11 +381,11 @@ class Batches:
         return self._transform(mini_batch.epoch, start, samples, data)
 
     def _nothing(self, mini_batch: MiniBatch) -> Any:
-        """The mini-batch's first sample without its rows: so the parts, shapes and types are right."""
+        """The mini-batch's first sample without its rows, which has the right parts, shapes and types."""
         if isinstance(self._reader, StreamReader):
             raise ValueError(
-                "with synced batch norm a rank without samples takes part with tensors of no rows, which are made "
-                "of a sample read by its index; a stream has none: give a data set, or larger mini-batches"
+                "Synced batch norm gives a rank without samples tensors without rows, which are made from a sample "
+                "read by index; a stream has no index. Use a map-style data set, or larger mini-batches."
             )
         first = Request(mini_batch.epoch, mini_batch.start, self.indices(mini_batch.epoch, mini_batch.start, 1))
         data = self._changed(mini_batch, Shard(0, 0, 1), self._reader.one(first))

@@ -1,4 +1,4 @@
-"""Where the data lie: containers of tensors gone through, and each part on the device asked for."""
+"""Containers of tensors: a function applied to each tensor, and each part on its device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ddp_loop.accelerators import accelerator_of
 Places = Any  # a torch.device, or a tuple or dict of Places
 
 
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
-    """`data` with every tensor in it changed; tuples (named ones too), lists and dicts are gone through.
+def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:
+    """Apply `change` to every tensor in nested tuples (named ones too), lists and dicts.
 
-    What else can be moved `to` a device, as a `PackedSequence` can, is changed as one thing.
+    An object with a method `to`, such as a `PackedSequence`, counts as one tensor.
     """
     if hasattr(data, "to"):
         return change(data)
@@ -31,20 +31,15 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], data: Any) -> An
 def tensors_in(data: Any) -> list[torch.Tensor]:
     """The tensors in `data`, in order."""
     found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, data)
+    map_tensors(found.append, data)
     return found
 
 
 def parse_devices(devices: Any, device: torch.device) -> Places:
-    """What `Batches` was given as `devices`, with torch.device for each; None stands for `device`.
+    """The argument `devices` of `Batches` with a torch.device in each place; None becomes `device`.
 
     Raises:
-        ValueError: a device that is not there, or no device at all.
+        ValueError: this machine has no such device, or it is not a device.
     """
     if devices is None:
         return device
@@ -53,19 +48,19 @@ def parse_devices(devices: Any, device: torch.device) -> Places:
     if isinstance(devices, tuple | list):
         return tuple(parse_devices(value, device) for value in devices)
     try:
-        return torch.empty(0, device=devices).device  # with its number, and there
+        return torch.empty(0, device=devices).device  # with its index; raises if there is no such device
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(
-            f"devices must be a device that is there, or a tuple or dict of them; got {devices!r} ({error}): take "
-            '"cpu", or None for the world\'s own'
+            f"devices must be a device of this machine, or a tuple or dict of them; got {devices!r} ({error}). Pass "
+            '"cpu", or None for the device of the world.'
         ) from error
 
 
 def at_places(change: Callable[[Any, torch.device], Any], data: Any, places: Places) -> Any:
-    """`data` with each part changed by `change(part, its device)`.
+    """Apply `change(part, device)` to each part of the data that has a device in `places`.
 
     Raises:
-        ValueError: `places` is a tuple or a dict, and the data are no such.
+        ValueError: `places` is a tuple or a dict, and the data have another structure.
     """
     if isinstance(places, torch.device):
         return change(data, places)
@@ -75,7 +70,8 @@ def at_places(change: Callable[[Any, torch.device], Any], data: Any, places: Pla
         parts = [at_places(change, value, place) for value, place in zip(data, places, strict=True)]
         return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
     raise ValueError(
-        f"devices must be one for all, or a tuple or dict like the data's own; got {places} for {_shape(data)}"
+        f"devices must be one device, or a tuple or dict with the structure of the data; got {places} for "
+        f"{_shape(data)}."
     )
 
 
@@ -99,7 +95,7 @@ def gpu_in(places: Places) -> torch.device | None:
 
 
 def to_devices(data: Any, places: Places) -> Any:
-    """`data` with every tensor where it belongs; from pinned memory the copy does not hold up the host."""
+    """`data` with every tensor on its device; the host does not wait for a copy from pinned memory."""
     return at_places(_all_on, data, places)
 
 
@@ -108,9 +104,9 @@ def _all_on(data: Any, device: torch.device) -> Any:
 
 
 def fits(parts: Any, device: torch.device) -> bool:
-    """Whether the tensors in `parts` can be kept on the device, beside a network."""
+    """Whether the tensors in `parts` fit on the device, beside a network."""
     size = sum(tensor.nbytes for tensor in tensors_in(parts))
-    # Half of the free memory is left for the network; what does not fit is copied shard by shard.
+    # Half of the free memory is left for the network. Data that do not fit are copied shard by shard.
     return 2 * size < accelerator_of(device).memory_free()
 
 

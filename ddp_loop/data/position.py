@@ -1,4 +1,4 @@
-"""Where a loop is: the updates made, the whole epochs, the mini-batches of the one at hand."""
+"""The position of a loop: steps made, epochs completed, mini-batches of the current epoch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ _NAMES = ("iteration", "epoch", "position")
 
 
 class LoopPosition:
-    """Counts a loop's steps over `batches`, up to so many `epochs` or `steps`.
-
-    A step counts as made from its fold on.
+    """Counts a loop's steps over `batches`, up to `epochs` or `steps`. A step counts as made once it is folded.
 
     Attributes:
-        iteration: of the step at hand, counted from 1.
-        epochs: that were gone through.
-        at: how many mini-batches of the epoch at hand were begun.
-        resumed_at: the iteration where this process began.
-        is_folded: whether the step at hand was.
+        iteration: number of the current step, counted from 1.
+        epochs: number of completed epochs.
+        at: number of mini-batches begun in the current epoch.
+        resumed_at: the iteration at which this process began.
+        is_folded: whether the current step is folded.
     """
 
     def __init__(self, batches: Batches, epochs: int | None, steps: int | None) -> None:
@@ -30,71 +28,71 @@ class LoopPosition:
 
     @property
     def extent(self) -> dict[str, int | None]:
-        """How far the loop goes: epochs and steps as they were asked for, and the steps of an epoch."""
+        """The epochs and steps asked for, and the steps of an epoch."""
         return {"epochs": self._most_epochs, "steps_per_epoch": self._batches.steps, "steps": self.most_steps}
 
     @property
     def epoch(self) -> int:
-        """Of the step at hand, or of the last one, counted from 1; 0 before the first."""
+        """The epoch of the current or last step, counted from 1; 0 before the first step."""
         return self.epochs + (1 if self.at else 0)
 
     def begin(self, mini_batch: MiniBatch) -> None:
-        """A step begins."""
+        """Count a step that begins."""
         self.iteration, self.at, self.is_folded = self.iteration + 1, mini_batch.position + 1, False
 
     def end_epoch(self) -> None:
-        """The epoch was gone through."""
+        """Count the current epoch as completed."""
         self.epochs, self.at = self.epochs + 1, 0
 
     def is_last_of_epoch(self, mini_batch: MiniBatch) -> bool:
-        """Whether it is the epoch's last."""
+        """Whether an epoch ends with this mini-batch."""
         return mini_batch.ends_stream or mini_batch.position + 1 == self._batches.steps
 
     @property
     def has_made_all(self) -> bool:
-        """Whether the steps asked for were begun."""
+        """Whether all steps asked for were begun."""
         return self.most_steps is not None and self.iteration >= self.most_steps
 
     @property
     def is_done(self) -> bool:
-        """Whether no epoch is left either."""
+        """Whether all steps or all epochs asked for are done."""
         return self.has_made_all or (self._most_epochs is not None and self.epochs >= self._most_epochs)
 
     @property
     def has_no_step_left(self) -> bool:
-        """Whether no step is left; the script's own end of the last epoch may be."""
+        """Whether no step is left. The script's code after the last epoch may still run."""
         last = self._most_epochs is not None and self.epochs + 1 >= self._most_epochs
         return self.is_done or (last and self.at == self._batches.steps)
 
     def ends_all(self, mini_batch: MiniBatch) -> bool:
-        """Whether the loop ends with it."""
+        """Whether the loop ends with this mini-batch."""
         last = self._most_epochs is not None and mini_batch.epoch + 1 >= self._most_epochs
         return self.has_made_all or (last and self.is_last_of_epoch(mini_batch))
 
     def state_dict(self) -> dict[str, int]:
-        """As plain numbers."""
+        """The position after the last folded step, as plain numbers."""
         open_one = 0 if self.is_folded else 1
         return {"iteration": self.iteration - open_one, "epoch": self.epochs, "position": self.at - open_one}
 
     def resume_from(self, state: Mapping[str, int]) -> None:
-        """Be where another loop over the same batches was."""
+        """Take the position of another loop over the same batches."""
         self.iteration, self.epochs, self.at = (state[name] for name in _NAMES)
         self.resumed_at = self.iteration
 
     def validate(self, state: Mapping[str, int]) -> str | None:
-        """Why it cannot be there; None if it can."""
+        """The reason why `state` is not a position in these batches; None if it is."""
         if set(state) != set(_NAMES):
             return (
-                "where a Loop goes on is what its state_dict() gave, iteration, epoch and position; got "
-                f"{sorted(state)}: keep that"
+                "The state of a Loop has iteration, epoch and position, as its state_dict() returns; got "
+                f"{sorted(state)}. Pass that dict."
             )
         steps, numbers = self._batches.steps, [state[name] for name in _NAMES]
         whole = all(isinstance(number, int) and number >= 0 for number in numbers)
         iteration, epoch, position = numbers
         if not whole or (steps is not None and (position > steps or epoch * steps + position != iteration)):
-            said = "an epoch of these has no end" if steps is None else f"an epoch of these has {steps}"
+            extent = "never ends" if steps is None else f"has {steps} mini-batches"
             return (
-                "iteration is the mini-batches of the whole epochs and those of the one at hand, position; got "
-                f"{dict(state)}, {said}: make Batches with the data and the batch_size that the other loop had"
+                "iteration must be the mini-batches of the completed epochs plus position, those of the current epoch; "
+                f"got {dict(state)} where an epoch {extent}. Use the data and the batch_size of the other loop."
             )
         return None

@@ -1,8 +1,8 @@
-"""Readers: tensors by index where they lie, data sets through torch's `DataLoader`, each sample on its own streams.
+"""Readers: tensors by index on their device, and data sets through torch's `DataLoader`.
 
-[Note: Seeded always] Python's, NumPy's and torch's generators are seeded for each sample, 8 microseconds, whether its
-`__getitem__` draws from them or not: what comes out does not tell, and a data set that begins to draw late, or a
-`collate_fn` that does, would draw from whatever ran before.
+[Note: Seeded always] Python's, NumPy's and torch's generators are seeded for each sample, in 8 microseconds, whether or
+not `__getitem__` draws from them. A sample does not show whether it was drawn, and a data set that starts to draw late
+would otherwise continue the stream of whatever ran before.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ddp_loop.data.placement import Places, at_places, gpu_in, keep_if_fits, map
 from ddp_loop.determinism import COLLATE, SAMPLE, next_key, preserved_streams, seed_streams, stream_key
 from ddp_loop.distributed import children_except, end_daemons
 
-Wanted = tuple[int, int, list[int]]  # the epoch, where in it the shard begins, and its samples' numbers in the data
-PROBE = -1  # in place of where a shard begins: only what the samples are is asked for
+Wanted = tuple[int, int, list[int]]  # the epoch, the shard's first sample in it, and its samples' positions in the data
+PROBE = -1  # in place of the first sample: asks for the samples' fingerprints only
 
 
 @dataclass(frozen=True)
 class SeededDataset:
-    """A data set whose item is a whole shard: its randomness follows the sample and the shard, not the worker.
+    """A data set whose items are whole shards. Its random numbers depend on sample and shard, not on the worker.
 
     Args:
-        source: gives sample number i by `source[i]` or `source(i)`, on streams keyed by (seed, epoch, i).
-        seed: of the streams.
-        collate: makes a shard's data of a list of samples, on streams keyed by (seed, epoch, where it begins).
-        device: whose streams are seeded too, beside the CPU's.
-        describe: `describe(name, sample)` says of a sample what it is, by the names of its parts; for `probe`.
+        source: returns sample number i as `source[i]` or `source(i)`, with generators keyed by (seed, epoch, i).
+        seed: of the keys.
+        collate: makes a shard's data from its samples, with generators keyed by (seed, epoch, first sample).
+        device: whose generator is seeded, beside the CPU's.
+        describe: `describe(name, sample)` returns the fingerprint of a sample, for `probe`.
     """
 
     source: Any
@@ -58,7 +58,7 @@ class SeededDataset:
         return collated(self.collate, samples)
 
     def samples(self, epoch: int, indices: list[int]) -> list[Any]:
-        """The samples with these numbers, as they are in that epoch."""
+        """The samples at these positions of the data, as drawn for that epoch."""
         read = self.source.__getitem__ if hasattr(self.source, "__getitem__") else self.source
         epoch_key = stream_key(self.seed, SAMPLE, epoch)
         samples, index = [], -1
@@ -66,15 +66,15 @@ class SeededDataset:
             for index in indices:
                 seed_streams(next_key(epoch_key, index), self.device)
                 samples.append(read(index))
-        except StopIteration as error:  # it would end the epoch without a word
-            raise RuntimeError(f"the source ended when sample {index} of epoch {epoch} was read") from error
+        except StopIteration as error:  # it would end the epoch without an error
+            raise RuntimeError(f"The source ended when sample {index} of epoch {epoch} was read.") from error
         except Exception as error:
             error.add_note(f"while sample {index} of epoch {epoch} was read")
             raise
         return samples
 
     def probe(self, epoch: int, indices: Iterable[int]) -> dict[str, Any]:
-        """What these samples are; one that cannot be read is left out, since reading it for a shard says why."""
+        """The fingerprints of these samples. A sample that cannot be read is left out; reading its shard raises."""
         found: dict[str, Any] = {}
         for index in indices:
             with suppress(Exception):
@@ -83,44 +83,36 @@ class SeededDataset:
 
 
 def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    """A shard's data of its samples; an error says what to do about it."""
+    """A shard's data from its samples; an error gets a note with the remedy."""
     try:
         return collate(samples)
     except Exception as error:
         name = getattr(collate, "__name__", "collate_fn")
         error.add_note(
-            f"while the {len(samples)} samples of a shard were put together by {name}: give a collate_fn "
-            "that pads those of unequal sizes"
+            f"while {name} combined the {len(samples)} samples of a shard. Pass a collate_fn that pads samples of "
+            "unequal sizes."
         )
         raise
 
 
-# What of a DataLoader's keywords is the user's to choose; order, batches and shards are those of Batches. Not
+# The arguments of DataLoader that a user may choose. Batches makes the order, the mini-batches and the shards. Not
 # in_order: out of order, a shard would get another shard's samples.
 LOADER_OPTIONS = frozenset(
-    {
-        "collate_fn",
-        "num_workers",
-        "pin_memory",
-        "prefetch_factor",
-        "persistent_workers",
-        "timeout",
-        "worker_init_fn",
-        "multiprocessing_context",
-    }
+    {"collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "timeout"}
+    | {"worker_init_fn", "multiprocessing_context"}
 )
 
-_PROBE_S = 30  # for a worker to start and read three samples; after that they are not compared
+_PROBE_S = 30  # for a worker to start and read three samples; if it takes longer, they are not compared
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Which samples one shard is made of.
+    """The samples of one shard.
 
     Attributes:
         epoch: counted from 0.
-        start: the epoch's samples before them.
-        indices: theirs in the data; int64, on the CPU.
+        start: the number of samples before them in the epoch.
+        indices: their positions in the data, (n,) int64.
     """
 
     epoch: int
@@ -132,28 +124,28 @@ class Reader(Protocol):
     """Reads shards by the indices of their samples."""
 
     def __call__(self, requests: Iterable[Request], /) -> Generator[Any, None, None]:
-        """The shards' data, one for each request."""
+        """Read one shard for each request."""
 
     def one(self, request: Request, /) -> Any:
-        """A single shard, beside the others."""
+        """Read a single shard, outside of any pass."""
 
     def fingerprint(self) -> Fingerprint:
-        """What the data are, so that ranks can compare theirs."""
+        """The fingerprint of the data, for a comparison between ranks."""
 
 
 # -- tensors -----------------------------------------------------------------------------------------------
 
 
 def as_parts(data: Any) -> Any | None:
-    """`data` as tensors side by side (a tensor, or a tuple or dict of them), or None if it is a data set.
+    """`data` as tensors with one row per sample (one, or a tuple or dict of them), or None if it is a data set.
 
-    What has `tensors`, as torch's `TensorDataset` has, stands for these, unless it has a `__getitem__` of its
-    own: that may well transform them.
+    An object with `tensors`, such as torch's `TensorDataset`, counts as these tensors, unless it has its own
+    `__getitem__`, which may transform them.
     """
     if getattr(type(data), "__getitem__", None) in (None, TensorDataset.__getitem__):
         data = getattr(data, "tensors", data)
     if isinstance(data, torch.Tensor):
-        return data.detach()  # data are no parameters: no step's graph goes on beyond them
+        return data.detach()  # data are not parameters; a step's graph ends here
     if isinstance(data, np.ndarray):
         return _as_tensor(data)
     if isinstance(data, tuple | dict) and data:
@@ -169,39 +161,38 @@ def as_parts(data: Any) -> Any | None:
 
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """The array as a tensor, where it lies: it may be a file in memory, open for reading alone."""
+    """The array as a tensor in the same memory, which may be a file mapped for reading only."""
     if min(array.strides, default=0) < 0:
-        array = array.copy()  # turned round, array[::-1]; torch has no negative strides
+        array = array.copy()  # array[::-1]; torch has no negative strides
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing writes to it
         return torch.from_numpy(array)
 
 
 def _is_mixed(data: Any) -> bool:
-    """Whether some parts of a tuple or a dict are tensors side by side and others nothing that can be."""
+    """Whether `data`, which `as_parts` refused, is a dict, or a tuple with some tensors or arrays."""
     return isinstance(data, dict) or (
         isinstance(data, tuple) and any(isinstance(part, torch.Tensor | np.ndarray) for part in data)
     )
 
 
 def common_length(parts: Any) -> int:
-    """The number of samples of tensors side by side.
+    """The number of rows of tensors with one row per sample.
 
     Raises:
-        ValueError: a tensor without a first dimension, or first dimensions that differ.
+        ValueError: a tensor has no first dimension, or first dimensions differ.
     """
     shapes = [tuple(tensor.shape) for tensor in tensors_in(parts)]
     if any(not shape for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
-        raise ValueError(f"tensors side by side must have the same first dimension, the samples; got shapes {shapes}")
+        raise ValueError(f"Tensors must have the same first dimension, one row per sample; got shapes {shapes}.")
     return shapes[0][0]
 
 
 class TensorReader:
-    """Reads shards out of tensors by index; they are kept on their devices where they fit.
+    """Reads shards from tensors by index; the tensors stay on their devices if they fit.
 
     Attributes:
-        place: where the tensors lie, if all in one place; indices that lie there too need no copy that holds the
-            host up.
+        place: the device of all tensors; the CPU if they have several. Indices on this device need no copy.
     """
 
     def __init__(self, parts: Any, places: Places) -> None:
@@ -220,17 +211,15 @@ class TensorReader:
 
     def __call__(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
         for request in requests:
-            yield self._take(request.indices)
-
-    def one(self, request: Request) -> Any:
-        """A single shard, beside the others."""
-        return self._take(request.indices)
+            yield self.one(request)
 
     def fingerprint(self) -> Fingerprint:
-        """What the tensors are."""
+        """The fingerprint of the tensors."""
         return fingerprints.of("data", self._parts)
 
-    def _take(self, indices: torch.Tensor) -> Any:
+    def one(self, request: Request) -> Any:
+        """Read a single shard, outside of any pass."""
+        indices = request.indices
         if self._tensors and indices.device == self.place:  # the usual case, in half the time
             return tuple([_rows(tensor, indices) for tensor in self._tensors])
         at = {home: indices.to(home, non_blocking=True) for home in self._homes}
@@ -239,9 +228,9 @@ class TensorReader:
 
 
 def _rows(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """The rows of a tensor, in its own layout. A copy, also where they follow each other: it may be changed in place.
+    """A copy of the tensor's rows, in its own memory layout, which the caller may change in place.
 
-    `index_select` takes a third of the time, but gives up channels_last, and does not know all types.
+    `index_select` takes a third of the time, but loses channels_last and does not support all dtypes.
     """
     plain = tensor.is_contiguous() and tensor.dtype not in (torch.uint16, torch.uint32, torch.uint64)
     return tensor.index_select(0, at) if plain else tensor[at]
@@ -251,10 +240,9 @@ def _rows(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 
 class _RequestSampler:
-    """The sampler of a DataLoader: set before each pass over it, so that its workers may persist."""
+    """The sampler of a DataLoader, with new requests for each pass, so that workers can persist."""
 
-    def __init__(self) -> None:
-        self.requests: Iterable[Request] = ()
+    requests: Iterable[Request] = ()
 
     def __iter__(self) -> Iterator[Wanted]:
         for request in self.requests:
@@ -288,20 +276,21 @@ class LoaderReader:
             sampler=self._sampler,
             batch_size=None,  # shards are made in SeededDataset
             collate_fn=_as_it_is,
-            generator=torch.Generator().manual_seed(stream_key(seed)),  # else each pass draws from the global stream
+            generator=torch.Generator().manual_seed(stream_key(seed)),  # else each pass draws from the global generator
             **keywords,
         )
         self._loader = self._make_loader()
 
     def one(self, request: Request) -> Any:
-        """A single shard, beside the others, read in this process."""
+        """Read a single shard in this process, outside of any pass."""
         with preserved_streams(self._gpu):
             return to_devices(self._keyed[_wanted(request)], self._places)
 
     def fingerprint(self) -> Fingerprint:
-        """What three samples are, read as those of a shard are; of a torch `Subset` its indices, of tensors all.
+        """The fingerprint of three samples, of the indices of a torch `Subset`, or of all tensors.
 
-        With workers they are read in one: a data set may open its files in the first process that reads.
+        If the loader has workers, a worker reads the samples: a data set may open its files in the first process that
+        reads.
         """
         source, found = self._keyed.source, Fingerprint()
         if isinstance(source, _TensorRows):
@@ -327,7 +316,7 @@ class LoaderReader:
                 loaded = iter(loader)
             workers = children_except(before)
             return dict(next(loaded))
-        except Exception:  # it comes again, with its reason, when a shard is read
+        except Exception:  # reading a shard raises it again
             _end_workers(loaded, workers)
             return {}
 
@@ -335,7 +324,7 @@ class LoaderReader:
         self._passes += 1
         this_pass = self._passes
         self._sampler.requests = requests
-        here = self._loader.num_workers == 0  # then reading would disturb this process's own streams
+        here = self._loader.num_workers == 0  # then reading would change this process's own random state
         keep: Callable[[], AbstractContextManager[None]]
         keep = partial(preserved_streams, self._gpu) if here else nullcontext
         loaded: Iterator[Any] | None = None
@@ -348,8 +337,8 @@ class LoaderReader:
             while True:
                 if self._loader.persistent_workers and this_pass != self._passes:
                     raise RuntimeError(
-                        "persistent workers read one epoch at a time; this one was left for another: go through one "
-                        "after the other, make Batches for each, or leave persistent_workers away"
+                        "Persistent workers read one epoch at a time; another epoch was begun before this one ended. "
+                        "Iterate over one after the other, make separate Batches, or remove persistent_workers."
                     )
                 with keep():
                     data = next(loaded, self)
@@ -362,8 +351,8 @@ class LoaderReader:
         except Exception as error:
             if here:
                 raise
-            # End the workers, those that persist too. The message holds the worker's traceback; DataLoader's frames
-            # in this one would keep the workers alive.
+            # End all workers, persistent ones too. The message has the worker's traceback; DataLoader's frames in this
+            # traceback would keep the workers alive.
             self._loader = self._make_loader()
             error.__context__ = None
             raise error.with_traceback(None)  # noqa: B904
@@ -372,36 +361,36 @@ class LoaderReader:
 
 
 def _end_workers(loaded: Any, workers: set[BaseProcess]) -> None:
-    """End a DataLoader's workers at once: torch waits 5 s for one that is asleep, or slow."""
+    """End a DataLoader's workers at once; torch waits 5 s for one that sleeps or is slow."""
     if workers and getattr(loaded, "_worker_pids_set", False):
-        # Else torch's SIGCHLD handler raises, in whatever the main thread does then, for a worker that SIGTERM killed
-        # before it had a handler of its own.
+        # Else torch's SIGCHLD handler raises in the main thread, at any line, for a worker that SIGTERM killed before
+        # it had installed its own handler.
         signal_handling._remove_worker_pids(id(loaded))
         loaded._worker_pids_set = False
     end_daemons(workers)
     if workers and hasattr(loaded, "_workers_done_event"):
-        # torch sets it when the iterator is freed. A worker that ended while it looked at it holds its lock for ever.
+        # torch sets this event when the iterator is freed. A worker that ended while reading it holds its lock forever.
         loaded._workers_done_event = multiprocessing.Event()
 
 
 def is_stream(data: Any) -> bool:
-    """Whether the data can only be gone through: torch's `IterableDataset`, or another iterable without an index."""
+    """Whether the data can only be iterated over, as an `IterableDataset` or an ordered iterable without an index."""
     has_order = not isinstance(data, Set | DataLoader)
     has_index = hasattr(data, "__getitem__") or callable(data) or as_parts(data) is not None
     return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and has_order and not has_index)
 
 
 def make_reader(data: Any, seed: int, places: Places, options: Mapping[str, Any]) -> tuple[Reader, int | None]:
-    """The reader for `data`, and the number of its samples, None where it has no length.
+    """The reader for `data`, and the number of samples; None without a length.
 
     Raises:
-        TypeError: `data` is nothing that can be read by index, or an option is not the user's to choose.
-        ValueError: tensors of unequal lengths, or places of another shape than tensors side by side.
+        TypeError: `data` cannot be read by index, or an option is not one of LOADER_OPTIONS.
+        ValueError: tensors have unequal lengths, or `places` has another structure than the tensors.
     """
     if unknown := sorted(set(options) - LOADER_OPTIONS):
         raise TypeError(
-            f"of DataLoader's keywords Batches takes {sorted(LOADER_OPTIONS)}; got {unknown}: the order, the "
-            "mini-batches and the shards are made by Batches itself"
+            f"Batches takes these arguments of DataLoader: {sorted(LOADER_OPTIONS)}; got {unknown}. Batches itself "
+            "makes the order, the mini-batches and the shards."
         )
     parts = as_parts(data)
     if parts is not None:
@@ -412,13 +401,14 @@ def make_reader(data: Any, seed: int, places: Places, options: Mapping[str, Any]
     if parts is None and _is_mixed(data):
         kinds = [type(part).__name__ for part in (data.values() if isinstance(data, dict) else data)]
         raise TypeError(
-            f"data side by side must all be tensors or arrays; got {kinds}: torch.as_tensor(...) makes one of a list"
+            f"The parts of a tuple or dict of data must all be tensors or arrays; got {kinds}. Convert lists by "
+            "torch.as_tensor(...)."
         )
     if isinstance(data, DataLoader) or not (hasattr(data, "__getitem__") or callable(data)):
         raise TypeError(
-            "data must be tensors (one, a tuple, a dict), a map-style data set, a source that gives sample number "
-            f"i by source[i] or source(i), or a stream, which has __iter__; got {type(data).__name__}"
-            + (": give its dataset" if isinstance(data, DataLoader) else "")
+            "data must be tensors (one, a tuple, a dict), a map-style data set, a source that returns sample number "
+            f"i as source[i] or source(i), or a stream with __iter__; got {type(data).__name__}."
+            + (" Pass its dataset." if isinstance(data, DataLoader) else "")
         )
     if parts is None:
         length = len(data) if hasattr(data, "__len__") else None
@@ -427,7 +417,7 @@ def make_reader(data: Any, seed: int, places: Places, options: Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _TensorRows:
-    """Tensors side by side as a map-style data set, for a collate of the user's own."""
+    """Tensors with one row per sample as a map-style data set, for a user's own collate_fn."""
 
     parts: Any
 

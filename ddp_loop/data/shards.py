@@ -1,8 +1,8 @@
-"""The shard: a piece of a mini-batch, the unit of arithmetic.
+"""The shard: a piece of a mini-batch, and the unit of arithmetic.
 
-[Note: Shards] A mini-batch of B samples is cut over S shards, and the S shards over N ranks, by one and
-the same rule. Everything that depends on how many samples a piece has, remainders, empty ranks,
-accumulation, another number of ranks, follows from `split_sizes`; no other module divides.
+[Note: Shards] `split_sizes` divides the B samples of a mini-batch into S shards, and the S shards over N ranks.
+Everything that depends on the size of a piece follows from it: remainders, empty ranks, accumulation, another number
+of ranks.
 """
 
 from __future__ import annotations
@@ -14,27 +14,43 @@ from typing import Any
 
 
 def split_sizes(total: int, parts: int) -> tuple[int, ...]:
-    """The sizes of `parts` pieces of `total` things: floor(total / parts), and one more for the first ones.
+    """The sizes of `parts` pieces of `total` items: floor(total / parts), plus 1 for the first total mod parts.
 
-    `split_sizes(128, 7)` is `(19, 19, 18, 18, 18, 18, 18)` and `split_sizes(2, 3)` is `(1, 1, 0)`.
+    For example::
+
+        split_sizes(128, 7)  # (19, 19, 18, 18, 18, 18, 18)
+        split_sizes(2, 3)    # (1, 1, 0)
+
+    Args:
+        total: the number of items, 0 or more.
+        parts: the number of pieces, 1 or more.
 
     Raises:
-        ValueError: `total` is negative or `parts` is less than 1.
-        TypeError: one of them is no whole number.
+        ValueError: `total` is negative, or `parts` is less than 1.
+        TypeError: one of them is not a whole number.
     """
     total, parts = index(total), index(parts)
     if parts < 1 or total < 0:
-        raise ValueError(
-            f"a whole number of things (0 or more) is split over 1 or more parts; got {total} over {parts}"
-        )
+        raise ValueError(f"split_sizes divides 0 or more items into 1 or more parts; got {total} into {parts}.")
     size, remainder = divmod(total, parts)
     return (size + 1,) * remainder + (size,) * (parts - remainder)
 
 
 def split_range(total: int, parts: int, part: int) -> range:
-    """Which of `total` things lie in piece number `part`, by `split_sizes`.
+    """The items in piece number `part`, where `split_sizes` divides `total` items into `parts` pieces.
 
-    `split_range(10, 3, 1)` is `range(4, 7)`.
+    For example::
+
+        split_range(10, 3, 1)  # range(4, 7)
+
+    Args:
+        total: the number of items, 0 or more.
+        parts: the number of pieces, 1 or more.
+        part: the number of a piece, 0 .. parts - 1.
+
+    Raises:
+        ValueError: `total` is negative, or `parts` is less than 1.
+        TypeError: one of them is not a whole number.
     """
     sizes = split_sizes(total, parts)
     start = sum(sizes[:part])
@@ -46,9 +62,9 @@ class Shard:
     """One shard of a mini-batch.
 
     Attributes:
-        number: its place among the mini-batch's shards, 0 .. S-1; the same on any number of ranks.
-        start: the first of its samples, counted within the mini-batch.
-        samples: how many it has; never 0 (an empty shard is not handed out).
+        number: the shard's place in the mini-batch, 0 .. S - 1, the same on any number of ranks.
+        start: the position of its first sample in the mini-batch.
+        samples: the number of its samples, never 0: an empty shard is not handed out.
     """
 
     number: int
@@ -58,18 +74,18 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """One step's samples, over all ranks, and the shards of it that this rank carries.
+    """The samples of one step over all ranks, and this rank's shards of them.
 
     Attributes:
         epoch: counted from 0.
         position: the mini-batch's place in the epoch, counted from 0.
-        start: the epoch's samples before it.
-        samples: R, how many it has over all ranks.
-        sizes: the samples of each of its S shards; some may be 0.
-        shards: those of this rank that are not empty, in order.
-        ends_stream: whether the data are a stream that ends here, as all ranks' must.
-        first: of a stream, its first sample as it was read, which all ranks must have alike;
-        digest: and 32 bits of it.
+        start: the number of samples before it in the epoch.
+        samples: R, the number of its samples over all ranks.
+        sizes: the number of samples in each of its S shards; some may be 0.
+        shards: this rank's shards that are not empty, in order.
+        ends_stream: whether the data are a stream that ends here; it must end here on all ranks.
+        first: the first sample of a stream's mini-batch, which must be the same on all ranks.
+        digest: 32 bits of `first`.
     """
 
     epoch: int
@@ -84,6 +100,6 @@ class MiniBatch:
 
 
 def cut(sizes: tuple[int, ...], mine: range) -> tuple[Shard, ...]:
-    """Of the shards that have `sizes`, those numbered in `mine` that are not empty."""
+    """The shards with a number in `mine` that are not empty; `sizes` has the samples of all shards."""
     bounds = (0, *accumulate(sizes))
     return tuple(Shard(number, bounds[number], sizes[number]) for number in mine if sizes[number])

@@ -1,9 +1,9 @@
 """Streams: data that can only be iterated over, cut into mini-batches as they arrive.
 
 [Note: Every rank reads the whole stream] The length of a stream is unknown, so the size of a mini-batch is known only
-when its samples have arrived. Each rank reads all of them and keeps those of its own shards. So all ranks know the
+when its samples have arrived. Each rank reads all samples and keeps those of its own shards. So all ranks know the
 sizes, and the mini-batches do not depend on the ranks. Costly work, such as decoding, belongs in `collate_fn` or
-`transform`, which are called for a rank's own shards alone.
+`transform`, which run for a rank's own shards only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,16 @@ from ddp_loop.determinism import SAMPLE, next_key, preserved_streams, restore_st
 
 
 class StreamBatch(NamedTuple):
-    """A mini-batch of a stream: its samples over all ranks, the first one and `quick` of it, whether it is the
-    last, and this rank's shards' data."""
+    """A mini-batch of a stream.
+
+    Attributes:
+        samples: the number of its samples over all ranks.
+        first: the first sample; None if the ranks do not compare samples.
+        digest: `quick` of it.
+        last: whether the stream ends here.
+        shards: this rank's shards that are not empty.
+        data: their data.
+    """
 
     samples: int
     first: Any
@@ -37,17 +45,18 @@ class StreamBatch(NamedTuple):
 
 @dataclass
 class StreamBatcher:
-    """A stream as mini-batches, from its beginning.
+    """A stream as mini-batches, from its start.
 
     Args:
-        source: gives an iterator over the samples anew in each epoch.
-        batch_size, drop_last: of the mini-batches.
+        source: an iterable whose iterators each start at the first sample.
+        batch_size: the number of samples in a mini-batch.
+        drop_last: whether to leave out a last mini-batch that is smaller.
         shards: S.
         mine: the numbers of this rank's shards.
-        collate: makes a shard's data of a list of samples.
-        key: of the random streams while the stream is read, the same on every rank.
-        device: whose random streams are seeded too, beside the CPU's.
-        compares: whether ranks compare the mini-batches' first samples.
+        collate: makes a shard's data from a list of samples.
+        key: of the random generators while the stream is read, the same on every rank.
+        device: whose generator is seeded, beside the CPU's.
+        compares: whether the ranks compare the first sample of each mini-batch.
     """
 
     source: Iterable[Any]
@@ -63,9 +72,9 @@ class StreamBatcher:
     def __iter__(self) -> Generator[StreamBatch, None, None]:
         for position, (samples, last) in enumerate(_chunks(iter(self.source), self.batch_size, self.drop_last)):
             shards = cut(split_sizes(len(samples), self.shards), self.mine)
-            # Before it is put together, on one rank: a collate_fn may take parts out of it, or write them.
+            # Taken before collate_fn runs, on one rank, since that may remove or overwrite parts of the sample.
             first, digest = (_kept(samples[0]), quick(samples[0])) if self.compares else (None, 0)
-            with preserved_streams(self.device):  # a rank's own shards must not move the stream that all ranks share
+            with preserved_streams(self.device):  # the generators for reading must stay alike on all ranks
                 data = tuple(self._shard(position, shard, samples) for shard in shards)
             yield StreamBatch(len(samples), first, digest, last, shards, data)
 
@@ -75,12 +84,12 @@ class StreamBatcher:
 
 
 def _kept(sample: Any) -> Any:
-    """The parts that a sample has now."""
+    """A copy of the container, which keeps the parts that the sample has now."""
     return type(sample)(sample) if type(sample) in (dict, list) else sample
 
 
 def _chunks(source: Iterator[Any], size: int, drop_last: bool) -> Iterator[tuple[list[Any], bool]]:
-    """Lists of `size`, and whether it is the last; for that one sample is taken ahead, or `size` of them."""
+    """Lists of `size` samples, each with whether it is the last; one sample, or `size`, is read ahead for that."""
     ahead = size if drop_last else 1
     chunk = list(islice(source, size))
     while chunk and not (drop_last and len(chunk) < size):
@@ -92,7 +101,7 @@ def _chunks(source: Iterator[Any], size: int, drop_last: bool) -> Iterator[tuple
 
 
 class _PrivateStreams:
-    """Random streams that go on from one `using` to the next, beside those of the process."""
+    """Random states that continue from one `using` to the next, apart from those of the process."""
 
     def __init__(self, key: int, device: torch.device | None) -> None:
         self._key, self._device = key, device
@@ -110,25 +119,25 @@ class _PrivateStreams:
 
 
 class StreamReader:
-    """Reads mini-batches of a stream in this process, on random streams of its own.
+    """Reads mini-batches of a stream in this process, with random generators of its own.
 
     Raises:
-        TypeError: an iterator, which does not begin anew.
+        TypeError: the source is an iterator, which cannot restart.
     """
 
     def __init__(self, cut: StreamBatcher, seed: int, places: Places) -> None:
         self._cut, self._seed, self._places = cut, seed, places
         if isinstance(cut.source, Iterator):
             raise TypeError(
-                f"a stream begins anew in every epoch; got {type(cut.source).__name__}, which is gone through once: "
-                "give an object whose __iter__ makes it"
+                f"A stream must restart in every epoch; got {type(cut.source).__name__}, which can be iterated once. "
+                "Pass an object whose __iter__ returns it."
             )
 
     def __call__(self, epoch: int) -> Generator[StreamBatch, None, None]:
         """The mini-batches of an epoch.
 
         Raises:
-            ValueError: there is none: the stream does not begin anew.
+            ValueError: the stream gives no mini-batch, as one that does not restart.
         """
         key = stream_key(self._seed, SAMPLE, epoch)
         this_pass, found = replace(self._cut, key=key), False
@@ -145,8 +154,8 @@ class StreamReader:
             found = True
             yield piece._replace(data=tuple(to_devices(one, self._places) for one in piece.data))
         if not found:
-            what = "too few for one" if self._cut.drop_last else "none"
+            what = "too few samples" if self._cut.drop_last else "no samples"
             raise ValueError(
-                f"a stream gives samples for a mini-batch in every epoch; in epoch {epoch + 1} it gave {what}: "
-                "give an object whose __iter__ begins anew"
+                f"A stream must give a mini-batch in every epoch; in epoch {epoch + 1} it gave {what}. Pass an object "
+                "whose __iter__ restarts."
             )

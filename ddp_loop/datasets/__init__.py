@@ -1,4 +1,4 @@
-"""Labelled images: digits drawn from a seed, real handwriting, folders of images, MNIST's files, noisy pictures."""
+"""Labelled images: drawn digits, handwriting, folders of images, MNIST's files, noisy pairs."""
 
 from ddp_loop.datasets.digits import digits, handwritten
 from ddp_loop.datasets.idx import holds_idx, idx_folder, read_idx

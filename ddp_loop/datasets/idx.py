@@ -22,16 +22,23 @@ _CHUNK = 2**20  # bytes
 
 
 def read_idx(path: str | os.PathLike[str]) -> torch.Tensor:
-    """Read the tensor that an IDX file holds, plain or gzipped, whatever its name.
+    """Read the tensor in an IDX file, plain or gzipped, whatever its name.
 
-    Two zero bytes, a byte for the type (8 uint8, 9 int8, 11 int16, 12 int32, 13 float32, 14 float64), a byte for
-    the number of dimensions, each dimension as 4 bytes, then the values; all big-endian.
+    The format, all big-endian: two zero bytes, a byte for the type (8 uint8, 9 int8, 11 int16, 12 int32, 13 float32,
+    14 float64), a byte for the number of dimensions, 4 bytes for each dimension, then the values. For example::
+
+        images = dl.datasets.read_idx("train-images-idx3-ubyte.gz")  # (60000, 28, 28) uint8
+
+    Source: LeCun, Cortes, Burges: The MNIST database of handwritten digits, 1998.
+
+    Args:
+        path: of the file.
 
     Returns:
-        The tensor, of the file's type and dimensions.
+        The tensor, with the file's type and dimensions.
 
     Raises:
-        ValueError: a file that cannot be read, is no IDX file, or has fewer or more bytes than its header says.
+        ValueError: the file cannot be read, is not an IDX file, or has fewer or more bytes than its header says.
     """
     path = Path(path)
     try:
@@ -42,7 +49,7 @@ def read_idx(path: str | os.PathLike[str]) -> torch.Tensor:
     except (OSError, EOFError, zlib.error) as error:
         found = f", {path.stat().st_size} bytes" if path.is_file() else ""
         raise ValueError(
-            f"an IDX file must be whole and one that can be read; got {path}{found}: {error}: get it anew"
+            f"An IDX file must be readable and complete; got {path}{found} ({error}). Download it again."
         ) from error
 
 
@@ -53,37 +60,37 @@ def _read_tensor(path: Path, stream: BufferedIOBase) -> torch.Tensor:
     values, found, torn = _read_values(stream, expected)
     if torn or found != expected:
         raise ValueError(
-            f"an IDX file must have the values that its header says; got {path}: {'x'.join(map(str, dimensions))} of "
-            f"{kind.newbyteorder('=')} are {expected} bytes, it has {found}{f' ({torn})' if torn else ''}: get it anew"
+            f"{path} must have {'x'.join(map(str, dimensions))} values of {kind.newbyteorder('=')} by its header, "
+            f"{expected} bytes; it has {found}{f' ({torn})' if torn else ''}. Download it again."
         )
     native = np.frombuffer(values, dtype=kind).astype(kind.newbyteorder("="), copy=False)
     try:
         return torch.from_numpy(native).reshape(dimensions)
-    except RuntimeError as error:  # none of no values, times 4 billion, times 4 billion
-        raise ValueError(f"an IDX file must hold a tensor; got {path} of {dimensions}: {error}: get it anew") from error
+    except RuntimeError as error:  # such as 0 x 4 billion x 4 billion values
+        raise ValueError(f"torch has no tensor of size {dimensions}, that of {path}: {error}.") from error
 
 
 def _read_header(path: Path, stream: BufferedIOBase) -> tuple[int, tuple[int, ...]]:
-    """The code of the type and the dimensions."""
+    """The code of the type, and the dimensions."""
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES or magic[3] == 0:
         raise ValueError(
-            f"an IDX file must begin with 4 bytes: 00 00, a type of {', '.join(f'{code:02x}' for code in _TYPES)}, and "
-            f"a number of dimensions; got {path} with {len(magic)}: {magic.hex(' ')}: is it another file?"
+            f"An IDX file must begin with 4 bytes: 00 00, a type of {', '.join(f'{code:02x}' for code in _TYPES)}, and "
+            f"a number of dimensions; got {path} with {len(magic)} bytes, {magic.hex(' ')}. Is it another file?"
         )
     sizes = stream.read(4 * magic[3])
     if len(sizes) < 4 * magic[3]:
         raise ValueError(
-            f"an IDX file of {magic[3]} dimensions must begin with {4 + 4 * magic[3]} bytes; got {path} with "
-            f"{4 + len(sizes)}: get it anew"
+            f"An IDX file of {magic[3]} dimensions must have a header of {4 + 4 * magic[3]} bytes; {path} has "
+            f"{4 + len(sizes)} bytes. Download it again."
         )
     return magic[2], struct.unpack(f">{magic[3]}I", sizes)
 
 
 def _read_values(stream: BufferedIOBase, expected: int) -> tuple[bytearray, int, Exception | None]:
-    """The first bytes, how many there are in all, and what ended them too early, if something did.
+    """The first `expected` bytes, the number of bytes in all, and the error that ended them early, if any.
 
-    Memory grows with what is there, not with what was expected; and what is too much is counted, not kept.
+    Memory grows with the bytes read, not with `expected`; excess bytes are counted, but not kept.
     """
     values, found = bytearray(), 0
     try:
@@ -96,16 +103,24 @@ def _read_values(stream: BufferedIOBase, expected: int) -> tuple[bytearray, int,
 
 
 def idx_folder(folder: str | os.PathLike[str]) -> tuple[LabelledImages, LabelledImages]:
-    """MNIST's training and test images, or others in files of the same names.
+    """MNIST's training and test images, or other images in files of the same names.
 
-    The files are train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
-    t10k-labels-idx1-ubyte, each also with a dot before `idx`, and with .gz at the end; of several the plain one.
-    Images are (N, 1, H, W). Class names are "0" to "9", or to the largest label of both sets if that is larger,
-    with zeros in front so that their order is that of the numbers.
+    The files are train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte.
+    A name may have a dot before `idx` and may end in .gz; a plain file is preferred. The class names are "0" to "9", or
+    to the largest label of both sets if that is larger, padded with zeros so that sorting keeps their order. For
+    example::
+
+        train, test = dl.datasets.idx_folder("mnist")
+
+    Args:
+        folder: of the four files.
+
+    Returns:
+        The training and the test set, each with images (N, 1, H, W) uint8.
 
     Raises:
-        ValueError: a file that is missing or damaged, whose values are not uint8 in 3 dimensions (labels: 1);
-            other numbers of images than of labels; images of other sizes in training than in the test.
+        ValueError: a file is missing or damaged, or its values are not uint8 in 3 dimensions (labels: 1); the numbers
+            of images and labels differ; training and test images have different sizes.
     """
     folder = Path(folder)
     files = {(part, kind): _require_idx(folder, part, kind) for part in ("train", "t10k") for kind in _DIMENSIONS}
@@ -114,14 +129,14 @@ def idx_folder(folder: str | os.PathLike[str]) -> tuple[LabelledImages, Labelled
         images, labels = values[part, "images"], values[part, "labels"]
         if len(images) != len(labels):
             raise ValueError(
-                f"there must be a label for each image; got {len(images)} images in {files[part, 'images']} and "
-                f"{len(labels)} labels in {files[part, 'labels']}: take both from one source"
+                f"Each image must have a label; got {len(images)} images in {files[part, 'images']} and "
+                f"{len(labels)} labels in {files[part, 'labels']}. Take both files from one source."
             )
     sizes = [tuple(values[part, "images"].shape[1:]) for part in ("train", "t10k")]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"training and test images must have one size; got {sizes[0]} in {files['train', 'images']} and "
-            f"{sizes[1]} in {files['t10k', 'images']}: take both from one source"
+            f"Training and test images must have the same size; got {sizes[0]} in {files['train', 'images']} and "
+            f"{sizes[1]} in {files['t10k', 'images']}. Take both files from one source."
         )
     largest = max(
         values[part, "labels"].max().item() if len(values[part, "labels"]) else 0 for part in ("train", "t10k")
@@ -136,7 +151,11 @@ def idx_folder(folder: str | os.PathLike[str]) -> tuple[LabelledImages, Labelled
 
 
 def holds_idx(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds one of the files that `idx_folder` reads."""
+    """Whether a folder has one of the files that `idx_folder` reads.
+
+    Args:
+        folder: that may have them.
+    """
     return any(_find_idx(Path(folder), part, kind) for part in ("train", "t10k") for kind in _DIMENSIONS)
 
 
@@ -144,8 +163,8 @@ def _read_bytes(path: Path, dimensions: int) -> torch.Tensor:
     values = read_idx(path)
     if values.dtype != torch.uint8 or values.ndim != dimensions:
         raise ValueError(
-            f"{path.name} must hold torch.uint8 in {dimensions} dimensions; got {path} with {values.dtype} in "
-            f"{values.ndim}, {tuple(values.shape)}: is it another file?"
+            f"{path.name} must have torch.uint8 in {dimensions} dimensions; got {path} with {values.dtype} in "
+            f"{values.ndim}, {tuple(values.shape)}. Is it another file?"
         )
     return values
 
@@ -162,9 +181,11 @@ def _find_idx(folder: Path, part: str, kind: str) -> Path | None:
 def _require_idx(folder: Path, part: str, kind: str) -> Path:
     found = _find_idx(folder, part, kind)
     if found is None:
-        there = sorted(path.name for path in folder.iterdir())[:12] if folder.is_dir() else "no such folder"
+        there = "does not exist"
+        if folder.is_dir():
+            there = f"has {sorted(path.name for path in folder.iterdir())[:12] or 'no files'}"
+        first, *others = _names(part, kind)
         raise ValueError(
-            f"a folder of IDX files must hold {_names(part, kind)[0]}, or one of {', '.join(_names(part, kind)[1:])}; "
-            f"got {folder} with {there or 'nothing in it'}: put the file there"
+            f"A folder of IDX files must have {first}, or one of {', '.join(others)}; {folder} {there}. Add the file."
         )
     return found

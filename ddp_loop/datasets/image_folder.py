@@ -1,4 +1,4 @@
-"""Labelled images in a folder for each class."""
+"""Labelled images in one folder per class."""
 
 from __future__ import annotations
 
@@ -12,41 +12,44 @@ import torch
 
 from ddp_loop.datasets.images import LabelledImages, cut_by_class
 
-# A fixed list, not what the pillow of a machine happens to read: all machines must number the images alike.
+# A fixed list, not what a machine's pillow supports, so that all machines number the images alike.
 SUFFIXES = (
     *(".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tga"),
     *(".tif", ".tiff", ".webp"),
 )
 CHANNELS = {"L": 1, "RGB": 3}
-_DEEP = ("I", "F")  # how pillow's modes of more than 8 bits begin; convert("L") makes 255 of all above it
+_DEEP = ("I", "F")  # first letters of pillow's modes with more than 8 bits; convert("L") clips them to 255
 
 
 class ImageFolder:
-    """The images below a folder, its sub-folders the class names; a data set that decodes when it is read.
+    """A data set of the images in a folder with one sub-folder per class; an image is decoded when it is read.
 
-    Sample i is (image (C, H, W) uint8, label int): upright as its EXIF orientation says, without
-    transparency, of several frames the first. `images()` reads all into memory, as floats for `Batches`.
+    Sample i is (image (C, H, W) uint8, label int). The image is rotated by its EXIF orientation, has no transparency,
+    and is the first frame of several. `images()` reads all images into memory, for `Batches`.
 
-    Images lie in a class's folder or anywhere below it. They are numbered by class name, then by path, so alike
-    on every machine. Names that begin with a dot are left out, and so are files with none of the suffixes
-    `SUFFIXES`, in capitals or not. An image beside the class folders has no class, and is refused.
+    Images may be in a class folder or anywhere below it. They are numbered by class name, then by path, so alike on
+    every machine. Names that begin with a dot, and files without one of the `SUFFIXES` (in any case), are ignored. An
+    image beside the class folders is an error. For example::
+
+        train, test = dl.datasets.ImageFolder("flowers", mode="RGB", size=(64, 64)).split(0.9)
+        batches = dl.Batches(train, 128, world, num_workers=4)
 
     Args:
         folder: of the class folders.
         mode: "L" for grey, C = 1; "RGB" for colour, C = 3.
-        size: (H, W) in pixels to which every image is resized, bilinearly; by default each keeps its own.
+        size: (H, W) in pixels, to which every image is resized bilinearly. The default keeps each image's size.
 
     Attributes:
-        class_names: sorted.
+        class_names: the names of the sub-folders, sorted.
         labels: (N,) int64, positions in `class_names`.
         paths: the N files.
 
     Raises:
         ImportError: pillow is missing.
-        ValueError: a folder that is not there or cannot be read, without a class, with a class without images,
-            or with images beside the classes; another mode or size. When an image is read: a file that cannot be,
-            is no image, is damaged or cut short, or has more than 8 bits a channel. A JPEG has no checksum, so
-            not every flipped bit in it is found.
+        ValueError: the folder does not exist, cannot be read, has no class folder, a class folder without images, or
+            images beside the class folders; or `mode` or `size` is invalid. When an image is read: the file cannot be
+            read, is not an image, is damaged or truncated, or has more than 8 bits per channel. A JPEG has no
+            checksum, so a flipped bit in it may go unnoticed.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, mode: str = "L", size: tuple[int, int] | None = None) -> None:
@@ -67,10 +70,13 @@ class ImageFolder:
         return _decode(self.paths[i], self.mode, self.size), int(self.labels[i])
 
     def images(self) -> LabelledImages:
-        """All images, read into memory.
+        """Read all images into memory.
+
+        Returns:
+            LabelledImages: images (N, C, H, W) uint8.
 
         Raises:
-            ValueError: two images of different sizes, or one that cannot be read.
+            ValueError: two images have different sizes, or one cannot be read.
         """
         height, width = self.size or (self[0][0].shape[1:] if len(self) else (0, 0))
         images = torch.empty((len(self), CHANNELS[self.mode], height, width), dtype=torch.uint8)
@@ -78,17 +84,24 @@ class ImageFolder:
             image, _ = self[i]
             if image.shape != images.shape[1:]:
                 raise ValueError(
-                    f"images in memory must have one size; got {self.paths[0]} of {height}x{width} and {path} of "
-                    f"{image.shape[1]}x{image.shape[2]} pixels: try ImageFolder(..., size=({height}, {width}))"
+                    f"Images in memory must have the same size; got {self.paths[0]} of {height}x{width} and {path} of "
+                    f"{image.shape[1]}x{image.shape[2]} pixels. Try ImageFolder(..., size=({height}, {width}))."
                 )
             images[i] = image
         return LabelledImages(images, self.labels, self.class_names)
 
     def split(self, *fractions: float, seed: int = 0) -> tuple[ImageFolder, ...]:
-        """Cut every class alike, as `LabelledImages.split` does; nothing is read.
+        """Split every class by the same fractions, as `LabelledImages.split` does; no image is read.
+
+        Args:
+            fractions: of the parts but the last, each in (0, 1), with a sum below 1.
+            seed: of the random choice.
+
+        Returns:
+            One data set for each fraction, and one for the rest.
 
         Raises:
-            ValueError: no fraction, one outside (0, 1), or fractions that leave nothing for the last part.
+            ValueError: there is no fraction, one is outside (0, 1), or their sum is 1 or more.
         """
         parts = cut_by_class(self.labels, len(self.class_names), fractions, seed)
         return tuple(self._part(indices) for indices in parts)
@@ -102,17 +115,17 @@ class ImageFolder:
 
 def _check_form(mode: str, size: tuple[int, int] | None) -> None:
     if mode not in CHANNELS:
-        raise ValueError(f'mode must be "L" (grey) or "RGB" (colour); got {mode!r}: try mode="RGB"')
+        raise ValueError(f'mode must be "L" (grey) or "RGB" (colour); got {mode!r}. Try mode="RGB".')
     whole = isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(side, int) for side in size)
     if size is not None and not (whole and min(size) > 0):
-        raise ValueError(f"size must be (height, width) in pixels, each 1 or more; got {size!r}: try size=(28, 28)")
+        raise ValueError(f"size must be (height, width) in pixels, each 1 or more; got {size!r}. Try size=(28, 28).")
 
 
 def _require_pillow() -> None:
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
-        raise ImportError('images are read by pillow, which is missing: pip install "ddp_loop[digits]"') from error
+        raise ImportError('ImageFolder needs pillow, which is missing. Run pip install "ddp_loop[digits]".') from error
 
 
 def _images_of_classes(folder: Path) -> dict[str, list[Path]]:
@@ -120,20 +133,20 @@ def _images_of_classes(folder: Path) -> dict[str, list[Path]]:
     classes, beside = _listed(folder)
     if beside:
         raise ValueError(
-            f"images must lie in a sub-folder that names their class; got {len(beside)} beside the class folders, as "
-            f"{min(beside)}: move them into one, or out of {folder}"
+            f"Images must be in sub-folders that name their class; got {len(beside)} beside the class folders, such as "
+            f"{min(beside)}. Move them into a class folder, or out of {folder}."
         )
     if not classes:
         raise ValueError(
-            f"a folder of images must have a sub-folder for each class; got {folder} without one: make "
-            f"{folder / 'cat'} and {folder / 'dog'}, say, with the images in them"
+            f"A folder of images must have a sub-folder for each class; {folder} has none. Put the images into, for "
+            f"example, {folder / 'cat'} and {folder / 'dog'}."
         )
     found = {path.name: sorted(_images_below(path), key=Path.as_posix) for path in sorted(classes, key=Path.as_posix)}
     for name, paths in found.items():
         if not paths:
             raise ValueError(
-                f"every class must have an image; got {folder / name} without one that ends in {', '.join(SUFFIXES)}: "
-                "put images there, or remove the folder"
+                f"Every class must have an image; {folder / name} has no file that ends in {', '.join(SUFFIXES)}. Add "
+                "images, or remove the folder."
             )
     return found
 
@@ -141,13 +154,13 @@ def _images_of_classes(folder: Path) -> dict[str, list[Path]]:
 def _images_below(folder: Path, above: tuple[str, ...] = ()) -> list[Path]:
     real = os.path.realpath(folder)
     if real in above:
-        raise ValueError(f"folders of images must come to an end; got {folder}, a link up to {real}: remove the link")
+        raise ValueError(f"Folders of images must not form a cycle; {folder} is a link up to {real}. Remove the link.")
     folders, images = _listed(folder)
     return [*images, *(path for deeper in folders for path in _images_below(deeper, (*above, real)))]
 
 
 def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The sub-folders and the images of a folder, links followed, in no order."""
+    """The sub-folders and the images of a folder, in no order; links are followed."""
     folders, images = [], []
     try:
         with os.scandir(folder) as entries:
@@ -160,8 +173,8 @@ def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
                     images.append(Path(entry.path))
     except OSError as error:
         raise ValueError(
-            f"a folder of images must be one that can be read; got {error.filename or folder}: {error.strerror}: look "
-            "at its name and its permissions"
+            f"A folder of images must be readable; got {error.filename or folder} ({error.strerror}). Check its name "
+            "and permissions."
         ) from error
     return folders, images
 
@@ -172,30 +185,30 @@ def _decode(path: Path, mode: str, size: tuple[int, int] | None) -> torch.Tensor
 
     if ImageFile.LOAD_TRUNCATED_IMAGES:
         raise ValueError(
-            "what is missing of an image must not be made up; got PIL.ImageFile.LOAD_TRUNCATED_IMAGES = True, which "
-            f"would make it grey, before {path} was read: leave it False"
+            "PIL.ImageFile.LOAD_TRUNCATED_IMAGES must be False, since pillow fills missing pixels with grey; got True "
+            f"when {path} was read. Set it to False."
         )
     try:
         if not path.is_file():  # a pipe has no end
-            raise OSError("no file, or a link to none")
+            raise OSError("not a file, or a broken link")
         content = path.read_bytes()
         with Image.open(BytesIO(content)) as opened:
-            opened.verify()  # a PNG's checksums and its end, which reading the pixels leaves out; it takes 25 us
-        # Not from the file: pillow 13.0 maps a plain TIFF into memory as if it were turned already: rows mixed up.
+            opened.verify()  # in 25 us: a PNG's checksums and its end, which reading the pixels does not check
+        # Not from the file: pillow 13.0 maps a plain TIFF into memory as if it were rotated already, and mixes up rows.
         with Image.open(BytesIO(content)) as opened:
             if opened.mode.startswith(_DEEP):
-                raise TypeError(f"its mode {opened.mode} has more than 8 bits a channel, to be scaled to 0 .. 255")
+                raise TypeError(f"its mode {opened.mode} has more than 8 bits per channel; scale it to 0 .. 255")
             image = ImageOps.exif_transpose(opened)
-            if "transparency" in image.info:  # of a palette it can be of a kind that pillow warns of
+            if "transparency" in image.info:  # pillow warns of some kinds in a palette
                 image = image.convert("RGBA")
             image = image.convert(mode)
     except MemoryError:
         raise
-    except Exception as error:  # each of pillow's formats has errors of its own: SyntaxError, struct.error, ...
-        reason = "no image that pillow knows" if isinstance(error, UnidentifiedImageError) else error
+    except Exception as error:  # pillow's formats have their own errors: SyntaxError, struct.error, ...
+        reason = "not an image that pillow knows" if isinstance(error, UnidentifiedImageError) else error
         raise ValueError(
-            f"every image must be a whole file of 8 bits a channel that pillow can read; got {path}: {reason}: get it "
-            "anew, or remove it"
+            f"An image must be a complete file with 8 bits per channel that pillow can read; got {path} ({reason}). "
+            "Replace the file or remove it."
         ) from error
     if size is not None:
         image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)

@@ -1,11 +1,13 @@
-"""Random streams keyed by what they are for, the settings of a deterministic block, and digests of bits."""
+"""Random streams keyed by their purpose, the settings of a deterministic block, digests, and checks of numbers."""
 
+from ddp_loop.determinism.checks import check_count
 from ddp_loop.determinism.digests import Leaf, checksum, checksum_all, digest, leaves, same_bits
 from ddp_loop.determinism.seeding import (
     COLLATE,
     DRAWS,
     EVALUATION,
     SAMPLE,
+    logical_shift,
     next_key,
     permutation,
     preserved_streams,
@@ -16,6 +18,7 @@ from ddp_loop.determinism.seeding import (
     seed_step,
     seed_streams,
     seed_transform,
+    splitmix64,
     stream_key,
     streams,
 )
@@ -27,11 +30,13 @@ __all__ = [
     "EVALUATION",
     "SAMPLE",
     "Leaf",
+    "check_count",
     "checksum",
     "checksum_all",
     "deterministic",
     "digest",
     "leaves",
+    "logical_shift",
     "next_key",
     "permutation",
     "preserved_streams",
@@ -44,6 +49,7 @@ __all__ = [
     "seed_step",
     "seed_streams",
     "seed_transform",
+    "splitmix64",
     "stream_key",
     "streams",
 ]

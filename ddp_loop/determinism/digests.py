@@ -1,14 +1,13 @@
-"""Digests and checksums: whether two values have the same bits.
+"""Digests and checksums, which decide whether two values have the same bits.
 
-[Note: The sum] The bytes are read as words x_i of 32 bits, signed, the last one filled up with zeros:
+[Note: The sum] The bytes are read as signed words x_i of 32 bits, the last one padded with zeros:
 
     checksum = sum_i w_i x_i  mod 2^64,    w_i = a_(i // K) b_(i mod K)
 
-with odd a and b that look random, so that every w_i is odd. One flipped bit changes the sum by 2^b w_i, b < 32, which
-is never 0 mod 2^64: it is found for certain. Words that differ by less than 2^32 stand in 64 bits, so that also a swap
-of values that differ in their signs alone shows, as it would not if words had 64 bits (there w_i 2^63 = w_j 2^63).
-Whatever else differs is missed with a chance of about 2^-64. With weights 2 i + 1 it would be more: 2^20 values that
-are all multiplied by 4 would give the same sum.
+a and b are odd numbers that look random, so every w_i is odd. One flipped bit changes the sum by 2^b w_i with b < 32,
+which is never 0 mod 2^64, so a single flipped bit is always found. The words have 32 bits because with 64 a swap of two
+values that differ in sign alone would be missed (w_i 2^63 = w_j 2^63). Any other difference is missed with a
+probability of about 2^-64. Weights of 2 i + 1 are weaker: 2^20 values that are all multiplied by 4 give the same sum.
 """
 
 from __future__ import annotations
@@ -21,30 +20,22 @@ import numpy as np
 import torch
 
 from ddp_loop.accelerators import accelerator_of
+from ddp_loop.determinism.seeding import splitmix64
 
-# K: on the CPU words and weights stay in its cache; on a GPU a kernel is to be worth its launch.
+# K: on the CPU words and weights stay in the cache; on a GPU a kernel should be worth its launch.
 _WORDS, _WORDS_ELSEWHERE = 2**14 - 1, 2**22 - 1
-_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of splitmix64
 
 
 def _odd(count: int, stream: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers that look random, always the same ones; (count,) int64.
-
-    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014 (splitmix64).
-    """
-    numbers = torch.arange(1, count + 1, device=device).mul_(0x9E3779B97F4A7C15 - 2**64).add_(stream)
-    for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        numbers ^= (numbers >> shift) & (2 ** (64 - shift) - 1)
-        numbers *= factor
-    numbers ^= (numbers >> 31) & (2**33 - 1)
-    return numbers | 1
+    """Odd numbers that look random and are always the same; (count,) int64."""
+    return splitmix64(stream, torch.arange(1, count + 1, device=device)) | 1
 
 
 @torch.no_grad()
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in the order of its elements, whatever its strides; (W,) int32, filled up with zeros.
+    """The tensor's bytes in the order of its elements, whatever its strides; (W,) int32, padded with zeros.
 
-    A view where the elements lie in that order already and begin at a whole word, else a copy.
+    A view if the elements have that order in memory and start at a whole word, else a copy.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
@@ -58,26 +49,26 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _length(tensor: torch.Tensor) -> int:
-    """W, of `words`."""
+    """W of `words`."""
     return -(-tensor.numel() * tensor.element_size() // 4)
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """The checksum of a tensor's bits; shape (), int64, on its device, which nobody waits for."""
+    """The checksum of a tensor's bits: shape (), int64, on its device; the host does not wait for it."""
     return checksum_all([tensor])[0]
 
 
 @torch.no_grad()
 def checksum_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The checksum of each tensor, by [Note: The sum].
+    """The checksum of each tensor. See [Note: The sum].
 
-    Neither shape nor dtype is in it: zeros of any kind give 0. It takes memory for a few times K words.
+    Neither shape nor dtype enters: zeros of any kind give 0. The memory needed is a few times K words.
 
     Args:
-        tensors: T of them, with elements of any type, dense.
+        tensors: T dense tensors of any dtype.
 
     Returns:
-        (T,) int64, on the device of the first one; without one, (0,) on the CPU.
+        (T,) int64, on the device of the first tensor; (0,) on the CPU without one.
     """
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
@@ -97,7 +88,7 @@ def checksum_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _of_large(flat: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The sum over pieces of K words; shape ()."""
     pieces = flat.split(len(weights))
-    long = torch.empty_like(weights)  # one for all: fresh pages for each piece took longer than the sums
+    long = torch.empty_like(weights)  # reused: new memory pages for each piece took longer than the sums
     sums = torch.stack([_dot(long[: len(piece)].copy_(piece), weights[: len(piece)]) for piece in pieces])
     return (sums * _odd(len(pieces), 1, flat.device)).sum()
 
@@ -105,12 +96,12 @@ def _of_large(flat: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def _dot(long: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     if accelerator_of(long.device).is_host:
         return torch.dot(long, weights)
-    return long.mul_(weights).sum()  # there is no dot of whole numbers on a GPU
+    return long.mul_(weights).sum()  # torch has no dot product of integers on a GPU
 
 
 def _of_small(flats: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """Of tensors that fit one piece each, in a few operations for all; (T,)."""
-    factor = _odd(1, 1, weights.device)  # as `_of_large` of one piece
+    """The sums of tensors of at most one piece each, in a few operations for all; (T,)."""
+    factor = _odd(1, 1, weights.device)  # as in `_of_large` with one piece
     sums = []
     group: list[torch.Tensor] = []
     size = 0
@@ -132,7 +123,7 @@ Leaf = torch.Tensor | float | str | bytes | None
 
 
 def digest(value: Leaf) -> str:
-    """32 letters that are the same exactly if type, shape and bits are: the beginning of a SHA-256."""
+    """The first 32 hex digits of a SHA-256 of a value's type, shape and bits."""
     if not isinstance(value, torch.Tensor):
         return hashlib.sha256(f"{type(value).__name__} {value!r}".encode()).hexdigest()[:32]
     there = value.detach().to("cpu").contiguous()
@@ -143,7 +134,7 @@ def digest(value: Leaf) -> str:
 
 
 def leaves(name: str, value: object) -> Iterator[tuple[str, Leaf]]:
-    """The tensors, arrays, numbers and words below a nest of dicts, lists and tuples, each with its name."""
+    """The tensors, arrays, numbers and strings in nested dicts, lists and tuples, each with its name."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             yield from leaves(f"{name}.{key}", one)
@@ -161,9 +152,9 @@ _memcmp.argtypes, _memcmp.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have, NaN and all; a GPU is waited for.
+    """Whether two tensors of the same shape and dtype have the same bits, NaN included. The host waits for a GPU.
 
-    On the CPU by `memcmp`: 45 microseconds a MiB, where `torch.equal` takes 320 and finds NaN unlike itself.
+    The CPU compares by `memcmp`, 45 microseconds per MiB; `torch.equal` takes 320, and NaN is not equal to itself.
     """
     plain = type(one) is torch.Tensor and type(other) is torch.Tensor and one.is_contiguous() and other.is_contiguous()
     if plain and one.device == other.device and accelerator_of(one.device).is_host:

@@ -1,4 +1,15 @@
-"""Random streams that follow what is computed, not where: keyed by seed, step, shard or sample."""
+"""Random streams keyed by what is computed (seed, step, shard or sample), not by where it is computed.
+
+[Note: splitmix64] Keys and the numbers of `Draws` are made by one mixing function, which turns a counter into 64 bits
+that look random:
+
+    z = state + 0x9E3779B97F4A7C15 * counter
+    z = (z xor z >> 30) * 0xBF58476D1CE4E5B9
+    z = (z xor z >> 27) * 0x94D049BB133111EB
+    z = z xor z >> 31                                  all mod 2^64
+
+Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +25,17 @@ import torch
 from ddp_loop.accelerators import accelerator_of
 
 _MASK = (1 << 64) - 1
+_SIGNED = 1 << 64  # a constant above 2^63, less this, is the int64 with the same bits
 
-# The streams' purposes; two purposes never share a key.
+# The purposes of streams; two purposes never share a key.
 ORDER, SHARD, STEP, SAMPLE, DRAWS, TRANSFORM, COLLATE, EVALUATION = range(1, 9)
 
 
 def stream_key(*words: int) -> int:
-    """A 64-bit key that depends on every word and on their order: splitmix64 folded over them.
+    """A 64-bit key that depends on every word and on their order: splitmix64 folded over the words.
 
-    torch's CPU generator takes only the low 32 bits of a seed, so that seed + step would give streams that
-    overlap between runs; these bits are mixed.
-
-    Source: Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
+    torch's CPU generator uses only the low 32 bits of a seed. With seed + step, streams of different runs would
+    overlap; mixed bits prevent that. See [Note: splitmix64].
     """
     key = 0
     for word in words:
@@ -39,24 +49,50 @@ def _of_purpose(seed: int, purpose: int) -> int:
 
 
 def next_key(key: int, word: int) -> int:
-    """`stream_key` of the words of `key` and one more."""
+    """`stream_key` of the words that gave `key`, and of one more word."""
     key = (key + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
     key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
     return key ^ (key >> 31)
 
 
+def splitmix64(state: int | torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """Random 64-bit words, one for each state and counter. See [Note: splitmix64].
+
+    Args:
+        state: 64 bits: an int, or int64 of a shape that broadcasts with `counters`.
+        counters: int64, of any shape.
+
+    Returns:
+        int64, of the broadcast shape, on the device of `counters`.
+    """
+    if isinstance(state, int):
+        state = state - _SIGNED if state >= 2**63 else state
+    words: torch.Tensor = counters * (0x9E3779B97F4A7C15 - _SIGNED) + state
+    words ^= logical_shift(words, 30)
+    words *= 0xBF58476D1CE4E5B9 - _SIGNED
+    words ^= logical_shift(words, 27)
+    words *= 0x94D049BB133111EB - _SIGNED
+    words ^= logical_shift(words, 31)
+    return words
+
+
+def logical_shift(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int64 shifted to the right with zeros filled in; torch's own shift repeats the sign."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, on the CPU and every GPU."""
+    """Seed Python's, NumPy's and torch's generators, on the CPU and on every GPU."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def seed_streams(key: int, device: torch.device | None = None) -> None:
-    """Seed Python's, NumPy's and torch's generators, the latter of the CPU and of `device` alone.
+    """Seed Python's, NumPy's and torch's generators, torch's on the CPU and on `device` only.
 
-    Python's takes 4.8 microseconds, NumPy's 1.7, torch's 1.2 (`torch.manual_seed` 65 to 130).
+    Python's takes 4.8 microseconds, NumPy's 1.7, torch's 1.2 (`torch.manual_seed` takes 65 to 130).
     """
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
@@ -66,43 +102,63 @@ def seed_streams(key: int, device: torch.device | None = None) -> None:
 
 
 def seed_shard(seed: int, step: int, shard: int, device: torch.device, again: int = 0) -> None:
-    """Start shard number `shard` of update number `step` on random streams of its own: Python's, NumPy's, torch's.
+    """Seed Python's, NumPy's and torch's generators for one shard of one step.
 
-    `again` counts the passes over a step's shards before this one: 0 unless it has several.
+    The streams depend on (seed, step, shard, again) alone, so a shard draws the same on any number of ranks. `Step`
+    calls this before each shard; call it in a step that you write yourself::
+
+        dl.seed_shard(world.seed, iteration, shard.number, world.device)
+        loss = loss_function(model(inputs), targets)
+
+    Args:
+        seed: of the run, such as `world.seed`.
+        step: the number of the step, counted from 1.
+        shard: the number of the shard in the mini-batch, 0 .. S - 1.
+        device: whose torch generator is seeded, beside the CPU's.
+        again: the number of passes that the step made over its shards before this one.
     """
     seed_streams(next_key(next_key(next_key(_of_purpose(seed, SHARD), step), shard), again), device)
 
 
 def seed_step(seed: int, step: int, device: torch.device) -> None:
-    """Start what follows the shards of update number `step` on streams that all ranks share."""
+    """Seed Python's, NumPy's and torch's generators for the code after a step's shards.
+
+    The streams depend on (seed, step) alone, so all ranks draw the same numbers. `Step.fold` calls this; call it in a
+    step that you write yourself.
+
+    Args:
+        seed: of the run, such as `world.seed`.
+        step: the number of the step, counted from 1.
+        device: whose torch generator is seeded, beside the CPU's.
+    """
     seed_streams(next_key(_of_purpose(seed, STEP), step), device)
 
 
 def seed_evaluated(key: int, position: int, shard: int, device: torch.device) -> None:
-    """Start shard number `shard` of mini-batch `position` on its own stream of the evaluation that has this key."""
+    """Seed the generators for shard number `shard` of mini-batch `position` in the evaluation with this key."""
     seed_streams(next_key(next_key(key, position), shard), device)
 
 
 def seed_transform(seed: int, epoch: int, start: int, device: torch.device) -> None:
-    """Start the transform of the shard that begins with number `start` of an epoch on streams of its own."""
+    """Seed the generators for the transform of the shard whose first sample is number `start` of an epoch."""
     seed_streams(stream_key(seed, TRANSFORM, epoch, start), device)
 
 
 def permutation(seed: int, epoch: int, size: int) -> torch.Tensor:
-    """The order of an epoch's samples: int64, shape (size,), a function of seed and epoch alone."""
+    """The order of an epoch's samples, (size,) int64: `torch.randperm` seeded by (seed, epoch)."""
     generator = torch.Generator().manual_seed(stream_key(seed, ORDER, epoch))
     return torch.randperm(size, generator=generator)
 
 
 def streams(device: torch.device | None = None) -> tuple[Any, ...]:
-    """Where Python's, NumPy's and torch's generators are, the latter of the CPU and of `device`."""
+    """The states of Python's, NumPy's and torch's generators, torch's on the CPU and on `device`."""
     accelerator = None if device is None else accelerator_of(device)
     state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     return (*state, accelerator, None if accelerator is None else accelerator.random_state())
 
 
 def restore_streams(state: tuple[Any, ...]) -> None:
-    """Put the generators where `streams` found them."""
+    """Restore the states that `streams` returned."""
     python, numpy, torch_, accelerator, on_device = state
     random.setstate(python)
     np.random.set_state(numpy)
@@ -113,7 +169,7 @@ def restore_streams(state: tuple[Any, ...]) -> None:
 
 @contextmanager
 def preserved_streams(device: torch.device | None = None) -> Iterator[None]:
-    """Put Python's, NumPy's and torch's streams of the CPU and of `device` back, also after an exception."""
+    """Restore the generators of `streams` when the block ends, also after an exception."""
     state = streams(device)
     try:
         yield

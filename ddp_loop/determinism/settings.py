@@ -1,9 +1,9 @@
-"""What torch, cuDNN, cuBLAS and NCCL are told for the same bits twice: switched for a block, and put back behind it.
+"""The settings of torch, cuDNN, cuBLAS and NCCL that give the same bits twice, set for a block and then restored.
 
-[Note: When a variable counts] The environment is read late, and then kept: NCCL reads its variables when the first
-collective of a group starts, NCCL_NVLS_ENABLE once in a process; torch looks at CUBLAS_WORKSPACE_CONFIG at the
-process's first matrix product on a GPU. So a block is entered before `join_world`, and before work on a GPU. Whether
-a block is active is read from torch and from the environment; nothing of it is kept here.
+[Note: When a variable counts] Each library reads the environment late, and only once. NCCL reads its variables at the
+first collective of a group, and NCCL_NVLS_ENABLE once per process. torch reads CUBLAS_WORKSPACE_CONFIG at the process's
+first matrix product on a GPU. So enter a block before `join_world` and before work on a GPU. Whether a block is active
+is read from torch and from the environment; this module keeps no state.
 """
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ import torch
 import torch.distributed as dist
 
 from ddp_loop.accelerators import all_gpus
+from ddp_loop.determinism.checks import check_seed
 from ddp_loop.determinism.seeding import preserved_streams, seed_everything
 
-# What each is set to, and what else may stand there; large or small letters.
+# The value that a block sets, and other values that it accepts, in any case.
 _VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring",),
     "NCCL_PROTO": ("Simple",),
     "NCCL_NVLS_ENABLE": ("0",),
 }
+_OF_NCCL = [name for name in _VARIABLES if name.startswith("NCCL")]
+_ASSIGNMENTS = ", ".join(f"{name}={_VARIABLES[name][0]}" for name in _OF_NCCL)
 _REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 @dataclass(frozen=True)
 class DeterminismSettings:
-    """How everything is set that decides whether torch's results are the same twice.
+    """The settings that decide whether torch gives the same bits twice.
 
     Attributes:
-        algorithms: whether torch takes deterministic algorithms alone.
-        warn_only: whether it warns where there is none, instead of raising.
-        fill_uninitialized_memory: whether it then fills new tensors that are not initialized.
-        inductor: whether torch.compile chooses nothing by measuring.
-        cudnn_deterministic: whether cuDNN takes deterministic algorithms alone.
+        algorithms: whether torch uses deterministic algorithms only.
+        warn_only: whether torch warns, instead of raising, where it has no deterministic algorithm.
+        fill_uninitialized_memory: whether torch then fills new tensors that are not initialized.
+        inductor: whether torch.compile avoids choices by measurement.
+        cudnn_deterministic: whether cuDNN uses deterministic algorithms only.
         cudnn_benchmark: whether cuDNN measures which algorithm is the fastest.
-        environment: by name, the variables that cuBLAS and NCCL read; None for one that is not set.
+        environment: the variables of cuBLAS and NCCL by name; None for one that is not set.
     """
 
     algorithms: bool
@@ -55,35 +58,39 @@ class DeterminismSettings:
 
 @contextmanager
 def deterministic(seed: int | None = 0) -> Iterator[DeterminismSettings]:
-    """Give the same bits twice inside a `with`, on the same hardware with the same number of threads.
+    """Make two runs of a block give the same bits, on the same hardware and with the same number of threads.
+
+    For example::
 
         with dl.deterministic(seed=0) as former, dl.join_world(seed=0) as world:
             ...
 
-    torch takes deterministic algorithms alone and fills memory that is not initialized; cuDNN measures nothing;
-    CUBLAS_WORKSPACE_CONFIG=:4096:8; NCCL has one algorithm (NCCL_ALGO=Ring, NCCL_PROTO=Simple, NCCL_NVLS_ENABLE=0).
-    Python's, NumPy's and torch's streams, on the CPU and on every GPU, start from `seed`. `join_world` seeds anew, from
-    a seed of its own. Leaving puts all of it back, also after an exception, also out of a block in a block. On every
-    rank alike, and for the whole process: not in one of several threads.
+    torch uses deterministic algorithms only and fills uninitialized memory. cuDNN chooses nothing by measurement.
+    CUBLAS_WORKSPACE_CONFIG is :4096:8, and NCCL has one algorithm (NCCL_ALGO=Ring, NCCL_PROTO=Simple,
+    NCCL_NVLS_ENABLE=0). The generators of Python, NumPy and torch (on the CPU and every GPU) are seeded; `join_world`
+    seeds them again with its own seed. The end of the block restores all of it, also after an exception and also for
+    a block inside a block. Use the block on every rank alike, and not in one of several threads: it applies to the
+    whole process.
 
     Args:
-        seed: of the random streams; None leaves them alone, and does not put them back either.
+        seed: of the generators, 64 bits. None neither seeds nor restores them.
 
     Yields:
-        The former state.
+        DeterminismSettings: the settings before the block.
 
     Raises:
-        ValueError: an environment variable that contradicts, or a seed that is no whole number of 64 bits.
-        RuntimeError: NCCL was started before, with other variables. In the block: an operation that has no
-            deterministic form, by its name.
+        ValueError: an environment variable contradicts the block, or `seed` is not a whole number of 64 bits.
+        RuntimeError: NCCL was started before the block with other variables. Inside the block: an operation has no
+            deterministic form; the message names it.
     """
-    _check_seed(seed)
+    check_seed(seed)
     _check_environment()
-    _check_started()
+    if dist.is_available() and dist.is_initialized():
+        require_unstarted(str(dist.get_backend_config()))
     former = _read()
     try:
         with _seeded(seed):
-            _apply(_switched(former))
+            _apply(_strict(former))
             yield former
     except RuntimeError as error:
         _advise(error)
@@ -93,96 +100,79 @@ def deterministic(seed: int | None = 0) -> Iterator[DeterminismSettings]:
 
 
 def require_pinned(backends: str) -> None:
-    """Refuse NCCL in a block whose variables were changed since it was entered.
+    """Refuse to start NCCL in a block whose variables were changed after it was entered.
 
-    A block is taken for active where torch raises for what is not deterministic, cuBLAS is told to be, and one of
-    NCCL's variables is as a block sets it; elsewhere this does nothing.
+    A block is active if torch raises for operations that are not deterministic, and cuBLAS and at least one variable of
+    NCCL are set as a block sets them. Outside of a block this does nothing.
 
     Args:
-        backends: of a group that starts, such as "cpu:gloo,cuda:nccl".
+        backends: of the group that starts, such as "cpu:gloo,cuda:nccl".
 
     Raises:
-        RuntimeError: another of NCCL's variables stands otherwise.
+        RuntimeError: another variable of NCCL has another value.
     """
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    stand = {name: _stands(name) for name in _VARIABLES}
-    active = strict and stand.pop("CUBLAS_WORKSPACE_CONFIG") and any(stand.values())
-    if active and "nccl" in backends and not all(stand.values()):
+    active = strict and _is_set("CUBLAS_WORKSPACE_CONFIG") and any(map(_is_set, _OF_NCCL))
+    if active and "nccl" in backends and (found := _deviations()):
         raise RuntimeError(
-            f"in a deterministic block NCCL starts with {_assignments()}; got {_found(stand)}: leave these variables "
-            "alone inside the block"
+            f"In a deterministic block NCCL starts with {_ASSIGNMENTS}; got {found}. Do not change these variables "
+            "inside the block."
         )
 
 
-# -- what is refused ---------------------------------------------------------------------------------------
-
-
-def _check_seed(seed: object) -> None:
-    if seed is None:
-        return
-    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed must be a whole number of 64 bits, or None for streams that go on; got {seed!r}")
+# -- checks ------------------------------------------------------------------------------------------------
 
 
 def _check_environment() -> None:
     for name, (wanted, *others) in _VARIABLES.items():
-        if os.environ.get(name) and not _stands(name):
+        if os.environ.get(name) and not _is_set(name):
             also = "".join(f" or {other}" for other in others)
             raise ValueError(
-                f"a deterministic block takes {name}={wanted}{also}; got {name}={os.environ[name]}: unset it, and the "
-                "block sets it itself"
+                f"A deterministic block needs {name}={wanted}{also}; got {name}={os.environ[name]}. Unset it: the "
+                "block sets it."
             )
 
 
-def _check_started() -> None:
-    if dist.is_available() and dist.is_initialized():
-        require_unstarted(str(dist.get_backend_config()))
-
-
 def require_unstarted(backends: str) -> None:
-    """Refuse a block after NCCL was started, unless its variables stood before too.
+    """Refuse a block after NCCL was started with other variables.
 
     Args:
         backends: of the group that was started.
 
     Raises:
-        RuntimeError: one of NCCL's variables stands otherwise.
+        RuntimeError: a variable of NCCL has another value than a block sets.
     """
-    stand = {name: _stands(name) for name in _VARIABLES if name.startswith("NCCL")}
-    if "nccl" in backends and not all(stand.values()):
+    if "nccl" in backends and (found := _deviations()):
         raise RuntimeError(
-            f"NCCL is told {_assignments()} before a group starts; this one ({backends}) started with "
-            f"{_found(stand)}: enter deterministic() before join_world()"
+            f"NCCL needs {_ASSIGNMENTS} before a group starts; this group ({backends}) started with {found}. Enter "
+            "deterministic() before join_world()."
         )
 
 
-def _stands(name: str) -> bool:
-    """Whether the variable has a value that a block takes."""
+def _is_set(name: str) -> bool:
+    """Whether the variable has a value that a block accepts."""
     return os.environ.get(name, "").lower() in [value.lower() for value in _VARIABLES[name]]
 
 
-def _assignments() -> str:
-    return ", ".join(f"{name}={values[0]}" for name, values in _VARIABLES.items() if name.startswith("NCCL"))
-
-
-def _found(stand: Mapping[str, bool]) -> str:
-    values = {name: os.environ.get(name) for name, stands in stand.items() if not stands}
+def _deviations() -> str:
+    """NCCL's variables with values that a block does not accept, as text; empty without one."""
+    values = {name: os.environ.get(name) for name in _OF_NCCL if not _is_set(name)}
     return ", ".join(f"no {name}" if value is None else f"{name}={value}" for name, value in values.items())
 
 
 def _advise(error: RuntimeError) -> None:
-    """Put rule and remedy behind torch's own words about an operation that is not deterministic."""
+    """Add the rule and a remedy to torch's own error about an operation that is not deterministic."""
     text = str(error)
     refused = _REFUSED.search(text)
     if refused is not None:
         note = (
-            f"a deterministic block takes operations alone that give the same bits twice; {refused[1]} may not: take "
-            "another one in its place (torch.use_deterministic_algorithms lists them), or leave the block for it"
+            f"A deterministic block allows only operations that give the same bits twice; {refused[1]} may not. Use "
+            "another operation (torch.use_deterministic_algorithms lists them), or call it outside of the block."
         )
     elif "not deterministic because it uses CuBLAS" in text:
         note = (
-            "CUBLAS_WORKSPACE_CONFIG is looked at once, in a process's first matrix product on a GPU; here that came "
-            "before the deterministic block: enter it earlier, or start with CUBLAS_WORKSPACE_CONFIG=:4096:8"
+            "torch reads CUBLAS_WORKSPACE_CONFIG once, at a process's first matrix product on a GPU; here that came "
+            "before the deterministic block. Enter the block earlier, or start with CUBLAS_WORKSPACE_CONFIG=:4096:8."
         )
     else:
         return
@@ -190,7 +180,7 @@ def _advise(error: RuntimeError) -> None:
         error.add_note(note)
 
 
-# -- what is switched --------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------
 
 
 def _read() -> DeterminismSettings:
@@ -207,9 +197,9 @@ def _read() -> DeterminismSettings:
     )
 
 
-def _switched(former: DeterminismSettings) -> DeterminismSettings:
+def _strict(former: DeterminismSettings) -> DeterminismSettings:
     environment = {
-        name: former.environment[name] if _stands(name) else wanted for name, (wanted, *_) in _VARIABLES.items()
+        name: former.environment[name] if _is_set(name) else wanted for name, (wanted, *_) in _VARIABLES.items()
     }
     return DeterminismSettings(
         algorithms=True,
@@ -222,15 +212,15 @@ def _switched(former: DeterminismSettings) -> DeterminismSettings:
     )
 
 
-def _apply(switches: DeterminismSettings) -> None:
+def _apply(settings: DeterminismSettings) -> None:
     from torch._inductor import config
 
-    torch.use_deterministic_algorithms(switches.algorithms, warn_only=switches.warn_only)
-    config.deterministic = switches.inductor  # after torch's own, which sets it too
-    torch.utils.deterministic.fill_uninitialized_memory = switches.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.backends.cudnn.deterministic = switches.cudnn_deterministic
-    torch.backends.cudnn.benchmark = switches.cudnn_benchmark
-    for name, value in switches.environment.items():
+    torch.use_deterministic_algorithms(settings.algorithms, warn_only=settings.warn_only)
+    config.deterministic = settings.inductor  # after torch's function, which sets it too
+    torch.utils.deterministic.fill_uninitialized_memory = settings.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = settings.cudnn_deterministic
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+    for name, value in settings.environment.items():
         if value is None:
             os.environ.pop(name, None)
         else:
@@ -239,7 +229,7 @@ def _apply(switches: DeterminismSettings) -> None:
 
 @contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """Start all streams from the seed, and put them back; do neither for None."""
+    """Seed all generators, and restore them at the end; do neither for None."""
     if seed is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Traces of what each step computed, and how two runs compare."""
+"""Traces of the values in each step, and the comparison of two runs."""
 
 from ddp_loop.tracing.compare import compare_runs
 from ddp_loop.tracing.trace import TRACE

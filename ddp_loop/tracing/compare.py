@@ -1,16 +1,16 @@
-"""How far two runs' values are apart, and the first step, stage and tensor where they part.
+"""The distance between two runs' values, and the first step, stage and tensor in which they differ.
 
-[Note: Units] A difference is measured against the largest value of its tensor, in all steps for rows and numbers of
-the state; against a hundredth of that of its companions where that is more, for a tensor may be rounding and nothing
-else: for a gradient those are all gradients, for what an optimizer keeps of a parameter what it keeps of the others
-under the same name, for a buffer those of the same module and shape, for a parameter the one in the middle by size.
-The tolerance is what a few steps make of a sum's rounding: 1e-9 in float64, 1e-4 in float32, 2e-2 in narrower types,
-0 for whole numbers. So a gradient that is off by a percent is off by 100 tolerances. "Bits" are the last ones of that
-largest value which the difference reaches.
+[Note: Units] A difference is relative to the largest value of its tensor; for rows and numbers of the state, to the
+largest value in all steps. A tensor may consist of rounding errors only, so a hundredth of the largest value of its
+companions is used if that is more. The companions of a gradient are all gradients. Those of an optimizer's state of a
+parameter are its states of the same name for the other parameters. Those of a buffer are the buffers of the same module
+and shape. For parameters, the median of their largest values is used. The tolerance is the rounding of a sum after a
+few steps: 1e-9 in float64, 1e-4 in float32, 2e-2 in narrower types, 0 for integers. So an error of one percent in a
+float32 gradient is 100 tolerances. "Bits" is the number of last bits of the largest value that the difference reaches.
 
 [Note: Untouched elements] An element whose gradient was exactly 0 in every fold of both runs (a row of an embedding
-that no sample asked for) got the same update in both. What rounds there is a common factor at most, so its tolerance
-is 16 units of the last place: a decay by the wrong factor shows in such elements first.
+that no sample used) got the same update in both. Only a common factor can be rounded there, so the tolerance is 16
+units in the last place. A decay by a wrong factor shows in such elements first.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ _SHOWN = 5
 
 
 def compare_runs(one: Path, other: Path) -> tuple[bool, list[str]]:
-    """Whether two runs have the same bits in every step that both have, and lines that say where not.
+    """Compare the traces of two runs, bit by bit, in the steps that both have.
+
+    Args:
+        one: the folder of a run with `Loop(run_dir=..., trace=True)`.
+        other: the folder of another.
+
+    Returns:
+        Whether all bits are the same, and lines of text with the first difference.
 
     Raises:
-        ValueError: a run has no trace, or the two have other tensors or no step in common.
+        ValueError: a run has no trace, or the runs have different tensors or no common step.
     """
     traces = read_trace(one), read_trace(other)
     check_comparable(*traces)
     found = list(differences(*traces))
-    lines = [_run_text(trace) for trace in traces]
+    lines = [
+        f"{run.folder}: {counted(run.head['ranks'], 'rank')}, {counted(run.head['shards'], 'shard')}, {run.extent}"
+        for run in traces
+    ]
     if traces[0].head["shards"] != traces[1].head["shards"]:
-        lines.append(
-            "They cut mini-batches into different shards, so that only what is of the whole mini-batch is compared."
-        )
-    parting = [difference for _, difference in found if difference is not None]
-    if not parting:
+        lines.append("Their mini-batches have different shards, so only values of the whole mini-batch are compared.")
+    first = next((difference for _, difference in found if difference is not None), None)
+    if first is None:
         return True, [*lines, f"The same bits in all {len(found)} steps that both have."]
-    first = parting[0]
     before = [step for step, _ in found if step < first.step]
     if before:
         lines.append(f"The same bits from step {before[0]} to step {before[-1]}.")
     lines += [describe(first, traces[0].head["shards"] == traces[1].head["shards"]), *_afterwards(found, first.step)]
     return False, lines
-
-
-def _run_text(trace: Trace) -> str:
-    head, steps = trace.head, trace.numbers
-    extent = f"steps {steps[0]} to {steps[-1]}" if steps else "no whole step"
-    return f"{trace.folder}: {counted(head['ranks'], 'rank')}, {counted(head['shards'], 'shard')}, {extent}"
 
 
 def counted(number: int, what: str) -> str:
@@ -63,33 +64,32 @@ def counted(number: int, what: str) -> str:
 
 
 def describe(difference: Difference, same_shards: bool = True) -> str:
-    """A difference, and what it means that it comes first."""
+    """A first difference and its meaning, as text."""
     others = ""
     if difference.others:
         shown = ", ".join(f"`{name}`" for name in difference.others[:_SHOWN])
         more = len(difference.others) - _SHOWN
-        others = f" (and in the same stage {shown}{f' and {more} more' if more > 0 else ''})"
+        others = f" (in the same stage also {shown}{f' and {more} more' if more > 0 else ''})"
     if difference.stage == "start":
         return f"Before the first step: `{difference.name}` differs first{others}: {MEANING['start']}."
-    verb = "is in one run only, and is the first difference" if difference.is_missing else "differs first"
+    verb = "is the first difference, in one run only" if difference.is_missing else "differs first"
     where = f"Step {difference.step}, {difference.stage}: `{difference.name}` {verb}{others}."
-    return f"{where}\nWhat came before it is the same: {_meaning(difference, same_shards)}."
+    return f"{where}\nEverything before it is the same: {_meaning(difference, same_shards)}."
 
 
 def _meaning(difference: Difference, same_shards: bool) -> str:
-    """By the stage alone; in `forward` also by whether the loss is among what differs."""
     if difference.is_missing:
-        return "one run computes what the other does not"
+        return "one run computes a value that the other does not"
     if difference.stage == "fold" and not same_shards:
-        return "from the same samples, parameters and buffers other shards gave something else"
+        return "the same samples, parameters and buffers gave another result in other shards"
     names = (difference.name, *difference.others)
     if difference.stage == "forward" and not any(name.endswith((", loss", "output 0")) for name in names):
-        return "the losses are the same too, what was given beside them is not"
+        return "the losses are the same, too, but not the metrics or outputs beside them"
     return MEANING[difference.stage]
 
 
 def _afterwards(found: list[tuple[int, Difference | None]], first: int) -> list[str]:
-    """From which step on all is the same again, if it is."""
+    """The step from which on all bits are the same again, if there is one."""
     later = [(step, difference) for step, difference in found if step > first]
     for place, (step, _) in enumerate(later):
         if all(difference is None for _, difference in later[place:]):
@@ -100,8 +100,8 @@ def _afterwards(found: list[tuple[int, Difference | None]], first: int) -> list[
 _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 _NARROW = 2e-2
 _FLOOR = 1e-2
-_UNTOUCHED = 16.0  # units of the last place
-_SMALL = 1e-3  # rows below it are not told from 0 by their own size
+_UNTOUCHED = 16.0  # units in the last place
+_SMALL = 1e-3  # the least scale of a row
 KINDS = ("row", "gradient", "parameter", "buffer", "state")
 
 
@@ -110,9 +110,10 @@ class MaxDifference:
     """The largest difference of one kind of values.
 
     Attributes:
-        tolerances: in units of the tolerance.
-        bits: how many of the last ones.
-        name, step: of the tensor.
+        tolerances: the difference in units of the tolerance.
+        bits: the difference as a number of last bits.
+        name: of the tensor.
+        step: in which it occurs.
     """
 
     tolerances: float
@@ -123,7 +124,7 @@ class MaxDifference:
 
 @dataclass(frozen=True)
 class FirstMismatch:
-    """Of the first step and stage in which a value is off by more than the tolerance, the one that is off the most."""
+    """The worst value in the first step and stage with a difference above the tolerance."""
 
     step: int
     stage: str
@@ -131,12 +132,12 @@ class FirstMismatch:
     tolerances: float
 
     def is_worse(self, step: int, stage: str, tolerances: float) -> bool:
-        """Whether another value of the same stage is off by more."""
+        """Whether another value is of the same stage and has a larger difference."""
         return (step, stage) == (self.step, self.stage) and tolerances > self.tolerances
 
 
 def rounding_of(trace: Trace) -> float:
-    """The tolerance of what comes out of a job's arithmetic: that of its parameters' narrowest type."""
+    """The tolerance of a job's results: that of its parameters' narrowest dtype."""
     names = [name for _, name in trace.common(trace.numbers[0]) if kind_of(name) == "parameter"]
     forms = [trace.head["tensors"][name.removeprefix("parameter ")][0] for name in names]
     return max((_tolerance_of(getattr(torch, form.removeprefix("torch."))) for form in forms), default=0.0)
@@ -145,10 +146,12 @@ def rounding_of(trace: Trace) -> float:
 def compare_values(
     one: Trace, other: Trace, tolerance: float | None = None
 ) -> tuple[FirstMismatch | None, dict[str, MaxDifference]]:
-    """The first value that is off by more than its tolerance, and the largest difference of each kind.
+    """The first value with a difference above its tolerance, and the largest difference of each kind of values.
 
     Args:
-        tolerance: for all values; by default that of the widest rounding among a value's type and the parameters'.
+        one: a trace with values.
+        other: another.
+        tolerance: for all values; by default the larger one of a value's dtype and of the parameters' dtypes.
     """
     measure = _DifferenceMeter(tolerance or rounding_of(one), tolerance is not None)
     first: FirstMismatch | None = None
@@ -173,14 +176,14 @@ def compare_values(
 
 
 def is_close(one: float, other: float, tolerance: float) -> bool:
-    """Whether two numbers are the same up to the tolerance."""
+    """Whether two numbers are equal up to the relative tolerance."""
     if one == other or (math.isnan(one) and math.isnan(other)):
         return True
     return abs(one - other) <= tolerance * max(abs(one), abs(other), _SMALL)
 
 
 class _DifferenceMeter:
-    """Measures values step after step. See [Note: Units] and [Note: Untouched elements]."""
+    """Measures the values of one step after another. See [Note: Units] and [Note: Untouched elements]."""
 
     def __init__(self, rounding: float, is_given: bool) -> None:
         self._rounding, self._is_given = rounding, is_given
@@ -189,7 +192,7 @@ class _DifferenceMeter:
         self._untouched: dict[str, torch.Tensor] = {}  # by the parameter's name
 
     def compare(self, here: Values, there: Values) -> None:
-        """Take a step's values in."""
+        """Add the values of a step."""
         for values in (here, there):
             for (_, name), tensor in values.items():
                 if not _is_whole(tensor):
@@ -208,7 +211,7 @@ class _DifferenceMeter:
         return self._rounding if self._is_given else max(self._rounding, _tolerance_of(dtype))
 
     def __call__(self, name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, float]:
-        """How far two values are apart, in tolerances and in bits."""
+        """The difference of two values in tolerances and in bits."""
         kind = kind_of(name)
         if kind in ("gradient", "parameter", "buffer", "state") and one is not None:
             scale = _FLOOR * self._companions.get(_companions(name, one), 0.0)
@@ -232,7 +235,7 @@ class _DifferenceMeter:
 
 
 def _companions(name: str, tensor: torch.Tensor) -> str:
-    """Under what the largest value is kept that a tensor is measured against too. See [Note: Units]."""
+    """The key of a tensor's group of companions. See [Note: Units]."""
     kind = kind_of(name)
     if kind == "buffer":
         return f"{name.rpartition('.')[0]} {tuple(tensor.shape)}"
@@ -242,7 +245,7 @@ def _companions(name: str, tensor: torch.Tensor) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Row, gradient, parameter, buffer, or other state."""
+    """The kind of an entry, one of KINDS."""
     name = name.partition(", ")[2] if name.startswith("pass ") else name
     for kind, beginning in (("gradient", "gradient of "), ("parameter", "parameter "), ("buffer", "buffer ")):
         if name.startswith(beginning):
@@ -257,7 +260,7 @@ def _tolerance_of(dtype: torch.dtype) -> float:
 
 
 def gradient_scale(gradient: torch.Tensor, largest: float) -> float:
-    """What a gradient's differences are measured against; `largest` is the largest value of all gradients."""
+    """The scale of a gradient's differences; `largest` is the largest value of all gradients. See [Note: Units]."""
     return max(largest_of(gradient), _FLOOR * largest)
 
 
@@ -276,7 +279,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def apart(one: torch.Tensor | None, other: torch.Tensor | None, scale: float) -> tuple[float, float]:
-    """How far two values are apart, relative to the larger of their size and `scale`, and in bits of that."""
+    """The difference of two values, relative to the larger of their size and `scale`, and in bits of that."""
     nowhere = math.inf, math.inf
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return nowhere
@@ -288,7 +291,7 @@ def apart(one: torch.Tensor | None, other: torch.Tensor | None, scale: float) ->
         return nowhere
     difference = largest_of(here[~odd] - there[~odd])
     if not difference:
-        return 0.0, 0.0  # nan or infinite in the same places
+        return 0.0, 0.0  # NaN or infinite in the same places
     against = max(largest_of(one), scale)
     relative = difference / against if against else math.inf
     return relative, math.log2(1 + relative / torch.finfo(one.dtype).eps)

@@ -1,10 +1,10 @@
-"""Why two runs that cut mini-batches into other shards differ: other samples, or how losses grow with a shard.
+"""The reason why two runs with different shards differ: other samples, or a loss that scales with the shard.
 
-[Note: Diagnosis] Let shard s have the share a_s of the mini-batch, and let a_s g_s be what it adds to the gradient. If
-u_s exist for which sum_s(u_s g_s) is the gradient of the other run, then the losses are the same function, weighted
-otherwise. A sum of all u_s that is 1 is a mean over something else than the samples; one that is the ratio of the
-numbers of shards a sum over the samples, or a loss divided by the ranks. Where random numbers of the shard are in the
-way, loss and gradients that both have about that ratio say the same.
+[Note: Diagnosis] Let shard s have the share a_s of the mini-batch, and let it add a_s g_s to the gradient. If there are
+u_s for which sum_s(u_s g_s) is the gradient of the other run, then the losses are the same function with other weights.
+If the sum of all u_s is 1, the loss is a mean over something other than the samples. If it is the ratio of the numbers
+of shards, the loss is a sum over the samples, or was divided by the ranks. With random numbers in the shards no such
+u_s exist; then a loss and gradients that both have about that ratio indicate the same.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from ddp_loop.tracing.sample_sums import WHOLE, first_other
 from ddp_loop.tracing.trace import Trace
 
 _OF_A_SHARD = re.compile(r"(pass \d+, )?shard (\d+), (.*)", re.DOTALL)
-_FITS = 1e-3  # of the gradient, what may be left
-_NEAR = 0.02  # of a ratio that a fit gave
-_ABOUT = 0.2, 0.4  # of the loss's and the gradients' ratio, with random numbers in the way
+_FITS = 1e-3  # the allowed remainder, relative to the gradient
+_NEAR = 0.02  # the allowed error of a fitted ratio
+_ABOUT = 0.2, 0.4  # the allowed errors of the loss's and the gradients' ratio with random numbers
 
 SCALES = (
     "{found}: a loss that scales with the shard, since it is a sum over its samples (or was divided by the number of "
-    'ranks). Give a sum as step.backward(loss, reduction="sum"), or divide it by the shard\'s samples, '
-    "loss / len(inputs); a mean over tokens or boxes takes weight=, their number; and no loss is divided by the ranks."
+    'ranks). Pass a sum as step.backward(loss, reduction="sum"), or divide it by the shard\'s samples, '
+    "loss / len(inputs). Pass a mean over tokens or boxes with weight=, their number. Never divide a loss by the ranks."
 )
 GROWS = (
-    '{found}: a loss that grows with the number of shards, as a mean does that is given as reduction="sum", or was '
-    "multiplied by the number of ranks. Give the shard's mean to step.backward(loss), or its sum with "
+    '{found}: a loss that grows with the number of shards, since it is a mean passed with reduction="sum", or was '
+    "multiplied by the number of ranks. Pass the shard's mean to step.backward(loss), or its sum with "
     'reduction="sum".'
 )
 WEIGHS = (
-    "The shards' gradients make those of the other run if they are weighted by {weights}; by the samples it is "
+    "The shards' gradients give those of the other run with the weights {weights}; the weights by samples are "
     "{shares}. Is the loss a mean over something other than the samples (tokens, boxes)? Then give weight=, the "
     "shard's number of them, to step.backward."
 )
@@ -41,7 +41,7 @@ WEIGHS = (
 
 @dataclass(frozen=True)
 class OtherSample:
-    """The first sample that differs; `is_whole`: in a tensor of whole numbers."""
+    """The first sample that differs, and whether it is in an integer tensor."""
 
     step: int
     name: str
@@ -61,7 +61,7 @@ def other_sample(one: Trace, other: Trace) -> OtherSample | None:
 
 
 def _samples(trace: Trace, step: int) -> dict[str, torch.Tensor]:
-    """The sums of a mini-batch's samples, by part; without parts that a shard lacks."""
+    """The sums of a mini-batch's samples, by part, without parts that a shard lacks."""
     shards: dict[str, dict[int, torch.Tensor]] = {}
     all_shards: dict[str, set[int]] = {}
     for key, value in trace.of_shards(step).items():
@@ -82,29 +82,34 @@ def _split(name: str) -> tuple[str, int, str]:
     """`pass 2, shard 3, loss` as `pass 2, `, 3 and `loss`."""
     found = _OF_A_SHARD.fullmatch(name)
     if found is None:
-        raise ValueError(f"what is of a shard is named so; got {name!r}")
+        raise ValueError(f"An entry of a shard is named `shard S, NAME`; got {name!r}.")
     return found[1] or "", int(found[2]), found[3]
 
 
 def explain_loss(one: Trace, other: Trace, step: int, turn: str = "") -> str | None:
-    """What the shards' losses and gradients say of a mini-batch's that differ; None if nothing. See [Note: Diagnosis].
+    """The reason why the folded loss differs, from the shards' losses and gradients; None if unknown.
+
+    See [Note: Diagnosis].
 
     Args:
-        turn: of the step's passes, as names have it: "", "pass 2, ".
+        one: the trace of a run, with values.
+        other: that of another.
+        step: in which the fold differs.
+        turn: the prefix of the names of a pass, such as "pass 2, ".
     """
     few, many = one.head["shards"], other.head["shards"]
     if few == many:
         return None
-    if few > many:  # the finer cut is what is weighted
+    if few > many:  # the weights are those of the larger number of shards
         one, other, few, many = other, one, many, few
     wholes = [_folded(trace, step, turn) for trace in (one, other)]
     (loss, gradient), (other_loss, other_gradient) = wholes
     ratios = float(other_loss / loss), float(other_gradient.norm() / gradient.norm())
     shares, parts = _shards(other, step, turn)
     if len(parts) > 1 and len(parts[0]) == len(gradient):
-        said = _by_weights(gradient, parts, shares, (few, many), ratios[0])
-        if said is not None:
-            return said
+        reason = _by_weights(gradient, parts, shares, (few, many), ratios[0])
+        if reason is not None:
+            return reason
     for ratio, text in ((few / many, SCALES), (many / few, GROWS)):
         if all(abs(each / ratio - 1) < about for each, about in zip(ratios, _ABOUT, strict=True)):
             return text.format(found=_found(ratios[0], few, many))
@@ -118,7 +123,7 @@ def _found(ratio: float, few: int, many: int) -> str:
 def _by_weights(
     gradient: torch.Tensor, parts: torch.Tensor, shares: torch.Tensor, cut: tuple[int, int], ratio: float
 ) -> str | None:
-    """What the weights say with which the shards' gradients make the other run's; None if none do, or the usual."""
+    """The reason given by weights u_s that fit the other run; None if none fit, or if they are the shares."""
     few, many = cut
     factors = torch.linalg.lstsq(parts.T, gradient.unsqueeze(1), driver="gelsd").solution[:, 0]
     left = float((factors @ parts - gradient).norm() / gradient.norm())
@@ -130,13 +135,13 @@ def _by_weights(
         if abs(total / expected - 1) < _NEAR:
             return text.format(found=_found(ratio, few, many))
     if abs(total - 1) < _NEAR and bool((weights > -_NEAR).all()) and bool(((weights - shares).abs() > _FITS).any()):
-        said = [", ".join(f"{one:.3g}" for one in each.tolist()) for each in (weights, shares)]
-        return WEIGHS.format(weights=said[0], shares=said[1])
+        texts = [", ".join(f"{one:.3g}" for one in each.tolist()) for each in (weights, shares)]
+        return WEIGHS.format(weights=texts[0], shares=texts[1])
     return None
 
 
 def _folded(trace: Trace, step: int, turn: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mini-batch's loss, and of its gradients what `sparse_part` takes."""
+    """The mini-batch's loss, and `sparse_part` of its gradients."""
     values = trace.values(step)
     begin = f"{turn}gradient of "
     names = sorted(name for stage, name in values if stage == "fold" and name.startswith(begin))
@@ -145,7 +150,7 @@ def _folded(trace: Trace, step: int, turn: str) -> tuple[torch.Tensor, torch.Ten
 
 
 def _shards(trace: Trace, step: int, turn: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each shard's share, (S,), and what it adds to the gradients, (S, elements)."""
+    """The share of each shard, (S,), and its part of the gradients, (S, elements)."""
     weights: dict[int, float] = {}
     gradients: dict[int, dict[str, torch.Tensor]] = {}
     for key, value in trace.of_shards(step).items():
@@ -166,7 +171,7 @@ def _shards(trace: Trace, step: int, turn: str) -> tuple[torch.Tensor, torch.Ten
 
 
 def sparse_part(gradient: torch.Tensor, most: int = 4096) -> torch.Tensor:
-    """Some elements of a gradient, float64 on the CPU: enough to see how gradients depend on each other linearly."""
+    """Some elements of a gradient, float64 on the CPU: enough to find linear relations between gradients."""
     flat = gradient.detach().reshape(-1)
     flat = flat[:: max(1, -(-len(flat) // most))].to("cpu")
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).to(torch.float64, copy=True)

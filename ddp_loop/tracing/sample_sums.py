@@ -1,8 +1,8 @@
-"""A shard's samples as a few numbers each, so that mini-batches that were cut differently can be compared.
+"""A few numbers for each sample, by which mini-batches with different shards are compared.
 
-[Note: Sample sums] Of each sample four sums are kept, in float64: of its values, of their magnitudes, of the values
-weighted by cos(1), cos(2), and so on, and their number; and how far two such sums may be apart, relative to that of
-the magnitudes. One value that is off shows in the sums, and so do values that changed places.
+[Note: Sample sums] Each sample has four numbers in float64: the sum of its values, the sum of their magnitudes, the sum
+of the values weighted by cos(1), cos(2), and so on, and the number of values. A fifth is the allowed difference between
+two sums, relative to the sum of the magnitudes. A wrong value changes the sums, and so do swapped values.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 SUM, WEIGHTED, SIZE, COUNT, ROUNDING, WHOLE = range(6)  # the columns of a sample's sums
-_ULPS = 64  # what a transform of the samples may round differently on other shards
-_MOST = 2e-2  # of types narrower than float32
-_LEAST = 1e-12  # what summing whole numbers rounds
+_ULPS = 64  # the rounding of a transform on other shards
+_MOST = 2e-2  # the bound for types narrower than float32
+_LEAST = 1e-12  # the rounding of a sum of integers
 
 
 def sums_of_samples(data: Any, count: int) -> dict[str, torch.Tensor]:
-    """For each part of a shard's data that has a value per sample its sums, (n, 6) float64, by name.
+    """The sums of each part of a shard's data, (n, 6) float64, by name.
 
-    A part is a tensor with a row per sample, or a list with an entry for each.
+    A part is a tensor with one row per sample, or a list with one entry per sample.
     """
     return dict(_parts("part", data, count)) if count else {}
 
@@ -34,15 +34,10 @@ def _parts(name: str, data: Any, count: int) -> Iterator[tuple[str, torch.Tensor
         for key, value in data.items():
             yield from _parts(f"{name} {key}", value, count)
     elif isinstance(data, tuple | list):
-        found = list(_of_parts(name, data, count))
+        found = [part for number, value in enumerate(data) for part in _parts(f"{name} {number}", value, count)]
         yield from found
         if not found and isinstance(data, list) and len(data) == count:
             yield from _of_samples(name, data)
-
-
-def _of_parts(name: str, data: tuple[Any, ...] | list[Any], count: int) -> Iterator[tuple[str, torch.Tensor]]:
-    for number, value in enumerate(data):
-        yield from _parts(f"{name} {number}", value, count)
 
 
 def _of_samples(name: str, samples: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,16 +73,16 @@ def _of_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def first_other(one: torch.Tensor, other: torch.Tensor) -> int | None:
-    """The first of the samples that differs by more than rounding; None also where they cannot be compared.
+    """The first sample that differs by more than rounding; None without one, or if they cannot be compared.
 
-    Rows of other lengths were padded, to what is longest in a shard.
+    Rows of different lengths cannot: they were padded to the longest row in a shard.
     """
     if one.shape != other.shape or not torch.equal(one[:, COUNT], other[:, COUNT]):
         return None
     sums = [SUM, WEIGHTED, SIZE]
     here, there = one[:, sums], other[:, sums]
     same = (here == there) | (here.isnan() & there.isnan())
-    size = torch.minimum(one[:, SIZE], other[:, SIZE])  # of values that are finite in one of them
+    size = torch.minimum(one[:, SIZE], other[:, SIZE])  # finite if one of the two is
     bound = (size * one[:, ROUNDING]).unsqueeze(1)
     bad = (~same & ~((here - there).abs() <= bound)).any(1).nonzero()
     return int(bad[0]) if len(bad) else None

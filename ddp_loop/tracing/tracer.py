@@ -1,17 +1,16 @@
-"""A trace: what each step of a run computed, as digests, so that two runs can be held against each other.
+"""Writing of traces: digests of the values in each step, for a comparison of two runs.
 
-[Note: Stages] A step goes through stages, in this order: `data` (which samples, what each shard was handed),
-`forward` (each shard's loss and metrics), `backward` (each shard's gradients), `fold` (the mini-batch's loss,
-metrics, gradients and buffers), `optimizer` (parameters, buffers and everything else in the state, when the step is
-over). Step 0 has the stage `start`. The first digest that differs between two runs says where they part. What is of a
-shard stands in the file of the rank that had it; what is of the whole mini-batch in every rank's, and is the same in
-all.
+[Note: Stages] A step has these stages, in order: `data` (the samples, and each shard's data), `forward` (each shard's
+loss and metrics), `backward` (each shard's gradients), `fold` (the mini-batch's loss, metrics, gradients and buffers),
+`optimizer` (parameters, buffers and everything else in the state, at the end of the step). Step 0 has the stage
+`start`. The first digest that differs shows where two runs diverge. The values of a shard are in the file of its rank;
+those of the whole mini-batch are in every rank's file, and are the same in all.
 
-[Note: Followed gradients] Where a gradient is rounding and nothing else (of a bias in front of a batch norm, of a key's
-bias in attention), Adam makes a whole step of it, and two sound runs part. So a watch can have a run follow another:
-behind each fold every element of a gradient that is the other run's up to rounding becomes the other run's. From the
-same gradients the same state must come, in all its tensors; no element needs to be left out. Ten times the tolerance is
-taken over, and hides nothing: the trace has the gradients as they were before, and these are compared.
+[Note: Followed gradients] Some gradients consist of rounding errors only (of a bias before a batch norm, of a key's
+bias in attention). Adam makes a full step of them, and two correct runs diverge. So a run can follow another: after
+each fold, every gradient element that equals the other run's up to rounding is replaced by the other run's. The same
+gradients must give the same state, in every element of every tensor. Elements within ten tolerances are replaced. That
+hides nothing: the trace has the gradients before the replacement, and they are compared.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from ddp_loop.tracing.diagnosis import sparse_part
 from ddp_loop.tracing.sample_sums import sums_of_samples
 from ddp_loop.tracing.trace import EVALUATIONS, VERSION
 
-_AMPLE = 10  # tolerances within which a gradient is taken over
+_AMPLE = 10  # tolerances within which an element of a gradient is replaced
 
 
 @dataclass
 class TraceRequest:
-    """What every Loop of this process leaves a trace in, whatever its arguments.
+    """A request that every Loop of this process writes a trace with values, whatever its arguments.
 
     Attributes:
-        folder: where; each Loop has a folder of its own in it, in the order in which they are made.
-        steps: a Loop ends after so many.
-        followed: where another run's traces lie whose gradients are taken. See [Note: Followed gradients].
-        rounding: how far a gradient may be from that one to be taken for the same, relative.
-        loops: how many there were.
+        folder: of the traces; each Loop has its own folder in it, numbered in the order of creation.
+        steps: after which a Loop ends.
+        followed: the folder of another run, whose gradients are used. See [Note: Followed gradients].
+        rounding: the relative difference up to which two gradients are the same.
+        loops: the number of Loops so far.
     """
 
     folder: Path
@@ -57,26 +56,26 @@ class TraceRequest:
     loops: int = field(default=0)
 
 
-_WATCH: ContextVar[TraceRequest | None] = ContextVar("watch", default=None)
+_REQUEST: ContextVar[TraceRequest | None] = ContextVar("trace request", default=None)
 
 
 @contextmanager
-def watching(watch: TraceRequest) -> Iterator[None]:
-    """Have every Loop that is made inside leave a trace with values, and end early."""
-    token = _WATCH.set(watch)
+def tracing(request: TraceRequest) -> Iterator[None]:
+    """Apply the request to every Loop that is made inside the block."""
+    token = _REQUEST.set(request)
     try:
         yield
     finally:
-        _WATCH.reset(token)
+        _REQUEST.reset(token)
 
 
 def current_trace_request() -> TraceRequest | None:
-    """What this process is watched by, if it is."""
-    return _WATCH.get()
+    """The request that applies to this process, if any."""
+    return _REQUEST.get()
 
 
 def _is_long(value: torch.Tensor | float) -> bool:
-    """Whether a whole number fits no tensor; such a one is compared as a word."""
+    """Whether an integer does not fit a tensor; only its digest is compared."""
     return isinstance(value, int) and abs(value) >= 2**63
 
 
@@ -84,10 +83,12 @@ class Tracer:
     """Writes the trace of one rank of one loop.
 
     Args:
-        folder: where rank-K.jsonl is written.
-        batches, state: of the loop.
-        ordered: whether the loop's fold is.
-        values: whether rank 0 also keeps what is of the whole mini-batch itself, not just digests.
+        folder: of rank-K.jsonl.
+        batches: of the loop.
+        state: of the loop.
+        ordered: whether the loop's fold has a fixed order.
+        values: whether to keep values beside the digests: rank 0 those of the mini-batch, each rank those of its
+        shards.
     """
 
     def __init__(
@@ -101,12 +102,12 @@ class Tracer:
     ) -> None:
         world = batches.world
         self._state, self._indices = state, batches.indices
-        watch = current_trace_request() if values else None
+        request = current_trace_request() if values else None
         self._world, self._rank = world, world.rank
         self._of_shards = folder if values else None
         self._values = folder if values and world.rank == 0 else None
-        self._followed = None if watch is None or watch.followed is None else watch.followed / folder.name
-        self._rounding = 0.0 if watch is None else watch.rounding
+        self._followed = None if request is None or request.followed is None else request.followed / folder.name
+        self._rounding = 0.0 if request is None else request.rounding
         self._step, self._largest = 0, 0.0
         self._kept_of_shards: dict[str, torch.Tensor] = {}
         floating = [one.dtype for one in find_parameters(state).values()]
@@ -115,7 +116,7 @@ class Tracer:
         self._entries: list[tuple[str, str, str]] = []
         self._mini_batch: MiniBatch | None = None
         self._pass = ""
-        self.is_new = True  # nothing was written
+        self.is_new = True  # nothing is written yet
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"rank-{world.rank}.jsonl").open("w", encoding="utf-8")
         tensors = {name: [str(one.dtype), list(one.shape)] for name, one in find_tensors(state).items()}
@@ -132,19 +133,14 @@ class Tracer:
     def _record(self, stage: str, name: str, value: Leaf, *, keep: bool = False) -> None:
         self._entries.append((stage, f"{self._pass}{name}", digest(value)))
         if keep and self._values is not None and not isinstance(value, str | bytes | None) and not _is_long(value):
-            there = (
-                value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=self._number(value))
-            )
+            dtype = self._dtype if isinstance(value, float) else torch.int64  # a float is as precise as the parameters
+            there = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
             self._kept[f"{stage}: {self._pass}{name}"] = there.to("cpu").contiguous().clone()
-
-    def _number(self, value: float) -> torch.dtype:
-        """A number of the state came out of the job's own arithmetic, and is as exact as that."""
-        return self._dtype if isinstance(value, float) else torch.int64
 
     # -- stages --------------------------------------------------------------------------------------------
 
     def start(self, iteration: int) -> None:
-        """What the loop begins with, after `iteration` steps."""
+        """Record the initial state of the loop, after `iteration` steps."""
         self.is_new = False
         self._step = iteration
         if self._values is not None:
@@ -153,14 +149,14 @@ class Tracer:
         self._write(iteration)
 
     def begin(self, mini_batch: MiniBatch, number: int) -> None:
-        """Pass number `number` over a mini-batch."""
+        """Begin pass number `number`, counted from 0, over a mini-batch."""
         self._mini_batch = mini_batch
         self._step += number == 0
         self._pass = "" if number == 0 else f"pass {number + 1}, "
         self._record("data", "samples", self._indices(mini_batch.epoch, mini_batch.start, mini_batch.samples))
 
     def data(self, shard: int, data: Any) -> None:
-        """What a shard was handed."""
+        """Record a shard's data."""
         for number, tensor in enumerate(tensors_in(data)):
             self._record("data", f"shard {shard}, part {number}", tensor)
         if self._of_shards is not None and self._mini_batch is not None:
@@ -169,14 +165,14 @@ class Tracer:
                 self._kept_of_shards[f"data: {self._pass}shard {shard}, {name}"] = rows
 
     def forward(self, shard: int, values: Mapping[str, Leaf]) -> None:
-        """A shard's loss, metrics, weight, or outputs."""
+        """Record a shard's loss, metrics, weight or outputs."""
         for name, value in values.items():
             self._record("forward", f"shard {shard}, {name}", value)
         if self._of_shards is not None and isinstance(weight := values.get("weight"), float):
             self._kept_of_shards[f"forward: {self._pass}shard {shard}, weight"] = torch.tensor(weight)
 
     def backward(self, number: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """The gradients of this rank's shard number `number`, counted from 0."""
+        """Record the gradients of this rank's shard number `number`, counted from 0."""
         if self._mini_batch is not None:
             shard = self._mini_batch.shards[number].number
             for name, gradient in gradients.items():
@@ -186,7 +182,7 @@ class Tracer:
                     self._kept_of_shards[key] = sparse_part(gradient)
 
     def folded(self, metrics: Sequence[str], values: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
-        """The mini-batch's loss and metrics, (1 + metrics,), its gradients, and the buffers."""
+        """Record the mini-batch's loss and metrics, (1 + metrics,), its gradients, and the buffers."""
         for name, value in zip(("loss", *metrics), values, strict=True):
             self._record("fold", name, value, keep=True)
         for name, gradient in gradients.items():
@@ -197,7 +193,7 @@ class Tracer:
             self._follow(self._followed / f"step-{self._step}.safetensors", gradients)
 
     def _follow(self, path: Path, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Take the other run's gradients where they are the same up to rounding. See [Note: Followed gradients]."""
+        """Use the other run's gradients where they are equal up to rounding. See [Note: Followed gradients]."""
         from safetensors import safe_open
 
         if not path.exists():
@@ -223,7 +219,7 @@ class Tracer:
         self._world.on_evaluated = note
 
     def end(self, iteration: int) -> None:
-        """A step is over."""
+        """Record the state at the end of a step."""
         self._pass = ""
         self._record_state("optimizer")
         self._write(iteration)
@@ -237,7 +233,7 @@ class Tracer:
 
     def _record_state(self, stage: str) -> None:
         names: dict[torch.Tensor, str] = {one: name for name, one in find_parameters(self._state).items()}
-        for prefix, value in self._state.items():  # before the parameters, which follow from them
+        for prefix, value in self._state.items():  # before the parameters, which depend on it
             for name, leaf in kept_by(prefix, value, names):
                 self._record(stage, name, leaf, keep=True)
         for parameter, name in names.items():
@@ -251,16 +247,13 @@ class Tracer:
         line = {"step": iteration, "entries": self._entries}
         self._file.write(json.dumps(line) + "\n")
         self._entries = []
-        if self._values is not None:
-            from safetensors.torch import save_file
-
-            save_file(self._kept, self._values / f"step-{iteration}.safetensors")
-            self._kept = {}
         if self._of_shards is not None:
             from safetensors.torch import save_file
 
+            if self._values is not None:
+                save_file(self._kept, self._values / f"step-{iteration}.safetensors")
             save_file(self._kept_of_shards, self._of_shards / f"shards-{self._rank}-{iteration}.safetensors")
-            self._kept_of_shards = {}
+            self._kept, self._kept_of_shards = {}, {}
 
     def close(self) -> None:
         """Close the file."""

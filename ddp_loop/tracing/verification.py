@@ -1,4 +1,4 @@
-"""`python -m ddp_loop verify SCRIPT`: the user's own script on several numbers of ranks, held against each other."""
+"""`python -m ddp_loop verify SCRIPT`: runs of a script on several numbers of ranks, and their comparison."""
 
 from __future__ import annotations
 
@@ -24,41 +24,43 @@ from ddp_loop.tracing.compare import (
 )
 from ddp_loop.tracing.diagnosis import explain_loss, other_sample
 from ddp_loop.tracing.trace import MEANING, STAGES, Trace, check_comparable, differences, first_difference, read_trace
-from ddp_loop.tracing.tracer import TraceRequest, watching
+from ddp_loop.tracing.tracer import TraceRequest, tracing
 
 
 class CannotVerify(Exception):
-    """The script gave nothing that could be compared."""
+    """The script failed, or made no step that could be compared."""
 
 
 # -- runs --------------------------------------------------------------------------------------------------
 
 
-def run_watched(script: str, arguments: Sequence[str], watch: TraceRequest) -> None:
-    """Run a script on this rank as its launcher would, leaving traces in the watch's folder."""
+def run_traced(script: str, arguments: Sequence[str], request: TraceRequest) -> None:
+    """Run a script on this rank as its launcher would, with traces and output in the request's folder."""
     rank, before = os.environ["RANK"], (sys.argv, list(sys.path))
     sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).resolve().parent)]
-    printed = (watch.folder / f"output-{rank}.txt").open("w", encoding="utf-8", errors="backslashreplace", buffering=1)
-    with printed, redirect_stdout(printed), redirect_stderr(printed), watching(watch):
+    path = request.folder / f"output-{rank}.txt"
+    printed = path.open("w", encoding="utf-8", errors="backslashreplace", buffering=1)
+    with printed, redirect_stdout(printed), redirect_stderr(printed), tracing(request):
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as ending:
             if ending.code not in (None, 0):
-                raise RuntimeError(f"the script ended by sys.exit({ending.code!r})") from None
+                raise RuntimeError(f"The script ended by sys.exit({ending.code!r}).") from None
         finally:
             sys.argv, sys.path[:] = before
 
 
 @dataclass(frozen=True)
 class VerifyJob:
-    """What is verified.
+    """A script to verify.
 
     Attributes:
-        script, arguments: the user's.
-        steps: of each Loop, at most.
-        timeout_s: for each run, in seconds.
-        tolerance: for all values, relative; by default it follows from their types.
-        start: calls a function on so many ranks, as `launch` does.
+        script: its path.
+        arguments: of its command line.
+        steps: the maximum number of steps of each Loop.
+        timeout_s: of each run, in seconds.
+        tolerance: relative, for all values; by default it depends on their dtypes.
+        start: calls a function on a number of ranks, as `launch` does.
     """
 
     script: Path
@@ -72,35 +74,39 @@ class VerifyJob:
 def run_on(
     ranks: int, job: VerifyJob, folder: Path, followed: Path | None = None, rounding: float = 0.0
 ) -> list[Trace]:
-    """Run the script on so many ranks; a trace for each Loop that it made.
+    """Run the script on a number of ranks, and read the trace of each of its Loops.
 
     Args:
-        followed, rounding: the folder of a run whose gradients it takes where its own are the same up to rounding.
+        ranks: their number.
+        job: the script.
+        folder: of the traces.
+        followed: the folder of a run whose gradients are used if they are equal up to rounding.
+        rounding: the relative difference up to which they are.
 
     Raises:
-        CannotVerify: it failed, or made no step.
+        CannotVerify: the script failed, or made no step.
     """
     folder.mkdir(parents=True)
     try:
-        watch = TraceRequest(folder, job.steps, followed, rounding)
-        job.start(run_watched, ranks, str(job.script), list(job.arguments), watch, timeout_s=job.timeout_s)
+        request = TraceRequest(folder, job.steps, followed, rounding)
+        job.start(run_traced, ranks, str(job.script), list(job.arguments), request, timeout_s=job.timeout_s)
     except RankFailed as error:
         raise CannotVerify(f"{job.script} fails on {_ranks(ranks)}:\n{error}\n{_printed(folder)}") from error
     traces = [read_trace(loop) for loop in sorted(folder.glob("loop-*"))]
-    traces = [trace for trace in traces if trace.numbers]  # without those that were made and never gone through
+    traces = [trace for trace in traces if trace.numbers]  # without Loops that were never iterated over
     if not any(trace.numbers[1:] for trace in traces):
         raise CannotVerify(
-            f"a script is verified by the steps of its Loop; {job.script} made none on {_ranks(ranks)}: does it need "
-            "arguments (verify SCRIPT -- ARGUMENTS), train without dl.Loop, or start ranks of its own (dl.launch), "
-            f"which verify must do itself?\n{_printed(folder)}"
+            f"verify compares the steps of a Loop; {job.script} made none on {_ranks(ranks)}. Does it need arguments "
+            "(verify SCRIPT -- ARGUMENTS), train without dl.Loop, or start its own ranks (dl.launch)? verify starts "
+            f"them itself.\n{_printed(folder)}"
         )
     return traces
 
 
 def _printed(folder: Path, lines: int = 12) -> str:
     path = folder / "output-0.txt"
-    said = path.read_text(encoding="utf-8").splitlines()[-lines:] if path.exists() else []
-    return "\n".join(["What its rank 0 printed last:", *(f"  {line}" for line in said)]) if said else ""
+    last = path.read_text(encoding="utf-8").splitlines()[-lines:] if path.exists() else []
+    return "\n".join(["The last output of rank 0:", *(f"  {line}" for line in last)]) if last else ""
 
 
 def _ranks(ranks: int) -> str:
@@ -111,13 +117,18 @@ def _ranks(ranks: int) -> str:
 
 
 def verify(job: VerifyJob, ranks: Sequence[int], say: Callable[[str], None]) -> bool:
-    """Run a script on each number of ranks, say how they differ, and return whether they are equal.
+    """Run a script on each number of ranks, report the differences, and return whether the runs are equal.
 
-    With the same shards in an ordered fold equal are runs of the same bits, else those whose differences stay within
-    the tolerances. The first number of ranks is what the others are held against; inside each run its ranks are.
+    Each run is compared with the first, and inside each run the ranks are compared with each other. With the same
+    shards in an ordered fold, equal runs have the same bits. Otherwise their differences are within the tolerances.
+
+    Args:
+        job: the script.
+        ranks: the numbers of ranks; the first is the reference.
+        say: called with each line of the report.
 
     Raises:
-        CannotVerify: the script fails on some number of ranks, or made no step.
+        CannotVerify: the script fails on some number of ranks, or makes no step.
     """
     equal, same_bits, steps = True, True, 0
     with tempfile.TemporaryDirectory(prefix="ddp_loop-verify-") as folder:
@@ -141,17 +152,20 @@ def verify(job: VerifyJob, ranks: Sequence[int], say: Callable[[str], None]) -> 
     if equal:
         what = "the same bits" if same_bits else "the same numbers, up to rounding"
         say(
-            f"\nEQUAL on {', '.join(map(str, ranks))} ranks: {what}, in what the state holds after "
-            f"{counted(steps, 'step')}."
+            f"\nEQUAL on {', '.join(map(str, ranks))} ranks: {what}, in the whole state after {counted(steps, 'step')}."
         )
     return equal
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What is wrong with a run, lines with its largest differences, and whether it has the reference's bits.
+    """The result of a comparison.
 
-    `may_be_rounding` says that the problem comes behind an optimizer's step, which may make much of little.
+    Attributes:
+        problem: the difference and its meaning; None if the runs are equal.
+        lines: the largest differences.
+        same_bits: whether all bits are the same.
+        may_be_rounding: whether the problem follows an optimizer's step, which can enlarge rounding errors.
     """
 
     problem: str | None
@@ -161,24 +175,24 @@ class _Verdict:
 
 
 def _replicas(trace: Trace) -> str | None:
-    """What is wrong if the ranks of one run do not have the same state."""
+    """The problem if the ranks of one run do not have the same state."""
     for step in trace.numbers:
         for rank in range(1, len(trace.steps)):
             found = first_difference(step, trace.common(step), trace.common(step, rank))
             if found is not None:
                 return (
-                    f"Its ranks 0 and {rank} have different values: every rank must compute the same from the fold on. "
-                    f"{describe(found)} Let every rank decide on folded values alone: the result of "
-                    "step.fold, step.gather, dl.evaluate."
+                    f"Ranks 0 and {rank} have different values, but every rank must compute the same after the fold. "
+                    f"{describe(found)} Let every rank decide by folded values only: the results of step.fold, "
+                    "step.gather and dl.evaluate."
                 )
     return None
 
 
 def _against(reference: list[Trace], found: list[Trace], first: int, tolerance: float | None) -> _Verdict:
-    """A run held against that on the `first` number of ranks."""
+    """Compare a run with the reference, on `first` ranks."""
     if len(reference) != len(found):
         made = counted(len(reference), "Loop")
-        return _Verdict(f"The script goes through {made} on {_ranks(first)}, and through {len(found)} here.")
+        return _Verdict(f"The script runs {made} on {_ranks(first)}, and {len(found)} here.")
     lines: list[str] = []
     same = True
     for number, (one, other) in enumerate(zip(reference, found, strict=True), 1):
@@ -192,23 +206,23 @@ def _against(reference: list[Trace], found: list[Trace], first: int, tolerance: 
 
 
 def _following(reference: list[Trace], found: list[Trace], first: int, job: VerifyJob, folder: Path) -> _Verdict:
-    """A run held against one on the `first` number of ranks that takes its gradients, up to rounding.
+    """Compare a run with another on `first` ranks that uses its gradients, where they are equal up to rounding.
 
-    See [Note: Followed gradients] in `tracer`. From the same gradients the same must come.
+    See [Note: Followed gradients] in `tracer`.
     """
     rounding = job.tolerance or max(map(rounding_of, reference))
     again = run_on(first, job, folder, found[0].folder.parent, rounding)
     verdict = _against(again, found, first, job.tolerance)
-    said = f"against {_ranks(first)} that took these gradients, the same up to rounding, for the optimizer's step:"
-    return replace(verdict, lines=(said, *verdict.lines), same_bits=False)
+    line = f"against {_ranks(first)} with these gradients, equal up to rounding, in the optimizer's step:"
+    return replace(verdict, lines=(line, *verdict.lines), same_bits=False)
 
 
 def _of_loop(one: Trace, other: Trace, first: int, tolerance: float | None) -> _Verdict:
-    """One Loop's trace held against another's."""
+    """Compare the traces of one Loop on two numbers of ranks."""
     try:
         check_comparable(one, other)
     except ValueError as error:
-        return _Verdict(f"{str(error).replace(str(one.folder), _ranks(first)).replace(str(other.folder), 'here')}.")
+        return _Verdict(str(error).replace(str(one.folder), _ranks(first)).replace(str(other.folder), "here"))
     if one.numbers != other.numbers:
         made = counted(len(one.numbers) - 1, "step")
         return _Verdict(f"The Loop makes {made} on {_ranks(first)}, and {len(other.numbers) - 1} here.")
@@ -224,7 +238,7 @@ def _of_loop(one: Trace, other: Trace, first: int, tolerance: float | None) -> _
     late = unequal is not None and _place(unequal) >= (one.numbers[1], STAGES.index("optimizer"))
     sample = other_sample(one, other)
     if sample is not None and sample.is_whole and (unequal is None or _explained(one, other, unequal) is not None):
-        sample = None  # a number of the place in its shard, say, which nothing depends on
+        sample = None  # such as the position in the shard, on which nothing depends
     if sample is not None:
         sampled = FirstMismatch(sample.step, "data", sample.name, inf)
         late = late and sample.is_whole
@@ -239,7 +253,7 @@ def _place(unequal: FirstMismatch) -> tuple[int, int]:
 
 
 def _explained(one: Trace, other: Trace, unequal: FirstMismatch) -> str | None:
-    """What the shards' losses and gradients say of a fold's that differ."""
+    """The reason for a difference in a fold; None if unknown."""
     if unequal.stage != "fold":
         return None
     turn, _, rest = unequal.name.partition(", ")
@@ -247,7 +261,7 @@ def _explained(one: Trace, other: Trace, unequal: FirstMismatch) -> str | None:
 
 
 def _evaluations(one: Trace, other: Trace, first: int, tolerance: float) -> str | None:
-    """What is wrong with the results of `dl.evaluate`."""
+    """The problem if results of `dl.evaluate` differ."""
     here, there = one.evaluations(), other.evaluations()
     if len(here) != len(there):
         return f"The script makes {counted(len(here), 'evaluation')} on {_ranks(first)}, and {len(there)} here."
@@ -256,43 +270,39 @@ def _evaluations(one: Trace, other: Trace, first: int, tolerance: float) -> str 
             values = result.get(name, nan), others.get(name, nan)
             if not is_close(*values, tolerance):
                 return (
-                    f"In evaluation {number}: `{name}` is {values[0]:.6g} on {_ranks(first)}, "
-                    f"and {values[1]:.6g} here, "
-                    "though all that the state holds agrees: is the metric one value per sample, or their mean, and "
-                    "the same on every rank? If the model draws random numbers here, fix the shards of this "
-                    "evaluation, by dl.Batches(..., shards=)."
+                    f"In evaluation {number}: `{name}` is {values[0]:.6g} on {_ranks(first)}, and {values[1]:.6g} "
+                    "here, though the whole state agrees. Is the metric one value per sample, or their mean, and the "
+                    "same on every rank? If the model draws random numbers here, fix the shards of this evaluation by "
+                    "dl.Batches(..., shards=)."
                 )
     return None
 
 
 def _why(one: Trace, other: Trace, unequal: FirstMismatch) -> str:
-    """What is off, in which stage, and what that means.
-
-    The cause follows from the first value that is off, from whether the shards are the same, and from what these gave.
-    """
+    """The first difference above the tolerance, its stage and its probable cause, as text."""
     times = "" if isinf(unequal.tolerances) else f" by {unequal.tolerances:.3g} times the tolerance"
     step, shards = unequal.step, (one.head["shards"], other.head["shards"])
-    said = f"Step {step}, {unequal.stage}: `{unequal.name}` is off{times}"
+    where = f"Step {step}, {unequal.stage}: `{unequal.name}` is off{times}"
     if shards[0] == shards[1]:
         found = first_difference(step, one.whole(step), other.whole(step))
-        return f"{said}. {describe(found)}" if found is not None else said
-    said += "; what came before it agrees, up to rounding."
-    fixed = f"by dl.Batches(..., shards={max(shards)}) say, in this script perhaps --shards"
+        return f"{where}. {describe(found)}" if found is not None else where
+    where += "; everything before it agrees, up to rounding."
+    fixed = f"such as dl.Batches(..., shards={max(shards)}), or --shards if the script has it"
     if unequal.stage == "data":
         return (
-            f"{said} So {MEANING['data']}: by the rank, by a generator of your own or the clock, or by draws of the "
-            f"shard. Draw from torch's, Python's or NumPy's own generators for each sample; or fix the shards, {fixed}."
+            f"{where} So {MEANING['data']}. They may depend on the rank, on a generator of your own, on the clock, or "
+            "on draws of the shard. Draw from torch's, Python's or NumPy's global generators for each sample, or fix "
+            f"the shards, {fixed}."
         )
     if unequal.stage != "fold":
-        return f"{said} So {MEANING[unequal.stage]}."
+        return f"{where} So {MEANING[unequal.stage]}."
     if (explained := _explained(one, other, unequal)) is not None:
-        return f"{said} {explained}"
+        return f"{where} {explained}"
     return (
-        f"{said} The runs cut a mini-batch into {shards[0]} and {counted(shards[1], 'shard')}, and what was computed "
-        "in a shard depends on how it is cut: statistics of the shard (batch norm), random numbers of the shard "
-        "(dropout), a loss that is no mean over its samples, or the shorter numbers of mixed precision. Fix the "
-        f"shards, {fixed}; or give step.backward the weight that the loss is a mean over; or, for mixed precision, "
-        "verify --tolerance 0.02."
+        f"{where} The runs cut a mini-batch into {shards[0]} and {counted(shards[1], 'shard')}, and a result depends "
+        "on the shard: by its statistics (batch norm), its random numbers (dropout), a loss that is not a mean over "
+        f"its samples, or mixed precision. Fix the shards, {fixed}. Or pass step.backward the weight that the loss is "
+        "a mean over. Or, for mixed precision, verify --tolerance 0.02."
     )
 
 

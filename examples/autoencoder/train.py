@@ -1,14 +1,14 @@
-"""Take the noise out of pictures of digits, by a network that is trained twice as chance will have it, and twice not.
+"""Train a denoising autoencoder twice without determinism and twice with it, and compare the weights.
 
 One process:      python train.py
 All your GPUs:    torchrun --nproc_per_node=gpu train.py
 Two CPU ranks:    torchrun --nproc_per_node=2 train.py
 Trained longer:   python train.py --epochs 50 --patience 5
 
-Two runs without determinism differ in all that is drawn: start weights, order, noise, quarter-turns. They start from
-fresh entropy, as scripts do that seed nothing (`join_world` left alone would seed with 0); and on a GPU the algorithms
-may sum in another order each time. Two runs inside `dl.deterministic()`, from one seed, have the same bits. All
-learnables are compared, and the differences of the first convolution drawn, into the folder.
+Two runs without determinism differ in everything random: initial weights, order, noise, rotations. Their seeds come
+from the system's entropy (the default of `join_world` is seed 0), and on a GPU algorithms may sum in another order each
+time. Two runs inside `dl.deterministic()` with the same seed have the same bits. The script compares all parameters and
+draws the differences of the first convolution.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ upright_pairs = partial(datasets.noisy_pairs, turned=False)  # for validation an
 
 
 def squared_error(pictures: torch.Tensor, clean: torch.Tensor) -> torch.Tensor:
-    """The mean squared error of each picture: shape (n,)."""
+    """The mean squared error of each picture, (n,)."""
     return (pictures - clean).square().mean((1, 2, 3))
 
 
 def psnr(pictures: torch.Tensor, clean: torch.Tensor) -> torch.Tensor:
-    """The peak signal-to-noise ratio of each picture in dB, 10 log10(1 / mean squared error): shape (n,)."""
+    """The peak signal-to-noise ratio of each picture in dB, 10 log10(1 / mean squared error); (n,)."""
     return -10 * squared_error(pictures, clean).log10()
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run gave: the network on the CPU, and the PSNR in dB of the noisy and of the cleaned test pictures."""
+    """The result of a run: the network on the CPU, and the PSNR in dB of the noisy and of the cleaned test pictures."""
 
     model: nn.Sequential
     noisy_psnr: float
@@ -51,14 +51,14 @@ class Trained:
 
 
 def read_images(arguments: argparse.Namespace) -> tuple[torch.Tensor, ...]:
-    """Images to train on, to validate with and to test with: (N, 1, 28, 28) uint8."""
+    """The images for training, validation and test, (N, 1, 28, 28) uint8 each."""
     return tuple(part.images for part in datasets.digits(seed=0, size=arguments.images).split(0.95, 0.025))
 
 
 def train(
     images: torch.Tensor, validation_images: torch.Tensor, world: dl.World, arguments: argparse.Namespace
 ) -> nn.Sequential:
-    """A network trained on noisy pairs of the images: with the last weights, or those of the best validation loss."""
+    """Train on noisy pairs of the images; returns the network with the last weights, or with the best ones."""
     model = networks.denoising_autoencoder().to(world.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments.rate)
     batches = dl.Batches(images, arguments.batch_size, world, transform=datasets.noisy_pairs)
@@ -82,7 +82,7 @@ def train(
 
 
 def run(seed: int | None, arguments: argparse.Namespace) -> Trained:
-    """Train and test once: deterministically from a seed, or from one that nobody knows before."""
+    """Train and test once, deterministically with the given seed, or not and with a random seed."""
     block = nullcontext() if seed is None else dl.deterministic(seed)
     with block, dl.join_world(device=arguments.device, seed=draw_seed(arguments) if seed is None else seed) as world:
         with world.rank_zero_first():  # drawn and cached once
@@ -117,7 +117,7 @@ def draw_seed(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Differences:
-    """What two networks of one form differ in: how many of all learnables, and the largest difference."""
+    """The number of parameters that differ between two networks, of how many, and the largest difference."""
 
     differing: int
     learnables: int
@@ -131,11 +131,11 @@ def compare(one: nn.Module, other: nn.Module) -> Differences:
 
 
 def report(free: Sequence[Trained], pinned: Sequence[Trained], folder: Path) -> None:
-    """Print what two runs differ in, without determinism and with it, and draw it for the first convolution."""
+    """Print the differences without and with determinism, and draw those of the first convolution."""
     gaps = {}
     for name, runs, why in (
-        ("without", free, "each run drew its own seed, and algorithms were free"),
-        ("with", pinned, "one seed, and algorithms that give the same bits twice"),
+        ("without", free, "a random seed for each run, any algorithms"),
+        ("with", pinned, "the same seed, deterministic algorithms"),
     ):
         one, other = (trained.model for trained in runs)
         found = compare(one, other)
@@ -151,7 +151,7 @@ def report(free: Sequence[Trained], pinned: Sequence[Trained], folder: Path) -> 
 
 
 def draw_pairs(model: nn.Sequential, arguments: argparse.Namespace, folder: Path) -> None:
-    """Draw eight pairs as training sees them, and eight noisy test pictures beside what the network makes of them."""
+    """Draw eight training pairs, and eight noisy test pictures beside the network's output."""
     training, _, test = read_images(arguments)
     draws = dl.Draws(arguments.seed, 0, torch.arange(8), torch.device("cpu"))
     print(plots.pairs(*datasets.noisy_pairs(training[:8], draws), folder / "pairs.png"))
@@ -162,15 +162,15 @@ def draw_pairs(model: nn.Sequential, arguments: argparse.Namespace, folder: Path
 
 def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Take the noise out of pictures of digits, twice as by chance, twice not."
+        description="Train a denoising autoencoder, twice without determinism and twice with it."
     )
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--images", type=int, default=10_000, help="to draw; 95 of 100 are to train on")
-    parser.add_argument("--batch-size", type=int, default=500, help="of all ranks together")
+    parser.add_argument("--images", type=int, default=10_000, help="images to draw, of which 95%% are for training")
+    parser.add_argument("--batch-size", type=int, default=500, help="of all ranks")
     parser.add_argument("--rate", type=float, default=0.001)
     parser.add_argument("--seed", type=int, default=0, help="of the runs with determinism")
-    parser.add_argument("--patience", type=int, default=0, help="stop after so many validations without improvement")
-    parser.add_argument("--validate-every", type=int, default=19, help="updates, with --patience; 19 are an epoch")
+    parser.add_argument("--patience", type=int, default=0, help="validations without improvement before a stop")
+    parser.add_argument("--validate-every", type=int, default=19, help="steps, with --patience; 19 are an epoch")
     parser.add_argument("--result", choices=["best", "last"], default="best", help="weights, with --patience")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--folder", default="runs/autoencoder", help="for the pictures")

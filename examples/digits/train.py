@@ -4,7 +4,7 @@ One process:      python train.py
 All your GPUs:    torchrun --nproc_per_node=gpu train.py
 Two CPU ranks:    torchrun --nproc_per_node=2 train.py
 Two machines:     torchrun --nnodes=2 --nproc_per_node=gpu --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 train.py
-Your own images:  python train.py --data FOLDER, with a sub-folder for each class, or with MNIST's four IDX files
+Your own images:  python train.py --data FOLDER, with one sub-folder per class, or with MNIST's four IDX files
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddp_loop import datasets, networks
 
 
 def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Whether each prediction is right: bool, shape (n,)."""
+    """Whether each prediction is right, (n,) bool."""
     return logits.argmax(1) == labels
 
 
@@ -35,8 +35,8 @@ def read_data(name: str) -> tuple[datasets.LabelledImages, ...]:
     if train.images.shape[2:] != (28, 28):
         height, width = train.images.shape[2:]
         raise ValueError(
-            f"the digit network takes images of 28x28 pixels; got {height}x{width} in {name}: resize them, or give "
-            "them as a folder of images, which are resized as they are read"
+            f"The digit network needs images of 28x28 pixels; got {height}x{width} in {name}. Resize them, or use a "
+            "folder of images, which are resized when they are read."
         )
     return train, test
 
@@ -47,12 +47,12 @@ def read_arguments() -> argparse.Namespace:
         "--data",
         default="digits",
         metavar="digits|handwritten|FOLDER",
-        help="drawn from fonts; real; a folder of MNIST's IDX files; a folder of images, its sub-folders the classes",
+        help="drawn digits; scikit-learn's; a folder of MNIST's IDX files, or of images in one sub-folder per class",
     )
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch-size", type=int, default=128, help="of one GPU; of all ranks together on the CPU")
-    parser.add_argument("--shards", type=int, help="pieces of a mini-batch; by default one per rank")
+    parser.add_argument("--batch-size", type=int, default=128, help="per GPU; on the CPU, of all ranks")
+    parser.add_argument("--shards", type=int, help="shards of a mini-batch (default: one per rank)")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
     parser.add_argument("--run-dir", help="folder for rows.jsonl; nothing is written without it")
@@ -67,7 +67,7 @@ def main() -> None:
                 train, test = read_data(arguments.data)
         except (ValueError, ImportError, dl.PeerFailed) as error:
             message = str(error).partition("\n")[0]  # not a peer's traceback
-            raise SystemExit(f"--data takes digits, handwritten, or a folder: {message}") from error
+            raise SystemExit(f"--data must be digits, handwritten or a folder. {message}") from error
         model = networks.digit_classifier(len(train.class_names)).to(world.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         batch_size = dl.scale_batch_size(arguments.batch_size, world)

@@ -284,20 +284,20 @@ def test_the_list_says_which_is_next_and_which_is_best(checkpoints: CheckpointSt
     good, lines = list_checkpoints(run)
     assert good
     assert [line.split()[0] for line in lines] == ["checkpoint", *steps(400, 300, 200, 100)]
-    assert lines[1].endswith("0.75   valid, a resumed run goes on from here")
+    assert lines[1].endswith("0.75   valid, a resumed run starts from here")
     assert lines[3].endswith("-      valid")
     assert lines[4].endswith("0.25   valid, best")
     (run / "checkpoints" / "step-00000400" / TENSORS).write_bytes(b"short")
     good, lines = list_checkpoints(run)
     assert not good
     assert "NOT VALID: tensors.safetensors has 5 bytes" in lines[1]
-    assert lines[2].endswith("valid, a resumed run goes on from here")
+    assert lines[2].endswith("valid, a resumed run starts from here")
 
 
 def test_a_path_that_is_no_run_is_refused_by_the_list(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no run.json with an id: give the folder of Loop\(run_dir=...\)"):
+    with pytest.raises(ValueError, match=r"has no run.json with an id. Pass the folder of Loop\(run_dir=...\)"):
         list_checkpoints(tmp_path)
-    with pytest.raises(ValueError, match="is no folder: give"):
+    with pytest.raises(ValueError, match=r"is not a folder\. Pass"):
         list_checkpoints(tmp_path / "none")
 
 

@@ -1,4 +1,4 @@
-"""Every rank is given the whole data: ranks that split them by hand are told so, before half of them is lost."""
+"""The comparison of the data between ranks: data that were split by hand are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.refusals import ALL, Refused
 pytestmark = pytest.mark.covers("D10")
 
 SIZE = 24
-REMEDY = "give every rank the whole data, in the same order; Batches splits them"
+REMEDY = "Give every rank all data, in the same order; Batches splits them"
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,7 +32,7 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Pairs(Dataset[Any]):
-    """The tensors as samples; one that draws adds noise to them."""
+    """The tensors as samples, with noise if given."""
 
     def __init__(self, noise: Callable[[], float] | None = None) -> None:
         self.inputs, self.labels = tensors()
@@ -48,7 +48,7 @@ class Pairs(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """The samples first, first + every, ..., as a stream; `keep` is which of them."""
+    """The samples first, first + every, ... as a stream."""
 
     def __init__(self, first: int, every: int, noise: Callable[[], float] = lambda: 0.0) -> None:
         self.first, self.every, self.noise = first, every, noise
@@ -73,7 +73,7 @@ def labels_changed(rank: int) -> Pairs:
 UNALIKE: dict[str, tuple[Callable[[int], Any], str]] = {
     "tensors split by hand": (
         lambda rank: tuple(one[rank::2] for one in tensors()),
-        r"data\[0\], float32 \(12, 4\), has other values on rank 1 than on rank 0",
+        r"data\[0\], float32 \(12, 4\), has different values on rank 1 than on rank 0",
     ),
     "tensors of unequal lengths": (
         lambda rank: tuple(one[rank:] for one in tensors()),
@@ -81,19 +81,19 @@ UNALIKE: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "a Subset": (
         lambda rank: Subset(Pairs(), range(rank, SIZE, 2)),
-        "the indices of the Subset, 12 numbers, has other values on rank 1",
+        "the indices of the Subset, 12 numbers, has different values on rank 1",
     ),
     "a Subset of a Subset": (
         lambda rank: Subset(Subset(Pairs(), list(range(rank, SIZE, 2))), range(12)),
-        "the indices of the Subset, 12 numbers, has other values on rank 1",
+        "the indices of the Subset, 12 numbers, has different values on rank 1",
     ),
     "random_split": (
         lambda rank: random_split(Pairs(), [12, 12], generator=torch.Generator().manual_seed(rank))[0],
-        "the indices of the Subset, 12 numbers, has other values on rank 1",
+        "the indices of the Subset, 12 numbers, has different values on rank 1",
     ),
     "a data set that splits itself": (
         lambda rank: Subset(Pairs(), range(rank, SIZE, 2)).__getitem__,
-        r"sample 0\[0\], float32 \(4,\), has other values on rank 1",
+        r"sample 0\[0\], float32 \(4,\), has different values on rank 1",
     ),
     "another dtype": (
         lambda rank: (tensors()[0].to((torch.float32, torch.float64)[rank]), tensors()[1]),
@@ -104,15 +104,15 @@ UNALIKE: dict[str, tuple[Callable[[int], Any], str]] = {
         r"data\['x'\] is float32 \(24, 4\) on rank 0, but float64 \(24, 4\) on rank 1",
     ),
     "another shape": (lambda rank: torch.zeros(SIZE, 2 + rank), r"data is float32 \(24, 2\) on rank 0, but"),
-    "other labels": (other_labels, r"data\[1\], int64 \(24,\), has other values on rank 1"),
+    "other labels": (other_labels, r"data\[1\], int64 \(24,\), has different values on rank 1"),
     "other labels of a Subset of tensors": (
         lambda rank: Subset(TensorDataset(*other_labels(rank)), range(SIZE)),
-        r"data\[1\], int64 \(24,\), has other values on rank 1",
+        r"data\[1\], int64 \(24,\), has different values on rank 1",
     ),
-    "other labels of a data set": (labels_changed, r"sample 0\[1\], int, has other values on rank 1"),
+    "other labels of a data set": (labels_changed, r"sample 0\[1\], int, has different values on rank 1"),
     "a stream that splits itself": (
         lambda rank: Stream(rank, 2),
-        r"the first sample of mini-batch 1\[0\], float32 \(4,\), has other values on rank 1",
+        r"the first sample of mini-batch 1\[0\], float32 \(4,\), has different values on rank 1",
     ),
 }
 
@@ -132,8 +132,8 @@ def train_on_unalike(world: dl.World, folder: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", UNALIKE)
-def test_ranks_that_are_given_other_data_are_told_in_what_they_differ(kind: str, refused: Refused) -> None:
-    said = f"every rank must be given the same data; {UNALIKE[kind][1]}.*: {REMEDY}"
+def test_ranks_with_different_data_get_an_error_that_names_the_difference(kind: str, refused: Refused) -> None:
+    said = f"Every rank must be given the same data; {UNALIKE[kind][1]}.*\\. {REMEDY}"
     refused(2, train_on_unalike, kind, kind="ValueError", said=said, by=ALL)
 
 
@@ -141,8 +141,8 @@ def train_on_unalike_with_workers(world: dl.World, folder: str) -> None:
     train(labels_changed(world.rank), world, num_workers=1, multiprocessing_context="fork")
 
 
-def test_ranks_whose_workers_read_other_data_are_told_so_too(refused: Refused) -> None:
-    said = r"sample 0\[1\], int, has other values on rank 1 than on rank 0"
+def test_different_data_in_workers_are_reported_too(refused: Refused) -> None:
+    said = r"sample 0\[1\], int, has different values on rank 1 than on rank 0"
     refused(2, train_on_unalike_with_workers, kind="ValueError", said=said, by=ALL)
 
 
@@ -150,8 +150,8 @@ def on_the_last_of_three(world: dl.World, folder: str) -> None:
     dl.Batches(tensors()[0] + (world.rank == 2), 6, world)
 
 
-def test_the_ranks_that_differ_are_named(refused: Refused) -> None:
-    refused(3, on_the_last_of_three, kind="ValueError", said="other values on rank 2 than on rank 0", by=ALL)
+def test_the_error_names_the_ranks_that_differ(refused: Refused) -> None:
+    refused(3, on_the_last_of_three, kind="ValueError", said="different values on rank 2 than on rank 0", by=ALL)
 
 
 def evaluate_unalike(world: dl.World, folder: str, kind: str) -> None:
@@ -161,8 +161,8 @@ def evaluate_unalike(world: dl.World, folder: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensors split by hand", "a Subset", "a stream that splits itself"])
-def test_unalike_data_are_not_evaluated_either(kind: str, refused: Refused) -> None:
-    refused(2, evaluate_unalike, kind, kind="ValueError", said=f"{UNALIKE[kind][1]}.*: {REMEDY}", by=ALL)
+def test_evaluation_refuses_different_data_too(kind: str, refused: Refused) -> None:
+    refused(2, evaluate_unalike, kind, kind="ValueError", said=f"{UNALIKE[kind][1]}.*\\. {REMEDY}", by=ALL)
 
 
 def train_later_unalike(world: dl.World, folder: str) -> None:
@@ -170,7 +170,7 @@ def train_later_unalike(world: dl.World, folder: str) -> None:
 
 
 class Later(Stream):
-    """Is the same on all ranks up to its fourth mini-batch."""
+    """The same on all ranks up to its fourth mini-batch."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(0, 1)
@@ -181,8 +181,8 @@ class Later(Stream):
             yield row + (self.rank if number >= 18 else 0), label
 
 
-def test_a_stream_that_becomes_another_one_is_found_in_its_last_mini_batch(refused: Refused) -> None:
-    said = r"the first sample of mini-batch 4\[0\], float32 \(4,\), has other values on rank 1"
+def test_a_stream_that_differs_late_is_found_in_its_last_mini_batch(refused: Refused) -> None:
+    said = r"the first sample of mini-batch 4\[0\], float32 \(4,\), has different values on rank 1"
     refused(2, train_later_unalike, kind="ValueError", said=said, by=ALL)
 
 
@@ -190,7 +190,7 @@ def test_a_stream_that_becomes_another_one_is_found_in_its_last_mini_batch(refus
 
 
 class Picture:
-    """An image as pillow has it: no tensor, but can be made an array."""
+    """An image like pillow's, which is not a tensor but can become an array."""
 
     def __init__(self, index: int) -> None:
         self.kept = np.full((3, 3), index, dtype=np.uint8)
@@ -200,7 +200,7 @@ class Picture:
 
 
 class Everything(Dataset[Any]):
-    """Samples of all that a sample may hold."""
+    """Samples with everything that a sample may have."""
 
     def __len__(self) -> int:
         return SIZE
@@ -218,7 +218,7 @@ class Everything(Dataset[Any]):
 
 
 class InAWorker(Pairs):
-    """Can be read in a worker alone."""
+    """Can only be read in a worker."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if get_worker_info() is None:
@@ -233,7 +233,7 @@ def sound(kind: str, world: dl.World, folder: str) -> Any:
             if world.rank == 0:
                 np.save(path, tensors()[0].numpy())
         return (np.load(path, mmap_mode="r"),)
-    generator = np.random.default_rng(world.rank)  # unseeded, say: another one on each rank
+    generator = np.random.default_rng(world.rank)  # as without a seed: different on each rank
     return {
         "tensors": tensors(),
         "draws by random": Pairs(random.random),
@@ -278,7 +278,7 @@ SOUND = (
 
 
 @pytest.mark.parametrize("kind", SOUND)
-def test_the_same_data_on_every_rank_pass(kind: str, tmp_path: Path, on_ranks: OnRanks) -> None:
+def test_the_same_data_on_every_rank_are_accepted(kind: str, tmp_path: Path, on_ranks: OnRanks) -> None:
     on_ranks(2, train_on_sound, kind, str(tmp_path))
 
 
@@ -296,7 +296,7 @@ def test_samples_of_any_kind_are_compared_as_far_as_they_can_be(on_ranks: OnRank
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["as it lies", "turned"])
-def test_large_tensors_that_were_split_by_hand_are_told_apart_by_a_part_of_their_bytes(turned: bool) -> None:
+def test_a_part_of_the_bytes_distinguishes_large_tensors_that_were_split_by_hand(turned: bool) -> None:
     whole = torch.arange(36 * 2**20, dtype=torch.float32)
     whole = whole.view(2, -1).t() if turned else whole.view(-1, 2)
     halves = [whole[rank::2] if turned else whole[rank::2].contiguous() for rank in (0, 1)]
@@ -316,7 +316,7 @@ def samples_read(check_data: bool) -> tuple[int, int]:
         return made, data.read - made
 
 
-def test_three_samples_are_read_once_and_none_where_it_was_not_asked_for(on_ranks: OnRanks) -> None:
+def test_three_samples_are_read_once_and_none_without_check_data(on_ranks: OnRanks) -> None:
     assert on_ranks(2, samples_read, True) == [(3, SIZE)] * 2
     assert on_ranks(2, samples_read, False) == [(0, SIZE)] * 2
     assert on_ranks(1, samples_read, True) == [(0, 2 * SIZE)]
@@ -328,7 +328,7 @@ def where_the_streams_are() -> str:
         return f"{random.random()} {np.random.rand()} {torch.rand(())}"
 
 
-def test_the_comparison_draws_nothing_from_the_process_s_streams(on_ranks: OnRanks) -> None:
+def test_the_comparison_leaves_the_random_state_of_the_process(on_ranks: OnRanks) -> None:
     assert on_ranks(2, where_the_streams_are) == on_ranks(1, where_the_streams_are) * 2
 
 
@@ -338,12 +338,12 @@ def make_unalike_unchecked(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensors split by hand", "a Subset", "a stream that splits itself"])
-def test_data_are_not_compared_where_it_was_not_asked_for(kind: str, on_ranks: OnRanks) -> None:
+def test_data_are_not_compared_without_check_data(kind: str, on_ranks: OnRanks) -> None:
     on_ranks(2, make_unalike_unchecked, kind)
 
 
 class Rows(IterableDataset[Any]):
-    """Samples of all that a stream may give, some of it on this rank alone."""
+    """Samples with everything that a stream may give, some of it on this rank only."""
 
     def __iter__(self) -> Iterator[Any]:
         for number, row in enumerate(tensors()[0]):
@@ -365,7 +365,7 @@ class Rows(IterableDataset[Any]):
 
 
 def take_apart(samples: list[dict[str, Any]]) -> list[torch.Tensor]:
-    """As many a collate_fn does: parts are taken out of the samples, and written."""
+    """Removes and overwrites parts of the samples, as a collate_fn may."""
     labels = [sample.pop("label") for sample in samples]
     return [torch.stack([sample["row"].div_(2) for sample in samples]), torch.tensor(labels)]
 
@@ -373,13 +373,13 @@ def take_apart(samples: list[dict[str, Any]]) -> list[torch.Tensor]:
 def go_through_rows() -> int:
     with dl.join_world(seed=1) as world:
         if world.rank:
-            torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)  # they are numbered in each process
+            torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)  # numbered in each process
         train(Rows(), world, collate_fn=take_apart)
         batches = dl.Batches(Rows(), 6, world, collate_fn=take_apart)
         return int(dl.evaluate(nn.Identity(), batches, sums=lambda rows, labels: rows.sum(1))["samples"])
 
 
-def test_a_stream_s_samples_may_be_of_any_kind_and_taken_apart_by_collate_fn(on_ranks: OnRanks) -> None:
+def test_a_streams_samples_may_be_of_any_kind_and_changed_by_collate_fn(on_ranks: OnRanks) -> None:
     assert on_ranks(2, go_through_rows) == [SIZE] * 2
 
 
@@ -397,4 +397,4 @@ def make_batches_by_key() -> int:
 
 
 def test_the_indices_of_a_subset_may_be_keys_of_any_kind(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, make_batches_by_key) == [2, 2]  # both were trained on, and none was refused
+    assert on_ranks(2, make_batches_by_key) == [2, 2]  # neither was refused

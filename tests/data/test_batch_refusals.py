@@ -1,4 +1,4 @@
-"""Batches that cannot be made, data that cannot be read: refused on every rank."""
+"""Bad arguments of Batches and unreadable data, which are refused on every rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     "length 0": (squares, 2, {"length": 0}, ValueError, "length must be a whole number, 1 or more; got 0"),
     "length negative": (squares, 2, {"length": -1}, ValueError, "got -1"),
     "length a fraction": (squares, 2, {"length": 2.5}, ValueError, "got 2.5"),
-    "length of data with one": (numbers(5), 2, {"length": 5}, ValueError, "length is for data without one"),
+    "length of data with one": (numbers(5), 2, {"length": 5}, ValueError, "length= is for data without a length"),
     "length of a data set with one": (Drawn(), 2, {"length": 5}, ValueError, "these have 23 samples, got 5"),
     "no samples": (torch.zeros(0, 3), 2, {}, ValueError, "at least one sample"),
     "an empty list": ([], 2, {}, ValueError, "at least one sample"),
@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     "nothing": (None, 2, {}, TypeError, "got NoneType"),
     "a set": ({1, 2}, 2, {}, TypeError, "got set"),
     "an iterator": (iter([1, 2]), 2, {}, TypeError, "got list_iterator"),
-    "a stream with a length": (Endless(), 2, {"length": 4}, ValueError, "ends where the stream does; got length=4"),
+    "a stream with a length": (Endless(), 2, {"length": 4}, ValueError, "ends with the stream; got length=4"),
     "a DataLoader": (torch.utils.data.DataLoader(Drawn()), 2, {}, TypeError, "got DataLoader"),
     "shuffling without a length": (squares, 2, {"shuffle": True}, ValueError, "shuffle needs data with a length"),
     "shuffling with a given length": (
@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     ),
     "nothing left": (numbers(3), 4, {"drop_last": True}, ValueError, "3 samples with batch_size=4"),
     "an unknown option": (Drawn(), 2, {"workers": 2}, TypeError, r"got \['workers'\]"),
-    "a DataLoader's batch_sampler": (Drawn(), 2, {"batch_sampler": []}, TypeError, "made by Batches itself"),
+    "a DataLoader's batch_sampler": (Drawn(), 2, {"batch_sampler": []}, TypeError, "Batches itself makes"),
     "out of order": (Drawn(), 2, {"in_order": False, "num_workers": 2}, TypeError, r"got \['in_order'\]"),
     "workers negative": (Drawn(), 2, {"num_workers": -1}, ValueError, "num_workers"),
     "persistent workers without workers": (Drawn(), 2, {"persistent_workers": True}, ValueError, "persistent_workers"),
@@ -84,7 +84,7 @@ def test_bad_input_is_refused(what: str) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [np.int64(4), np.uint8(4), torch.tensor(4)], ids=["int64", "uint8", "torch"])
-def test_whole_numbers_of_numpy_and_torch_are_taken(batch_size: Any) -> None:
+def test_integers_of_numpy_and_torch_are_accepted(batch_size: Any) -> None:
     with dl.join_world() as world:
         batches = dl.Batches(numbers(10), batch_size, world, shards=np.int64(2), seed=np.int64(5))  # type: ignore[arg-type]
         assert [len(indices) for indices in places(batches, 1).values()] == [2, 2, 2, 2, 1, 1]
@@ -92,7 +92,7 @@ def test_whole_numbers_of_numpy_and_torch_are_taken(batch_size: Any) -> None:
 
 
 def refusal(sizes: list[Any]) -> tuple[str, str, float]:
-    """How Batches refuses data of which each rank has its own, and after how many seconds."""
+    """The error of Batches for data that differ between ranks, and its time in seconds."""
     with dl.join_world() as world:
         start = time.monotonic()
         try:
@@ -114,7 +114,7 @@ def test_data_of_different_sizes_are_refused_on_every_rank(on_ranks: OnRanks) ->
 @pytest.mark.parametrize(
     ("bad", "kind"), [((numbers(10), numbers(9)), "ValueError"), (5, "TypeError")], ids=["lengths", "a number"]
 )
-def test_bad_data_on_one_rank_end_all_and_the_others_name_it(bad: Any, kind: str, on_ranks: OnRanks) -> None:
+def test_bad_data_on_one_rank_end_all_ranks_and_the_others_name_it(bad: Any, kind: str, on_ranks: OnRanks) -> None:
     good, own, other = on_ranks(3, refusal, [(numbers(10), numbers(10)), bad, (numbers(10), numbers(10))])
     assert own[0] == kind
     for failed, text, seconds in (good, other):
@@ -124,7 +124,7 @@ def test_bad_data_on_one_rank_end_all_and_the_others_name_it(bad: Any, kind: str
 
 
 class Broken(Dataset[Any]):
-    """Ten samples of which one cannot be read."""
+    """Ten samples, one of which cannot be read."""
 
     def __init__(self, bad: int, kind: type[Exception] = ValueError) -> None:
         self.bad, self.kind = bad, kind
@@ -142,7 +142,7 @@ class Broken(Dataset[Any]):
 
 
 class Unlucky(Exception):
-    """Its constructor takes more than a text, so that DataLoader cannot make it again."""
+    """Its constructor takes more than a text, so DataLoader cannot raise it again."""
 
     def __init__(self, left: str, right: str = "") -> None:
         if not right and left.startswith("Caught"):
@@ -168,7 +168,7 @@ def test_a_sample_that_cannot_be_read_is_named(kind: type[Exception], workers: i
             read()
         said = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
         assert "sample 7 of epoch 0 was read" in said
-        assert position == 0  # what came before was given
+        assert position == 0  # the mini-batches before it were read
 
 
 def read_all(data: Any, workers: int) -> None:
@@ -182,18 +182,18 @@ def read_all(data: Any, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_sample_that_cannot_be_read_on_one_rank_ends_all(workers: int, on_ranks: OnRanks) -> None:
+def test_a_sample_that_cannot_be_read_on_one_rank_ends_all_ranks(workers: int, on_ranks: OnRanks) -> None:
     start = time.monotonic()
     with pytest.raises(dl.RankFailed, match="the file is torn") as caught:
         on_ranks(3, read_all, Broken(6), workers)
     # 0..3, 4..7 over 3 ranks: 4 and 5 to rank 0, 6 to rank 1, 7 to rank 2.
     assert caught.value.rank == 1
     assert "sample 6 of epoch 0 was read" in caught.value.traceback
-    assert time.monotonic() - start < FAULT_S  # with joining, and starting the workers
+    assert time.monotonic() - start < FAULT_S  # includes joining and the start of workers
 
 
 class Unmounted(Drawn):
-    """Its files are not there."""
+    """Its files do not exist."""
 
     def __len__(self) -> int:
         raise OSError("the disk is not there")
@@ -206,7 +206,7 @@ def refusal_of_the_unmounted(bad: int) -> str:
         return f"{caught.typename}: {caught.value}"
 
 
-def test_a_length_that_cannot_be_told_on_one_rank_ends_all(on_ranks: OnRanks) -> None:
+def test_a_length_that_raises_on_one_rank_ends_all_ranks(on_ranks: OnRanks) -> None:
     own = "OSError: the disk is not there"
     assert on_ranks(2, refusal_of_the_unmounted, 1) == [f"PeerFailed: rank 1 failed: {own}", own]
 
@@ -236,4 +236,4 @@ class RaggedStream(IterableDataset[torch.Tensor]):
 @pytest.mark.parametrize("data", [Ragged(), RaggedStream()], ids=["a data set", "a stream"])
 def test_samples_of_unequal_sizes_are_refused_with_the_remedy(data: Any, refused: Refused) -> None:
     results = refused(2, read_ragged, data, kind="RuntimeError", said="equal size", by=1)
-    assert "give a collate_fn that pads those of unequal sizes" in results[0].text  # a peer is told the notes too
+    assert "Pass a collate_fn that pads samples of unequal sizes" in results[0].text  # a peer gets the notes too

@@ -1,4 +1,4 @@
-"""Which samples come when, and on which rank: each once an epoch, in an order that does not know the ranks."""
+"""The order of the samples: each once per epoch, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Draw = tuple[int, int, int | None, int]  # size, mini-batch, shards, seed
 
 
 def random_draws(ranks: int) -> list[Draw]:
-    """A quarter of 100 draws, always the same: of all kinds, mini-batches above the size and empty shards too."""
+    """A quarter of 100 fixed draws of all kinds, with mini-batches larger than the data and empty shards."""
     draw = random.Random(ranks)
     return [
         (draw.randint(1, 60), draw.randint(1, 70), draw.choice([None, 1, 2, 3, 5, 8]), draw.randrange(2**40))
@@ -42,7 +42,7 @@ def in_order(found: dict[Place, list[int]], epoch: int) -> list[int]:
 
 @pytest.mark.covers("A6", "C6")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_sample_comes_once_an_epoch_in_the_order_of_one_rank(ranks: int, on_ranks: OnRanks) -> None:
+def test_every_sample_occurs_once_per_epoch_in_the_order_of_one_rank(ranks: int, on_ranks: OnRanks) -> None:
     draws = random_draws(ranks)
     by_rank = on_ranks(ranks, places_of_draws, draws)
     alone = places_of_draws(draws)
@@ -66,26 +66,26 @@ def test_the_order_is_the_same_whatever_the_shards() -> None:
 
 
 @pytest.mark.covers("A6")
-def test_an_order_follows_the_seed_and_the_epoch() -> None:
+def test_the_order_depends_on_the_seed_and_the_epoch() -> None:
     with dl.join_world(seed=1) as world:
         found = [places(dl.Batches(numbers(50), 8, world, seed=seed)) for seed in (None, 1, 2, 2)]
     first, same, other, again = [[in_order(one, epoch) for epoch in (0, 1)] for one in found]
-    assert first == same  # the world's seed, unless one is given
+    assert first == same  # the default is the world's seed
     assert other == again
     orders = [*first, *other]
-    # By chance, two orders of 50 are equal once in 50! times.
+    # Two random orders of 50 are equal with a probability of 1 / 50!.
     assert len({tuple(order) for order in orders}) == 4
     assert list(range(50)) not in orders
 
 
-def test_without_shuffling_the_data_come_in_their_own_order() -> None:
+def test_without_shuffling_the_data_keep_their_order() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(numbers(10), 4, world, shuffle=False)
         assert [in_order(places(batches), epoch) for epoch in (0, 1)] == [list(range(10))] * 2
 
 
 def classes_of_this_rank(batch_size: int) -> list[list[list[int]]]:
-    """The class counts of this rank's shards, epoch by epoch, in data sorted by class; 10 classes of 300."""
+    """The class counts of this rank's shards in each epoch, for sorted data of 10 classes with 300 samples each."""
     labels = torch.arange(10).repeat_interleave(300)
     with dl.join_world() as world:
         batches = dl.Batches(labels, batch_size, world)
@@ -110,10 +110,10 @@ def test_every_rank_has_the_classes_of_the_whole_within_sampling_noise(on_ranks:
 
 
 @pytest.mark.covers("A10")
-def test_no_sample_belongs_to_a_rank(on_ranks: OnRanks) -> None:
+def test_no_sample_is_bound_to_a_rank(on_ranks: OnRanks) -> None:
     found = on_ranks(3, places_of_draws, [(3000, 60, None, 0)])[0][0]
     first, second = (set(in_order(found, epoch)) for epoch in (0, 1))
-    # Of rank 0's 1,000 a third come again; hypergeometric, deviation 12. If data were cut over ranks first: all.
+    # A third of rank 0's 1,000 occur there again (hypergeometric, deviation 12); all would if ranks owned samples.
     assert abs(len(first & second) - 1000 / 3) < 6 * 12.2
 
 
@@ -129,14 +129,14 @@ def test_the_last_partial_mini_batch_is_kept_unless_dropped() -> None:
 
 
 @pytest.mark.covers("C6")
-def test_a_mini_batch_above_the_size_of_the_data_has_what_there_is() -> None:
+def test_a_mini_batch_larger_than_the_data_has_all_samples() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(numbers(5), 100, world, shards=2)
         assert [len(indices) for indices in places(batches, 1).values()] == [3, 2]
         assert batches.sizes(0) == (3, 2)
 
 
-def test_positions_far_out_are_known_without_going_there() -> None:
+def test_a_late_position_needs_no_iteration() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(lambda i: i, 3, world)
         loaded = next(batches.epoch(0, start=2**40))
@@ -148,7 +148,7 @@ def test_positions_far_out_are_known_without_going_there() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("start", [0, 3, 5, 6, 7])
-def test_an_epoch_begun_in_the_middle_is_the_rest_of_it(start: int, workers: int) -> None:
+def test_an_epoch_started_in_the_middle_is_the_rest_of_it(start: int, workers: int) -> None:
     def rest(position: int) -> list[list[Any]]:
         found = [[loaded.data(0)[0], loaded.data(0)[1]] for loaded in batches.epoch(1, start=position)]
         return [[tensor.tolist() for tensor in pair] for pair in found]
@@ -158,17 +158,17 @@ def test_an_epoch_begun_in_the_middle_is_the_rest_of_it(start: int, workers: int
         assert rest(start) == rest(0)[start:]
 
 
-def test_shards_that_the_loop_left_unread_do_not_shift_the_next_ones() -> None:
+def test_unread_shards_do_not_shift_the_next_ones() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(numbers(12), 4, world, shards=2, shuffle=False)
         assert [loaded.data(0).tolist() for loaded in batches.epoch(0)] == [[0, 1], [4, 5], [8, 9]]
 
 
 @pytest.mark.parametrize("data", [numbers(23), Drawn()], ids=["tensor", "data set"])
-def test_the_data_of_a_mini_batch_are_there_until_it_is_let_go(data: Any) -> None:
+def test_the_data_of_a_mini_batch_exist_until_it_is_released(data: Any) -> None:
     with dl.join_world() as world:
         batches = dl.Batches(data, 4, world, shards=2)
-        loaded = next(batches.epoch(0))  # the epoch itself is let go at once
+        loaded = next(batches.epoch(0))  # the epoch itself is released at once
         first, second = loaded.data(0), loaded.data(1)
         assert loaded.data(0) is first
         assert loaded.data(1) is second
@@ -188,7 +188,7 @@ class Windows:
         return self.text[start : start + self.width]
 
 
-def test_a_source_with_a_given_length_is_numbered_on_from_epoch_to_epoch() -> None:
+def test_the_numbers_of_a_source_continue_from_epoch_to_epoch() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(squares, 2, world, length=3)
         assert len(batches) == 2
@@ -201,7 +201,7 @@ def test_a_source_without_any_length_never_ends() -> None:
         assert (batches.length, batches.steps) == (None, None)
         found = [loaded.data(0).tolist() for loaded, _ in zip(batches.epoch(0), range(3), strict=False)]
         assert found == [[0, 1], [4, 9], [16, 25]]
-        with pytest.raises(TypeError, match="never ends: give Batches a length, or Loop its steps"):
+        with pytest.raises(TypeError, match=r"never ends\. Pass length= to Batches, or steps= to Loop"):
             len(batches)
 
 
@@ -218,7 +218,7 @@ def windows_of_this_rank(shards: int, workers: int) -> dict[tuple[int, int], lis
 def test_random_windows_of_a_text_are_the_same_on_any_number_of_ranks_and_workers(on_ranks: OnRanks) -> None:
     alone = windows_of_this_rank(3, 0)
     starts = [window[0] for shard in alone.values() for window in shard]
-    assert len(set(starts)) > 25  # of 30; by chance two of 996 coincide in a third of all runs
+    assert len(set(starts)) > 25  # of 30; two of 996 coincide in a third of all runs
     assert windows_of_this_rank(3, 2) == alone
     together: dict[tuple[int, int], list[list[int]]] = {}
     for found in on_ranks(2, windows_of_this_rank, 3, 0):
@@ -230,7 +230,7 @@ def rows_and_their_number(samples: list[torch.Tensor]) -> tuple[torch.Tensor, to
     return torch.stack(samples), torch.tensor(len(samples))
 
 
-def test_what_stands_for_a_shard_without_samples_has_all_parts_and_no_rows() -> None:
+def test_the_data_of_an_empty_shard_have_all_parts_and_no_rows() -> None:
     with dl.join_world() as world:
         rows_of_three: list[torch.Tensor] = list(torch.arange(18.0).reshape(6, 3))
         batches = dl.Batches(rows_of_three, 4, world, collate_fn=rows_and_their_number)

@@ -1,4 +1,4 @@
-"""Each part of a shard's data on the device asked for. The second device is torch's "meta", which every machine has."""
+"""Each part of a shard's data on its device. The second device is torch's "meta", which every machine has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LABELS = torch.arange(6)
 
 
 def shards(data: Any, devices: Any, **options: Any) -> list[Any]:
-    """What this process is given in an epoch, by shard."""
+    """The data of this process in an epoch, by shard."""
     with dl.join_world() as world:
         batches = dl.Batches(data, 4, world, shuffle=False, devices=devices, **options)
         return [loaded.data(0) for loaded in batches.epoch(0)]
@@ -29,7 +29,7 @@ READERS = pytest.mark.parametrize("options", [{}, {"num_workers": 0}], ids=["by 
 
 
 @READERS
-def test_each_part_lies_where_it_was_asked_for_and_none_stands_for_the_worlds_device(options: dict[str, Any]) -> None:
+def test_each_part_is_on_its_device_and_none_is_the_worlds_device(options: dict[str, Any]) -> None:
     for first, second in [(None, "meta"), ("meta", None), (torch.device("meta"), "cpu")]:
         inputs, labels = shards((INPUTS, LABELS), (first, second), **options)[1]
         there = [str(part.device) for part in (inputs, labels)]
@@ -39,7 +39,7 @@ def test_each_part_lies_where_it_was_asked_for_and_none_stands_for_the_worlds_de
 
 
 @READERS
-def test_parts_may_be_named_and_nested_and_one_device_stands_for_all_below_it(options: dict[str, Any]) -> None:
+def test_parts_may_be_named_and_nested_and_one_device_holds_for_all_below_it(options: dict[str, Any]) -> None:
     data = {"x": Pair(INPUTS, LABELS), "y": (INPUTS, (LABELS, LABELS))}
     found = shards(data, {"x": [None, "meta"], "y": (None, "meta")}, **options)[0]
     assert type(found["x"]) is Pair
@@ -73,7 +73,7 @@ def labels_seen() -> list[int]:
         ]
 
 
-def test_the_order_is_kept_where_parts_lie_on_several_devices(on_ranks: OnRanks) -> None:
+def test_the_order_is_kept_with_parts_on_several_devices(on_ranks: OnRanks) -> None:
     left, right = on_ranks(2, labels_seen)
     assert sorted(left + right) == list(range(6))
 
@@ -81,15 +81,15 @@ def test_the_order_is_kept_where_parts_lie_on_several_devices(on_ranks: OnRanks)
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        ("gpu 3", "must be a device that is there.*got 'gpu 3'"),
-        ("cuda:77", "must be a device that is there.*got 'cuda:77'"),
-        (("cpu", 1.5), "must be a device that is there.*got 1.5"),
-        (("cpu",), r"a tuple or dict like the data's own; got .* for 2 parts"),
-        ({"x": "cpu"}, "a tuple or dict like the data's own; got .* for 2 parts"),
-        (("cpu", ("cpu", "cpu")), "like the data's own; got .* for Tensor"),
+        ("gpu 3", "must be a device of this machine.*got 'gpu 3'"),
+        ("cuda:77", "must be a device of this machine.*got 'cuda:77'"),
+        (("cpu", 1.5), "must be a device of this machine.*got 1.5"),
+        (("cpu",), r"a tuple or dict with the structure of the data; got .* for 2 parts"),
+        ({"x": "cpu"}, "a tuple or dict with the structure of the data; got .* for 2 parts"),
+        (("cpu", ("cpu", "cpu")), "with the structure of the data; got .* for Tensor"),
     ],
 )
-def test_devices_that_are_not_there_or_fit_no_part_are_refused(devices: Any, said: str) -> None:
+def test_devices_that_do_not_exist_or_do_not_fit_the_data_are_refused(devices: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         shards((INPUTS, LABELS), devices)
 
@@ -102,8 +102,8 @@ def read_what_collate_made() -> None:
                 pass
 
 
-def test_data_of_another_shape_than_the_devices_are_refused_on_every_rank(on_ranks: OnRanks) -> None:
-    with pytest.raises(RankFailed, match=r"like the data's own; got .* for 2 parts") as failed:
+def test_data_with_another_structure_than_the_devices_are_refused_on_every_rank(on_ranks: OnRanks) -> None:
+    with pytest.raises(RankFailed, match=r"with the structure of the data; got .* for 2 parts") as failed:
         on_ranks(2, read_what_collate_made)
     assert "rank 0" in str(failed.value)
     assert "rank 1" in str(failed.value)

@@ -1,4 +1,4 @@
-"""Data of every kind that a user may bring, read by index: tensors, arrays, data sets, sources of his own."""
+"""Reading by index of every kind of data: tensors, arrays, data sets, sources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.sources import INPUTS, SIZE, WORKERS, Images, Pair
 
 
 def shards_of(data: Any, batch_size: int = 4, *, epoch: int = 0, **options: Any) -> list[Any]:
-    """What this process is given in an epoch, shard by shard, as a world of one."""
+    """The shards of an epoch in a world of one rank."""
     with dl.join_world(seed=3) as world:
         batches = dl.Batches(data, batch_size, world, **{"shuffle": False, **options})
         return [
@@ -49,7 +49,7 @@ def test_a_tensor_an_array_and_a_parameter_give_their_rows() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 0}], ids=["by index", "by DataLoader"])
-def test_tensors_side_by_side_come_in_the_container_they_are_in(options: dict[str, Any]) -> None:
+def test_several_tensors_keep_their_container(options: dict[str, Any]) -> None:
     in_tuple = first_of((INPUTS, LABELS.numpy()), **options)
     assert isinstance(in_tuple, tuple | list)  # DataLoader makes a list of a tuple
     assert equal(in_tuple[0], FOUR)
@@ -62,25 +62,25 @@ def test_tensors_side_by_side_come_in_the_container_they_are_in(options: dict[st
     assert equal(named.labels, CLASSES)
 
 
-def test_a_tensor_data_set_stands_for_its_tensors() -> None:
+def test_a_tensor_data_set_counts_as_its_tensors() -> None:
     inputs, labels = first_of(TensorDataset(INPUTS, LABELS))
     assert equal(inputs, FOUR)
     assert equal(labels, CLASSES)
 
 
 class Doubling(TensorDataset):
-    """A data set that holds tensors and does not give them as they are."""
+    """A data set that has tensors and changes them when they are read."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         return tuple(2 * tensor[index] for tensor in self.tensors)
 
 
-def test_a_getitem_of_the_users_own_goes_before_the_tensors_that_the_data_set_has() -> None:
+def test_a_users_getitem_takes_precedence_over_the_tensors_of_a_data_set() -> None:
     assert equal(first_of(Doubling(INPUTS, LABELS))[0], 2 * FOUR)
 
 
 @pytest.mark.covers("A7")
-def test_labelled_images_come_as_floats_from_0_to_1_with_class_indices() -> None:
+def test_labelled_images_are_read_as_floats_from_0_to_1_with_class_indices() -> None:
     pixels = torch.arange(SIZE * 28, dtype=torch.uint8).reshape(SIZE, 1, 4, 7)
     pixels[0, 0, 0, :2] = torch.tensor([0, 255])
     names = ("a", "b", "c")
@@ -110,7 +110,7 @@ def test_arrays_of_every_layout_and_type_give_their_rows(array: np.ndarray[Any, 
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 0}], ids=["by index", "by DataLoader"])
-def test_an_array_that_may_only_be_read_is_read_without_a_warning(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_read_only_array_is_read_without_a_warning(options: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "inputs.npy"
     np.save(path, INPUTS.numpy())
     mapped = np.load(path, mmap_mode="r")
@@ -118,11 +118,11 @@ def test_an_array_that_may_only_be_read_is_read_without_a_warning(options: dict[
         warnings.simplefilter("always")
         rows = first_of(mapped, **options)
     assert [str(warning.message) for warning in caught] == []
-    rows += 1  # what is given out is no longer the file's
+    rows += 1  # the rows are not the file's memory
     assert equal(first_of(mapped), FOUR)
 
 
-def test_rows_of_another_layout_keep_it() -> None:
+def test_rows_keep_the_memory_layout() -> None:
     images = torch.rand(SIZE, 3, 5, 5).to(memory_format=torch.channels_last)
     rows = first_of(images)
     assert equal(rows, images[:4])
@@ -142,7 +142,7 @@ def as_they_are(rows: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("collate", [None, as_they_are])
 @pytest.mark.parametrize("workers", [None, 0])
-def test_what_is_handed_out_may_be_changed_in_place(shuffle: bool, collate: Any, workers: int | None) -> None:
+def test_a_shards_data_may_be_changed_in_place(shuffle: bool, collate: Any, workers: int | None) -> None:
     data = INPUTS.clone()
     options: dict[str, Any] = {} if workers is None else {"num_workers": workers}
     if collate is not None:
@@ -153,7 +153,7 @@ def test_what_is_handed_out_may_be_changed_in_place(shuffle: bool, collate: Any,
     assert equal(data, INPUTS)
 
 
-def test_what_a_data_set_hands_out_may_be_changed_in_place() -> None:
+def test_the_data_of_a_data_set_may_be_changed_in_place() -> None:
     data = Images()
     for shard in shards_of(data):
         shard.zero_()
@@ -164,7 +164,7 @@ def test_what_a_data_set_hands_out_may_be_changed_in_place() -> None:
 
 
 class Mixed(Dataset[Any]):
-    """Samples that are dicts of all that people put into them."""
+    """Samples that are dicts of all kinds of values."""
 
     def __len__(self) -> int:
         return SIZE
@@ -207,7 +207,7 @@ def test_samples_may_be_dicts_of_anything(workers: str) -> None:
     ],
     ids=["list", "subset", "concatenated", "pairs", "pairs with tensors"],
 )
-def test_whatever_has_a_length_and_is_read_by_index_is_a_data_set(data: Any) -> None:
+def test_anything_with_a_length_and_an_index_is_a_data_set(data: Any) -> None:
     shards = [shard[0] if isinstance(shard, list) else shard for shard in shards_of(data)]
     assert torch.cat(shards).tolist() == [0, 1, 2, 3, 4]
 
@@ -224,7 +224,7 @@ def packed(rows: list[torch.Tensor]) -> PackedSequence:
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_sequences_of_variable_length_go_through_a_collate(workers: str) -> None:
+def test_a_collate_fn_combines_sequences_of_variable_length(workers: str) -> None:
     inputs, lengths = first_of(SEQUENCES, collate_fn=padded, **WORKERS[workers])
     assert lengths.tolist() == [1, 2, 3, 4]
     assert inputs.tolist() == [[1, 0, 0, 0], [1, 2, 0, 0], [1, 2, 3, 0], [1, 2, 3, 4]]
@@ -247,12 +247,12 @@ class Movable:
         return self
 
 
-def test_a_batch_of_the_users_own_class_is_moved_by_its_own_to() -> None:
+def test_a_batch_of_a_users_class_is_moved_by_its_own_to() -> None:
     batch = first_of([1, 2, 3], collate_fn=Movable)
     assert (batch.rows, batch.device) == ([1, 2, 3], torch.device("cpu"))
 
 
-def test_tensors_go_through_a_collate_of_the_users_own_too() -> None:
+def test_a_users_collate_fn_applies_to_tensors_too() -> None:
     assert first_of((INPUTS, LABELS), collate_fn=len) == 4
 
 
@@ -262,10 +262,10 @@ def test_options_are_those_of_the_data_loader() -> None:
 
 
 def note(worker: int) -> None:
-    """Something for a worker to do when it starts."""
+    """Runs in a worker when it starts."""
 
 
-def test_tensors_are_read_where_they_lie_unless_an_option_asks_for_a_loader() -> None:
+def test_tensors_are_read_on_their_device_unless_an_option_needs_a_loader() -> None:
     cpu = torch.device("cpu")
     assert isinstance(make_reader(TensorDataset(INPUTS), 0, cpu, {})[0], TensorReader)
     assert isinstance(make_reader(TensorDataset(INPUTS), 0, cpu, {"num_workers": 0})[0], LoaderReader)

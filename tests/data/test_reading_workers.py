@@ -1,4 +1,4 @@
-"""Reading by DataLoader: its randomness follows the sample, and its workers come and go."""
+"""Reading by DataLoader: random numbers that depend on the sample, and the life of workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.sources import SIZE, WORKERS, Images
 
 
 class Noisy(Dataset[Any]):
-    """Sample i is i and three draws."""
+    """Sample i is i plus three draws."""
 
     def __len__(self) -> int:
         return SIZE
@@ -36,7 +36,7 @@ Draws = dict[int, tuple[float, ...]]
 
 
 def draws(epoch: int, batch_size: int, shards: int | None, options: dict[str, Any]) -> Draws:
-    """What this rank draws, by sample."""
+    """The draws of this rank, by sample."""
     with dl.join_world(seed=3) as world:
         found: Draws = {}
         for loaded in dl.Batches(Noisy(), batch_size, world, shards=shards, **options).epoch(epoch):
@@ -47,14 +47,14 @@ def draws(epoch: int, batch_size: int, shards: int | None, options: dict[str, An
         return found
 
 
-def test_draws_follow_the_sample_and_not_the_mini_batch_or_the_shard_or_the_worker() -> None:
+def test_draws_depend_on_the_sample_and_not_on_mini_batch_shard_or_worker() -> None:
     expected = draws(0, 4, 1, WORKERS["none"])
     assert sorted(expected) == list(range(SIZE))
     for workers in WORKERS.values():
         assert draws(0, 3, 2, workers) == expected
 
 
-def test_draws_follow_the_sample_and_not_the_rank(on_ranks: OnRanks) -> None:
+def test_draws_depend_on_the_sample_and_not_on_the_rank(on_ranks: OnRanks) -> None:
     expected = draws(1, 4, 1, {})
     together: Draws = {}
     # A rank is a spawned process, whose workers would be spawned, too, and import torch: 3 s on two cores.
@@ -69,7 +69,7 @@ def test_draws_differ_from_sample_to_sample_and_from_epoch_to_epoch() -> None:
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_reading_does_not_disturb_the_streams_of_the_process(workers: str) -> None:
+def test_reading_leaves_the_random_state_of_the_process(workers: str) -> None:
     with dl.join_world(seed=3) as world:
         expected = [(random.random(), np.random.rand(), float(torch.rand(()))) for _ in range(6)]
     with dl.join_world(seed=3) as world:
@@ -81,7 +81,7 @@ def test_reading_does_not_disturb_the_streams_of_the_process(workers: str) -> No
     assert found == expected
 
 
-def test_reading_leaves_the_streams_alone_also_when_it_fails() -> None:
+def test_failed_reading_leaves_the_random_state_too() -> None:
     def fail(index: int) -> float:
         random.random()
         raise LookupError(f"no {index}")
@@ -104,7 +104,7 @@ def test_workers_end_with_the_epoch_while_its_last_mini_batch_is_held() -> None:
         assert child_processes() == before
 
 
-def test_workers_that_persist_are_the_same_from_epoch_to_epoch_and_end_with_the_batches() -> None:
+def test_persistent_workers_are_the_same_in_each_epoch_and_end_with_the_batches() -> None:
     with dl.join_world() as world:
         before = child_processes()
         batches = dl.Batches(Images(), 4, world, **WORKERS["two that persist"])
@@ -133,7 +133,7 @@ def test_an_epoch_may_be_left_in_the_middle_for_the_next_one(workers: str) -> No
 
 
 @pytest.mark.parametrize("workers", ["none", "two"])
-def test_two_epochs_may_be_gone_through_side_by_side(workers: str) -> None:
+def test_two_epochs_may_be_read_alternately(workers: str) -> None:
     with dl.join_world() as world:
         batches = dl.Batches(torch.arange(6), 2, world, shuffle=True, **WORKERS[workers])
         pairs = zip(batches.epoch(0), batches.epoch(1), strict=True)
@@ -142,13 +142,13 @@ def test_two_epochs_may_be_gone_through_side_by_side(workers: str) -> None:
             assert [index for pair in found for index in pair[epoch]] == batches.indices(epoch, 0, 6).tolist()
 
 
-def test_workers_that_persist_refuse_to_be_taken_out_of_an_epoch() -> None:
+def test_persistent_workers_refuse_a_second_epoch_before_the_first_ends() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(torch.arange(6), 2, world, **WORKERS["two that persist"])
         training = batches.epoch(0)
         next(training).data(0)
-        assert len([loaded.data(0) for loaded in batches.epoch(1)]) == 3  # an evaluation in between, say
-        with pytest.raises(RuntimeError, match="persistent workers read one epoch at a time"):
+        assert len([loaded.data(0) for loaded in batches.epoch(1)]) == 3  # as an evaluation in between
+        with pytest.raises(RuntimeError, match="Persistent workers read one epoch at a time"):
             next(training).data(0)
 
 
@@ -173,7 +173,7 @@ def test_workers_end_when_reading_fails_while_the_exception_is_held(workers: str
 
 
 def leave_in_the_middle(options: dict[str, Any]) -> bool:
-    """Whether a rank that leaves an epoch in the middle leaves no worker behind."""
+    """Whether no worker is left after a rank leaves an epoch in the middle."""
     before = child_processes()
     with dl.join_world() as world:
         for loaded in dl.Batches(Images(), 3, world, **options).epoch(0):
@@ -189,7 +189,7 @@ def test_a_rank_that_leaves_in_the_middle_leaves_no_worker_behind(on_ranks: OnRa
 
 
 def workers_of_this_rank() -> int:
-    """How many workers a rank has while it goes through one shard a mini-batch, which is rank 0's."""
+    """The number of workers of a rank while it reads mini-batches of one shard, which is rank 0's."""
     before = child_processes()
     with dl.join_world() as world:
         options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
@@ -207,12 +207,12 @@ def test_a_rank_without_shards_starts_no_worker(on_ranks: OnRanks) -> None:
     assert on_ranks(2, workers_of_this_rank) == [1, 0]
 
 
-def test_a_worker_that_ends_with_the_lock_of_its_event_holds_nothing_up() -> None:
-    """As one does that is ended while it asks whether it should end."""
+def test_a_worker_that_ends_with_the_lock_of_its_event_blocks_nothing() -> None:
+    """A worker that is terminated while it reads the event holds its lock."""
     before = children_except(set())
     loaded: Any = iter(DataLoader(Images(), num_workers=1))
     next(loaded)
-    assert loaded._workers_done_event._cond._lock.acquire(timeout=5.0)  # for the worker: nothing releases it
+    assert loaded._workers_done_event._cond._lock.acquire(timeout=5.0)  # as the worker: nothing releases it
     reading._end_workers(loaded, children_except(before))
     ending = threading.Thread(target=loaded._shutdown_workers, daemon=True)
     ending.start()
@@ -222,12 +222,12 @@ def test_a_worker_that_ends_with_the_lock_of_its_event_holds_nothing_up() -> Non
 
 
 def take_no_care_of_sigterm(_: int) -> None:
-    """As in a worker that has only begun: torch gives it a handler after its imports."""
+    """Like a worker that has just started: torch installs a handler after its imports."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def test_a_worker_that_sigterm_kills_raises_nothing_in_the_rank_that_ended_it() -> None:
-    """torch's SIGCHLD handler raises, wherever the main thread is, for each worker in its list that a signal killed."""
+    """torch's SIGCHLD handler raises in the main thread for each worker in its list that a signal killed."""
     before = children_except(set())
     loader = DataLoader(Images(), num_workers=2, worker_init_fn=take_no_care_of_sigterm)
     loaded: Any = iter(loader)

@@ -1,4 +1,4 @@
-"""How a mini-batch is cut over shards and the shards over ranks: one rule for both."""
+"""The division of a mini-batch into shards and of the shards over ranks, by one rule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_first_parts_take_the_remainder(total: int, parts: int, sizes: tuple
 
 
 def random_splits(number: int = 300) -> list[tuple[int, int]]:
-    """Totals and parts, small ones and large ones, always the same."""
+    """Fixed totals and parts, small and large."""
     draw = random.Random(3)
     return [(draw.randrange(10 ** draw.randrange(1, 12)), draw.randrange(1, 100)) for _ in range(number)]
 
@@ -54,17 +54,17 @@ def test_the_ranges_follow_each_other_and_have_the_sizes() -> None:
 
 
 @pytest.mark.parametrize(("total", "parts"), [(-1, 2), (4, 0), (4, -1)])
-def test_nothing_is_split_over_no_parts_nor_less_than_nothing(total: int, parts: int) -> None:
-    with pytest.raises(ValueError, match=f"got {total} over {parts}"):
+def test_no_parts_and_negative_totals_are_refused(total: int, parts: int) -> None:
+    with pytest.raises(ValueError, match=f"got {total} into {parts}"):
         split_sizes(total, parts)
 
 
-def test_a_piece_that_is_not_there_is_refused() -> None:
+def test_a_piece_that_does_not_exist_is_refused() -> None:
     with pytest.raises(IndexError):
         split_range(10, 3, 3)
 
 
-def test_whole_numbers_of_numpy_are_split_and_fractions_are_not() -> None:
+def test_integers_of_numpy_are_split_and_fractions_are_not() -> None:
     assert split_sizes(np.int64(10), np.int32(3)) == (4, 3, 3)  # type: ignore[arg-type]
     assert {type(size) for size in split_sizes(np.int64(10), np.int32(3))} == {int}  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="float"):
@@ -82,7 +82,7 @@ def shards_of_this_rank(batch_size: int, shards: int) -> list[tuple[int, int, in
         return [(shard.number, shard.start, shard.samples) for shard in mini_batch.shards]
 
 
-def test_shards_go_over_ranks_by_the_same_rule(on_ranks: OnRanks) -> None:
+def test_shards_are_divided_over_ranks_by_the_same_rule(on_ranks: OnRanks) -> None:
     assert on_ranks(3, shards_of_this_rank, 128, 7) == [
         [(0, 0, 19), (1, 19, 19), (2, 38, 18)],
         [(3, 56, 18), (4, 74, 18)],

@@ -1,4 +1,4 @@
-"""Data that can only be gone through: every sample once, the same mini-batches on any number of ranks."""
+"""Streams: every sample once, the same mini-batches on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Taken = list[tuple[int, int, int, bool, list[int]]]  # epoch, position, shard, w
 
 
 class Counting(IterableDataset[int]):
-    """0, 1, 2, ...; of a later epoch 100 more."""
+    """0, 1, 2, ..., and 100 more in each later epoch."""
 
     def __init__(self, count: int) -> None:
         self.count, self.epoch = count, 0
@@ -72,10 +72,10 @@ def test_a_last_mini_batch_that_is_smaller_is_dropped_on_request(on_ranks: OnRan
 
 
 class Rows:
-    """Samples with their sums, as an iterable that is no torch data set."""
+    """Samples with their sums, as an iterable that is not a torch data set."""
 
     def __init__(self, count: int) -> None:
-        self.rows = torch.cat([samples(23), samples(40)[23:]])[:count]  # the first ones whatever the count
+        self.rows = torch.cat([samples(23), samples(40)[23:]])[:count]  # the same first ones for any count
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return ((row, row.sum().reshape(1)) for row in self.rows)
@@ -112,7 +112,7 @@ def test_training_on_a_stream_is_training_on_the_same_tensors(ranks: int, on_ran
 
 
 class Drawing(IterableDataset[Any]):
-    """Random numbers of all three generators, drawn one after the other."""
+    """Random numbers from all three generators in turn."""
 
     def __iter__(self) -> Iterator[float]:
         for _ in range(10):
@@ -161,7 +161,7 @@ def reading_moves_the_streams() -> bool:
         return streams_of_the_process() != before
 
 
-def test_reading_a_stream_leaves_the_streams_of_the_process_alone(on_ranks: OnRanks) -> None:
+def test_reading_a_stream_leaves_the_random_state_of_the_process(on_ranks: OnRanks) -> None:
     assert on_ranks(1, reading_moves_the_streams) == [False]
 
 
@@ -182,7 +182,7 @@ def test_a_stream_is_evaluated_with_each_sample_once(on_ranks: OnRanks) -> None:
 
 
 def read_side_by_side(also: bool) -> list[list[float]]:
-    """Mini-batches of an epoch; `also` says whether another pass is made in the middle of it."""
+    """Mini-batches of an epoch, with another pass in the middle if `also`."""
     with dl.join_world(seed=3) as world:
         batches = dl.Batches(Drawing(), 4, world, collate_fn=noisy_collate)
         found = []
@@ -275,8 +275,8 @@ def predict_a_stream(world: dl.World, folder: str) -> None:
 
 
 @pytest.mark.covers("D10")
-def test_a_stream_that_does_not_begin_anew_is_refused(refused: Refused) -> None:
-    said = "in every epoch; in epoch 2 it gave none: give an object whose __iter__ begins anew"
+def test_a_stream_that_does_not_restart_is_refused(refused: Refused) -> None:
+    said = "in every epoch; in epoch 2 it gave no samples. Pass an object whose __iter__ restarts"
     refused(2, go_twice_through_it, kind="ValueError", said=said, by=ALL)
 
 
@@ -284,7 +284,7 @@ def test_a_stream_that_does_not_begin_anew_is_refused(refused: Refused) -> None:
 @pytest.mark.parametrize(
     ("short", "said"),
     [
-        (11, "in mini-batch 2 of epoch 1 it ended on 1 of 3 ranks: give all ranks the whole of it"),
+        (11, "in mini-batch 2 of epoch 1 it ended on 1 of 3 ranks. Give every rank the whole stream"),
         (18, "in mini-batch 3 of epoch 1 it ended on 1 of 3 ranks"),
         (29, "in mini-batch 4 of epoch 1 it ended on 2 of 3 ranks"),
         (
@@ -299,7 +299,7 @@ def test_streams_that_differ_between_ranks_are_refused_on_all(short: int, said: 
 
 @pytest.mark.covers("D10")
 def test_streams_that_differ_are_refused_by_evaluation_too(refused: Refused) -> None:
-    said = "the stream is 20 samples on rank 0, but 21 samples on rank 1: give every rank the whole data"
+    said = "the stream is 20 samples on rank 0, but 21 samples on rank 1. Give every rank all data"
     refused(2, evaluate_other_streams, kind="ValueError", said=said, by=ALL)
 
 
@@ -325,21 +325,21 @@ def steps_before_the_tear(folder: str) -> int:
     return -1
 
 
-def test_an_error_of_a_stream_belongs_to_the_step_that_wants_what_is_behind_it(tmp_path: Path) -> None:
-    assert steps_before_the_tear(str(tmp_path)) == 2  # sample 14 is of the third
+def test_an_error_of_a_stream_is_raised_in_the_step_that_needs_the_sample(tmp_path: Path) -> None:
+    assert steps_before_the_tear(str(tmp_path)) == 2  # sample 14 is in the third
 
 
 @pytest.mark.parametrize(
     ("scenario", "kind", "said"),
     [
-        (with_workers, "TypeError", r"a stream is read in this process, .* takes collate_fn; got \['num_workers'\]"),
-        (with_length, "ValueError", "an epoch of a stream ends where the stream does; got length=4: leave it out"),
-        (with_shuffle, "ValueError", "shuffle needs data with a length; give shuffle=False"),
-        (with_sampler, "TypeError", r"it takes collate_fn; got \['sampler'\]"),
-        (a_generator, "TypeError", "a stream begins anew in every epoch; got generator, .* __iter__ makes it"),
-        (a_loader, "TypeError", "data must be .* got DataLoader: give its dataset"),
+        (with_workers, "TypeError", r"A stream is read in this process .* only collate_fn .*; got \['num_workers'\]"),
+        (with_length, "ValueError", "An epoch of a stream ends with the stream; got length=4. Remove length="),
+        (with_shuffle, "ValueError", "shuffle needs data with a length; these have none. Pass shuffle=False"),
+        (with_sampler, "TypeError", r"takes only collate_fn .*; got \['sampler'\]"),
+        (a_generator, "TypeError", "A stream must restart in every epoch; got generator, .* __iter__ returns it"),
+        (a_loader, "TypeError", "data must be .* got DataLoader. Pass its dataset"),
         (predict_a_stream, "ValueError", "nobody knows how many a stream has: give a data set"),
     ],
 )
-def test_what_a_stream_cannot_be_is_refused(scenario: Any, kind: str, said: str, refused: Refused) -> None:
+def test_invalid_streams_are_refused(scenario: Any, kind: str, said: str, refused: Refused) -> None:
     refused(2, scenario, kind=kind, said=said, by=ALL)

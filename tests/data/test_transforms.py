@@ -39,7 +39,7 @@ Seen = dict[tuple[int, int], list[list[float]]]
 
 
 def seen(shards: int | None, batch_size: int, options: dict[str, Any], by_index: bool) -> Seen:
-    """What this rank's shards hold after the transform, by epoch and sample."""
+    """The data of this rank's shards after the transform, by epoch and sample."""
     found: Seen = {}
     with dl.join_world(seed=5) as world:
         parts = ROWS, torch.arange(SIZE)
@@ -55,7 +55,7 @@ def seen(shards: int | None, batch_size: int, options: dict[str, Any], by_index:
     return found
 
 
-def test_draws_follow_the_sample_whatever_the_shards_ranks_and_workers(on_ranks: OnRanks) -> None:
+def test_draws_depend_on_the_sample_not_on_shards_ranks_or_workers(on_ranks: OnRanks) -> None:
     alone = on_ranks(1, seen, 1, 8, {}, True)[0]
     assert len(alone) == 2 * SIZE
     for ranks, shards, batch_size, options, by_index in [
@@ -80,7 +80,7 @@ def test_draws_differ_by_sample_epoch_call_and_seed() -> None:
     assert len(everything.unique()) > 4990  # 5,000 of 2^24 numbers
 
 
-def test_draws_have_the_distribution_that_they_say() -> None:
+def test_draws_have_their_distributions() -> None:
     n = 200_000
     draws = dl.Draws(3, 0, torch.arange(n), torch.device("cpu"))
     uniform = draws.uniform(low=-1.0, high=3.0)
@@ -97,7 +97,7 @@ def test_draws_have_the_distribution_that_they_say() -> None:
     assert int(dice[0]) == 0
     assert all(abs(int(count) - n / 6) < 5 * (n / 6) ** 0.5 for count in dice[1:])
     assert abs(float(draws.chance(0.3).float().mean()) - 0.3) < 0.006
-    # neighbours, in samples and in elements, have nothing to do with each other
+    # neighbouring samples and elements are uncorrelated
     pairs = draws.uniform(2) - 0.5
     assert abs(float((pairs[:, 0] * pairs[:, 1]).mean())) < 5 / 12 / n**0.5
     assert abs(float((pairs[1:, 0] * pairs[:-1, 0]).mean())) < 5 / 12 / n**0.5
@@ -112,11 +112,11 @@ def test_shapes_and_types_are_those_of_the_documentation() -> None:
     assert draws.chance(0.0, 9).sum() == 0
     assert draws.chance(1.0, 9).sum() == 27
     assert dl.Draws(0, 0, torch.arange(0), torch.device("cpu")).uniform(4).shape == (0, 4)
-    with pytest.raises(ValueError, match=r"got low=3, high=3: high is left out"):
+    with pytest.raises(ValueError, match=r"got low=3, high=3. Note that high"):
         draws.integers(3, 3)
 
 
-def test_a_transform_does_not_disturb_the_streams_of_the_process() -> None:
+def test_a_transform_leaves_the_random_state_of_the_process() -> None:
     def greedy(data: torch.Tensor, draws: dl.Draws) -> torch.Tensor:
         return data + torch.rand(()) + random.random() + np.random.rand()
 
@@ -154,11 +154,11 @@ def train_with_a_change(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("fewer", "a transform keeps the number of samples, 4 in this shard; it gave 3"),
-        ("more", "4 in this shard; it gave 8"),
-        ("nothing", "4 in this shard; it gave nothing"),
+        ("fewer", "A transform must keep the number of samples, 4 in this shard; it returned 3"),
+        ("more", "4 in this shard; it returned 8"),
+        ("nothing", "4 in this shard; it returned none"),
         ("raises", "mat1 and mat2|size mismatch"),
-        ("one rank", "4 in this shard; it gave 3"),
+        ("one rank", "4 in this shard; it returned 3"),
     ],
 )
 def test_a_transform_that_changes_the_number_of_samples_or_raises_ends_all_ranks(
@@ -172,7 +172,7 @@ def test_a_transform_that_changes_the_number_of_samples_or_raises_ends_all_ranks
     assert {name for name, _, _ in results} - {"PeerFailed"}
 
 
-def test_what_is_no_function_is_refused_when_the_batches_are_made(on_ranks: OnRanks) -> None:
+def test_a_transform_that_is_not_a_function_is_refused_at_once(on_ranks: OnRanks) -> None:
     with pytest.raises(RankFailed, match=r"transform must be a function, transform\(data, draws\); got 'flip'"):
         on_ranks(2, batches_with, "flip")
 

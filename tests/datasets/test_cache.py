@@ -1,4 +1,4 @@
-"""The cache of drawn digits: what was drawn once is read, whole and the same, or made anew."""
+"""The cache of drawn digits: a set is read with the same bytes, or drawn again if the file is damaged."""
 
 from pathlib import Path
 
@@ -19,14 +19,14 @@ def only_file_in(folder: Path) -> Path:
 
 
 @pytest.mark.covers("A1")
-def test_what_was_drawn_once_is_read_from_the_cache(tmp_path: Path) -> None:
+def test_a_set_that_was_drawn_once_is_read_from_the_cache(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     other = digits(1, 100, folder=first)
     there = only_file_in(first)
     digits(0, 100, folder=second)
     name = only_file_in(second).name
     assert name != there.name
-    # Seed 1's file under seed 0's name: who gets seed 1's digits for seed 0 did read the file.
+    # Seed 1's file under seed 0's name: seed 1's digits for seed 0 show that the file was read.
     third = tmp_path / "third"
     third.mkdir()
     (third / name).write_bytes(there.read_bytes())
@@ -34,7 +34,7 @@ def test_what_was_drawn_once_is_read_from_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("A1")
-def test_what_is_read_from_the_cache_has_the_bytes_of_what_was_drawn(tmp_path: Path) -> None:
+def test_a_cached_set_has_the_bytes_of_the_drawn_set(tmp_path: Path) -> None:
     drawn = digits(0, 100, cache=False)
     digits(0, 100, folder=tmp_path)
     read = digits(0, 100, folder=tmp_path / ".")
@@ -44,7 +44,7 @@ def test_what_is_read_from_the_cache_has_the_bytes_of_what_was_drawn(tmp_path: P
 
 @pytest.mark.covers("A1")
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "foreign"])
-def test_a_damaged_file_of_the_cache_is_made_anew(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_cache_file_is_replaced(tmp_path: Path, damage: str) -> None:
     whole, damaged = tmp_path / "whole", tmp_path / "damaged"
     drawn = digits(0, 100, folder=whole)
     file = only_file_in(whole)
@@ -58,7 +58,7 @@ def test_a_damaged_file_of_the_cache_is_made_anew(tmp_path: Path, damage: str) -
 
 
 @pytest.mark.covers("A1")
-def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     data = digits(0, 100, folder=tmp_path / "file" / "folder")
     assert digest_of(data) == digest_of(digits(0, 100, cache=False))
@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
 
 @pytest.mark.covers("A1")
 @pytest.mark.slow
-def test_ranks_that_draw_at_the_same_time_leave_one_whole_file(tmp_path: Path, on_ranks: OnRanks) -> None:
+def test_ranks_that_draw_at_the_same_time_leave_one_complete_file(tmp_path: Path, on_ranks: OnRanks) -> None:
     assert on_ranks(4, digest_through, tmp_path) == [digest_of(digits(3, 100, cache=False))] * 4
     assert only_file_in(tmp_path).is_file()
 
@@ -87,7 +87,7 @@ def test_other_arguments_and_other_versions_are_other_files(tmp_path: Path, monk
 
 
 @pytest.mark.covers("A1")
-def test_a_change_in_place_does_not_reach_who_asks_later(tmp_path: Path) -> None:
+def test_a_change_in_place_does_not_reach_later_callers(tmp_path: Path) -> None:
     first = digits(0, 20, folder=tmp_path)
     whole = digest_of(first)
     first.images.zero_()

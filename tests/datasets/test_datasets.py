@@ -1,4 +1,4 @@
-"""The data sets: drawn digits, real handwriting, and the split of either."""
+"""The data sets: drawn digits, real handwriting, and their split."""
 
 import math
 import sys
@@ -28,7 +28,7 @@ def digest_with_threads(threads: int, seed: int) -> str:
 
 
 def numbered_images(*class_sizes: int) -> LabelledImages:
-    """Images each of which holds its own number, the classes one after the other."""
+    """Images that have their own number as value, sorted by class."""
     n = sum(class_sizes)
     labels = torch.repeat_interleave(torch.arange(len(class_sizes)), torch.tensor(class_sizes))
     numbers = torch.arange(n)
@@ -70,7 +70,7 @@ def test_no_digit_is_empty_and_few_reach_the_edge(drawn: LabelledImages) -> None
     edge = torch.ones(28, 28, dtype=torch.bool)
     edge[1:-1, 1:-1] = False
     touching = (drawn.images[:, 0, edge].max(1).values > 128).float().mean()
-    # 19 of the 10,000: large, turned and shifted far at once; a mistake in the affine map cuts off far more.
+    # 19 of the 10,000, which are large, rotated and shifted; a mistake in the affine map cuts off many more.
     assert touching < 0.005
 
 
@@ -91,7 +91,7 @@ def test_a_small_set_is_the_beginning_of_a_large_one(drawn: LabelledImages) -> N
 
 @pytest.mark.covers("A1")
 def test_ten_thousand_digits_are_drawn_in_under_five_seconds() -> None:
-    # Processor time, as others may use the machine at the same time; pillow draws on one thread. Measured: 0.8 s.
+    # Processor time, since the machine may be shared; pillow draws on one thread. Measured: 0.8 s.
     start = time.process_time()
     digits(1, cache=False)
     assert time.process_time() - start < 5
@@ -99,7 +99,7 @@ def test_ten_thousand_digits_are_drawn_in_under_five_seconds() -> None:
 
 @pytest.mark.covers("A1")
 def test_the_angle_is_that_of_the_drawing_and_counter_clockwise_is_positive() -> None:
-    # The strokes of an upright 1 run up and down: its ink's longest axis is off the vertical by the angle.
+    # The stroke of an upright 1 is vertical, so the longest axis of its ink differs from the vertical by the angle.
     data = digits(size=2000, fonts=["DejaVuSans"], cache=False)
     assert data.angles is not None
     ones = data.labels == 1
@@ -112,7 +112,7 @@ def test_the_angle_is_that_of_the_drawing_and_counter_clockwise_is_positive() ->
     xy = torch.einsum("nij,ni,nj->n", ink, up, x)
     seen = -torch.rad2deg(torch.atan2(2 * xy, yy - xx) / 2)
     difference = seen - data.angles[ones]
-    # The flag and the foot of a 1 turn the axis by a few degrees, always the same; what is left is the pixels.
+    # The flag and the foot of a 1 turn the axis by a few degrees, always the same; the rest is rounding to pixels.
     assert difference.std() < 2
     assert abs(difference.mean()) < 10
 
@@ -128,8 +128,8 @@ def test_digits_vary_in_angle_place_size_and_stroke(drawn: LabelledImages) -> No
     mass = ink.sum((1, 2))
     x, y = ink.sum(1) @ axis / mass, ink.sum(2) @ axis / mass
     spread = (ink.sum(1) @ axis**2 + ink.sum(2) @ axis**2) / mass - x**2 - y**2
-    # Mean squared distance from the middle: grows with the square of the size, does not know the angle.
-    # Ink over spread: grows with the stroke, does not know the size.
+    # The mean squared distance from the centre grows with the square of the size, whatever the angle.
+    # Ink over spread grows with the stroke, whatever the size.
     for place in (x, y):
         assert float(place.max() - place.min()) == pytest.approx(2 * drawing.MAX_SHIFT, rel=0.1)
     assert math.sqrt(spread.max() / spread.min()) == pytest.approx(drawing.SCALES[1] / drawing.SCALES[0], rel=0.1)
@@ -138,7 +138,7 @@ def test_digits_vary_in_angle_place_size_and_stroke(drawn: LabelledImages) -> No
 
 @pytest.mark.covers("A1")
 def test_every_image_is_in_one_of_the_fonts_and_every_font_is_drawn_from() -> None:
-    # The lots do not depend on the fonts, so that a set of one font shows what the other set might have shown.
+    # The random numbers do not depend on the fonts, so a set in one font shows what the other could have shown.
     sans, serif = (digits(size=1000, fonts=[font], cache=False).images for font in ("DejaVuSans", "cmr10"))
     both = digits(size=1000, fonts=["DejaVuSans", "cmr10"], cache=False).images
     in_sans, in_serif = ((both == one).flatten(1).all(1) for one in (sans, serif))
@@ -163,7 +163,7 @@ def test_a_linear_classifier_does_not_solve_the_digits(drawn: LabelledImages) ->
 
     optimizer.step(closure)
     accuracy = (linear(test.tensors[0].flatten(1)).argmax(1) == test.labels).double().mean()
-    # Measured: 0.65. Above 0.9 no network would be needed; near 0.1 there would be nothing to be seen.
+    # Measured: 0.65. Above 0.9 no network would be needed; near 0.1 nothing could be learned.
     assert 0.5 < accuracy < 0.9
 
 
@@ -179,15 +179,15 @@ def test_held_out_fonts_draw_other_digits_from_other_fonts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"size": 15}, "multiple of 10.*got 15.*try 20"),
+        ({"size": 15}, "multiple of 10.*got 15.*Try 20"),
         ({"size": 0}, "multiple of 10.*got 0"),
         ({"seed": -1}, "must not be negative; got -1"),
-        ({"fonts": "unusual"}, "\"held_out\" or a sequence of names; got 'unusual'"),
-        ({"fonts": ["Comic"]}, "matplotlib brings along; got 'Comic'"),
-        ({"fonts": ["STIXNonUni"]}, "must have digits; got 'STIXNonUni' without 0"),
+        ({"fonts": "unusual"}, "\"held_out\" or a list of names; got 'unusual'"),
+        ({"fonts": ["Comic"]}, "must be fonts of matplotlib; got 'Comic'"),
+        ({"fonts": ["STIXNonUni"]}, "must have all digits; got 'STIXNonUni' without 0"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_with_the_remedy(arguments: dict[str, object], message: str) -> None:
+def test_bad_arguments_of_digits_are_refused_with_the_remedy(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         digits(cache=False, **arguments)  # type: ignore[arg-type]
 
@@ -197,7 +197,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(drawing, "version", missing)
-    with pytest.raises(ImportError, match=r'pillow is missing: pip install "ddp_loop\[digits\]"'):
+    with pytest.raises(ImportError, match=r'pillow is missing. Run pip install "ddp_loop\[digits\]"'):
         digits(size=10, cache=False)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match=r'pip install "ddp_loop\[handwritten\]"'):
@@ -220,7 +220,7 @@ def test_a_split_takes_the_same_share_of_each_class(
 
 
 @pytest.mark.covers("A3")
-def test_the_parts_of_a_split_are_disjoint_and_together_the_whole() -> None:
+def test_the_parts_of_a_split_are_disjoint_and_complete() -> None:
     data = numbered_images(300, 7, 1, 40)
     parts = data.split(0.5, 0.3)
     assert sorted(number for part in parts for number in numbers_of(part)) == list(range(348))
@@ -238,7 +238,7 @@ def test_shares_of_a_class_are_rounded_down_and_the_last_part_takes_the_rest() -
 
 
 @pytest.mark.covers("A3")
-def test_a_share_is_the_decimal_that_was_written() -> None:
+def test_a_share_is_exactly_the_written_decimal() -> None:
     # 0.29 * 100 is 28.999999999999996 and 1 - 0.9 is less than a tenth.
     first, second, rest = numbered_images(100).split(0.29, 0.7)
     assert (len(first), len(second), len(rest)) == (29, 70, 1)
@@ -257,16 +257,16 @@ def test_a_split_follows_its_seed_and_is_not_the_order_of_the_data() -> None:
 @pytest.mark.parametrize(
     ("fractions", "message"),
     [
-        ((), "one fraction or more"),
+        ((), "one or more fractions"),
         ((0.0,), r"above 0 and below 1; got \(0.0,\)"),
         ((0.5, -0.1), "above 0 and below 1"),
         ((90,), r"got \(90,\)"),
         ((math.nan,), "above 0 and below 1"),
-        ((0.9, 0.1), "together 1: leave the last one out"),
-        ((0.9, 0.2), "together 1.1"),
+        ((0.9, 0.1), "a sum of 1. Leave out the last one"),
+        ((0.9, 0.2), "a sum of 1.1"),
     ],
 )
-def test_fractions_that_make_no_split_are_refused(fractions: tuple[float, ...], message: str) -> None:
+def test_bad_fractions_are_refused(fractions: tuple[float, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         numbered_images(10).split(*fractions)
 
@@ -278,9 +278,9 @@ def test_fractions_that_make_no_split_are_refused(fractions: tuple[float, ...], 
 def test_class_names_are_sorted_and_number_the_classes(drawn: LabelledImages) -> None:
     assert list(drawn.class_names) == sorted(drawn.class_names)
     assert len(drawn.class_names) == 10
-    with pytest.raises(ValueError, match=r"must be sorted, each there once.*got \('b', 'a'\)"):
+    with pytest.raises(ValueError, match=r"must be sorted and unique.*got \('b', 'a'\)"):
         LabelledImages(drawn.images[:1], torch.tensor([0]), ("b", "a"))
-    with pytest.raises(ValueError, match="must be sorted, each there once"):
+    with pytest.raises(ValueError, match="must be sorted and unique"):
         LabelledImages(drawn.images[:1], torch.tensor([0]), ("a", "a"))
 
 
@@ -331,7 +331,7 @@ def test_one_hot_labels_have_a_column_for_each_class_even_without_an_image() -> 
 
 
 @pytest.mark.covers("A5")
-def test_handwritten_digits_are_scikit_learns_made_28x28() -> None:
+def test_handwritten_digits_are_scikit_learns_enlarged_to_28x28() -> None:
     data = handwritten()
     assert data.images.shape == (1797, 1, 28, 28)
     assert class_sizes_of(data) == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
@@ -345,7 +345,7 @@ def test_handwritten_digits_are_scikit_learns_made_28x28() -> None:
 def test_handwritten_digits_are_resized_as_torch_resizes_bilinearly() -> None:
     small = torch.from_numpy(sklearn.datasets.load_digits().images.astype(np.float64))[:, None]
     large = torch.nn.functional.interpolate(small, size=(28, 28), mode="bilinear", align_corners=False)
-    # Rounded to whole numbers: half a step.
+    # Half a step, since the values are rounded to integers.
     assert (handwritten().images - large * 255 / 16).abs().max() <= 0.5 + 1e-9
 
 

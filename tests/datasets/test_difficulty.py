@@ -1,4 +1,4 @@
-"""How hard the drawn digits are for the reference setting; for a line, see test_datasets."""
+"""The difficulty of the drawn digits for the reference setting; test_datasets has that for a linear classifier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MNIST's IDX files, one by one and the four together."""
+"""MNIST's IDX files, singly and all four."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_idx_files_of_every_type_are_read(kind: str, shape: tuple[int, ...], pac
 
 
 @pytest.mark.covers("A5")
-def test_whether_an_idx_file_is_gzipped_is_seen_from_its_content(tmp_path: Path) -> None:
+def test_the_content_shows_whether_an_idx_file_is_gzipped(tmp_path: Path) -> None:
     assert torch.equal(read_idx(write(tmp_path / "six.gz", idx_bytes(SIX))), torch.from_numpy(SIX))
     assert torch.equal(read_idx(write(tmp_path / "six", idx_bytes(SIX), packed=True)), torch.from_numpy(SIX))
 
@@ -46,18 +46,18 @@ def test_whether_an_idx_file_is_gzipped_is_seen_from_its_content(tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\0\1\x08\1\0\0\0\0", "must begin with 4 bytes: 00 00, a type of 08, .* with 4: 00 01 08 01: is it another"),
-        (b"\x89PNG\r\n", "with 4: 89 50 4e 47"),
-        (b"\0\0\x0a\1\0\0\0\0", "with 4: 00 00 0a 01"),
-        (b"\0\0\x08\0\0", "with 4: 00 00 08 00"),
-        (b"\0\0\x08", "with 3: 00 00 08"),
-        (b"", "with 0: "),
-        (b"\0\0\x08\2\0\0\0\2\0\0", "of 2 dimensions must begin with 12 bytes; got .* with 10: get it anew"),
-        (idx_bytes(SIX)[:-1], "values that its header says; got .*: 2x3 of uint8 are 6 bytes, it has 5: get it anew"),
-        (idx_bytes(SIX)[:12], "are 6 bytes, it has 0"),
-        (idx_bytes(SIX) + b"\0", "are 6 bytes, it has 7"),
-        (idx_bytes(SIX.astype(np.float64))[:-8], "2x3 of float64 are 48 bytes, it has 40"),
-        (idx_bytes(SIX[:0], (0, 2**32 - 1, 2**32 - 1, 2**32 - 1)), "must hold a tensor; got .* of .*4294967295"),
+        (b"\0\1\x08\1\0\0\0\0", "must begin with 4 bytes: 00 00, a type of 08, .* with 4 bytes, 00 01 08 01. Is it"),
+        (b"\x89PNG\r\n", "with 4 bytes, 89 50 4e 47"),
+        (b"\0\0\x0a\1\0\0\0\0", "with 4 bytes, 00 00 0a 01"),
+        (b"\0\0\x08\0\0", "with 4 bytes, 00 00 08 00"),
+        (b"\0\0\x08", "with 3 bytes, 00 00 08"),
+        (b"", "with 0 bytes, "),
+        (b"\0\0\x08\2\0\0\0\2\0\0", "of 2 dimensions must have a header of 12 bytes; .* has 10 bytes. Download"),
+        (idx_bytes(SIX)[:-1], "must have 2x3 values of uint8 by its header, 6 bytes; it has 5. Download it again"),
+        (idx_bytes(SIX)[:12], ", 6 bytes; it has 0"),
+        (idx_bytes(SIX) + b"\0", ", 6 bytes; it has 7"),
+        (idx_bytes(SIX.astype(np.float64))[:-8], "2x3 values of float64 by its header, 48 bytes; it has 40"),
+        (idx_bytes(SIX[:0], (0, 2**32 - 1, 2**32 - 1, 2**32 - 1)), "torch has no tensor of size .*4294967295"),
     ],
 )
 def test_a_damaged_idx_file_is_named_with_its_byte_counts(
@@ -76,23 +76,25 @@ def test_a_damaged_gzip_is_named_with_its_byte_counts(tmp_path: Path) -> None:
     path = tmp_path / "values.gz"
     for size in (5, 10, 12):
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=f"must be whole.*got {path}, {size} bytes: .*: get it anew"):
+        with pytest.raises(ValueError, match=rf"readable and complete; got {path}, {size} bytes \(.*\). Download it"):
             read_idx(path)
     damages = [whole[:-9], whole[:-8], whole[:-1], whole[:-8] + b"\1\2\3\4" + whole[-4:], whole + b"rest"]
     damages.append(whole[:1000] + bytes([whole[1000] ^ 255]) + whole[1001:])
     for damaged in damages:
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"got {path}: 40x50 of uint8 are 2000 bytes, it has \d+ \(.+\): get"):
+        with pytest.raises(
+            ValueError, match=rf"{path} .* 40x50 values of uint8 .*, 2000 bytes; it has \d+ \(.+\). Down"
+        ):
             read_idx(path)
     path.write_bytes(whole)
     assert read_idx(path).shape == (40, 50)
 
 
 @pytest.mark.covers("A5")
-def test_an_idx_file_that_is_not_there_or_a_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"can be read; got {tmp_path}/none: .*No such file"):
+def test_a_missing_idx_file_or_a_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"must be readable .*got {tmp_path}/none \(.*No such file"):
         read_idx(tmp_path / "none")
-    with pytest.raises(ValueError, match=rf"can be read; got {tmp_path}: .*directory"):
+    with pytest.raises(ValueError, match=rf"must be readable .*got {tmp_path} \(.*directory"):
         read_idx(tmp_path)
 
 
@@ -101,12 +103,12 @@ def test_an_idx_file_that_is_not_there_or_a_folder_is_named(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "counts"),
     [
-        (idx_bytes(SIX.astype(np.float64), (2**32 - 1,) * 3), f"are {8 * (2**32 - 1) ** 3} bytes, it has 48"),
-        (idx_bytes(SIX, (6,)) + bytes(2**25), f"are 6 bytes, it has {6 + 2**25}"),
+        (idx_bytes(SIX.astype(np.float64), (2**32 - 1,) * 3), f", {8 * (2**32 - 1) ** 3} bytes; it has 48"),
+        (idx_bytes(SIX, (6,)) + bytes(2**25), f", 6 bytes; it has {6 + 2**25}"),
     ],
     ids=["more than is there", "less than is there"],
 )
-def test_a_header_that_lies_takes_no_memory(content: bytes, counts: str, packed: bool, tmp_path: Path) -> None:
+def test_a_wrong_header_takes_no_memory(content: bytes, counts: str, packed: bool, tmp_path: Path) -> None:
     path = write(tmp_path / "values", content, packed)
     tracemalloc.start()
     try:
@@ -115,7 +117,7 @@ def test_a_header_that_lies_takes_no_memory(content: bytes, counts: str, packed:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # The pieces that it reads are of 1 MiB, and a few of them are there at once.
+    # It reads pieces of 1 MiB, a few of which are in memory at once.
     assert peak < 8 * 2**20
 
 
@@ -138,7 +140,7 @@ def test_mnists_files_are_a_training_and_a_test_set(joint: str, packed: bool, tm
 
 
 @pytest.mark.covers("A5")
-def test_of_a_plain_and_a_gzipped_file_the_plain_one_is_read(tmp_path: Path) -> None:
+def test_a_plain_file_is_preferred_to_a_gzipped_one(tmp_path: Path) -> None:
     write_mnist(tmp_path, packed=True, sizes=(1, 1))
     write_mnist(tmp_path, joint=".")
     assert [len(data) for data in idx_folder(tmp_path)] == [30, 7]
@@ -156,23 +158,23 @@ def test_training_and_test_have_the_same_names_sorted_as_numbers(
 
 
 @pytest.mark.covers("A5")
-def test_sets_without_an_image_are_sets_too(tmp_path: Path) -> None:
+def test_sets_without_images_are_valid(tmp_path: Path) -> None:
     train, test = idx_folder(write_mnist(tmp_path, sizes=(0, 0)))
     assert (len(train), len(test), len(test.class_names)) == (0, 0, 10)
 
 
 @pytest.mark.covers("A5")
-def test_a_missing_file_is_named_with_what_is_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_with_the_files_that_exist(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(ValueError, match=r"must hold t10k-labels-idx1-ubyte, or .*\.gz; got .* with \['t10k-images-"):
+    with pytest.raises(ValueError, match=r"must have t10k-labels-idx1-ubyte, or .*\.gz; .* has \['t10k-images-"):
         idx_folder(tmp_path)
     assert holds_idx(tmp_path)
-    with pytest.raises(ValueError, match=f"must hold train-images-idx3-ubyte.*got {tmp_path}/none with no such folder"):
+    with pytest.raises(ValueError, match=f"must have train-images-idx3-ubyte.*{tmp_path}/none does not exist"):
         idx_folder(tmp_path / "none")
     assert not holds_idx(tmp_path / "none")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=f"got {tmp_path}/empty with nothing in it: put the file there"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/empty has no files. Add the file"):
         idx_folder(tmp_path / "empty")
 
 
@@ -192,7 +194,7 @@ def test_a_missing_file_is_named_with_what_is_there(tmp_path: Path) -> None:
         (
             "t10k-images-idx3-ubyte",
             np.zeros((7, 20, 20), np.uint8),
-            r"one size; got \(28, 28\) in .* and \(20, 20\) in",
+            r"the same size; got \(28, 28\) in .* and \(20, 20\) in",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Noisy and clean pairs: how much noise, which size and range, and turns that both of a pair share."""
+"""Noisy and clean pairs: density, size, range, and quarter-turns that both pictures share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_images_are_cut_into_9500_and_250_and_250() -> None:
 
 
 def test_a_twentieth_of_the_pixels_is_black_or_white_half_of_them_each() -> None:
-    # Of 32x32, which is not resized, and from black to white, so that nothing is stretched either.
+    # 32x32, which is not resized, and from black to white, which is not rescaled.
     n = 400
     grey = torch.full((n, 1, 32, 32), 128, dtype=torch.uint8)
     grey[:, :, 0, :2] = torch.tensor([0, 255], dtype=torch.uint8)
@@ -45,11 +45,11 @@ def test_a_twentieth_of_the_pixels_is_black_or_white_half_of_them_each() -> None
     assert abs(float(salt) - 0.025) < 5 * deviation
     assert bool(((rest == 0) | (rest == 1) | (rest == 128 / 255)).all())
     counts = (rest != 128 / 255).sum(1)
-    assert len(counts.unique()) > 20  # by lot, each picture on its own: 51 on average, deviation 7
+    assert len(counts.unique()) > 20  # drawn for each picture: 51 on average, deviation 7
 
 
 @pytest.mark.parametrize(("density", "share"), [(0.0, 0.0), (0.4, 0.4), (1.0, 1.0)])
-def test_another_density_changes_another_share(density: float, share: float) -> None:
+def test_the_density_is_the_share_of_changed_pixels(density: float, share: float) -> None:
     grey = torch.full((50, 1, 32, 32), 128, dtype=torch.uint8)
     grey[:, :, 0, :2] = torch.tensor([0, 255], dtype=torch.uint8)
     noisy, clean = noisy_pairs(grey, draws_of(50), density=density)
@@ -80,7 +80,7 @@ def test_each_picture_is_stretched_on_its_own_and_one_grey_becomes_0() -> None:
         assert pictures[1:].amax((1, 2, 3)).unique().tolist() == [1.0]
 
 
-def test_both_of_a_pair_make_the_same_quarter_turns_each_as_often() -> None:
+def test_both_pictures_of_a_pair_have_the_same_quarter_turns_each_equally_often() -> None:
     images = digits(400)
     upright = noisy_pairs(images, draws_of(400), turned=False)
     turned = noisy_pairs(images, draws_of(400))
@@ -116,7 +116,7 @@ def pairs_of(shards: int | None, batch_size: int, shuffle: bool, turned: bool) -
 
 
 @pytest.mark.parametrize("turned", [True, False])
-def test_pairs_follow_the_sample_on_any_number_of_ranks_and_shards(turned: bool, on_ranks: OnRanks) -> None:
+def test_pairs_depend_on_the_sample_not_on_ranks_or_shards(turned: bool, on_ranks: OnRanks) -> None:
     (alone,) = on_ranks(1, pairs_of, 1, 16, True, turned)
     assert len(alone) == SIZE
     for ranks, shards, batch_size, shuffle in [(2, None, 16, True), (3, 4, 7, True), (2, 2, 40, False)]:
@@ -127,16 +127,16 @@ def test_pairs_follow_the_sample_on_any_number_of_ranks_and_shards(turned: bool,
 @pytest.mark.parametrize(
     ("images", "said"),
     [
-        (torch.zeros(3, 1, 28, 28), r"got torch.float32 \(3, 1, 28, 28\): give Batches the images alone"),
+        (torch.zeros(3, 1, 28, 28), r"got torch.float32 \(3, 1, 28, 28\). Give Batches the images only"),
         (torch.zeros(3, 28, 28, dtype=torch.uint8), r"got torch.uint8 \(3, 28, 28\)"),
     ],
 )
-def test_what_is_no_image_is_refused(images: torch.Tensor, said: str) -> None:
-    with pytest.raises(ValueError, match=rf"noisy pairs are made of images, uint8 \(N, C, H, W\); {said}"):
+def test_other_tensors_than_images_are_refused(images: torch.Tensor, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"noisy_pairs needs images, uint8 \(N, C, H, W\); {said}"):
         noisy_pairs(images, draws_of(3))
 
 
 @pytest.mark.parametrize("density", [-0.1, 1.5, float("nan")])
-def test_a_density_that_is_no_share_is_refused(density: float) -> None:
-    with pytest.raises(ValueError, match=r"density is the share of the pixels that are changed, 0 \.\. 1; got"):
+def test_a_density_outside_0_to_1_is_refused(density: float) -> None:
+    with pytest.raises(ValueError, match=r"density must be a share of the pixels, 0 \.\. 1; got"):
         noisy_pairs(digits(10), draws_of(10), density=density)

@@ -1,4 +1,4 @@
-"""The digit example on images that lie in files."""
+"""The digit example on images in files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.scripts import load, run
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Run the digit example in this process, on one epoch of data in a folder."""
+    """Run the digit example in this process, for one epoch on data in a folder."""
 
     def train(data: Path) -> None:
         monkeypatch.setattr(sys, "argv", ["train.py", "--data", str(data), "--epochs", "1", "--device", "cpu"])
@@ -58,17 +58,15 @@ def end_of_example(data: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.covers("A2", "A5", "D10")
-def test_the_digit_example_refuses_data_that_are_none_with_one_line_on_every_rank(
-    tmp_path: Path, on_ranks: OnRanks
-) -> None:
+def test_the_digit_example_refuses_bad_data_with_one_line_on_every_rank(tmp_path: Path, on_ranks: OnRanks) -> None:
     write_mnist(tmp_path / "small", side=20)
     for data, message in [
-        (tmp_path / "mnsit", f"got {tmp_path}/mnsit: No such file or directory: look at its name"),
-        (tmp_path / "small", f"takes images of 28x28 pixels; got 20x20 in {tmp_path}/small: resize them"),
+        (tmp_path / "mnsit", f"got {tmp_path}/mnsit (No such file or directory). Check its name"),
+        (tmp_path / "small", f"needs images of 28x28 pixels; got 20x20 in {tmp_path}/small. Resize them"),
     ]:
         for kind, text, took_s in on_ranks(2, end_of_example, str(data)):
             assert kind == "SystemExit"
-            assert text.startswith("--data takes digits, handwritten, or a folder: ")
+            assert text.startswith("--data must be digits, handwritten or a folder. ")
             assert message in text
             assert "\n" not in text
             assert took_s < FAULT_S
@@ -81,7 +79,7 @@ def test_the_digit_example_ends_with_one_line_and_an_exit_code() -> None:
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    assert "got mnsit: No such file or directory" in done.stderr
+    assert "got mnsit (No such file or directory)" in done.stderr
 
 
 @pytest.mark.covers("A2")

@@ -1,4 +1,4 @@
-"""Checksums: one flipped bit changes them for certain, strides do not, whatever the elements are."""
+"""Checksums of all dtypes: each flipped bit changes them, strides do not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = [(), (0,), (1,), (3,), (2, 5), (7, 1, 3), (4, 3, 5, 2)]
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """A tensor of random bits, but for bool."""
+    """A tensor of random bits; bool has random values."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(2, shape, generator=generator).bool()
@@ -29,7 +29,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 
 def by_hand(tensor: torch.Tensor, length: int) -> int:
-    """[Note: The sum], in whole numbers without end; `length` is K."""
+    """[Note: The sum] with Python's integers; `length` is K."""
     data = tensor.contiguous().reshape(-1)
     raw = b"" if not data.numel() else bytes(data.view(torch.uint8).tolist())
     found = np.frombuffer(raw + b"\0" * (-len(raw) % 4), dtype=np.int32).tolist()
@@ -40,14 +40,14 @@ def by_hand(tensor: torch.Tensor, length: int) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_checksum_is_the_sum_of_the_note(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_the_checksum_is_the_sum_in_the_note(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = drawn(shape, dtype)
     found = checksum(tensor)
     assert (found.shape, found.dtype) == ((), torch.int64)
     assert found.item() == by_hand(tensor, 2**14 - 1)
 
 
-def test_a_large_tensor_is_summed_up_in_pieces() -> None:
+def test_a_large_tensor_is_summed_in_pieces() -> None:
     for count in (2**14 - 2, 2**14 - 1, 2**14, 3 * (2**14 - 1), 50_001):
         tensor = drawn((count,), torch.float32)
         assert checksum(tensor).item() == by_hand(tensor, 2**14 - 1)
@@ -71,7 +71,7 @@ def test_each_flipped_bit_changes_it(dtype: torch.dtype) -> None:
             flipped = tensor.clone()
             flipped.reshape(-1).view(torch.uint8)[place] ^= 1 << bit
             seen.add(checksum(flipped).item())
-    assert len(seen) == 1 + 8 * tensor.nbytes  # and all are different
+    assert len(seen) == 1 + 8 * tensor.nbytes  # all are different
 
 
 def test_a_flipped_bit_anywhere_in_a_large_tensor_changes_it() -> None:
@@ -96,7 +96,7 @@ def test_every_swap_of_two_values_changes_it() -> None:
 
 
 @pytest.mark.parametrize("count", [2**10, 2**20])
-def test_a_tensor_all_of_whose_values_change_alike_has_another_one(count: int) -> None:
+def test_multiplying_all_values_changes_it(count: int) -> None:
     values = drawn((count,), torch.float32).nan_to_num(1.0, 1.0, 1.0).clamp(1e-3, 1e3)
     seen = {checksum(values * factor).item() for factor in (1, 2, 4, 8, 0.5, -1, -2)}
     seen |= {checksum(values.roll(shift)).item() for shift in (1, 2, 16)}
@@ -117,7 +117,7 @@ def test_strides_and_offsets_do_not_matter() -> None:
     assert checksum(torch.ones(3).expand(3)).item() == checksum(torch.ones(1).expand(3)).item()
 
 
-def test_many_at_once_are_those_of_each() -> None:
+def test_checksums_of_many_tensors_are_those_of_each() -> None:
     tensors = [drawn(shape, dtype, seed) for seed, shape in enumerate(SHAPES) for dtype in DTYPES]
     tensors += [drawn((count,), torch.float32, count) for count in (1000, 16_383, 40_000, 9000, 9000)]
     found = checksum_all(tensors)
@@ -134,7 +134,7 @@ def test_tensors_that_need_gradients_are_read_only() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_says_the_same_of_small_tensors() -> None:
+def test_a_gpu_gives_the_same_checksum_for_small_tensors() -> None:
     tensors = [drawn(shape, dtype) for shape in SHAPES for dtype in DTYPES] + [drawn((16_000,), torch.float32)]
     assert checksum_all([tensor.cuda() for tensor in tensors]).tolist() == checksum_all(tensors).tolist()
     large = torch.zeros(2**22 + 5, device="cuda")

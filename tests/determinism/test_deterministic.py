@@ -1,4 +1,4 @@
-"""The deterministic block: every switch is set and put back, refused operations are named, the bits are equal."""
+"""The deterministic block: settings are set and restored, refused operations are named, bits are equal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SWITCHED = {
 
 
 def settings() -> dict[str, object]:
-    """Every switch as it is now."""
+    """The current value of every setting."""
     return {
         "algorithms": torch.are_deterministic_algorithms_enabled(),
         "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -57,7 +57,7 @@ def settings() -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every switch as Python starts with it, also where another's surroundings have some; put back behind the test."""
+    """Every setting as in a new process, whatever the environment; restored after the test."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
@@ -83,7 +83,7 @@ FORMER: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
 
 @pytest.mark.covers("H3")
 @pytest.mark.parametrize("former", FORMER)
-def test_the_block_sets_every_switch_and_puts_it_back(former: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_sets_and_restores_every_setting(former: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FORMER[former](monkeypatch)
     try:
         before = settings()
@@ -102,7 +102,7 @@ def test_the_block_sets_every_switch_and_puts_it_back(former: str, monkeypatch: 
         torch.use_deterministic_algorithms(False)
 
 
-def test_what_is_deterministic_already_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_are_already_deterministic_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("NCCL_ALGO", "ring")
     with deterministic():
@@ -110,7 +110,7 @@ def test_what_is_deterministic_already_is_left_as_it_is(monkeypatch: pytest.Monk
 
 
 @pytest.mark.covers("H3")
-def test_the_former_state_is_there_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_yields_the_settings_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     with deterministic() as former, deterministic() as inner:
         assert (former.algorithms, former.cudnn_benchmark) == (False, True)
@@ -134,7 +134,7 @@ def draw() -> tuple[float, float, float]:
 
 
 @pytest.mark.covers("H3")
-def test_the_streams_start_from_the_seed_and_go_on_behind_the_block_as_if_it_had_not_been() -> None:
+def test_the_generators_are_seeded_and_restored_after_the_block() -> None:
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     undisturbed = [draw() for _ in range(2)]
     random.setstate(states[0])
@@ -154,7 +154,7 @@ def test_the_streams_start_from_the_seed_and_go_on_behind_the_block_as_if_it_had
     assert not set(first) & set(other)
 
 
-def test_without_a_seed_the_streams_go_on_through_the_block() -> None:
+def test_without_a_seed_the_generators_continue_through_the_block() -> None:
     with deterministic(seed=1):
         plain = [draw() for _ in range(3)]
     with deterministic(seed=1):
@@ -178,15 +178,15 @@ def unpool() -> None:
 
 @pytest.mark.covers("H3")
 @pytest.mark.parametrize(("operation", "name"), [(put, "put_"), (unpool, "max_unpooling2d_forward_out")])
-def test_an_operation_that_is_not_deterministic_raises_with_its_name_and_the_remedy(
+def test_a_nondeterministic_operation_raises_with_its_name_and_the_remedy(
     operation: Callable[[], None], name: str
 ) -> None:
     raises = pytest.raises(RuntimeError, match=f"{name} does not have a deterministic implementation")
     with raises as raised, deterministic(), deterministic():
         operation()
     (note,) = raised.value.__notes__
-    assert f"takes operations alone that give the same bits twice; {name} may not: take another one" in note
-    operation()  # behind the block it is what it was
+    assert f"allows only operations that give the same bits twice; {name} may not. Use another" in note
+    operation()  # allowed again after the block
 
 
 def test_other_errors_leave_the_block_as_they_are() -> None:
@@ -214,14 +214,14 @@ def test_a_variable_that_contradicts_is_refused_before_anything_is_changed(
 ) -> None:
     monkeypatch.setenv(name, value)
     before, stream = settings(), torch.get_rng_state()
-    with pytest.raises(ValueError, match=rf"takes {name}={VARIABLES[name]}.*; got {name}={re.escape(value)}: unset it"):
+    with pytest.raises(ValueError, match=rf"needs {name}={VARIABLES[name]}.*; got {name}={re.escape(value)}. Unset it"):
         deterministic().__enter__()
     assert settings() == before
     assert torch.equal(torch.get_rng_state(), stream)
 
 
 @pytest.mark.parametrize("seed", ["0", 1.0, True, 2**64, -(2**63) - 1])
-def test_a_seed_that_is_no_whole_number_of_64_bits_is_refused(seed: Any) -> None:
+def test_a_seed_that_is_not_a_whole_number_of_64_bits_is_refused(seed: Any) -> None:
     before = settings()
     with pytest.raises(ValueError, match="seed must be a whole number of 64 bits, or None"):
         deterministic(seed).__enter__()
@@ -230,27 +230,27 @@ def test_a_seed_that_is_no_whole_number_of_64_bits_is_refused(seed: Any) -> None
 
 def test_nccl_must_not_have_been_started_before_the_block() -> None:
     require_unstarted("cpu:gloo")
-    with pytest.raises(RuntimeError, match="with no NCCL_ALGO, no NCCL_PROTO, no NCCL_NVLS_ENABLE: enter"):
+    with pytest.raises(RuntimeError, match=r"with no NCCL_ALGO, no NCCL_PROTO, no NCCL_NVLS_ENABLE. Enter"):
         require_unstarted("cpu:gloo,cuda:nccl")
     with deterministic():
-        require_unstarted("cpu:gloo,cuda:nccl")  # a block in a block
+        require_unstarted("cpu:gloo,cuda:nccl")  # a block inside a block
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("NCCL_ALGO", "Tree")
-            with pytest.raises(RuntimeError, match=r"started with NCCL_ALGO=Tree: enter deterministic\(\) before"):
+            with pytest.raises(RuntimeError, match=r"started with NCCL_ALGO=Tree. Enter deterministic\(\) before"):
                 require_unstarted("cuda:nccl")
 
 
 def test_a_group_over_nccl_that_starts_in_the_block_needs_its_variables() -> None:
     require_pinned("cuda:nccl")  # no block
     torch.use_deterministic_algorithms(True)
-    require_pinned("cuda:nccl")  # somebody's own setting is no block
+    require_pinned("cuda:nccl")  # a user's own setting is not a block
     torch.use_deterministic_algorithms(False)
     with deterministic():
         require_pinned("cpu:gloo,cuda:nccl")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("NCCL_PROTO", "LL")
             require_pinned("gloo")
-            with pytest.raises(RuntimeError, match=r"NCCL starts with NCCL_ALGO=Ring, .*; got NCCL_PROTO=LL: leave"):
+            with pytest.raises(RuntimeError, match=r"NCCL starts with NCCL_ALGO=Ring, .*; got NCCL_PROTO=LL. Do not"):
                 require_pinned("cpu:gloo,cuda:nccl")
             torch.use_deterministic_algorithms(True, warn_only=True)
             require_pinned("cpu:gloo,cuda:nccl")
@@ -260,7 +260,7 @@ def test_a_group_over_nccl_that_starts_in_the_block_needs_its_variables() -> Non
 def test_a_block_is_refused_after_nccl_was_started() -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(RuntimeError, match=r"enter deterministic\(\) before join_world"):
+        with pytest.raises(RuntimeError, match=r"Enter deterministic\(\) before join_world"):
             deterministic().__enter__()
     finally:
         dist.destroy_process_group()
@@ -288,7 +288,7 @@ def train(world: dl.World) -> str:
 
 
 def train_thrice(seed: int | None, device: str = "cpu") -> list[str]:
-    """Twice in blocks inside of one world, and once in a block around a world."""
+    """Train twice in blocks inside one world, and once in a block around a world."""
     hashes = []
     with dl.join_world(device=device) as world:
         for _ in range(2):
@@ -303,7 +303,9 @@ def train_thrice(seed: int | None, device: str = "cpu") -> list[str]:
 @pytest.mark.covers("H3")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow
-def test_two_runs_of_training_give_equal_bits_inside_and_others_without_a_seed(ranks: int, on_ranks: OnRanks) -> None:
+def test_two_trainings_give_equal_bits_in_a_block_and_different_ones_without_a_seed(
+    ranks: int, on_ranks: OnRanks
+) -> None:
     first, *others = on_ranks(ranks, train_thrice, 7)
     assert len(set(first)) == 1
     assert all(other == first for other in others)
@@ -315,12 +317,12 @@ def test_two_runs_of_training_give_equal_bits_inside_and_others_without_a_seed(r
 @pytest.mark.gpu
 @pytest.mark.covers("H3")
 def test_two_runs_of_training_give_equal_bits_on_a_gpu() -> None:
-    with deterministic(7):  # cuBLAS must be told before the process's first matrix product
+    with deterministic(7):  # before the process's first matrix product, when torch reads the variable
         assert len(set(train_thrice(7, "gpu"))) == 1
 
 
 @pytest.mark.gpu
-def test_the_streams_of_a_gpu_go_on_behind_the_block_too() -> None:
+def test_the_generators_of_a_gpu_are_restored_after_the_block_too() -> None:
     torch.cuda.manual_seed_all(5)
     undisturbed = torch.rand(3, device="cuda").tolist()
     torch.cuda.manual_seed_all(5)
@@ -340,7 +342,7 @@ def infer_repeatedly() -> list[str]:
 
 @pytest.mark.covers("H6")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_inference_repeated_gives_equal_bits(ranks: int, on_ranks: OnRanks) -> None:
+def test_repeated_inference_gives_equal_bits(ranks: int, on_ranks: OnRanks) -> None:
     hashes = [name for _ in range(2) for names in on_ranks(ranks, infer_repeatedly) for name in names]
     assert len(hashes) == 2 * 3 * ranks
     assert len(set(hashes)) == 1

@@ -1,4 +1,4 @@
-"""One seed fixes everything that is drawn, and every rank makes the same updates."""
+"""One seed fixes all random numbers, and every rank makes the same updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.determinism import next_key
+from ddp_loop.determinism import next_key, splitmix64
 from tests.support.harness import OnRanks
 
 
@@ -28,14 +28,24 @@ def test_one_seed_starts_all_generators_alike_on_every_rank(on_ranks: OnRanks) -
 
 
 def test_the_keys_of_streams_are_those_of_splitmix64() -> None:
-    # The first three numbers from state 0, as the authors' program gives them (Steele, Lea, Flood 2014; Vigna 2015).
+    # The first three numbers from state 0 by the authors' program (Steele, Lea, Flood 2014; Vigna 2015).
     step = 0x9E3779B97F4A7C15
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [next_key(0, number * step) for number in range(3)] == expected
+    assert [word % 2**64 for word in splitmix64(0, torch.arange(1, 4)).tolist()] == expected
+
+
+def test_tensors_are_mixed_as_keys_are() -> None:
+    states = [0, 1, 2**63 - 1, 2**63, 2**64 - 1]
+    one = torch.ones((), dtype=torch.int64)
+    expected = [next_key(0, state) for state in states]
+    assert [splitmix64(state, one).item() % 2**64 for state in states] == expected
+    signed = torch.tensor([state - 2**64 * (state >= 2**63) for state in states])
+    assert [word % 2**64 for word in splitmix64(signed, one).tolist()] == expected
 
 
 class Noisy(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Samples with noise of all three generators."""
+    """Samples with noise from all three generators."""
 
     def __len__(self) -> int:
         return 20
@@ -98,7 +108,7 @@ def masks_by_shard() -> list[tuple[float, ...]]:
 
 
 @pytest.mark.covers("H1")
-def test_each_shard_of_each_step_has_dropout_of_its_own_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
+def test_each_shard_of_each_step_has_its_own_dropout_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
     alone = on_ranks(1, masks_by_shard)[0]
     assert len(set(alone)) == len(alone) == 12
     left, right = on_ranks(2, masks_by_shard)

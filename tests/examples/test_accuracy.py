@@ -1,4 +1,4 @@
-"""The full run over 20 epochs, short enough for a test; and the table of the long ones."""
+"""A full run over 20 epochs that is short enough for a test, and the table of the long runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TABLE = DOCS / "benchmarks" / "accuracy.md"
 
 
 @pytest.mark.slow
-def test_twenty_epochs_of_handwriting_reach_what_the_table_says() -> None:
-    first, second = dl.launch(train, 2, "handwriting", 0)  # sklearn leaves environment variables behind
+def test_twenty_epochs_of_handwriting_reach_the_accuracy_of_the_table() -> None:
+    first, second = dl.launch(train, 2, "handwriting", 0)  # in other processes: sklearn sets environment variables
     assert first == second
     assert len(first) == EPOCHS
     assert first[0] < 0.9

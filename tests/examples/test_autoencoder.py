@@ -1,4 +1,4 @@
-"""The denoising autoencoder and its example: what it learns, what two runs differ in, and what changes nothing."""
+"""The autoencoder and its example: its quality, the differences of two runs, and options that change no bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PICTURES = ["cleaned.png", "differences_with_determinism.png", "differences_with
 
 
 def close_fonts() -> None:
-    """matplotlib keeps the files of its fonts open; they may lie below the working folder."""
+    """matplotlib keeps its font files open; they may be below the working folder."""
     font_manager._get_font.cache_clear()  # type: ignore[attr-defined]
 
 
@@ -41,7 +41,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     if spec is None or spec.loader is None:
         raise FileNotFoundError(SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # its dataclasses look there
+    monkeypatch.setitem(sys.modules, spec.name, module)  # its dataclasses need it
     spec.loader.exec_module(module)
     return module
 
@@ -72,7 +72,7 @@ def test_the_example_is_a_plain_loop_of_adam_on_mini_batches_of_500(example: Mod
 
 @pytest.mark.slow
 @pytest.mark.covers("B9")
-def test_the_network_comes_nearer_to_the_clean_pictures_than_the_noisy_ones_are(example: ModuleType) -> None:
+def test_the_network_output_is_closer_to_the_clean_pictures_than_the_noisy_input(example: ModuleType) -> None:
     # 50 epochs of 19 updates on one core take 4 minutes, and give 19.8 to 20.1 dB for 19.1 (seeds 0 and 1). As many
     # updates with mini-batches of 20 and a higher rate take 10 s.
     arguments = example.read_arguments(["--epochs", "2", "--batch-size", "20", "--rate", "0.004", "--quiet"])
@@ -82,7 +82,7 @@ def test_the_network_comes_nearer_to_the_clean_pictures_than_the_noisy_ones_are(
 
 
 @pytest.mark.covers("B9", "H2")
-def test_a_short_training_raises_the_psnr_and_two_free_runs_differ_in_nearly_all_learnables(
+def test_a_short_training_raises_the_psnr_and_two_free_runs_differ_in_nearly_all_parameters(
     example: ModuleType,
 ) -> None:
     short = ["--epochs", "1", "--images", "400", "--batch-size", "40", "--rate", "0.02", "--quiet"]
@@ -97,7 +97,7 @@ SMALL = ["--epochs", "2", "--images", "400", "--batch-size", "100"]
 
 
 def check_output(printed: str, folder: Path) -> None:
-    """Without determinism the runs differ as they like; with it all bits are equal, and every picture is there."""
+    """Without determinism the runs differ; with it all bits are equal. Every picture exists."""
     assert len(re.findall(r"^Without determinism, seed \d+: 380 training, 10 validation, 10 test", printed, re.M)) == 2
     assert len(re.findall(r"^With determinism, seed 0: 380 training", printed, re.M)) == 2
     psnr = re.findall(r"^PSNR of the test images: (\d+\.\d\d) dB noisy, (\d+\.\d\d) dB cleaned$", printed, re.M)
@@ -106,7 +106,7 @@ def check_output(printed: str, folder: Path) -> None:
     assert psnr[2] == psnr[3]
     found = dict(re.findall(r"^Two runs (\w+) determinism: (\d+) of 12609 learnables differ, by", printed, re.M))
     assert found["with"] == "0"
-    assert int(found["without"]) > 12_000  # all but those that start and stay at a fixed value
+    assert int(found["without"]) > 12_000  # all but those that keep their initial value
     assert sorted(path.name for path in folder.iterdir()) == PICTURES
     assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in folder.iterdir())
 
@@ -139,13 +139,13 @@ def test_the_example_runs_under_torchrun_on_two_ranks(tmp_path: Path) -> None:
     check_output(done.stdout, tmp_path / "new")
 
 
-def test_the_example_stops_when_its_patience_is_over_with_the_best_or_the_last_weights(
+def test_the_example_stops_early_with_the_best_or_the_last_weights(
     example: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--images", "400", "--batch-size", "20", "--validate-every", "1", "--epochs", "2", "--quiet"]
     trained = {}
     for result in ("best", "last"):
-        # A rate at which some losses are no better than the one before.
+        # At this rate some losses do not improve.
         arguments = example.read_arguments([*small, "--patience", "1", "--rate", "0.05", "--result", result])
         images, validation, _ = example.read_images(arguments)
         with dl.join_world(seed=0) as world:
@@ -159,7 +159,7 @@ def test_the_example_stops_when_its_patience_is_over_with_the_best_or_the_last_w
 
 
 def train(validate_every: int | None, progress: bool, pictures: str | None) -> str:
-    """The SHA-256 of the weights after 6 updates."""
+    """The SHA-256 of the weights after 6 steps."""
     with dl.join_world(device="cpu", seed=1) as world:
         images = datasets.digits(size=100).images
         model = nn.Sequential(nn.Dropout(0.1), networks.denoising_autoencoder())

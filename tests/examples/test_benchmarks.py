@@ -1,4 +1,4 @@
-"""What the same bits cost is measured: the benchmark runs, and its table is there."""
+"""The benchmark of the cost of the same bits runs, and its table exists."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def measure_all() -> dict[str, Ratio]:
 
 
 @pytest.mark.covers("H5")
-def test_every_cost_is_measured_and_stands_in_the_table(on_ranks: OnRanks) -> None:
+def test_every_cost_is_measured_and_in_the_table(on_ranks: OnRanks) -> None:
     table = (DOCS / "benchmarks" / "order.md").read_text()
     for what, ratio in on_ranks(2, measure_all)[0].items():
-        assert min(ratio.median, ratio.one_ms, ratio.other_ms) > 0  # of two pairs quartiles say nothing
+        assert min(ratio.median, ratio.one_ms, ratio.other_ms) > 0  # quartiles of two pairs mean nothing
         assert f" | {what} | " in table

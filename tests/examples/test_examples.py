@@ -57,7 +57,7 @@ def test_the_digit_example_trains_on_one_process_and_on_two_ranks(tmp_path: Path
     pattern = r"Epoch: 1, Loss: (\d\.\d+), Accuracy: (0\.\d+)\nTest accuracy: (0\.\d+|1\.0+) of 1000 images"
     found = [re.search(pattern, done.stdout) for done in (alone, together)]
     assert all(found), alone.stdout + together.stdout
-    # The same shards: float32 sums of two ranks in another order, amplified over 71 updates, not another result.
+    # The same shards; only float32 rounding differs, amplified over 71 steps.
     losses = [float(match[1]) for match in found if match]
     accuracies = [float(match[3]) for match in found if match]
     assert abs(losses[0] - losses[1]) < 0.01
@@ -76,7 +76,7 @@ def test_the_digit_example_trains_on_real_handwriting() -> None:
 
 
 def run_alone_and_on_two_ranks(script: str, *arguments: str, runs: Path) -> list[str]:
-    """What an example prints in one process, and under torchrun on two ranks."""
+    """The output of an example in one process, and under torchrun on two ranks."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     printed = []
     for name, command in (("alone", [script, *arguments]), ("together", [*torchrun, script, *arguments])):
@@ -101,11 +101,11 @@ def test_the_language_model_learns_the_same_in_one_process_and_on_two_ranks(tmp_
         assert before > 20  # of 30 letters
         assert before > between > after
         assert after < 3
-    # The same shards: float32 sums of two ranks in another order, amplified over 30 updates.
+    # The same shards; only float32 rounding differs, amplified over 30 steps.
     assert all(abs(one - other) < 0.01 * one for one, other in zip(*perplexities, strict=True))
     last = re.findall(r"^Epoch: 2, Loss: (\d+\.\d+)$", alone + together, re.MULTILINE)
     assert len(last) == 2
-    for loss in map(float, last):  # the mean over the epoch's tokens: the model was worse before it and better behind
+    for loss in map(float, last):  # the mean over the epoch's tokens, between the losses before and after the epoch
         assert math.log(perplexities[0][2]) < loss < math.log(perplexities[0][1])
     assert (tmp_path / "together" / "rows.jsonl").read_text().count("\n") == 2 * 15
 
@@ -115,12 +115,12 @@ def test_the_language_model_learns_the_same_in_one_process_and_on_two_ranks(tmp_
 def test_the_generator_learns_the_same_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--epochs", "10", "--points", "4000", "--shards", "2"]
     printed = run_alone_and_on_two_ranks("gan.py", *arguments, runs=tmp_path)
-    pattern = r"^Epoch: (\d+), Energy distance: (-?\d+\.\d+), Heaps: (\d) of 8, Near one: (\d\.\d+)$"
+    pattern = r"^Epoch: (\d+), Energy distance: (-?\d+\.\d+), Clusters: (\d) of 8, Near one: (\d\.\d+)$"
     found = [re.findall(pattern, text, re.MULTILINE) for text in printed]
     assert [[line[0] for line in lines] for lines in found] == [["0", "10"]] * 2, "".join(printed)
     for before, after in found:
-        assert float(before[1]) > 1  # all points near the middle of the ring
+        assert float(before[1]) > 1  # all points near the centre of the ring
         assert float(after[1]) < 0.4
-    # The same shards and noise; two networks that chase each other amplify rounding more than one that descends.
+    # The same shards and noise; two competing networks amplify rounding more than one.
     assert abs(float(found[0][1][1]) - float(found[1][1][1])) < 0.1
     assert (tmp_path / "together" / "rows.jsonl").read_text().count("\n") == 10 * 16

@@ -1,4 +1,4 @@
-"""Scripts made for one device, for DDP, Accelerate and Fabric, and the same ones made for ddp_loop: `docs/migrate.md`.
+"""Scripts for one device, DDP, Accelerate and Fabric, and the same scripts with ddp_loop: `docs/migrate.md`.
 
 With the whole data as one mini-batch the order of the samples plays no part, so that all of them must give the
 same test loss up to float32's rounding: sums of 1,600 terms, four times fed back.
@@ -38,7 +38,7 @@ def path_of(side: str, script: str) -> str:
 
 
 def difference(script: str, *options: str) -> str:
-    """What git says about both sides of a script."""
+    """The difference between both versions of a script, by git."""
     command = ["git", "diff", "--no-index", *options, path_of("before", script), path_of("after", script)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1, done.stderr
@@ -59,7 +59,7 @@ def leaving_worlds() -> Iterator[None]:
 
 
 def run_script(side: str, script: str, *arguments: str) -> str:
-    """What a script prints on this rank."""
+    """The output of a script on this rank."""
     printed = io.StringIO()
     with contextlib.ExitStack() as around:
         around.enter_context(contextlib.chdir(around.enter_context(tempfile.TemporaryDirectory())))
@@ -77,7 +77,7 @@ def results_in(printed: str) -> list[Result]:
 
 
 def run_peer(script: str, *arguments: str) -> list[Result]:
-    """What a script says that was not made for ddp_loop, on 2 ranks."""
+    """The results of a script without ddp_loop on 2 ranks."""
     if script != "fabric":
         return results_in("".join(dl.launch(run_script, 2, "before", script, *arguments)))
     with socket.socket() as free:  # its own default is one port, for all that run at the same time
@@ -87,7 +87,7 @@ def run_peer(script: str, *arguments: str) -> list[Result]:
     command = [fabric, "run", "--accelerator=cpu", "--devices=2", f"--main-port={port}"]
     path = str(ROOT / path_of("before", script))
     done = subprocess.run([*command, path, *arguments], capture_output=True, text=True, timeout=120, check=False)
-    # Its numbers count, not its exit code: torch's threads now and then abort a process that leaves its group open.
+    # The exit code is not checked: torch's threads sometimes abort a process that leaves its group open.
     results = results_in(done.stdout)
     assert results, done.stderr
     return results
@@ -95,7 +95,7 @@ def run_peer(script: str, *arguments: str) -> list[Result]:
 
 @pytest.fixture(scope="module")
 def on_one_device() -> list[Result]:
-    """The truth: what the plain script says."""
+    """The reference: the results of the plain script."""
     return results_in(run_script("before", "plain", *WHOLE))
 
 
@@ -105,7 +105,7 @@ def distance(one: list[Result], other: list[Result]) -> float:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_ten_lines_are_changed_at_most(script: str) -> None:
+def test_at_most_ten_lines_change(script: str) -> None:
     added, deleted, _ = difference(script, "--numstat").split(maxsplit=2)
     assert 0 < int(added) <= 10
     assert 0 < int(deleted) <= 10
@@ -122,7 +122,7 @@ def test_the_document_shows_each_difference(script: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_script_made_for_ddp_loop_says_what_the_plain_one_says(
+def test_the_ddp_loop_script_prints_the_numbers_of_the_plain_one(
     script: str, ranks: int, on_one_device: list[Result], on_ranks: OnRanks
 ) -> None:
     first, *others = on_ranks(ranks, run_script, "after", script, *WHOLE)
@@ -151,7 +151,7 @@ def test_ddp_and_fabric_train_the_same_and_test_one_image_twice(script: str, on_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_both_sides_learn_as_much_from_mini_batches(script: str, on_ranks: OnRanks) -> None:
+def test_both_sides_learn_equally_well_with_mini_batches(script: str, on_ranks: OnRanks) -> None:
     before = results_in(run_script("before", script)) if script == "plain" else run_peer(script)
     after = results_in(on_ranks(2, run_script, "after", script)[0])
     assert len(before) == len(after) == 10
@@ -160,6 +160,6 @@ def test_both_sides_learn_as_much_from_mini_batches(script: str, on_ranks: OnRan
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_made_for_ddp_loop_needs_no_other_library(script: str) -> None:
+def test_a_ddp_loop_script_needs_no_other_library(script: str) -> None:
     text = (ROOT / path_of("after", script)).read_text()
     assert not re.search(r"\b(accelerat|fabric|DistributedDataParallel)", text)

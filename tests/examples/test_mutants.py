@@ -1,4 +1,4 @@
-"""The list of mutants fits the code: each line is there once, and the changed one is Python."""
+"""The list of mutants fits the code: each line occurs once, and the changed line is valid Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.mutants import read_mutants
 from tests.support.paths import ROOT
 
 
-def test_each_mutant_has_its_line_in_the_code_as_it_is(tmp_path: Path) -> None:
+def test_each_mutant_has_its_line_in_the_current_code(tmp_path: Path) -> None:
     mutants = read_mutants()
     assert len(mutants) == 40
     for mutant in mutants:

@@ -1,4 +1,4 @@
-"""What benchmarks/meaning.py says of ddp_loop, DDP, Accelerate and Fabric, and what its counts of lines are."""
+"""The results of benchmarks/meaning.py for ddp_loop, DDP, Accelerate and Fabric, and its counts of lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PADDED = [name for name in [*PEERS, WEIGHTED] if not name.startswith("Accelerate
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Meaning]:
-    """All that are installed, in fresh processes: Accelerate and Fabric leave state behind."""
+    """All installed libraries, in new processes: Accelerate and Fabric keep global state."""
     return meaning([*installed(), WEIGHTED])
 
 
@@ -37,7 +37,7 @@ def test_ours_is_exact_in_everything(found: dict[str, Meaning]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
-def test_a_mean_over_ranks_weighs_unequal_shards_alike(found: dict[str, Meaning], name: str) -> None:
+def test_a_mean_over_ranks_gives_unequal_shards_equal_weights(found: dict[str, Meaning], name: str) -> None:
     peer = of(found, name)
     of_rank_0, mean_of_ranks, by_counts = peer.losses
     assert min(of_rank_0, mean_of_ranks, peer.gradient) > WRONG
@@ -61,7 +61,7 @@ def test_a_distributed_sampler_repeats_samples(found: dict[str, Meaning], name: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PEERS if name.startswith("Accelerate")])
-def test_accelerate_evaluates_each_once_and_fills_the_last_mini_batch_of_training(
+def test_accelerate_evaluates_each_sample_once_and_pads_the_last_mini_batch_of_training(
     found: dict[str, Meaning], name: str
 ) -> None:
     peer = of(found, name)
@@ -70,7 +70,7 @@ def test_accelerate_evaluates_each_once_and_fills_the_last_mini_batch_of_trainin
 
 
 @pytest.mark.slow
-def test_ddp_whose_user_weighs_by_hand_has_the_exact_gradient(found: dict[str, Meaning]) -> None:
+def test_ddp_with_weights_by_hand_has_the_exact_gradient(found: dict[str, Meaning]) -> None:
     assert found[WEIGHTED].gradient < ROUNDING
 
 

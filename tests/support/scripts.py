@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from ddp_loop.distributed import Pool
+from ddp_loop.tracing import VerifyJob, verify
 from tests.support.paths import EXAMPLES
 
 SCRIPT_S = 120.0  # a script with ranks of its own takes 5 s on two idle cores
@@ -20,6 +23,21 @@ def write(folder: Path, text: str) -> str:
     script = folder / "script.py"
     script.write_text(text)
     return str(script)
+
+
+def changed(text: str, changes: Mapping[str, str]) -> str:
+    """A script with names replaced, each of which it must have."""
+    for name, value in changes.items():
+        assert name in text
+        text = text.replace(name, value)
+    return text
+
+
+def verdict_of(script: str | Path, pool: Pool, ranks: Sequence[int] = (1, 2, 3), **job: Any) -> tuple[bool, str]:
+    """Whether a script is equal on these numbers of the pool's ranks, and the report of `verify`."""
+    lines: list[str] = []
+    equal = verify(VerifyJob(Path(script), start=pool.run, timeout_s=SCRIPT_S, **job), ranks, lines.append)
+    return equal, "\n".join(lines)
 
 
 def load(name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""What `verify` once passed over: values beside gradients of about 0, other samples, losses that scale with a shard."""
+"""Differences that `verify` once missed: values with gradients of about 0, other samples, losses that scale."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_loop.distributed import Pool
-from ddp_loop.tracing import VerifyJob, verify
+from tests.support.scripts import changed, verdict_of, write
 
 # Words with rows that no sample asks for; their mean goes through attention, whose key's bias has a gradient of
 # rounding alone.
@@ -107,13 +107,7 @@ READ = {"DATA": "Samples()", "OPTIONS": ", collate_fn=collate"}
 def verdict(
     pool: Pool, folder: Path, changes: dict[str, str], ranks: tuple[int, ...] = (1, 2), steps: int = 4
 ) -> tuple[bool, str]:
-    text, lines = SCRIPT, list[str]()
-    for name, value in {**USUAL, **changes}.items():
-        assert name in text
-        text = text.replace(name, value)
-    (folder / "train.py").write_text(text)
-    equal = verify(VerifyJob(folder / "train.py", steps=steps, timeout_s=120.0, start=pool.run), ranks, lines.append)
-    return equal, "\n".join(lines)
+    return verdict_of(write(folder, changed(SCRIPT, {**USUAL, **changes})), pool, ranks, steps=steps)
 
 
 ATTENDS = {"ATTENTION": "True"}
@@ -128,18 +122,18 @@ AVERAGE = "model.average.mul_(0.9).add_(model.words.weight.mean(0), alpha=0.1)"
         {"AFTER": AVERAGE},
         {**ATTENDS, "AFTER": AVERAGE},
         {**ATTENDS, "OPTIMIZER": "torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)"},
-        {**NORMED},  # the bias in front of the norm has a gradient of rounding alone, and its average follows it
+        {**NORMED},  # the gradient of the bias before the norm is rounding only, and its average follows it
         {**NORMED, "OPTIMIZER": "torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.9)"},
         {"OPTIMIZER": "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)"},
         {"FOLDED": "nn.utils.clip_grad_norm_(model.parameters(), 0.1)", **ATTENDS},
         {**READ},
-        {**READ, "SAMPLE": "x = (x + torch.randint(2, (5,))) % 20"},  # follows the sample
+        {**READ, "SAMPLE": "x = (x + torch.randint(2, (5,))) % 20"},  # depends on the sample
         {"OPTIONS": ", transform=lambda data, draws: ((data[0] + draws.integers(0, 2, 5)) % 20, data[1])"},
         {"LOSS": "cross_entropy(logits, y, reduction='sum') / len(y)"},
         {"LAST": "dl.evaluate(model, dl.Batches(data, 7, world, shuffle=False), loss=cross_entropy)"},
     ],
 )
-def test_what_is_sound_is_equal(changes: dict[str, str], pool: Pool, tmp_path: Path) -> None:
+def test_a_correct_script_is_equal(changes: dict[str, str], pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict(pool, tmp_path, changes, ranks=(1, 2, 3))
     assert equal, said
 
@@ -208,7 +202,7 @@ FAULTS: dict[str, tuple[dict[str, str], str]] = {
 
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_differs_is_named(fault: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_difference_is_named(fault: str, pool: Pool, tmp_path: Path) -> None:
     changes, named = FAULTS[fault]
     equal, said = verdict(pool, tmp_path, changes)
     assert not equal, said
@@ -220,7 +214,7 @@ def test_what_differs_is_named(fault: str, pool: Pool, tmp_path: Path) -> None:
 ENTROPY = "x = (x + int.from_bytes(os.urandom(2), 'little')) % 20"
 BY_RANK = "x = (x + world.rank) % 20"
 OWN = "x = (x + torch.randint(20, x.shape, generator=own)) % 20"
-SMALL, LARGE = {"BATCH": "13"}, {"BATCH": "26", "SIZE": "104"}  # up to 64 samples in all, and more
+SMALL, LARGE = {"BATCH": "13"}, {"BATCH": "26", "SIZE": "104"}  # up to 64 samples, and more
 
 
 @pytest.mark.covers("H9")
@@ -243,11 +237,11 @@ DRAWN = {**READ, "COLLATE": "x = (x + torch.randint(2, x.shape)) % 20"}
 
 
 @pytest.mark.covers("H9")
-def test_draws_of_a_whole_shard_follow_the_shards(pool: Pool, tmp_path: Path) -> None:
+def test_draws_for_a_whole_shard_depend_on_the_shards(pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict(pool, tmp_path, DRAWN)
     assert not equal
     assert "Step 1, data: `part 0, sample " in said
-    assert "by draws of the shard" in said
+    assert "on draws of the shard" in said
     equal, said = verdict(pool, tmp_path, {**DRAWN, "SHARDS": "6"})
     assert equal, said
     assert "the same bits" in said
@@ -266,7 +260,7 @@ SUMS = {
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize("loss", SUMS)
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (1, 3)])
-def test_a_loss_that_scales_with_the_shard_is_said_to(
+def test_a_loss_that_scales_with_the_shard_is_reported(
     loss: str, ranks: tuple[int, ...], pool: Pool, tmp_path: Path
 ) -> None:
     equal, said = verdict(pool, tmp_path, {"LOSS": SUMS[loss]}, ranks)
@@ -283,10 +277,12 @@ def test_a_loss_that_scales_with_the_shard_is_said_to(
         ({"LOSS": "(cross_entropy(logits, y, reduction='none') * x[:, 0]).sum() / x[:, 0].sum()"}, "give weight="),
         ({"LOSS": "cross_entropy(logits, y) * world.size"}, "a loss that grows with the number of shards"),
         ({"LOSS": "cross_entropy(nn.functional.dropout(logits), y)"}, "dropout"),
-        ({"LOSS": "cross_entropy(logits / logits.std(0), y)"}, "statistics of the shard"),
+        ({"LOSS": "cross_entropy(logits / logits.std(0), y)"}, "by its statistics (batch norm)"),
     ],
 )
-def test_other_losses_are_told_from_it(changes: dict[str, str], hinted: str, pool: Pool, tmp_path: Path) -> None:
+def test_other_losses_are_distinguished_from_it(
+    changes: dict[str, str], hinted: str, pool: Pool, tmp_path: Path
+) -> None:
     equal, said = verdict(pool, tmp_path, changes)
     assert not equal
     assert hinted in said

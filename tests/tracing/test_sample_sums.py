@@ -1,4 +1,4 @@
-"""Samples as a few numbers: the same however a mini-batch is cut, others where a sample is another."""
+"""Sums of samples: the same for any shards, different for a different sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CUTS = [[7], [4, 3], [3, 4], [2, 2, 2, 1], [1] * 7]
 
 
 def whole(data: Any, sizes: list[int]) -> dict[str, torch.Tensor]:
-    """The sums of all shards, put together; `data(start, end)` gives a shard's."""
+    """The sums of all shards, concatenated; `data(start, end)` returns a shard's data."""
     found: list[dict[str, torch.Tensor]] = []
     start = 0
     for size in sizes:
@@ -39,7 +39,7 @@ FORMS: dict[str, Any] = {
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", CUTS[1:])
-def test_the_cut_does_not_show(form: str, sizes: list[int]) -> None:
+def test_the_sums_do_not_depend_on_the_shards(form: str, sizes: list[int]) -> None:
     one, other = whole(FORMS[form], [7]), whole(FORMS[form], sizes)
     assert one
     assert [name for name in one if name in other and first_other(one[name], other[name]) is not None] == []
@@ -51,14 +51,14 @@ def test_the_cut_does_not_show(form: str, sizes: list[int]) -> None:
     [
         lambda one: one.index_fill(1, torch.tensor(2), 0.5),
         lambda one: one + 1e-4,
-        lambda one: one.flip(1),  # the same values at other places
+        lambda one: one.flip(1),  # the same values in other places
         lambda one: -one,
         lambda one: one.index_fill(1, torch.tensor(0), math.nan),
         lambda one: one.index_fill(1, torch.tensor(0), math.inf),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
-def test_a_sample_that_is_another_is_found(change: Any, dtype: torch.dtype) -> None:
+def test_a_different_sample_is_found(change: Any, dtype: torch.dtype) -> None:
     one = INPUTS.flatten(1).to(dtype)
     other = one.clone()
     other[3:5] = change(one[3:5])
@@ -67,7 +67,7 @@ def test_a_sample_that_is_another_is_found(change: Any, dtype: torch.dtype) -> N
     assert first_other(found[1], found[1]) is None
 
 
-def test_a_whole_number_that_is_another_is_found() -> None:
+def test_a_different_integer_is_found() -> None:
     one = torch.full((4, 1000), 255, dtype=torch.uint8)
     other = one.clone()
     other[2, 7] = 254
@@ -75,13 +75,13 @@ def test_a_whole_number_that_is_another_is_found() -> None:
     assert first_other(*found) == 2
 
 
-def test_rounding_is_no_other_sample() -> None:
+def test_rounding_is_not_a_different_sample() -> None:
     one = INPUTS.flatten(1)
     found = [sums_of_samples(each, 7)["part"] for each in (one, one * 3 / 3 + 1e-8)]
     assert first_other(*found) is None
 
 
-def test_what_has_no_row_for_each_sample_is_not_compared() -> None:
+def test_data_without_a_row_per_sample_are_not_compared() -> None:
     assert sums_of_samples((torch.ones(3), "word", None, torch.tensor(1.0), torch.eye(7).to_sparse()), 7) == {}
     padded = [sums_of_samples(torch.nn.functional.pad(INPUTS, (0, more)), 7)["part"] for more in (0, 2)]
     assert first_other(*padded) is None

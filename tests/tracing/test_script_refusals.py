@@ -1,4 +1,4 @@
-"""What `verify` says of scripts that it cannot verify, and how it measures."""
+"""Scripts that `verify` cannot verify, and how it measures differences."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ main()
         ("if len(sys.argv) < 2: sys.exit('give me a folder')", "ended by sys.exit('give me a folder')"),
         ("if world.size == 2: raise LookupError('no second part')", "fails on 2 ranks"),
         ("if world.rank == 1: raise LookupError('no second part')", "LookupError: no second part"),
-        ("print('so far')\n        1 / 0", "What its rank 0 printed last:\n  so far"),
+        ("print('so far')\n        1 / 0", "The last output of rank 0:\n  so far"),
     ],
 )
-def test_a_script_that_cannot_be_verified_is_said_to_be_so(line: str, said: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_script_that_cannot_be_verified_raises_with_the_reason(
+    line: str, said: str, pool: Pool, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINS.replace("HERE", line))
     with pytest.raises(CannotVerify) as refused:
@@ -50,23 +52,23 @@ def test_a_script_that_cannot_be_verified_is_said_to_be_so(line: str, said: str,
     assert said.replace("it made none", f"{script} made none") in str(refused.value)
 
 
-def test_a_script_gets_its_arguments_and_its_steps_are_few(pool: Pool, tmp_path: Path) -> None:
+def test_a_script_gets_its_arguments_and_is_stopped_early(pool: Pool, tmp_path: Path) -> None:
     script, lines = tmp_path / "train.py", list[str]()
     script.write_text(TRAINS.replace("HERE", "assert sys.argv[1:] == ['--data', 'here'], sys.argv"))
     job = VerifyJob(script, ["--data", "here"], steps=2, timeout_s=60.0, start=pool.run)
     assert verify(job, [1, 2], lines.append)
     assert lines[1:] == [
         "2 ranks, 2 shards, 2 steps, against 1 rank: the same bits",
-        "\nEQUAL on 1, 2 ranks: the same bits, in what the state holds after 2 steps.",
+        "\nEQUAL on 1, 2 ranks: the same bits, in the whole state after 2 steps.",
     ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["verify", "nowhere.py"], "there is no nowhere.py"),
-        (["verify", "x.py", "--ranks", "2"], "at least two different numbers of ranks"),
-        (["verify", "x.py", "--ranks", "1,two"], "at least two different numbers of ranks"),
+        (["verify", "nowhere.py"], "nowhere.py does not exist"),
+        (["verify", "x.py", "--ranks", "2"], "two or more different numbers of ranks"),
+        (["verify", "x.py", "--ranks", "1,two"], "two or more different numbers of ranks"),
         (["verify", "x.py", "--steps", "0"], "a whole number, 1 or more"),
         (["verify"], "the following arguments are required: SCRIPT"),
         (["diff", "here"], "the following arguments are required: RUN"),
@@ -89,7 +91,7 @@ INF = math.inf
     [
         (torch.ones(3), torch.ones(3), 0.0, 0.0),
         (torch.tensor([1.0, 100.0]), torch.tensor([1.01, 100.0]), 0.0, 1e-4),
-        (torch.tensor([1e-9]), torch.tensor([-1e-9]), 0.01, 2e-7),  # rounding beside a gradient of 1
+        (torch.tensor([1e-9]), torch.tensor([-1e-9]), 0.01, 2e-7),  # rounding, with a gradient of 1 elsewhere
         (torch.ones(1).double(), torch.ones(1).double() + 1e-8, 0.0, 1e-8),
         (torch.tensor([60000.0]).half(), torch.tensor([-60000.0]).half(), 0.0, 2.0),
         (torch.tensor([3e38]), torch.tensor([-3e38]), 0.0, 2.0),
@@ -111,7 +113,7 @@ def test_a_difference_is_relative(one: torch.Tensor, other: torch.Tensor | None,
 
 def test_a_difference_is_measured_in_bits() -> None:
     one = torch.ones(1)
-    assert apart(one, torch.nextafter(one, torch.full((1,), 2.0)), 0.0)[1] == 1.0  # 1 unit of the last place
+    assert apart(one, torch.nextafter(one, torch.full((1,), 2.0)), 0.0)[1] == 1.0  # 1 unit in the last place
     assert apart(one, one + 2.0**-13, 0.0)[1] == pytest.approx(10, abs=0.01)
 
 

@@ -1,4 +1,4 @@
-"""Sound scripts of many kinds, one shard per rank: `verify` calls them equal, and names what their unsound twins do."""
+"""Correct scripts of many kinds, with one shard per rank, are equal; the faults of faulty ones are named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_loop.distributed import Pool
-from ddp_loop.tracing import VerifyJob, verify
+from tests.support.scripts import verdict_of, write
 
 HEAD = """
 import os
@@ -135,7 +135,7 @@ BOXES = """
             return torch.rand(3, 4) + DRAWN, {"boxes": torch.arange(4.0 * count).view(count, 4) + index}
 
     def collate(samples):
-        numbers = torch.arange(len(samples))  # follow the shard, and change nothing
+        numbers = torch.arange(len(samples))  # depend on the shard, and change nothing
         return [one for one, _ in samples], [two for _, two in samples], numbers
 
     model = nn.Linear(12, 4)
@@ -236,19 +236,19 @@ UNSOUND = {
     "an averaged model, by a thousandth": (
         PICTURES.replace("AVERAGED", "with torch.no_grad(): average.module[6].weight *= 1 + 1e-3 * world.size"),
         "`parameter average.module.6.weight` is off",
-        "from the same gradients another state came",
+        "the same gradients gave another state",
     ),
     "the statistics of an averaged model, by a thousandth": (
         PICTURES.replace("AVERAGED", "average.module[0][1].running_var *= 1 + 1e-3 * world.size"),
         "`buffer average.module.0.1.running_var` is off",
-        "from the same gradients another state came",
+        "the same gradients gave another state",
     ),
     "decay by the ranks of words that are not there": (
         LANGUAGE.replace(
             "STEPPED", "with torch.no_grad(): model.words.weight[50:] *= 1 - 0.1 * world.size * rates.get_last_lr()[0]"
         ),
         "`parameter model.words.weight` is off",
-        "from the same gradients another state came",
+        "the same gradients gave another state",
     ),
     "a mean over tokens without their number": (
         TOKENS.replace(", weight=int((a[:, 1:] != 0).sum())", ""),
@@ -279,22 +279,19 @@ UNSOUND = {
     "an autoencoder's mean, with noise": (
         AUTOENCODER.replace("DIVIDED", "/ len(a)"),
         "Step 1, fold",
-        "random numbers of the shard",
+        "its random numbers (dropout)",
     ),
 }
 
 
 def verdict(script: str, pool: Pool, folder: Path) -> tuple[bool, str]:
-    (folder / "train.py").write_text(HEAD + script)
-    lines: list[str] = []
-    equal = verify(VerifyJob(folder / "train.py", steps=5, timeout_s=120.0, start=pool.run), [1, 2, 3], lines.append)
-    return equal, "\n".join(lines)
+    return verdict_of(write(folder, HEAD + script), pool, steps=5)
 
 
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize("script", SOUND)
 @pytest.mark.slow
-def test_a_sound_script_is_equal(script: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_correct_script_of_any_kind_is_equal(script: str, pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict(SOUND[script], pool, tmp_path)
     assert equal, said
 
@@ -302,7 +299,7 @@ def test_a_sound_script_is_equal(script: str, pool: Pool, tmp_path: Path) -> Non
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize("script", UNSOUND)
 @pytest.mark.slow
-def test_an_unsound_one_is_not_and_is_told_why(script: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_faulty_script_is_unequal_and_the_cause_is_named(script: str, pool: Pool, tmp_path: Path) -> None:
     text, where, why = UNSOUND[script]
     equal, said = verdict(text, pool, tmp_path)
     assert not equal, said

@@ -1,4 +1,4 @@
-"""Traces of runs, and `python -m ddp_loop diff`: the first step, stage and tensor where two runs part."""
+"""Traces, and `python -m ddp_loop diff`: the first step, stage and tensor in which two runs differ."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def network(width: int = 8) -> nn.Sequential:
 
 
 def train(folder: str, fault: str = "", width: int = 8, shards: int = 4, steps: int = STEPS, trace: bool = True) -> str:
-    """Train a small network with momentum; the digest of its weights. A fault begins at step 17."""
+    """Train a small network with momentum and return a digest of its weights. A fault begins at step 17."""
     with dl.join_world(seed=5) as world:
         model = network(width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -80,7 +80,7 @@ def test_a_fault_is_found_where_it_was_planted(
 
 
 @pytest.mark.covers("H10")
-def test_a_fault_that_heals_is_found_and_so_is_its_end(
+def test_a_temporary_fault_is_found_with_its_end(
     on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     on_ranks(2, train, str(tmp_path / "a"))
@@ -106,7 +106,7 @@ def test_a_trace_changes_no_bit(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert with_trace == without
 
 
-def test_every_stage_names_what_is_in_it(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_every_stage_has_its_entries(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(2, train, str(tmp_path), steps=1)
     trace = read_trace(tmp_path)
     assert trace.numbers == [0, 1]
@@ -127,7 +127,7 @@ def test_every_stage_names_what_is_in_it(on_ranks: OnRanks, tmp_path: Path) -> N
 # -- bad input ---------------------------------------------------------------------------------------------
 
 
-def test_runs_of_other_shapes_are_refused(
+def test_runs_with_different_shapes_are_refused(
     on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for width in (8, 9):
@@ -135,17 +135,17 @@ def test_runs_of_other_shapes_are_refused(
     code, _, errors = said_of(capsys, tmp_path / "8", tmp_path / "9")
     assert code == 2
     assert "model.0.weight is float32 (8, 6) in" in errors
-    assert "compare runs of the same model" in errors
+    assert "Compare runs of the same model" in errors
 
 
-def test_runs_of_other_shards_are_compared_by_their_mini_batches(
+def test_runs_with_different_shards_are_compared_by_whole_mini_batches(
     on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for shards in (2, 3):
         on_ranks(1, train, str(tmp_path / str(shards)), shards=shards, steps=2)
     code, out, _ = said_of(capsys, tmp_path / "2", tmp_path / "3")
     assert code == 1
-    assert "only what is of the whole mini-batch is compared" in out
+    assert "only values of the whole mini-batch are compared" in out
     assert "Step 1, fold: `loss` differs first" in out
 
 
@@ -155,10 +155,10 @@ def test_runs_without_a_trace_are_refused(
     on_ranks(1, train, str(tmp_path / "a"), steps=1, trace=False)
     code, _, errors = said_of(capsys, tmp_path / "a", tmp_path / "nowhere")
     assert code == 2
-    assert "a run has a trace if its Loop was made with trace=True" in errors
+    assert "has no trace. Run the script again with Loop(trace=True)" in errors
 
 
-def test_a_killed_run_is_compared_as_far_as_it_came(
+def test_a_killed_run_is_compared_up_to_its_last_step(
     on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     on_ranks(2, train, str(tmp_path), steps=3)
@@ -169,11 +169,11 @@ def test_a_killed_run_is_compared_as_far_as_it_came(
     path.write_text("no JSON\n")
     code, _, errors = said_of(capsys, tmp_path, tmp_path)
     assert code == 2
-    assert "a trace has lines of JSON" in errors
+    assert "A trace has lines of JSON" in errors
     path.unlink()
     code, _, errors = said_of(capsys, tmp_path, tmp_path)
     assert code == 2
-    assert "lacks rank-1.jsonl: copy all of them" in errors
+    assert "lacks rank-1.jsonl. Copy all of them" in errors
 
 
 def trace_nowhere(world: dl.World, folder: str) -> None:

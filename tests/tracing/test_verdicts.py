@@ -1,4 +1,4 @@
-"""Verdicts of `verify`: what is right is not called wrong, and what is small is not passed over."""
+"""Verdicts of `verify`: no false alarm, and no small difference missed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from ddp_loop.distributed import Pool
 from ddp_loop.tracing import VerifyJob, verify
 from tests.support.paths import EXAMPLES
+from tests.support.scripts import changed, verdict_of, write
 
 SCRIPT = """
 import torch
@@ -67,14 +68,8 @@ ADAM = "torch.optim.Adam(model.parameters(), lr=0.01)"
 
 
 def verdict(pool: Pool, folder: Path, changes: dict[str, str], tolerance: float | None = None) -> tuple[bool, str]:
-    text, lines = SCRIPT, list[str]()
-    for name, value in {**USUAL, **changes}.items():
-        text = text.replace(name, value)
-    (folder / "train.py").write_text(text)
-    equal = verify(
-        VerifyJob(folder / "train.py", steps=6, tolerance=tolerance, start=pool.run), [1, 2, 3], lines.append
-    )
-    return equal, "\n".join(lines)
+    script = write(folder, changed(SCRIPT, {**USUAL, **changes}))
+    return verdict_of(script, pool, steps=6, tolerance=tolerance)
 
 
 @pytest.mark.covers("H9")
@@ -83,13 +78,15 @@ def verdict(pool: Pool, folder: Path, changes: dict[str, str], tolerance: float 
     [
         {},
         {"OPTIMIZER": ADAM},
-        {"MODEL": "Attention()", "OPTIMIZER": ADAM},  # the key's bias has a gradient of rounding alone
-        {"MODEL": "dl.sync_batch_norm(normed(), world)", "OPTIMIZER": ADAM},  # so has the bias before the norm
+        {"MODEL": "Attention()", "OPTIMIZER": ADAM},  # the gradient of the key's bias is rounding only
+        {"MODEL": "dl.sync_batch_norm(normed(), world)", "OPTIMIZER": ADAM},  # so is that of the bias before the norm
         {"MODEL": "normed()", "SHARDS": "3", "ORDERED": "False", "OPTIMIZER": ADAM},
         {"MODEL": "mlp().double()", "SHARDS": "None", "AFTER": "kept['best'] = str(step.iteration)"},
     ],
 )
-def test_what_is_equal_up_to_rounding_is_called_so(changes: dict[str, str], pool: Pool, tmp_path: Path) -> None:
+def test_runs_that_are_equal_up_to_rounding_are_reported_as_equal(
+    changes: dict[str, str], pool: Pool, tmp_path: Path
+) -> None:
     if "double" in changes.get("MODEL", ""):
         changes = {**changes, "rate = 0.1": "rate = 0.1; data = data[0].double(), data[1]"}
     equal, said = verdict(pool, tmp_path, changes)
@@ -99,7 +96,7 @@ def test_what_is_equal_up_to_rounding_is_called_so(changes: dict[str, str], pool
 
 @pytest.mark.covers("H9")
 @pytest.mark.slow
-def test_mixed_precision_is_equal_by_a_tolerance_of_its_own(pool: Pool, tmp_path: Path) -> None:
+def test_mixed_precision_is_equal_with_its_own_tolerance(pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict(pool, tmp_path, {"AUTOCAST": "True"})
     assert not equal
     assert "verify --tolerance 0.02" in said
@@ -111,9 +108,9 @@ def test_mixed_precision_is_equal_by_a_tolerance_of_its_own(pool: Pool, tmp_path
     ("changes", "named"),
     [
         ({"AFTER": "kept['best'] = f'of {world.size}'"}, "`kept.best`"),  # a word
-        ({"ACCURACY": "(1 - 0.03 * world.rank)"}, "`accuracy`"),  # small beside the tokens
+        ({"ACCURACY": "(1 - 0.03 * world.rank)"}, "`accuracy`"),  # small compared with the tokens
         ({"rate = 0.1": "rate = 1e-5 * world.size"}, "`optimizer, group 0.lr`"),
-        # Too small for any tolerance: with fixed shards bits are what is promised.
+        # Below any tolerance, but fixed shards must give the same bits.
         (
             {
                 "SHARDS": "6",
@@ -125,16 +122,14 @@ def test_mixed_precision_is_equal_by_a_tolerance_of_its_own(pool: Pool, tmp_path
         ({"SHARDS": "6", "loss = cross_entropy": "loss = (1 + 1e-6 * world.size) * cross_entropy"}, ", loss`"),
     ],
 )
-def test_what_is_small_beside_other_values_is_seen(
-    changes: dict[str, str], named: str, pool: Pool, tmp_path: Path
-) -> None:
+def test_a_difference_in_small_values_is_found(changes: dict[str, str], named: str, pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict(pool, tmp_path, changes)
     assert not equal
     assert named in said.partition("UNEQUAL on 2 ranks")[2]
 
 
 @pytest.mark.slow
-def test_a_script_without_with_that_goes_by_epochs_is_verified() -> None:
+def test_a_script_by_epochs_without_with_is_verified() -> None:
     lines: list[str] = []
     job = VerifyJob(EXAMPLES / "migrate" / "after" / "plain.py", steps=2)
     assert verify(job, [1, 2], lines.append), "\n".join(lines)

@@ -1,17 +1,16 @@
-"""`python -m ddp_loop verify`: what holds on any number of ranks is said to hold, and planted faults are named."""
+"""`python -m ddp_loop verify`: correct scripts are equal on any number of ranks, and planted faults are named."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
 from ddp_loop.distributed import Pool
-from ddp_loop.tracing import VerifyJob, verify
 from tests.support.paths import EXAMPLES, ROOT
+from tests.support.scripts import verdict_of
 
 DIGITS = EXAMPLES / "digits" / "train.py"
 
@@ -24,17 +23,17 @@ BATCHES = "dl.Batches(train, batch_size, world, shards=arguments.shards)"
 BACKWARD = "step.backward(cross_entropy(logits, labels),"
 LOOP = "run_dir=arguments.run_dir, state=state, progress=not arguments.quiet)"
 Change = tuple[str, str]
-UNCHECKED: Change = (LOOP, f"check_replicas_every=0, {LOOP}")  # else the Loop itself refuses replicas that differ
+UNCHECKED: Change = (LOOP, f"check_replicas_every=0, {LOOP}")  # else the Loop itself raises ReplicaMismatch
 
 
 def after(line: str, *new: str) -> Change:
-    """New lines behind one, at its depth."""
+    """New lines after one, with its indentation."""
     depth = line[: len(line) - len(line.lstrip())]
     return line, line + "".join(f"{depth}{one}\n" for one in new)
 
 
 def before(line: str, *new: str) -> Change:
-    """New lines in front of one, at its depth."""
+    """New lines before one, with its indentation."""
     depth = line[: len(line) - len(line.lstrip())]
     return line, "".join(f"{depth}{one}\n" for one in new) + line
 
@@ -48,24 +47,6 @@ def digit_script(folder: Path, *changes: Change) -> Path:
     path = folder / "train.py"
     path.write_text(text)
     return path
-
-
-class Verified(Protocol):
-    """The fixture `verified`: whether a script is equal on ranks of the pool, and what was said."""
-
-    def __call__(self, script: Path, *arguments: str, ranks: tuple[int, ...] = (1, 2)) -> tuple[bool, str]: ...
-
-
-@pytest.fixture
-def verified(pool: Pool) -> Verified:
-    """Verify a script on ranks that are there already, which saves their start."""
-
-    def run(script: Path, *arguments: str, ranks: tuple[int, ...] = (1, 2)) -> tuple[bool, str]:
-        lines: list[str] = []
-        equal = verify(VerifyJob(script, arguments, steps=3, timeout_s=120.0, start=pool.run), ranks, lines.append)
-        return equal, "\n".join(lines)
-
-    return run
 
 
 SMALL = ("--batch-size", "26", "--epochs", "1", "--device", "cpu")
@@ -83,7 +64,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_digit_example_gives_the_same_bits_on_1_2_and_3_ranks_with_fixed_shards() -> None:
     ended = command("verify", "examples/digits/train.py", "--steps", "3", "--", "--shards", "6", *SMALL)
     assert (
-        ended.stdout.splitlines()[-1] == "EQUAL on 1, 2, 3 ranks: the same bits, in what the state holds after 3 steps."
+        ended.stdout.splitlines()[-1] == "EQUAL on 1, 2, 3 ranks: the same bits, in the whole state after 3 steps."
     ), ended.stdout + ended.stderr
     assert ended.stdout.count("the same bits") == 3
     assert ended.returncode == 0
@@ -91,10 +72,10 @@ def test_the_digit_example_gives_the_same_bits_on_1_2_and_3_ranks_with_fixed_sha
 
 @pytest.mark.covers("H9")
 @pytest.mark.slow
-def test_with_one_shard_per_rank_local_batch_norm_is_unequal_and_the_remedy_is_said(
-    verified: Verified, tmp_path: Path
+def test_with_one_shard_per_rank_local_batch_norm_is_unequal_and_the_remedy_is_named(
+    pool: Pool, tmp_path: Path
 ) -> None:
-    equal, said = verified(digit_script(tmp_path), *SMALL)
+    equal, said = verdict_of(digit_script(tmp_path), pool, (1, 2), arguments=SMALL, steps=3)
     assert not equal
     assert "UNEQUAL on 2 ranks. Step 1, fold: `gradient of model." in said
     assert "into 1 and 2 shards" in said
@@ -160,7 +141,7 @@ FAULTS: dict[str, tuple[list[Change], str]] = {
         ],
         "forward: `shard 3, loss` differs first",
     ),
-    # Beside those: no cause may be guessed from a list.
+    # Faults that are in no list of known causes.
     "a loss divided by the number of ranks": (
         [(BACKWARD, "step.backward(cross_entropy(logits, labels) / world.size,")],
         "forward: `shard 0, loss` differs first",
@@ -197,9 +178,10 @@ FAULTS: dict[str, tuple[list[Change], str]] = {
 @pytest.mark.covers("H9")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.slow
-def test_a_planted_fault_is_caught_and_the_tensor_named(fault: str, verified: Verified, tmp_path: Path) -> None:
+def test_a_planted_fault_is_found_and_the_tensor_is_named(fault: str, pool: Pool, tmp_path: Path) -> None:
     changes, named = FAULTS[fault]
-    equal, said = verified(digit_script(tmp_path, *changes), "--shards", "6", *SMALL)
+    script = digit_script(tmp_path, *changes)
+    equal, said = verdict_of(script, pool, (1, 2), arguments=("--shards", "6", *SMALL), steps=3)
     assert not equal
     assert "UNEQUAL on 2 ranks" in said
     assert named in said.partition("UNEQUAL")[2]

@@ -158,5 +158,5 @@ def go_over_endless(world: dl.World, folder: str) -> None:
 
 
 def test_a_plain_for_over_batches_for_training_is_refused(refused: Refused) -> None:
-    refused(2, go_over_shuffled, kind="ValueError", said="to evaluate; these shuffle: make them", by=ALL)
-    refused(2, go_over_endless, kind="ValueError", said="to evaluate; these never end: make them", by=ALL)
+    refused(2, go_over_shuffled, kind="ValueError", said="for evaluation; these shuffle. Pass shuffle=False", by=ALL)
+    refused(2, go_over_endless, kind="ValueError", said="for evaluation; these never end. Pass shuffle=False", by=ALL)

@@ -1,4 +1,4 @@
-"""Tell handwritten digits apart."""
+"""Classify handwritten digits."""
 
 import argparse
 
@@ -27,7 +27,7 @@ def read_digits():
 
 
 def read_arguments():
-    parser = argparse.ArgumentParser(description="Tell handwritten digits apart.")
+    parser = argparse.ArgumentParser(description="Classify handwritten digits.")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64)
     return vars(parser.parse_args())
