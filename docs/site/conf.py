@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -16,8 +15,6 @@ from sphinx.application import Sphinx
 
 import ddp_loop
 from ddp_loop.cli import main
-
-HERE = Path(__file__).parent
 
 project = "ddp_loop"
 release = version = ddp_loop.__version__
@@ -69,7 +66,6 @@ docs/capabilities
 ```{toctree}
 :hidden:
 :caption: Reference
-:glob:
 
 docs/reference/loop
 docs/reference/data
@@ -101,7 +97,6 @@ docs/decisions
 CHANGELOG
 ```
 """
-
 
 LONE_STAR = re.compile(r"(?<![*\w\\`])\*(?=\w[^*`]*$)")
 
@@ -153,7 +148,7 @@ def mark_code(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines
         if line.strip() and (not inside or indent <= depth):
             inside = number > 0 and not lines[number - 1].strip() and indent > depth
             if inside:
-                marked[-2:-1] = [re.sub(r"::$", ":", before) for before in marked[-2:-1]]  # marked so already
+                marked[-2:-1] = [re.sub(r"::$", ":", before) for before in marked[-2:-1]]  # has such a mark
                 language = "python" if is_python(block_at(lines, number, depth)) else "text"
                 marked += [" " * depth + f".. code-block:: {language}", ""]
             else:
