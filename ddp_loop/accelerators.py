@@ -166,7 +166,7 @@ class Cuda(Accelerator):
 
     @property
     def _generator(self) -> torch.Generator:
-        return torch.cuda.default_generators[self.device.index or 0]  # torch.cuda.get_rng_state fails in a forked worker
+        return torch.cuda.default_generators[self.device.index or 0]  # get_rng_state fails in a forked worker
 
     def memory_held(self) -> float:
         return float(torch.cuda.memory_reserved(self.device))
