@@ -111,7 +111,6 @@ class Cpu(Accelerator):
     is_host = True
 
     def __str__(self) -> str:
-        """Such as "cpu: 4 threads"."""
         return f"cpu: {torch.get_num_threads()} threads"
 
     def memory_held(self) -> float:
@@ -128,12 +127,10 @@ class Cuda(Accelerator):
     has_batch_norm_kernels = True
 
     def __str__(self) -> str:
-        """Such as "cuda:0: NVIDIA H200, 140 GiB"."""
         properties = torch.cuda.get_device_properties(self.device)
         return f"{self.device}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
 
     def activate(self) -> None:
-        """Make it this process's current device, with a generator that can be seeded."""
         torch.cuda.init()  # otherwise the generators exist only after the first tensor on the device
         torch.cuda.set_device(self.device)
 
@@ -142,7 +139,6 @@ class Cuda(Accelerator):
         return "cpu:gloo,cuda:nccl" if local_ranks <= torch.cuda.device_count() else "gloo"
 
     def start_copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Copy it into pinned memory."""
         host = self.empty_on_host(tensor)
         return host, self.start_copies([host], [tensor.detach()])
 
@@ -160,22 +156,22 @@ class Cuda(Accelerator):
     def seed(self, key: int) -> None:
         """Seed its generator; in a worker of a DataLoader, which has no GPU, do nothing."""
         if torch.cuda.is_initialized():
-            torch.cuda.default_generators[self.device.index or 0].manual_seed(key)
+            self._generator.manual_seed(key)
 
     def random_state(self) -> torch.Tensor:
-        """The state of its generator."""
-        return torch.cuda.get_rng_state(self.device)
+        return self._generator.get_state()
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Restore what `random_state` returned."""
-        torch.cuda.set_rng_state(state, self.device)
+        self._generator.set_state(state.contiguous())
+
+    @property
+    def _generator(self) -> torch.Generator:
+        return torch.cuda.default_generators[self.device.index or 0]  # get_rng_state fails in a forked worker
 
     def memory_held(self) -> float:
-        """What torch has reserved of it."""
         return float(torch.cuda.memory_reserved(self.device))
 
     def memory_free(self) -> float:
-        """What no process has taken of it."""
         return float(torch.cuda.mem_get_info(self.device)[0])
 
 

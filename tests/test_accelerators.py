@@ -1,0 +1,68 @@
+"""What a device is and can do, and copies to the host that nobody waits for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddp_loop.accelerators import HostCopy, accelerator_of, all_gpus, gpu_count, is_asynchronous
+from tests.support.device_modes import ASYNCHRONOUS
+
+pytestmark = pytest.mark.both_modes
+
+
+@pytest.mark.quick_in_both_modes
+def test_a_copy_holds_what_the_tensor_held_when_it_was_made(late: bool) -> None:
+    tensor = torch.tensor([1.0, 2.0], requires_grad=True)
+    copy = HostCopy(tensor)
+    assert copy.ready() != late
+    with torch.no_grad():
+        tensor.zero_()
+    assert copy.wait().tolist() == [1.0, 2.0]
+    assert copy.ready()
+    assert not copy.wait().requires_grad
+
+
+@pytest.mark.one_mode(ASYNCHRONOUS, "of what is on its way")
+def test_in_the_simulation_a_copy_arrives_behind_two_others_and_holds_nothing_before() -> None:
+    first = HostCopy(torch.tensor([1, 2]))
+    assert first._values.tolist() == [-1, -1]
+    others = [HostCopy(torch.ones(())) for _ in range(2)]
+    assert [first.ready(), *(one.ready() for one in others)] == [True, False, False]
+    assert first._values.tolist() == [1, 2]
+
+
+def test_the_cpu_has_no_generator_of_its_own_and_does_not_count_its_memory(late: bool) -> None:
+    cpu = accelerator_of(torch.device("cpu"))
+    assert (cpu.kind, cpu.is_host, cpu.is_gpu, cpu.is_asynchronous) == ("cpu", True, False, late)
+    assert is_asynchronous(torch.ones(())) == late
+    assert cpu.random_state() is None
+    assert cpu.memory_free() == float("inf")
+    assert cpu.memory_held() >= 0
+    assert cpu.backends(2) == "gloo"
+
+
+def test_a_device_of_an_unknown_kind_is_never_asked_for_values() -> None:
+    meta = accelerator_of(torch.device("meta"))
+    assert (meta.kind, meta.is_host, meta.is_gpu, meta.is_asynchronous) == ("meta", False, False, True)
+
+
+@pytest.mark.gpu
+def test_a_gpu_copies_beside_the_host_and_puts_its_generator_back() -> None:
+    assert len(all_gpus()) == gpu_count()
+    gpu = all_gpus()[0]
+    assert (gpu.kind, gpu.is_host, gpu.is_gpu, gpu.is_asynchronous) == ("cuda", False, True, True)
+    values = torch.arange(1e6, device=gpu.device)
+    copy = HostCopy(values)
+    values.zero_()
+    assert copy.wait().is_pinned()
+    assert copy.wait()[-1].item() == 1e6 - 1
+    state = gpu.random_state()
+    assert state is not None
+    drawn = torch.rand(3, device=gpu.device).tolist()
+    gpu.set_random_state(state)
+    assert torch.rand(3, device=gpu.device).tolist() == drawn
+    assert gpu.memory_held() >= values.nbytes
+    assert gpu.memory_free() > 0
+    assert gpu.backends(gpu_count()) == "cpu:gloo,cuda:nccl"
+    assert gpu.backends(gpu_count() + 1) == "gloo"
