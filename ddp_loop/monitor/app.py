@@ -128,18 +128,12 @@ TICK_S, QUIET_S = 1.0, 10.0  # between two looks of a stream; of silence before 
 FEWEST, MOST = 50, 5000  # points of a curve
 ASKED = {"points": 1000, "smoothing": 0, "first": 0, "last": 10**12}
 FOLDER = Path(__file__).parent / "static"
-FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
-    "/wire.js": ("wire.js", "text/javascript; charset=utf-8"),
-    "/words.js": ("words.js", "text/javascript; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-    "/uplot/uPlot.iife.min.js": ("uplot/uPlot.iife.min.js", "text/javascript; charset=utf-8"),
-    "/uplot/uPlot.min.css": ("uplot/uPlot.min.css", "text/css; charset=utf-8"),
-    "/uplot/LICENSE": ("uplot/LICENSE", "text/plain; charset=utf-8"),
-}
+FILES = [
+    *("page.css", "page.js", "charts.js", "wire.js", "words.js", "icon.svg"),
+    *("uplot/uPlot.iife.min.js", "uplot/uPlot.min.css", "uplot/LICENSE"),
+]
+PATHS = {"/": "index.html", **{f"/{name}": name for name in FILES}}
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", "": "text/plain"}
 
 
 class MonitorApp:
@@ -225,14 +219,14 @@ def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> A
     from starlette.responses import Response, StreamingResponse
     from starlette.routing import Route
 
-    contents = {path: ((FOLDER / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
+    contents = {path: ((FOLDER / name).read_bytes(), TYPES[Path(name).suffix]) for path, name in PATHS.items()}
 
     def answer(status: int, body: str) -> Response:
         return Response(body, status, media_type="application/json" if status < 300 else "text/plain")
 
     async def file(request: Request) -> Response:
         content, kind = contents[request.url.path]
-        return Response(content, headers={"content-type": kind})
+        return Response(content, media_type=kind)
 
     async def stream(request: Request) -> Response:
         return StreamingResponse(site.events(), media_type="text/event-stream")
@@ -247,11 +241,11 @@ def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> A
     def stop(request: Request) -> Response:
         return answer(*site.stop(request.path_params["key"]))
 
-    routes = [Route(path, file, methods=["GET"]) for path in FILES]
+    routes = [Route(path, file, methods=["GET"]) for path in PATHS]
     routes += [Route("/api/runs", runs, methods=["GET"]), Route("/api/stream", stream, methods=["GET"])]
     routes += [Route("/api/runs/{key}/curves", curves, methods=["GET"])]
     routes += [Route("/api/runs/{key}/stop", stop, methods=["POST"])]
-    return AccessControl(Starlette(routes=routes), token, hosts, port, FILES.keys())
+    return AccessControl(Starlette(routes=routes), token, hosts, port, PATHS.keys())
 
 
 def _json(value: object) -> str:

@@ -4,7 +4,7 @@ import { grouped, named, number } from "./words.js";
 
 const uPlot = globalThis.uPlot;
 const TALL = 280, LOW = 190, APART = 22; // pixels: heights, and from one epoch's mark to the next
-const FOLLOWED = ["mousemove", "mouseleave"]; // else each picture zooms once more when one is dragged over
+const FOLLOWED = ["mousemove", "mouseleave"]; // with more events, dragging in one picture would zoom all
 const FILTERS = { pub: (type) => FOLLOWED.includes(type), sub: (type) => FOLLOWED.includes(type) };
 const OWN_GROUPS = { loss: "Loss", learning_rate: "Optimizer", gradient_norm: "Optimizer", weight: "Steps",
   skipped: "Steps", samples: null };
@@ -47,7 +47,7 @@ export class Chart {
     if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: this.height });
   }
 
-  // runs: [{key, colour, curves}], curves as the monitor gives them.
+  // runs: [{key, colour, curves}], curves as the monitor sends them.
   show(runs, { log, marks }) {
     this.log = log;
     this.marks = marks ? (runs[0]?.curves.epochs ?? []) : [];
@@ -82,7 +82,7 @@ export class Chart {
     this.tell();
   }
 
-  // A logarithm has no place for 0 and below.
+  // A logarithmic scale cannot show 0 and below.
   drawable(values) {
     return this.log ? values.map((value) => (value > 0 ? value : null)) : values;
   }
@@ -128,7 +128,7 @@ export class Chart {
     ctx.setLineDash([2 * scale, 3 * scale]);
     const places = this.marks.map(([, step]) => Math.round(plot.valToPos(step, "x", true)));
     const gap = (places.at(-1) - places[0]) / Math.max(1, places.length - 1) || Infinity;
-    const lines = Math.ceil((APART * scale) / gap) || 1; // every so many epochs have a mark
+    const lines = Math.ceil((APART * scale) / gap) || 1; // epochs per mark
     this.marks.forEach(([epoch], at) => {
       const left = places[at];
       if ((at + 1) % lines || left <= bbox.left || left > bbox.left + bbox.width) return;
@@ -169,7 +169,7 @@ export class Chart {
     event.preventDefault();
   }
 
-  // The values at the cursor, else the last ones.
+  // The values at the cursor, or the last ones.
   tell() {
     const { plot } = this;
     if (!plot) return;
@@ -205,7 +205,7 @@ export class Chart {
   }
 }
 
-// Of a logarithmic scale over several decades the powers of ten alone.
+// On a logarithmic scale over several decades, label the powers of ten only.
 function decades(plot, splits) {
   const { min, max } = plot.scales.y;
   if (!(max / min > 100)) return splits;

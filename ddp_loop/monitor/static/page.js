@@ -6,15 +6,15 @@ import { Wire, takeToken } from "./wire.js";
 
 const element = (id) => document.getElementById(id);
 const PALETTE = 6; // colours of runs in page.css
-const GROUPS = ["Loss", "Metrics"]; // come first
-const BETWEEN_MS = 900; // from one reading of a run's curves to the next
+const GROUPS = ["Loss", "Metrics"]; // in this order, before the others
+const BETWEEN_MS = 900; // between two requests for the curves of a run
 
 const token = takeToken();
 const wire = new Wire(token);
 const runs = new Map(); // key -> {summary, card, colour, curves, asked, reading, read}
 const charts = new Map(); // metric -> Chart
 let zoomed = null; // [first, last] step, or all
-let stopping = null; // the run that the dialog is about
+let stopping = null; // the run of the dialog
 
 // -- runs ---------------------------------------------------------------------------------------------------
 
@@ -142,14 +142,14 @@ function wanted(summary) {
   return { path: `/api/runs/${encodeURIComponent(summary.key)}/curves?${asked}`, version: summary.version };
 }
 
-// Reads what is not up to date: each run's one at a time, not more than about once a second, and not unseen.
+// Requests outdated curves, of each run at most about once a second, unless the page is hidden.
 async function readCurves() {
   if (document.hidden) return;
   await Promise.all([...runs.values()].map(async (run) => {
     const { path, version } = wanted(run.summary);
     const asks = `${version} ${path}`;
     if (run.reading || run.asked === asks) return;
-    const isOther = !run.asked.endsWith(path); // the user changed something: at once
+    const isOther = !run.asked.endsWith(path); // the user changed something: request at once
     const wait = run.read + BETWEEN_MS - performance.now();
     if (!isOther && wait > 0) {
       clearTimeout(run.later);
@@ -163,7 +163,7 @@ async function readCurves() {
       run.asked = asks;
       draw();
     } catch {
-      // The stream says what became of the monitor, and comes back here.
+      // The stream reports the monitor's state, and calls this again.
     } finally {
       run.reading = false;
     }
@@ -281,5 +281,5 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 if (token) {
   wire.follow(takeState, showLink);
 } else {
-  showLink("refused", "This page needs the whole link that the monitor printed, with the token behind #.");
+  showLink("refused", "This page needs the whole link that the monitor printed, with the token after #.");
 }

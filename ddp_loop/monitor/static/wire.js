@@ -1,10 +1,10 @@
-// Between the page and its monitor: the token, questions, and the stream of news.
+// Communication with the monitor: the token, requests, and the event stream.
 
 const HEADER = "x-monitor-token";
 const FIRST_MS = 500, MOST_MS = 5000; // between two tries to connect
-const SILENCE_MS = 25000; // the monitor says something every 10 s
+const SILENCE_MS = 25000; // the monitor sends something every 10 s
 
-// The token comes behind the # of the link, which is not sent; it is kept for reloads of this tab.
+// The token follows the # of the link, which browsers do not send; it is stored for reloads of this tab.
 export function takeToken() {
   const given = new URLSearchParams(location.hash.slice(1)).get("token");
   if (given) {
@@ -30,7 +30,7 @@ export class Wire {
     if (!answer.ok) throw new Error(await answer.text());
   }
 
-  // Calls onState with each news, onLink with "live", "lost" or "refused". (EventSource cannot send a header.)
+  // Calls onState with each new state, onLink with "live", "lost" or "refused". (EventSource cannot send a header.)
   async follow(onState, onLink) {
     let wait = FIRST_MS;
     for (;;) {
@@ -53,7 +53,7 @@ export class Wire {
           await events(answer.body, awake, onState);
         }
       } catch {
-        // The monitor is gone, or was not reached: it is tried again.
+        // The monitor has ended or cannot be reached: try again.
       } finally {
         clearTimeout(watch);
       }

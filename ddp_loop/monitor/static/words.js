@@ -1,4 +1,4 @@
-// How numbers and times are written.
+// The format of numbers and times.
 
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -24,7 +24,7 @@ export function duration(seconds) {
   return days ? `${days} d ${clock}` : clock;
 }
 
-// Several times in one unit, that of the first.
+// Several durations in one unit, that of the first.
 export function times(...seconds) {
   const [unit, scale] = seconds[0] >= 1 ? ["s", 1] : seconds[0] >= 1e-3 ? ["ms", 1e3] : ["µs", 1e6];
   return `${seconds.map((one) => String(Number((one * scale).toPrecision(3)))).join(" + ")} ${unit}`;
