@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ddp_loop.batch_norm.pooled import refine_statistics
+from ddp_loop.batch_norm.batch_statistics import refine_statistics
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 

@@ -11,7 +11,7 @@ _NAMES = ("iteration", "epoch", "position")
 
 
 class LoopPosition:
-    """Counts a loop's steps over `batches`, up to so many `epochs` or `steps`.
+    """The counters of a loop over `batches`, up to so many `epochs` or `steps`. The loop sets those of its step.
 
     A step counts as made from its fold on.
 
@@ -38,17 +38,13 @@ class LoopPosition:
         """Of the step at hand, or of the last one, counted from 1; 0 before the first."""
         return self.epochs + (1 if self.at else 0)
 
-    def begin(self, mini_batch: MiniBatch) -> None:
-        """A step begins."""
-        self.iteration, self.at, self.is_folded = self.iteration + 1, mini_batch.position + 1, False
-
     def end_epoch(self) -> None:
         """The epoch was gone through."""
         self.epochs, self.at = self.epochs + 1, 0
 
     def is_last_of_epoch(self, mini_batch: MiniBatch) -> bool:
         """Whether it is the epoch's last."""
-        return mini_batch.ends_stream or mini_batch.position + 1 == self._batches.steps
+        return mini_batch.is_last or mini_batch.ends_stream
 
     @property
     def has_made_all(self) -> bool:

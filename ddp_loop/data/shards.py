@@ -67,6 +67,7 @@ class MiniBatch:
         samples: R, how many it has over all ranks.
         sizes: the samples of each of its S shards; some may be 0.
         shards: those of this rank that are not empty, in order.
+        is_last: whether it is the last of an epoch of known length.
         ends_stream: whether the data are a stream that ends here, as all ranks' must.
         first: of a stream, its first sample as it was read, which all ranks must have alike;
         digest: and 32 bits of it.
@@ -81,6 +82,7 @@ class MiniBatch:
     ends_stream: bool = False
     first: Any = field(default=None, compare=False, repr=False)
     digest: int = 0
+    is_last: bool = False
 
 
 def cut(sizes: tuple[int, ...], mine: range) -> tuple[Shard, ...]:

@@ -293,10 +293,10 @@ def _mean_of(values: torch.Tensor, buffer: Buffer, share: torch.Tensor, full: li
     What all shards agree on stays as it is, to the bit: a mean of equal values may be rounded.
     """
     if values.is_floating_point():
-        mean = weighted_mean(values.double(), share, guarded=True).to(values.dtype)
+        mean = weighted_mean(values.double(), share).to(values.dtype)
     else:
         opened = decode(encode(buffer.opened, torch.float64).unsqueeze(0), buffer.opened.dtype)
-        mean = opened[0] + weighted_mean((values - opened).double(), share, guarded=True).long()
+        mean = opened[0] + weighted_mean((values - opened).double(), share).long()
     first = values[full[0]]
     return torch.where((values[full] == first).all(0), first, mean)
 

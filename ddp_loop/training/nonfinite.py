@@ -96,14 +96,14 @@ class NonFiniteGuard:
         state: Mapping[str, object] | None = None,
         *,
         late: bool = False,
-        blame: Callable[[bool], NonFiniteTensors] | None = None,
+        blame: Callable[[bool, int], NonFiniteTensors] | None = None,
     ) -> None:
         values = list((state or {}).values())
-        self._allows, self.skips, self._indices, self.late = rule == "allow", rule == "skip", indices, late
+        self.allows, self.skips, self._indices, self.late = rule == "allow", rule == "skip", indices, late
         self._optimizers = [value for value in values if isinstance(value, Optimizer)]
-        self._scaled = any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in values)
+        self.is_scaled = any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in values)
         self._gradients: ReducedGradients | None = None
-        self._bad: torch.Tensor | bool = False
+        self.bad: torch.Tensor | bool = False
         self._late: _PendingCheck | None = None
         self._blame = blame
         self._skipped = self._in_a_row = self._last = 0
@@ -131,44 +131,40 @@ class NonFiniteGuard:
     # -- the fold ------------------------------------------------------------------------------------------
 
     def check(self, loss: torch.Tensor, gradients: ReducedGradients) -> torch.Tensor | bool:
-        """Whether a step's values are not finite and it must move nothing; its gradients are taken care of.
-
-        Every rank gives the same values, since they come out of the fold, so all say the same.
+        """Treat a step that is not finite by the rule; the same on every rank, since the values are.
 
         Args:
-            loss: the mini-batch's, shape ().
+            loss: the mini-batch's, shape (). Unless the guard is late, it or a gradient is not finite.
             gradients: the mini-batch's.
 
         Returns:
-            A tensor of shape () where the host does not know it.
+            Whether the step moves nothing; a tensor of shape () where only the device knows.
         """
-        if self._allows:
-            return False
         self._gradients = gradients
         if not self.late:
-            self._bad = not math.isfinite(loss.item()) or not (self._scaled or gradients.are_finite())
+            self.bad = True
         else:
-            looked_at = [loss] if self._scaled else [loss, *(one.to(loss) for one in gradients.extremes())]
-            self._bad = ~torch.stack(looked_at).isfinite().all()
+            looked_at = [loss] if self.is_scaled else [loss, *(one.to(loss) for one in gradients.extremes())]
+            self.bad = ~torch.stack(looked_at).isfinite().all()
         if self.skips:
             self._skip(gradients)
-            return self._bad
-        return self._bad is True
+            return self.bad
+        return self.bad is True
 
     def _skip(self, gradients: ReducedGradients) -> None:
-        if self._scaled:
-            if self._bad is not False:
-                gradients.fill_with_nan(self._bad)
+        if self.is_scaled:
+            if self.bad is not False:
+                gradients.fill_with_nan(self.bad)
             return
-        if isinstance(self._bad, torch.Tensor):
+        if isinstance(self.bad, torch.Tensor):
             if _know_found_inf(self._optimizers) and gradients.are_of(self._optimizers):
-                found = self._bad.float()
+                found = self.bad.float()
                 for optimizer in self._optimizers:
                     optimizer.found_inf = found  # type: ignore[attr-defined]  # of torch's protocol with GradScaler
                 return
-            self._bad = bool(self._bad)
+            self.bad = bool(self.bad)
         self.release()
-        if self._bad:
+        if self.bad:
             gradients.drop()
 
     def release(self) -> None:
@@ -193,7 +189,7 @@ class NonFiniteGuard:
             FloatingPointError: too many steps were skipped, one after the other; or none may be.
         """
         self.check_pending()
-        bad = self._bad
+        bad, self.bad = self.bad, False
         if bad is False:
             return
         values = torch.cat([torch.as_tensor(bad).to(loss).reshape(1), loss.reshape(1), losses, share])
@@ -231,7 +227,7 @@ class NonFiniteGuard:
 
     def _message(self, look: _PendingCheck) -> str:
         _, value, *rest = look.values.tolist()
-        blamed = NonFiniteTensors([], []) if self._blame is None else self._blame(look.late)
+        blamed = NonFiniteTensors([], []) if self._blame is None else self._blame(look.late, look.iteration)
         if blamed.before:
             return _state_message(look, value, blamed.before)
         if math.isfinite(value):

@@ -115,6 +115,8 @@ class NonFiniteStateCheck:
 
     Attributes:
         late: whether norms stay on their device until the next step, as they should on a GPU.
+        due: the next iteration to call `look` after.
+        found: the error of an earlier look.
     """
 
     def __init__(
@@ -125,42 +127,44 @@ class NonFiniteStateCheck:
         self.late = world.device.type != "cpu"
         self._before: Tensors | None = None  # where elements were bad when the loop began
         self._pending: tuple[int, Marks] | None = None
-        self._problem: FloatingPointError | None = None
+        self.found: FloatingPointError | None = None
         self._told = False
-        self._looks = 0  # folds that were finite, or on a GPU may have been
+        self.due, self._began = 0, 0
 
-    def begin(self) -> None:
-        """Note what is not finite when the loop begins; later calls do nothing."""
+    def begin(self, iteration: int) -> None:
+        """Note what is not finite when the loop begins, after this step; later calls do nothing."""
         if self._before is None:
+            self._began = iteration
             tensors = kept_numbers(self._state)
             bad = {name: _where_bad(name, tensors[name]) for name in _suspects(_marks(tensors))}
             self._before = {name: where for name, where in bad.items() if bool(where.any())}
 
     # -- now and then --------------------------------------------------------------------------------------
 
-    def check_if_due(self, iteration: int) -> None:
-        """Look, if it is time, behind the fold of this step; what is found is told in a later fold."""
+    def look(self, iteration: int) -> None:
+        """Look after the fold of this step, if it is time; a later fold raises what is found."""
         self._check_pending()
-        self._looks += 1
         if iteration in _FIRST or iteration % _EVERY == 0:
             self._pending = iteration, _marks(kept_numbers(self._state))
             if not self.late:
                 self._check_pending()
+        next_looks = (*_FIRST, iteration // _EVERY * _EVERY + _EVERY)
+        self.due = iteration + 1 if self._pending else min(one for one in next_looks if one > iteration)
 
     def _check_pending(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None and (suspects := _suspects(pending[1])):
-            self._problem = self._problem or self._judge(self._became(suspects), pending[0])
+            self.found = self.found or self._judge(self._became(suspects), pending[0])
 
     def check(self, iteration: int) -> FloatingPointError | None:
         """What is wrong with the state after this step, before a checkpoint of it is written; the host waits."""
         found = self._check_now(iteration)
         return None if found is None else FloatingPointError(f"{found}; no checkpoint is written of it")
 
-    def problem(self) -> Exception | None:
-        """What was found, to be told to all in a fold; once."""
-        problem, self._problem = self._problem, None
-        return problem
+    def take(self) -> Exception | None:
+        """What was found, once, for the ranks to raise in a fold."""
+        found, self.found = self.found, None
+        return found
 
     def finish(self, iteration: int) -> None:
         """Look behind the last step. Every rank must call this.
@@ -169,7 +173,7 @@ class NonFiniteStateCheck:
             FloatingPointError: something became NaN.
         """
         self._check_pending()
-        self._world.raise_if_any_failed(self.problem() or self._check_now(iteration))
+        self._world.raise_if_any_failed(self.take() or self._check_now(iteration))
 
     def _check_now(self, iteration: int) -> FloatingPointError | None:
         suspects = _suspects(_marks(kept_numbers(self._state)))
@@ -201,22 +205,23 @@ class NonFiniteStateCheck:
 
     # -- a step that is not finite -------------------------------------------------------------------------
 
-    def blame(self, late: bool) -> NonFiniteTensors:
+    def blame(self, late: bool, iteration: int) -> NonFiniteTensors:
         """What is not finite when a step is not; see [Note: Before the data]. Every rank must call this if it raises.
 
         Args:
             late: whether the step's update has been made.
+            iteration: of the step.
 
         Returns:
             Names, with the ranks that have what others have not; where nobody raises, this rank's own.
         """
-        own = self._blame(late)
+        own = self._blame(late, iteration)
         if not self._raises:
             return own
         every = self._world.gather((own.before, own.by_now), "what is not finite")
         return NonFiniteTensors(*(self._of_ranks([one[kind] for one in every]) for kind in (0, 1)))
 
-    def _blame(self, late: bool) -> NonFiniteTensors:
+    def _blame(self, late: bool, iteration: int) -> NonFiniteTensors:
         tensors, before = kept_numbers(self._state), self._before or {}
         moved, still = statistics(self._state, moved=True), statistics(self._state, moved=False)
         bad = [
@@ -225,7 +230,7 @@ class NonFiniteStateCheck:
             if name not in moved and bool(_where_bad(name, tensors[name]).any())  # no loss is made of those
         ]
         used = {name for name in bad if tensors[name].is_leaf and tensors[name].grad is not None}
-        if self._looks > late:  # a step was finite in spite of them
+        if iteration - self._began > 1:  # a step was finite in spite of them
             used.clear()
         new = {name for name in bad if _is_new(name, tensors[name], before, still)} | used  # these are no placeholders
         written = {name for name in bad if name in self._local or (late and not _is_frozen(name, tensors[name], still))}
