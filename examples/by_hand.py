@@ -40,18 +40,17 @@ def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: d
             for number, shard in enumerate(mini_batch.shards):
                 images, labels = loaded.data(number)
                 dl.seed_shard(world.seed, iteration, shard.number, world.device)  # a random stream of its own
-                record = fold.open_shard(shard)  # batch norm now notes the shard's statistics
-                loss = cross_entropy(model(images), labels)
-                record.losses.append(loss.detach())
-                # The shard's share of the mini-batch, w_s / R; exactly 1 for one shard.
-                share = shard.samples / mini_batch.samples
-                fold.gradients.backward(loss, share, last=shard is mini_batch.shards[-1])
-                fold.close_shard(record)
+                with fold.shard(shard) as record:  # batch norm records the shard's statistics
+                    loss = cross_entropy(model(images), labels)
+                    record.losses.append(loss.detach())
+                    # The shard's share of the mini-batch, w_s / R; exactly 1 for one shard.
+                    share = shard.samples / mini_batch.samples
+                    fold.backward(record, loss, share, last=shard is mini_batch.shards[-1])
             # One sum over the ranks: gradients, losses, statistics. All ranks then have the whole mini-batch's.
-            folded = fold.close(mini_batch)
+            result = fold.close(mini_batch, iteration)
             dl.seed_step(world.seed, iteration, world.device)  # what is drawn between steps is alike on all ranks
             optimizer.step()
-        world.print(f"Epoch: {epoch + 1}, last loss: {float(folded.values[0]):.4f}")
+        world.print(f"Epoch: {epoch + 1}, last loss: {float(result.loss):.4f}")
     fold.release()
 
 

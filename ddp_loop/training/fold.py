@@ -87,16 +87,15 @@ class Fold:
             mini-batch, and travel as ordinary buffers.
         ordered: whether gradients are added up in an order that follows from S alone, which gives the same bits on any
             number of ranks; otherwise in the cheapest order.
-        bucket_bytes: the size of a gradient bucket.
-        buffer_reduction: rules for single buffers, by name.
+        bucket_bytes, buffer_reduction: the size of a gradient bucket; rules for single buffers, by name.
         guard: judges steps that are not finite; None allows them.
         scalers: by which losses may be multiplied; results and rows are without their factor.
-        events: told of each fold.
+        events: called around each fold.
         watch: called with each shard's number on this rank and its gradients by name.
-        former: the fold that this one replaces.
+        former: the fold that this one replaces, released.
 
     Raises:
-        ValueError: a model that torch shares between ranks, or a rule for a buffer that does not exist.
+        ValueError: a model that torch shares between ranks, or a rule for an unknown buffer.
     """
 
     def __init__(
@@ -115,8 +114,6 @@ class Fold:
         watch: Callable[[int, dict[str, torch.Tensor]], None] | None = None,
         former: Fold | None = None,
     ) -> None:
-        if former is not None:
-            former.release()
         refuse_wrapped(modules)
         layers = batch_norm_layers(modules) if shards > 1 else {}
         own = custom_norms(each_module(modules))
@@ -132,8 +129,8 @@ class Fold:
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
         self._buffers = Buffers(find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {}), shards)
         self._loss_scale: torch.Tensor | None = None  # of a GradScaler, in this pass
-        # On the CPU a few integers ride in the step's own sum (a group of their own took a small step from
-        # 2.65 to 4.34 times local); on a GPU reading them there would hold the host up, so they go over gloo.
+        # On the CPU a few integers ride in the step's own sum (a group of their own took a small step from 2.65 to
+        # 4.34 times local). On a GPU reading them would hold up the host, so they go over gloo.
         self._rides = world.device.type == "cpu"
         self._word_dtype = self.gradients.slot_dtype if self._rides else torch.int32
         self._slots = Slots(self._statistics, self._buffers, self.gradients.slot_dtype, world.device)
@@ -238,7 +235,7 @@ class Fold:
 
     def finish_held(self, value: torch.Tensor, metrics: dict[str, torch.Tensor]) -> None:
         """Give all shards the values of the loss of the whole mini-batch, after its last backward."""
-        for record in (*self._records, *([] if self._empty is None else [self._empty])):
+        for record in filter(None, (*self._records, self._empty)):
             record.losses, record.metrics, record.done = [value], metrics, True
 
     def unfinished(self, shards: Sequence[Shard]) -> list[int]:
@@ -298,7 +295,7 @@ class Fold:
         is_bad = self._check(values[0])
         self._slots.apply(slots, layout, mini_batch.sizes, is_bad)
         if layout is not self._layout:
-            # Planned now, when all ranks agree: at the next pass something may be unfrozen.
+            # Planned now, while all ranks agree: at the next pass something may be unfrozen.
             self._layout, self._tails = layout, {}
             self.gradients.release()
             self.gradients.plan(self._tail(layout, shards))
@@ -412,7 +409,7 @@ class Fold:
             self.had_gradients = False
         return bad
 
-    # -- what is asked after the fold ----------------------------------------------------------------------
+    # -- after the fold ------------------------------------------------------------------------------------
 
     def named_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients as they are now, by parameter name, without those that are None."""

@@ -69,6 +69,8 @@ class Job:
         Raises:
             ValueError: no parameter to train, tensors that cannot be folded, or shards that synced layers cannot have.
         """
+        if former is not None:
+            former.release()
         parameters, how, parts = find_parameters(self.state), self._how, self.state.values()
         check_trainable(parameters, self.state)
         check_layout(find_tensors(self.state), self._world)

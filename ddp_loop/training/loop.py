@@ -148,7 +148,8 @@ class Loop:
         state, local = self._job.state, [name for name, rule in self._job.rules.items() if rule == "local"]
         self._state_check = NonFiniteStateCheck(state, self.world, on_nonfinite, local)
         late = self.world.device.type != "cpu"
-        self._guard = NonFiniteGuard(on_nonfinite, self.batches.indices, state, late=late, blame=self._state_check.blame)
+        blame = self._state_check.blame
+        self._guard = NonFiniteGuard(on_nonfinite, self.batches.indices, state, late=late, blame=blame)
         checkpointer = None
         if folder is not None:
             parts: dict[str, Stateful] = {"guard": self._guard, "trained": FrozenParameters(state)}
@@ -175,7 +176,7 @@ class Loop:
 
     @property
     def epochs_completed(self) -> int:
-        """The number of completed epochs, also before a resume: `for epoch in range(loop.epochs_completed, epochs)`."""
+        """The number of completed epochs, those before a resume too; left are `range(epochs_completed, epochs)`."""
         return self._where.epochs
 
     @property

@@ -43,7 +43,7 @@ def change_in_mid_run(world: dl.World, folder: str, what: str, culprit: int) -> 
 @pytest.mark.parametrize("culprit", [ALL, 0, 1])
 @pytest.mark.parametrize("what", ["channels_last", "dtype"])
 def test_a_parameter_that_changes_its_form_in_mid_run_is_refused(what: str, culprit: int, refused: Refused) -> None:
-    said = "a parameter keeps its dtype and memory format once training has begun; model.0.weight had"
+    said = "A parameter's dtype and memory format must not change during training. model.0.weight had"
     refused(2, change_in_mid_run, what, culprit, kind="RuntimeError", said=said, by=culprit)
 
 
@@ -65,7 +65,7 @@ def embed_sparsely(world: dl.World, folder: str, culprit: int) -> None:
 
 @pytest.mark.parametrize("culprit", [ALL, 1])
 def test_sparse_gradients_are_refused_with_the_remedy(culprit: int, refused: Refused) -> None:
-    said = "gradients must be dense .* make the embedding with sparse=False"
+    said = "The fold takes dense gradients. .* Make the embedding with sparse=False"
     refused(2, embed_sparsely, culprit, kind="ValueError", said=said, by=culprit)
 
 

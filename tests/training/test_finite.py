@@ -103,7 +103,7 @@ def disagree_on_the_rule(world: dl.World, folder: str) -> None:
 
 
 def test_a_rule_that_is_none_is_refused(refused: Refused) -> None:
-    refused(2, want_another_rule, kind="ValueError", said="on_nonfinite must be one of .* got 'ignore'", by=ALL)
+    refused(2, want_another_rule, kind="ValueError", said="on_nonfinite must be one of .* Got 'ignore'", by=ALL)
     refused(
         2,
         disagree_on_the_rule,

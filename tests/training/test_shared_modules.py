@@ -200,5 +200,5 @@ def hold_in_a_list(world: dl.World, folder: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["list", "dict", "optimizers"])
 def test_modules_in_a_list_of_state_are_refused(kind: str, refused: Refused) -> None:
-    said = "each module and optimizer of state has a name of its own; 'models' is a"
+    said = "Each module and optimizer in state needs a name of its own. 'models' is a"
     refused(2, hold_in_a_list, kind, kind="TypeError", said=said, by=ALL)
