@@ -98,32 +98,20 @@ def _is_far(mean: torch.Tensor, variance: torch.Tensor) -> bool:
     return bool((means * means > _FAR**2 * variances).any())
 
 
-class OwnStatisticsHook:
-    """The forward hooks of a norm layer of the user's own, before and after. A copy of it is not watched."""
-
-    def __init__(self, statistics: BatchNormStatistics | None = None, number: int = 0) -> None:
-        self._statistics, self._number = statistics, number
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], *output: object) -> None:
-        if self._statistics is not None:
-            (self._statistics.leave_own if output else self._statistics.enter_own)(self._number)
-
-    def __reduce__(self) -> tuple[type[OwnStatisticsHook], tuple[()]]:
-        return OwnStatisticsHook, ()
-
-
 class StatisticsHook:
-    """A layer's forward hooks, before and after. A copy of the layer, by deepcopy or pickle, is not watched."""
+    """A norm layer's forward hooks, before and after. A copy of the layer, by deepcopy or pickle, is not watched."""
 
-    def __init__(self, statistics: BatchNormStatistics | None = None, number: int = 0) -> None:
-        self._statistics, self._number = statistics, number
+    def __init__(self, statistics: BatchNormStatistics | None = None, number: int = 0, *, is_own: bool = False) -> None:
+        self._statistics, self._number, self._is_own = statistics, number, is_own
 
     def __call__(
-        self, layer: BatchNorm, inputs: tuple[Any, ...], named: dict[str, Any], *output: torch.Tensor | None
+        self, layer: Any, inputs: tuple[Any, ...], named: dict[str, Any], *output: torch.Tensor | None
     ) -> None:
         if self._statistics is None:
             return
-        if output:
+        if self._is_own:
+            (self._statistics.leave_own if output else self._statistics.enter_own)(self._number)
+        elif output:
             self._statistics.after(self._number, layer, (*inputs, *named.values()), output[0])
         else:
             self._statistics.before(self._number, layer)
@@ -210,14 +198,11 @@ class BatchNormStatistics:
         self._counts: dict[tuple[float, ...], torch.Tensor] = {}
         self._grouped: dict[tuple[int, ...], list[LayerGroup]] = {}
         self._hooks: list[RemovableHandle] = []
-        for number, layer in zip(numbers, layers.values(), strict=True):
-            watch = StatisticsHook(self, number)
-            self._hooks.append(layer.register_forward_pre_hook(watch, with_kwargs=True))
-            self._hooks.append(layer.register_forward_hook(watch, always_call=True, with_kwargs=True))
-        for number, norm in enumerate(own, self._known):
-            own_watch = OwnStatisticsHook(self, number)
-            self._hooks.append(norm.module.register_forward_pre_hook(own_watch))
-            self._hooks.append(norm.module.register_forward_hook(own_watch, always_call=True))
+        watched: list[tuple[int, nn.Module]] = list(zip(numbers, layers.values(), strict=True))
+        for number, module in [*watched, *((n, norm.module) for n, norm in enumerate(own, self._known))]:
+            hook = StatisticsHook(self, number, is_own=number >= self._known)
+            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(hook, always_call=True, with_kwargs=True))
         if self.layers:
             _compile_anew()
 

@@ -5,9 +5,8 @@ over the ranks) -> `payload`, `slots` (what travels beside the gradients) -> `gr
 how they are summed) -> `ordered_sum` (in which order) -> `buffers`, `batch_norm/pooled` (what else is merged) ->
 `nonfinite` (whether the step counts) -> `recorder` (rows, trace, checkpoints).
 
-Beside the path: `job` (what a loop trains), `validation` (checks of arguments), `structure` (modules and parameters
-that the script replaces or never moves), `state_check` (NaN in parameters and state), `gather` (losses of the whole
-mini-batch).
+Beside the path: `job` (what a loop trains, and whether the script replaces or never moves it), `validation` (checks of
+arguments), `state_check` (NaN in parameters and state), `gather` (losses of the whole mini-batch).
 """
 
 from ddp_loop.training.buffers import Buffers, find_buffers

@@ -21,7 +21,7 @@ from ddp_loop.training.payload import NO_REQUEST, ControlRequest, StepResult
 from ddp_loop.training.recorder import Reporting, RunRecorder, open_trace
 from ddp_loop.training.state_check import NonFiniteStateCheck
 from ddp_loop.training.step import Step
-from ddp_loop.training.validation import check_extent, check_interval, check_rows, check_rule
+from ddp_loop.training.validation import check_extent, check_rows, check_rules
 
 _SAME = "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every"
 
@@ -122,8 +122,7 @@ class Loop:
             problem: Exception | None = None
             try:
                 check_extent(batches, epochs, steps, bucket_cap_mib)
-                check_rule(on_nonfinite)
-                check_interval(check_replicas_every)
+                check_rules(on_nonfinite, check_replicas_every)
                 if not allow_single_sample_shards:
                     check_rows(batches, self._job.state)
                 tracer = open_trace(folder, batches, self._job.state, watched, trace=trace, ordered=is_ordered)

@@ -70,14 +70,10 @@ def check_extent(batches: Batches, epochs: int | None, steps: int | None, bucket
         raise ValueError("An epoch of these data never ends. Give Batches a length, or Loop its steps.")
 
 
-def check_rule(on_nonfinite: str) -> None:
-    """Raise ValueError unless `on_nonfinite` is a rule."""
+def check_rules(on_nonfinite: str, check_replicas_every: object) -> None:
+    """Raise ValueError unless `on_nonfinite` is a rule and `check_replicas_every` a number of steps, or 0."""
     if on_nonfinite not in ON_NONFINITE:
         raise ValueError(f"on_nonfinite must be one of {ON_NONFINITE}. Got {on_nonfinite!r}.")
-
-
-def check_interval(check_replicas_every: object) -> None:
-    """Raise ValueError unless it is a number of steps, or 0."""
     if isinstance(check_replicas_every, bool) or not isinstance(check_replicas_every, int) or check_replicas_every < 0:
         raise ValueError(
             "check_replicas_every must be a whole number, the steps between two comparisons of the ranks, or 0 for "

@@ -96,7 +96,7 @@ def count(world: dl.World, folder: str, each: bool, keywords: dict[str, Any]) ->
 
 @pytest.mark.covers("D6")
 def test_an_integer_buffer_that_shards_change_differently_is_refused_by_name(refused: Refused) -> None:
-    said = r'a buffer of the rule "same" must be changed alike .* model\.seen .* was changed by 2, 2, 1, 1:'
+    said = r'must change a buffer of the rule "same" alike. .* model\.seen .* was changed by 2, 2, 1, 1\.'
     refused(3, count, True, {"shards": 4}, kind="ValueError", said=said, by=ALL)
 
 
@@ -124,7 +124,7 @@ def test_empty_shards_have_no_say_in_integer_buffers(on_ranks: OnRanks) -> None:
 
 @pytest.mark.covers("D6")
 def test_a_word_that_is_no_rule_is_refused(refused: Refused) -> None:
-    said = r"to one of .* got 'model\.seen': 'sum'; there are \['model\.seen'\]"
+    said = r"to one of .* Got 'model\.seen': 'sum'. The buffers are \['model\.seen'\]"
     refused(2, count, False, {"buffer_reduction": {"model.seen": "sum"}}, kind="ValueError", said=said, by=ALL)
 
 

@@ -72,8 +72,8 @@ def test_a_label_that_is_no_number_is_named_on_every_rank(
     shard = next(n for n, size in enumerate(sizes) if rows.index(BAD) < sum(sizes[:n]) + size)
     mine = rows[sum(sizes[:shard]) :][: sizes[shard]]
     said = (
-        f"that of step {number} is (nan|inf), from shard {shard} of {len(sizes)}, samples "
-        f'{", ".join(map(str, mine))} of the data: look for NaN .* on_nonfinite="allow"'
+        f"That of step {number} is (nan|inf), from shard {shard} of {len(sizes)}, samples "
+        f'{", ".join(map(str, mine))} of the data. Look for NaN .* on_nonfinite="allow"'
     )
     refused(ranks, train_on_a_bad_label, bad, shards, kind="FloatingPointError", said=said, by=ALL)
 
@@ -166,7 +166,7 @@ def meet_a_parameter_later() -> str:
 
 def test_a_parameter_that_is_met_later_is_looked_at(on_ranks: OnRanks) -> None:
     said = on_ranks(2, meet_a_parameter_later)
-    assert all("in step 2 that of o.0.2 is not" in one for one in said), said
+    assert all("In step 2 that of o.0.2 is not" in one for one in said), said
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

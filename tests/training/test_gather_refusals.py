@@ -231,5 +231,5 @@ def gather_no_number(world: dl.World, folder: str) -> None:
 
 
 def test_a_loss_of_all_that_is_not_finite_blames_no_shard(refused: Refused) -> None:
-    said = "that of step 1 is nan: look for NaN"
+    said = "That of step 1 is nan. Look for NaN"
     refused(2, gather_no_number, kind="FloatingPointError", said=said, by=ALL)

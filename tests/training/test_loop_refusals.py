@@ -39,7 +39,7 @@ def make_loop(world: dl.World, folder: str, keywords: dict[str, Any]) -> None:
         ({"bucket_cap_mib": 0.0}, "bucket_cap_mib"),
         ({"bucket_cap_mib": -1.0}, "bucket_cap_mib"),
         ({"bucket_cap_mib": float("nan")}, "bucket_cap_mib"),
-        ({"buffer_reduction": {"model.0.nothing": "mean"}}, r"got 'model\.0\.nothing': 'mean'; there are \[\]"),
+        ({"buffer_reduction": {"model.0.nothing": "mean"}}, r"Got 'model\.0\.nothing': 'mean'. The buffers are \[\]"),
     ],
 )
 def test_a_loop_that_makes_no_sense_is_refused(keywords: dict[str, Any], said: str, refused: Refused) -> None:

@@ -128,7 +128,7 @@ def train_levels_refused(world: dl.World, folder: str) -> None:
 
 @pytest.mark.covers("D6")
 def test_two_rules_for_one_buffer_are_refused(refused: Refused) -> None:
-    said = "a buffer has one rule; one.count and both.0.count are one buffer"
+    said = "A buffer has one rule. one.count and both.0.count are one buffer"
     refused(2, train_levels_refused, kind="ValueError", said=said, by=ALL)
 
 

@@ -244,11 +244,11 @@ def raise_of(world: dl.World, folder: str, how: str, late: bool, shards: int | N
 
 @pytest.mark.parametrize(("ranks", "shards"), [(2, None), (3, 4)])
 def test_a_gradient_that_is_no_number_is_named_on_every_rank(ranks: int, shards: int | None, refused: Refused) -> None:
-    said = r"gradients must be finite numbers; in step 2 that of model\.1\.weight is not, though the loss is, [\d.]+:"
+    said = r"gradients must be finite numbers. In step 2 that of model\.1\.weight is not, though the loss is, [\d.]+\. "
     refused(ranks, raise_of, "gradient", False, shards, kind="FloatingPointError", said=said, by=ALL)
-    said = r"in step 2 one is not \(model\.1\.weight is the first parameter that is not finite since\)"
+    said = r"In step 2 one is not \(model\.1\.weight is the first parameter that is not finite since\)"
     refused(ranks, raise_of, "gradient", True, shards, kind="FloatingPointError", said=said, by=ALL)
-    said = "that of step 2 is nan, from shard"
+    said = "That of step 2 is nan, from shard"
     refused(ranks, raise_of, "loss", True, shards, kind="FloatingPointError", said=said, by=ALL)
 
 
@@ -264,7 +264,7 @@ def test_buffers_that_stay_are_not_asked_whether_they_were_changed_alike() -> No
     rows, share = torch.arange(8, dtype=torch.float64).reshape(2, 4), torch.tensor([0.5, 0.5])
     buffers.apply(rows, frozenset({"drift.level"}), share, [0, 1], torch.tensor(True))
     assert torch.equal(drift.level, torch.zeros(4, dtype=torch.float64))
-    with pytest.raises(ValueError, match="must be changed alike"):
+    with pytest.raises(ValueError, match="must change a buffer of the rule"):
         buffers.apply(rows, frozenset({"drift.level"}), share, [0, 1], torch.tensor(False))
 
 
@@ -322,7 +322,7 @@ def never_finite(world: dl.World, folder: str, late: bool, relief: int) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_nobody_trains_for_ever_on_nothing(late: bool, refused: Refused) -> None:
-    said = "not 100 in a row; step {} is the last of as many: a mini-batch's loss must be a finite number"
+    said = "not 100 in a row. Step {} is the last of as many. A mini-batch's loss must be a finite number"
     refused(2, never_finite, late, 0, kind="FloatingPointError", said=said.format(100), by=ALL)
     refused(2, never_finite, late, 50, kind="FloatingPointError", said=said.format(150), by=ALL)
 
