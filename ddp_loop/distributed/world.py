@@ -412,10 +412,7 @@ class World:
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
-        """Be in a stage inside the block; where the block raises, the stage stays, since a failed rank tells it.
-
-        It takes a microsecond. The stages of a step, which come for each shard, are assigned by `Step`.
-        """
+        """Be in a stage inside the block, and stay in it where the block raises: a failed rank's error names it."""
         before, self.stage = self.stage, stage
         yield
         self.stage = before

@@ -66,14 +66,7 @@ class FlatBuffer:
 
 
 class FlatAllReduce:
-    """The sum of one flat tensor over the ranks by `start`, `fold`, `finish`, in each step. See [Note: Two ways].
-
-    Args:
-        world: from `join_world`.
-        order: of the shards.
-        length: of the rows, from `padded`.
-        dtype, device: of the rows.
-    """
+    """The sum of one flat tensor of `padded` length over the ranks: `start`, `fold`, `finish`. See [Note: Two ways]."""
 
     def __init__(
         self, world: World, order: ReductionOrder, length: int, dtype: torch.dtype, device: torch.device

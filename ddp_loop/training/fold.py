@@ -208,7 +208,7 @@ class Fold:
         elif isinstance(factor, torch.Tensor) or factor != 0:
             self.gradients.backward(loss, factor, last=last, more=more)
         elif not more:
-            self.gradients.skip_shard()
+            self.gradients.finish_shard(skipped=True)
         record.done, record.failed = not more, False
         self._statistics.go_on(record.captures)
 

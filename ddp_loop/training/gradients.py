@@ -192,17 +192,10 @@ class Gradients:
         for parameter, gradient in before.items():
             parameter.grad = gradient
 
-    def skip_shard(self) -> None:
-        """Finish a shard without a backward, since its weight is 0.
-
-        Raises:
-            RuntimeError: a backward of the script's own gave it gradients.
-        """
-        self._check_kept()
-        self.finish_shard()
-
-    def finish_shard(self) -> None:
-        """Finish a shard of this rank with the gradients that it has, if any."""
+    def finish_shard(self, *, skipped: bool = False) -> None:
+        """Finish a shard with the gradients that it has; raises where a `skipped` one has any of the script's own."""
+        if skipped:
+            self._check_kept()
         if self._watch is not None:
             self._show(self._watch)
         self._shards += 1

@@ -174,19 +174,7 @@ class Reduction:
 
 
 class Job:
-    """The state that a loop trains.
-
-    Args:
-        state: by name.
-        batches: of the loop.
-        how: its steps are reduced.
-
-    Attributes:
-        state: a copy of the mapping.
-        rules: for buffers, under all their names.
-        structure: notices replaced modules and parameters, once the replicas are equal.
-        unmoved: notices that no parameter moves.
-    """
+    """The state that a loop trains, and what is made of it: rules for buffers, folds, checks between steps."""
 
     structure: ModuleStructure
 
@@ -202,11 +190,7 @@ class Job:
         watch: Callable[[int, dict[str, torch.Tensor]], None] | None,
         former: Fold | None = None,
     ) -> Fold:
-        """The fold of the modules and parameters in the state; see `Fold` for the arguments.
-
-        Raises:
-            ValueError: no parameter to train, tensors that cannot be folded, or shards that synced layers cannot have.
-        """
+        """The fold of the modules and parameters in the state; see `Fold` for the arguments and what it raises."""
         if former is not None:
             former.release()
         parameters, how, parts = find_parameters(self.state), self._how, self.state.values()
@@ -233,11 +217,7 @@ class Job:
         return fold
 
     def make_equal(self) -> None:
-        """Give every rank rank 0's parameters and buffers. Every rank must call this.
-
-        Raises:
-            ValueError: the structure differs between ranks.
-        """
+        """Give every rank rank 0's parameters and buffers, or raise where they differ. Every rank must call this."""
         for scaler in self._scalers:  # else it has no scale on a rank without a shard in the first step
             if scaler._scale is None:
                 scaler.scale(torch.zeros((), device=self._world.device))

@@ -115,8 +115,7 @@ class Loop:
         self._gathering = BatchGather(self.world)
         self._stream: Iterator[LoadedBatch] = iter(())
         self._ahead: list[LoadedBatch | Exception | None] = []  # the next mini-batch, once it was read ahead
-        self._asks_stop = False  # whether this rank's script does
-        self._compares = self.world.size > 1 and check_replicas_every > 0
+        self._asks_stop, self._compares = False, self.world.size > 1  # the script; parameters, between ranks
         self.world.on_leaving(self._leave)
         with self.world.in_stage("start"):
             problem: Exception | None = None

@@ -181,13 +181,7 @@ def sums_differ(where: str, names: frozenset[str], elsewhere: str, others: froze
 def layout_of(
     records: Iterable[ShardRecord], layers: int, parameters: tuple[str, ...]
 ) -> tuple[PayloadLayout, Exception | None]:
-    """The layout that a rank's shards need, and the error where they differ in metrics or sums.
-
-    Args:
-        records: of the shards.
-        layers: the number of batch-norm layers.
-        parameters: those that want a gradient.
-    """
+    """The layout that a rank's shards need under so many batch-norm `layers`, and the error where they differ."""
     metrics: tuple[str, ...] | None = None
     sums: frozenset[str] | None = None
     problem: Exception | None = None

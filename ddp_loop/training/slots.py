@@ -38,13 +38,7 @@ class Slots:
         return self._measured[1]
 
     def fill(self, slots: torch.Tensor, records: Sequence[ShardRecord], layout: PayloadLayout) -> None:
-        """Fill in the rows of this rank's shards.
-
-        Args:
-            slots: (S, width), of which the other rows stay.
-            records: of the shards.
-            layout: of the rows.
-        """
+        """Fill in the rows of this rank's shards, by their records, in `slots`, (S, width)."""
         widths = self.widths(layout)
         values, statistics, buffers = slots.split_with_sizes(widths, dim=1)
         for record in records:
@@ -71,12 +65,7 @@ class Slots:
     def merge(
         self, slots: torch.Tensor, layout: PayloadLayout, sizes: tuple[int, ...]
     ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Merge weights, losses and metrics of all shards.
-
-        Args:
-            slots: of all shards, (S, width).
-            layout: of the rows.
-            sizes: the samples of each shard.
+        """Merge weights, losses and metrics of all shards, (S, width), with `sizes` samples each.
 
         Returns:
             The weights' sum, (), None where it is the samples; each shard's part of the means, (S,); loss and metrics

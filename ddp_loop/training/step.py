@@ -131,11 +131,8 @@ class Step:
             self._backward_whole(loss, metrics, plain=weight is None and reduction == "mean" and not more_losses)
             return
         if record is None or record.done:
-            why = (
-                "outside of `for ... in step`"
-                if record is None
-                else "a second time. Pass more_losses=True in the first call"
-            )
+            again = "a second time. Pass more_losses=True in the first call"
+            why = "outside of `for ... in step`" if record is None else again
             raise RuntimeError(f"step.backward must be called once for each shard. It was called {why}.")
         if record.failed:
             raise RuntimeError(
@@ -144,8 +141,7 @@ class Step:
             )
         if not (isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad):
             raise bad_loss(loss)
-        mini_batch = self._loaded.mini_batch
-        if not mini_batch.shards:
+        if not (mini_batch := self._loaded.mini_batch).shards:
             self._fold.backward_empty(loss, more=more_losses)
             return
         if reduction not in ("mean", "sum"):
