@@ -6,11 +6,12 @@ import argparse
 import datetime
 from collections.abc import Callable, Collection, Iterable
 
-from benchmarks import accuracy, faults, mutants, order, peers, reading, steps, versions, watching
+from benchmarks import accuracy, calls, faults, mutants, order, peers, reading, steps, versions, watching
 from benchmarks.measuring import RANKS, hardware
 
 TOPICS: dict[str, tuple[Callable[[Iterable[str]], None], Collection[str]]] = {
     "steps": (steps.report, steps.JOBS),
+    "calls": (calls.report, ()),
     "order": (order.report, order.PARTS),
     "faults": (faults.report, faults.PARTS),
     "watching": (watching.report, watching.JOBS),

@@ -22,7 +22,7 @@ Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float | Sum]
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module goes back to the mode it was in, also after an exception."""
+    """Evaluation mode without gradients; every module returns to its mode, also after an exception."""
     refuse_wrapped({"model": model}, training=False)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -35,7 +35,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _split(data: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A shard's inputs, and what the metrics are given: what is beside them, or else the data as they are."""
+    """A shard's inputs, and the metrics' other arguments: the parts beside them, or else the data themselves."""
     if isinstance(data, tuple | list):
         return data[0], tuple(data[1:])
     return data, (data,)
@@ -46,7 +46,7 @@ def forward_first(model: nn.Module, data: Any) -> Any:
     inputs, _ = _split(data)
     if isinstance(inputs, Mapping):
         raise TypeError(
-            "the model takes the first part of each shard; these are dicts: give forward=lambda model, data: ..."
+            "The model takes the first part of each shard. These are dicts. Pass forward=lambda model, data: ..."
         )
     return model(inputs)
 
@@ -55,32 +55,32 @@ def forward_first(model: nn.Module, data: Any) -> Any:
 def _going_through(
     model: nn.Module, batches: Batches, what: str
 ) -> Iterator[Generator[tuple[MiniBatch, Shard, Any], None, None]]:
-    """This rank's shards in evaluation mode, each on a random stream of its own. Every rank must call this.
+    """This rank's shards in evaluation mode, each on its own random stream. Every rank must call this.
 
-    Mode and streams are put back, also after an exception.
+    Mode and streams are restored, also after an exception.
 
     Args:
-        what: goes through them, in words.
+        what: the name of the caller, and the stage.
 
     Raises:
-        RuntimeError, ReplicaMismatch: on every rank, where they called synced layers otherwise before, or have another
-            model.
+        RuntimeError, ReplicaMismatch: on every rank, where they called synced layers differently before, or where
+            their models differ.
     """
-    world, stage = batches.world, batches.world.stage
-    world.stage = what
-    world.require_collectives_allowed()
-    for channel in find_sync_channels([model]):
-        channel.check()
-    require_one_model(model, world, what)
-    key = world.begin_evaluation(stage)
-    with preserved_streams(world.device), evaluating(model), closing(_shards(batches, key)) as shards:
-        yield shards
+    world, before = batches.world, batches.world.stage
+    with world.in_stage(what):
+        world.require_collectives_allowed()
+        for channel in find_sync_channels([model]):
+            channel.check()
+        require_one_model(model, world, what)
+        key = world.begin_evaluation(before)
+        with preserved_streams(world.device), evaluating(model), closing(_shards(batches, key)) as shards:
+            yield shards
 
 
 def _shards(batches: Batches, key: int) -> Generator[tuple[MiniBatch, Shard, Any], None, None]:
     world = batches.world
     if not batches.ends:
-        raise ValueError("evaluation goes through the data once; these never end: give Batches a length")
+        raise ValueError("Evaluation passes over the data once. These never end. Give Batches a length.")
     for loaded in batches.epoch(0):
         for number, shard in enumerate(loaded.mini_batch.shards):
             data = loaded.data(number)
@@ -95,39 +95,38 @@ def evaluate(
 ) -> dict[str, float]:
     """The mean of each metric over all samples, exact on any number of ranks. Every rank must call this.
 
-    sum_i(metric_i) / n in float64, in evaluation mode, each sample once, added up in the order of the shards; the
-    model is put back in the mode it was in.
+    sum_i(metric_i) / n in float64, in evaluation mode, each sample once, added up in the order of the shards.
 
-    A model that draws all the same (dropout kept on, noise) does so on a stream of each shard, another one in each
-    evaluation: with fixed shards (`Batches(..., shards=S)`) the result has the same bits on any number of ranks; with a
-    shard per rank, the default, other ranks are other shards, and so another draw of the same mean. Training does not
-    notice: all streams, Python's and NumPy's too, are put back.
+    A model that still draws random numbers (dropout kept on, noise) has a stream for each shard and evaluation. With
+    fixed shards (`Batches(..., shards=S)`) the result has the same bits on any number of ranks. With a shard per rank,
+    the default, another number of ranks gives another draw of the same mean. The model's mode and all streams, Python's
+    and NumPy's too, are restored.
 
     Args:
-        model: the same on every rank, whose parameters and buffers are compared first; buffers that a `Loop` was told
-            are "local", or that are no part of the state dict, may differ.
-        batches: usually made with `shuffle=False`; the shards' sizes do not change the result.
-        forward: `forward(model, data)` gives the output for a shard's data; by default the model is given the
-            data's first part.
-        metrics: by name, `metric(output, *other parts of the data)`, or `metric(output, data)` where data are a
-            lone tensor or a dict; it gives one value per sample, shape (n,), or their mean, shape (). Given
-            as a `Sum` they are added up, and not divided by the number of samples.
+        model: the same on every rank. Its parameters and buffers are compared first, without buffers that are "local"
+            in a `Loop` or no part of the state dict.
+        batches: usually with `shuffle=False`; the shards' sizes do not change the result.
+        forward: `forward(model, data)` gives the output for a shard's data; by default the model takes the data's
+            first part.
+        metrics: by name, `metric(output, *other parts of the data)`, or `metric(output, data)` where data are a single
+            tensor or a dict; it returns one value per sample, shape (n,), or their mean, shape (). A `Sum` of them is
+            added up, and not divided by the number of samples.
 
     Returns:
-        The means and sums by name, and the number of `samples` that they are over; the same on every rank.
+        The means and sums by name, and the number of `samples`; the same on every rank.
 
     Raises:
-        SystemExit: all ranks are asked to stop, in the middle of a loop; it ends the script, what was made is kept.
-        ValueError: a metric of another shape, or named "samples", or not the same ones on every rank, or a sum in
-            one shard alone; data that never end.
-        ReplicaMismatch: a rank's model is another one; on every rank.
+        SystemExit: all ranks are asked to stop, in the middle of a loop. It ends the script after a checkpoint.
+        ValueError: a metric of another shape, one named "samples", metrics that differ between ranks, a sum in some
+            shards alone, or data that never end.
+        ReplicaMismatch: the models differ; on every rank.
         PeerFailed: another rank failed.
     """
     if "samples" in metrics:
-        raise ValueError('the result\'s "samples" is their number; give the metric of this name another one')
+        raise ValueError('"samples" is the number of samples in the result. Rename the metric.')
     world = batches.world
     world.require_equal("the names of the metrics", list(metrics))
-    stage, rows = world.stage, dict[int, torch.Tensor]()  # by the shard's number in the epoch
+    rows = dict[int, torch.Tensor]()  # by the shard's number in the epoch
     kinds: set[tuple[str, bool]] = set()  # which metrics are sums
     with _going_through(model, batches, "evaluate") as shards:
         for mini_batch, shard, data in shards:
@@ -141,19 +140,19 @@ def evaluate(
             rows[mini_batch.position * batches.shards + shard.number] = row
             if world.stop_asked is not None:
                 break
-    world.agree_to_stop()
-    sums = _require_one_kind(set().union(*world.gather(kinds, "which metrics are sums")))
-    samples, *totals = _added_up(rows, 1 + len(metrics), world).tolist()
+    with world.in_stage("evaluate"):
+        world.agree_to_stop()
+        sums = _require_one_kind(set().union(*world.gather(kinds, "which metrics are sums")))
+        samples, *totals = _added_up(rows, 1 + len(metrics), world).tolist()
     over = {name: 1 if name in sums else samples for name in metrics}
     values = {name: total / over[name] for name, total in zip(metrics, totals, strict=True)}
-    world.stage = stage
     result = {**values, "samples": int(samples)}
     world.on_evaluated(result)
     return result
 
 
 def _added_up(rows: dict[int, torch.Tensor], width: int, world: World) -> torch.Tensor:
-    """The sum of all shards' rows, (width,), in the shards' order, whichever ranks they are on."""
+    """The sum of all shards' rows, (width,), in the shards' order."""
     there = max(world.gather(max(rows, default=-1))) + 1
     whole = torch.zeros(there, width, dtype=torch.float64, device=world.device)
     for number, row in rows.items():
@@ -176,14 +175,14 @@ def _total(name: str, value: Any, samples: int) -> torch.Tensor:
     is_sum = isinstance(value, Sum)
     value = value.value if is_sum else value
     if not isinstance(value, torch.Tensor | np.ndarray | np.generic | float | int):
-        raise TypeError(f"a metric gives a tensor, an array or a number; {name} gave {type(value).__name__}")
+        raise TypeError(f"A metric must return a tensor, an array or a number. {name} gave {type(value).__name__}.")
     values: torch.Tensor = torch.as_tensor(value, dtype=None if isinstance(value, torch.Tensor) else torch.float64)
     if values.dim() == 0:
         return values.double() * (1 if is_sum else samples)
     if values.shape != (samples,):
         raise ValueError(
-            f"a metric gives one value per sample, shape ({samples},), or their mean, shape (); {name} "
-            f"gave shape {tuple(values.shape)}: take the mean over its other dimensions"
+            f"A metric must return one value per sample, shape ({samples},), or their mean, shape (). {name} gave "
+            f"shape {tuple(values.shape)}. Take the mean over its other dimensions."
         )
     return values.double().sum()
 
@@ -191,8 +190,8 @@ def _total(name: str, value: Any, samples: int) -> torch.Tensor:
 def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = None) -> torch.Tensor:
     """The model's output for every sample, in the data's order, on every rank. Every rank must call this.
 
-    Also where `batches` shuffles: row i belongs to sample i of the data. The rows are brought together by
-    a sum to which each rank gives its own and zeros; of bytes, which leaves every bit as it was.
+    Row i belongs to sample i of the data, also where `batches` shuffles. A sum of bytes, of each rank's rows and zeros,
+    brings the rows together and leaves every bit as it is.
 
     Args:
         model, batches, forward: as in `evaluate`; the output has one row per sample, shape (n, ...).
@@ -203,23 +202,22 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
     Raises:
         ValueError: an output without a row per sample, or rows that differ in shape or dtype between shards;
             data that never end; `drop_last`.
-        ReplicaMismatch: a rank's model is another one; on every rank.
+        ReplicaMismatch: the models differ; on every rank.
         PeerFailed: another rank failed.
     """
     world = batches.world
     if batches.length is None and batches.ends:
-        raise ValueError("predictions have a row per sample; nobody knows how many a stream has: give a data set")
+        raise ValueError("Predictions have a row per sample. The length of a stream is unknown. Pass a data set.")
     if batches.drop_last:
-        raise ValueError("predictions are for every sample; these batches drop some: make them drop_last=False")
+        raise ValueError("Predictions are for every sample. These batches drop some. Create them with drop_last=False.")
     forms: list[tuple[tuple[int, ...], torch.dtype]] = []
     whole: torch.Tensor | None = None
-    stage = world.stage
     with _going_through(model, batches, "predict") as shards:
         for mini_batch, shard, data in shards:
             output = (forward or forward_first)(model, data)
             if not isinstance(output, torch.Tensor) or output.shape[:1] != (shard.samples,):
                 what = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-                raise ValueError(f"predictions have a row per sample, ({shard.samples}, ...); got {what}")
+                raise ValueError(f"Predictions must have a row per sample, ({shard.samples}, ...). Got {what}.")
             form = (tuple(output.shape[1:]), output.dtype)
             if form not in forms:
                 forms.append(form)
@@ -230,15 +228,16 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
                 whole[at.to(world.device)] = output.to(world.device)
             if world.stop_asked is not None:
                 break
-    world.agree_to_stop()
-    told = dict.fromkeys(form for forms in world.gather(forms) for form in forms)
-    if len(told) > 1:
-        raise ValueError(
-            f"predictions have rows of one shape and dtype for all shards; got {list(told)}: pad them to one shape"
-        )
-    whole = _zeros(batches, next(iter(told))) if whole is None else whole
-    world.sum(whole.view(torch.uint8))
-    world.stage = stage
+    with world.in_stage("predict"):
+        world.agree_to_stop()
+        told = dict.fromkeys(form for forms in world.gather(forms) for form in forms)
+        if len(told) > 1:
+            raise ValueError(
+                f"Predictions must have rows of one shape and dtype for all shards. Got {list(told)}. Pad them to one "
+                "shape."
+            )
+        whole = _zeros(batches, next(iter(told))) if whole is None else whole
+        world.sum(whole.view(torch.uint8))
     return whole
 
 

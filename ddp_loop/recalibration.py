@@ -1,8 +1,8 @@
-"""Running statistics made anew over a data set, as after averaging weights: cumulative, of whole mini-batches."""
+"""Running statistics computed anew over a data set, as after averaging weights: the mean over whole mini-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 
 import torch
@@ -16,20 +16,20 @@ from ddp_loop.distributed import World, each_module
 from ddp_loop.evaluation import Forward, forward_first
 from ddp_loop.training import IDENTITY, Buffers, check_synced, find_buffers, refuse_wrapped
 
-_AGAIN = 2**32  # among the passes over a step's shards: no loop makes so many
+_AGAIN = 2**32  # in place of a pass's number; no loop makes so many passes
 
 
 def update_bn(model: nn.Module, batches: Batches, *, forward: Forward | None = None) -> None:
     """Make batch norm's running statistics the plain mean of those of each mini-batch. Every rank must call this.
 
     running = sum_k(statistics_k) / K over the K whole mini-batches: what `torch.optim.swa_utils.update_bn` computes in
-    one process, on any number of ranks. It is for averaged weights, which no training forward has seen. Each layer
-    keeps its momentum, each module its mode, and all other buffers stay as they are.
+    one process, on any number of ranks. It is for averaged weights, which no training forward has used. Momenta, modes
+    and all other buffers stay as they are.
 
     Args:
         model: the same on every rank; its batch-norm layers take part if they keep running statistics.
-        batches: gone through once.
-        forward: `forward(model, data)` computes a shard's data; by default the model is given the data's first part.
+        batches: read once.
+        forward: `forward(model, data)` computes a shard's data; by default the model takes the data's first part.
 
     Raises:
         ValueError: data that never end; a model that torch shares between ranks; several shards a rank under synced
@@ -45,27 +45,35 @@ def update_bn(model: nn.Module, batches: Batches, *, forward: Forward | None = N
         refuse_wrapped({"model": model})
         check_synced(batches, sync_channels)
         if not batches.ends:
-            raise ValueError("running statistics are made of the data once; these never end: give Batches a length")
+            raise ValueError("update_bn passes over the data once. These never end. Give Batches a length.")
     except ValueError as error:
         problem = error
     world.raise_if_any_failed(problem)
-    stage, world.stage = world.stage, "update_bn"
+    with world.in_stage("update_bn"):
+        _recompute(model, batches, layers, forward or forward_first, sync_channels)
+        world.agree_to_stop()
+
+
+def _recompute(
+    model: nn.Module,
+    batches: Batches,
+    layers: Mapping[str, _BatchNorm],
+    forward: Forward,
+    sync_channels: list[SyncChannel],
+) -> None:
+    world = batches.world
     others = Buffers(find_buffers({"model": model}, {*layers.values(), *_norms(model)}, {}))
     statistics = BatchNormStatistics(layers)
     try:
         with _anew(model), preserved_streams(world.device), torch.no_grad(), closing(batches.epoch(0)) as stream:
             for loaded in stream:
-                captures = _forward_shards(
-                    model, loaded, statistics, others, forward or forward_first, sync_channels, world
-                )
+                captures = _forward_shards(model, loaded, statistics, others, forward, sync_channels, world)
                 if not _move(statistics, captures, loaded.mini_batch, world):
                     break
             else:
                 _agreed_calls(None, (), world)
     finally:
         statistics.release()
-    world.agree_to_stop()
-    world.stage = stage
 
 
 def _norms(model: nn.Module) -> list[_BatchNorm]:
@@ -74,7 +82,7 @@ def _norms(model: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def _anew(model: nn.Module) -> Iterator[None]:
-    """Training mode, statistics that begin anew as plain means; then modes and momenta are what they were."""
+    """Training mode, with statistics reset and averaged plainly; restores modes and momenta."""
     modes = [(module, module.training) for module in model.modules()]
     momenta = [(layer, layer.momentum) for layer in _norms(model)]
     try:
@@ -99,7 +107,7 @@ def _forward_shards(
     sync_channels: list[SyncChannel],
     world: World,
 ) -> dict[int, list[list[BatchStatistics]]]:
-    """This rank's shards of a mini-batch gone through: each one's captures, by its number."""
+    """Run forward on this rank's shards of a mini-batch; returns the captures of each, by its number."""
     found = {}
     mini_batch = loaded.mini_batch
     statistics.open()
@@ -123,14 +131,14 @@ def _forward_shards(
 def _agreed_calls(
     mini_batch: MiniBatch | None, calls: tuple[int, ...], world: World, problem: Exception | None = None
 ) -> tuple[int, ...] | None:
-    """How often a shard calls each layer at most, on any rank; None where one is asked to stop."""
+    """The most calls of each layer in a shard of any rank; None where a rank is asked to stop."""
     world.raise_if_any_failed(problem)
     facts = None if mini_batch is None else (mini_batch.position, mini_batch.samples)
     said = world.gather((facts, calls, world.stop_asked is not None), "a mini-batch of update_bn")
     if any(other != said[0][0] for other, _, _ in said):
         raise ValueError(
-            "a stream must give every rank the same samples; its mini-batches (position, samples) are "
-            f"{[other for other, _, _ in said]} on the ranks: give all ranks the whole of it"
+            "A stream must give every rank the same samples. Its mini-batches (position, samples) are "
+            f"{[other for other, _, _ in said]} on the ranks. Give all ranks the whole stream."
         )
     return (
         None if any(stops for _, _, stops in said) else tuple(map(max, zip(*(one for _, one, _ in said), strict=True)))

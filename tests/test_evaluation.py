@@ -130,7 +130,7 @@ def test_dicts_are_given_whole_to_forward_and_to_the_metrics(workers: int, on_ra
 
 
 def test_dicts_without_forward_are_refused() -> None:
-    with dl.join_world() as world, pytest.raises(TypeError, match="give forward=lambda model, data"):
+    with dl.join_world() as world, pytest.raises(TypeError, match="Pass forward=lambda model, data"):
         dl.evaluate(nn.Identity(), dl.Batches({"x": torch.zeros(4)}, 2, world))
 
 
@@ -212,7 +212,7 @@ def test_evaluation_does_not_disturb_the_random_streams() -> None:
 
 
 METRICS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "the logits": (lambda logits, labels: logits, ValueError, r"shape \(5,\).*bad gave shape \(5, 3\): take the mean"),
+    "the logits": (lambda logits, labels: logits, ValueError, r"shape \(5,\).*bad gave shape \(5, 3\)\. Take the mean"),
     "half of them": (lambda logits, labels: labels[:2], ValueError, r"bad gave shape \(2,\)"),
     "an array too many": (lambda logits, labels: np.zeros((5, 1)), ValueError, r"bad gave shape \(5, 1\)"),
     "nothing": (lambda logits, labels: None, TypeError, "bad gave NoneType"),
@@ -228,13 +228,13 @@ def test_a_metric_that_is_no_value_per_sample_nor_their_mean_is_refused(what: st
 
 
 def test_a_metric_does_not_take_the_name_of_the_count() -> None:
-    with dl.join_world() as world, pytest.raises(ValueError, match="another one"):
+    with dl.join_world() as world, pytest.raises(ValueError, match="Rename the metric"):
         dl.evaluate(network(), dl.Batches(images(10), 5, world), samples=hits)
 
 
 @pytest.mark.parametrize("call", [dl.evaluate, dl.predict])
 def test_data_that_never_end_are_refused(call: Callable[..., Any]) -> None:
-    with dl.join_world() as world, pytest.raises(ValueError, match="give Batches a length"):
+    with dl.join_world() as world, pytest.raises(ValueError, match="Give Batches a length"):
         call(nn.Identity(), dl.Batches(float, 2, world))
 
 

@@ -104,9 +104,9 @@ def test_the_predictions_of_tensors_are_not_the_tensors_themselves() -> None:
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        (torch.zeros(2, 3), r"\(5, ...\); got \(2, 3\)"),
-        (torch.zeros(()), r"got \(\)"),
-        ([1, 2, 3, 4, 5], "got list"),
+        (torch.zeros(2, 3), r"\(5, ...\). Got \(2, 3\)"),
+        (torch.zeros(()), r"Got \(\)"),
+        ([1, 2, 3, 4, 5], "Got list"),
     ],
 )
 def test_an_output_without_a_row_per_sample_is_refused(output: Any, words: str) -> None:
@@ -115,7 +115,7 @@ def test_an_output_without_a_row_per_sample_is_refused(output: Any, words: str) 
 
 
 def test_batches_that_drop_samples_are_refused() -> None:
-    with dl.join_world() as world, pytest.raises(ValueError, match="make them drop_last=False"):
+    with dl.join_world() as world, pytest.raises(ValueError, match="Create them with drop_last=False"):
         dl.predict(network(), dl.Batches(images(10), 4, world, drop_last=True))
 
 

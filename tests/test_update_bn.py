@@ -136,7 +136,7 @@ def update_wrongly(world: dl.World, folder: str, kind: str) -> None:
     dl.update_bn(model, dl.Batches(rows_of(), 11, world, shards=4 if kind == "synced" else None))
 
 
-@pytest.mark.parametrize(("kind", "said"), [("wrapped", "DistributedDataParallel"), ("synced", "got 4 shards on 2")])
+@pytest.mark.parametrize(("kind", "said"), [("wrapped", "DistributedDataParallel"), ("synced", "Got 4 shards on 2")])
 def test_what_cannot_be_right_is_refused(kind: str, said: str, refused: Refused) -> None:
     refused(2, update_wrongly, kind, kind="ValueError", said=said, by=ALL)
 

@@ -10,10 +10,6 @@ Sums of squares would cancel (off by 1e-3 in float32 at mean 100); this form doe
 averages instead understates the variance: for shards with mean 0, variance 1 and mean 3, variance 4 and decay
 0.1 from (0, 1), the whole mini-batch gives 1.375, pooled moving averages 1.1725, a weighted mean of variances
 1.15 (`examples/statistics.py`).
-
-[Note: Far means] torch rounds a shard's mean in float32: at mean 1,000 and deviation 1 it is off by 7e-5, and
-the pooled variance then by 1e-5. Where a mean lies far from 0 against the deviation, what is left of it is
-computed in a second pass over the values and travels beside it.
 """
 
 from __future__ import annotations
@@ -24,10 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddp_loop.accelerators import accelerator_of
 from ddp_loop.batch_norm.custom_layers import CustomNorm
-
-_FAR = 64.0  # means further than so many deviations from 0; closer ones put less than 2e-6 into the variance
 
 
 def pool_statistics(
@@ -42,26 +35,6 @@ def pool_statistics(
     total = counts.sum(0).clamp(min=1)
     mean = (counts * means).sum(0) / total
     return mean, (counts * (variances + (means - mean) ** 2)).sum(0) / total
-
-
-def refine_statistics(
-    values: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What rounding took from the mean of each channel, (C,), and the biased variance taken in a second pass, (C,).
-
-    Where the mean lies not far, and on a GPU (asking would hold the host up), these are 0 and None.
-    """
-    if not accelerator_of(values.device).is_host or mean.dtype != torch.float32 or not _is_far(mean, variance):
-        return torch.zeros_like(mean), None
-    rows = values.detach().transpose(0, 1).reshape(len(mean), -1) - mean.unsqueeze(1)
-    rest = rows.mean(1, keepdim=True)
-    # torch's own is that around the rounded mean with channels_last: off by 1e-3 at mean 10,000, deviation 1.
-    return rest.squeeze(1).to(mean.dtype), (rows - rest).square_().mean(1).to(mean.dtype)
-
-
-def _is_far(mean: torch.Tensor, variance: torch.Tensor) -> bool:
-    means, variances = mean.numpy(), variance.numpy()  # of some ten numbers NumPy finds it in 3 microseconds, not 20
-    return bool((means * means > _FAR**2 * variances).any())
 
 
 class LayerGroup:
@@ -151,13 +124,13 @@ class RunningStatsSnapshot:
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self._layers = list(layers)
+        self.layers = list(layers)
         self._now: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
 
     def record(self) -> None:
         """Keep what they are now."""
-        self._now = [one for layer in self._layers for one in layer.buffers(recurse=False)]
+        self._now = [one for layer in self.layers for one in layer.buffers(recurse=False)]
         self._kept = [one.clone() for one in self._now]
 
     def restore(self, where: torch.Tensor | bool) -> None:
@@ -174,15 +147,13 @@ class RecomputeGuard:
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self._layers = list(layers)
+        self.layers = list(layers)
         self._pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None  # now, kept; by dtype
 
     def begin(self) -> None:
         """A backward begins."""
-        if not self._layers:
-            return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for layer in self._layers:
+        for layer in self.layers:
             for one in layer._buffers.values() if layer.training else ():
                 if one is not None:
                     by_dtype.setdefault(one.dtype, []).append(one)

@@ -1,17 +1,17 @@
 """Batch norm over the whole mini-batch, synced in every forward: a model's layers converted, and converted back.
 
 [Note: One length] gloo ends the process (SIGABRT) when ranks meet in sums of different sizes. So all messages of a
-model have the length that its widest layer needs, also its words; ranks that call their layers differently
-then meet in a sum all the same, and its header tells them apart.
+model, its words included, have the length that its widest layer needs. Ranks that call their layers differently then
+meet in one sum, and its header tells them apart.
 
-[Note: Rows of a message] A message has a row for each rank; a rank fills its own, and -0.0 in all others, since
-adding that leaves every bit as it is. So the sum brings the rows together, and each rank merges them in rank order:
-all have the same bits. A row is `what the rank is at, how many values are behind each channel | the layer's values`.
+[Note: Rows of a message] A message has a row for each rank. A rank fills its own and puts -0.0 into all others, which
+leaves every bit as it is. So the sum brings the rows together, and each rank merges them in rank order. A row is `the
+rank's place, the number of values behind each channel | the layer's values`.
 
-[Note: Late] Reading a header on a GPU would make the host wait. The host already knows what it wrote there, so each
-rank keeps a digest of its own headers, and the hosts compare the digests at the end of a pass, in one small collective
-of their own. Ranks that called the layers in another order, or more of them, raise in the same step, before sums of
-different lengths follow, and the device is not waited for. Between passes they are compared every so many messages.
+[Note: Late] Reading a header on a GPU would make the host wait. So each rank keeps a digest of its own headers, and the
+hosts compare the digests at the end of a pass, in a small collective of their own. Ranks that called the layers in
+another order, or more of them, raise in the same step, before sums of different lengths follow. Between passes the
+digests are compared every so many messages.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from ddp_loop.batch_norm.pooled import pool_statistics
 from ddp_loop.batch_norm.synced_kernels import Normalisation, dense, statistics, statistics_dtype
 from ddp_loop.distributed import World, each_module
 
-_OWN = ("_channel", "_number", "_origin")  # what a synced layer has besides
+_OWN = ("_channel", "_number", "_origin")  # attributes that a synced layer has beside its own
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 FORWARD, BACKWARD = 0, 1
 ENDS_PASS, ENDS_LOOP = WORDS = ("the end of its pass", "the end of its loop")
 _KINDS = 2 + len(WORDS)
 _HEADER = 2
-_MANY = 256  # headers that are noted before they are compared
+_MANY = 256  # headers between two comparisons
 _WHAT = "a comparison of the calls of synced batch norm"
 
 
 class CallMismatch(RuntimeError):
-    """The ranks end their loop alike, but did not call the layers alike before."""
+    """The ranks end their loop alike, but called the layers differently before."""
 
 
 class SyncChannel:
-    """What the ranks of `world` tell each other inside one synced model.
+    """The messages between the ranks of `world` inside one synced model.
 
-    A copy of the model, by deepcopy, uses the same one. Pickled it is None: an unpickled model has no world.
+    A deepcopy of the model uses the same channel. Pickled it is None: an unpickled model has no world.
 
     Args:
         world: from `join_world`.
         names: of the model's layers, the same on every rank.
-        channels: of the widest one.
+        channels: of the widest layer.
     """
 
     def __init__(self, world: World, names: Sequence[str], channels: int) -> None:
@@ -66,7 +66,7 @@ class SyncChannel:
         self._late = world.accelerator.is_asynchronous  # see [Note: Late]
         self._calls = 0
         self._mask: torch.Tensor | None = None
-        self._noted: list[tuple[int, int]] = []  # place and count of each message since they were compared
+        self._noted: list[tuple[int, int]] = []  # place and count of each message since the last comparison
 
     def __deepcopy__(self, memo: dict[int, object]) -> SyncChannel:
         return self
@@ -80,7 +80,7 @@ class SyncChannel:
 
     @contextmanager
     def masking(self, mask: torch.Tensor) -> Iterator[None]:
-        """Where `mask`, shape () bool, is true, a backward inside adds nothing to all ranks' sums, not even NaN."""
+        """Where `mask`, shape () bool, is true, a backward inside adds nothing to the ranks' sums, not even NaN."""
         self._mask = mask
         try:
             yield
@@ -88,20 +88,20 @@ class SyncChannel:
             self._mask = None
 
     def masked(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What counts of a gradient: where the rank's own loss counts nothing, what comes of the others' does."""
+        """A gradient without what the rank's own loss, of weight 0, made of it; the others' part counts."""
         if self._mask is None:
             return gradient
         return gradient.masked_fill(self._mask.to(gradient.device) & ~gradient.isfinite(), 0.0)
 
     def next_call(self) -> int:
-        """The number of a layer's call in this pass; its backward says the same one."""
+        """The number of a layer's call in this pass, which its backward sends too."""
         self._calls += 1
         return self._calls
 
     def send(
         self, layer: int, call: int, count: int, kind: int, *values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tell all ranks a layer's values and hear theirs. Every rank must call this.
+        """Exchange a layer's values with all ranks. Every rank must call this.
 
         Args:
             layer: its number among the names.
@@ -120,8 +120,8 @@ class SyncChannel:
         """
         if self._world.is_left:
             raise RuntimeError(
-                "synced batch norm trains inside the world that its model was synced in; this one was left: "
-                "local_batch_norm(model) first, model.eval(), or sync_batch_norm(model, world) with a new world"
+                "Synced batch norm trains inside the world of its model. This world was left. Call "
+                "local_batch_norm(model), model.eval(), or sync_batch_norm(model, world) with a new world."
             )
         message = torch.full((self.size, self.length), -0.0, dtype=torch.float64, device=self.device)
         own = message[self._world.rank]
@@ -142,18 +142,15 @@ class SyncChannel:
         return head[:, 1:], rows
 
     def send_control(self, what: str = ENDS_PASS) -> None:
-        """Say where this rank is, outside of the layers. Every rank must call this.
+        """Send where this rank is outside of the layers, one of WORDS. Every rank must call this.
 
-        To be said before the ranks meet in a sum of another length, so that a rank that called fewer layers is told.
-
-        Args:
-            what: one of WORDS.
+        It precedes each sum of another length, so that a rank that called fewer layers raises.
 
         Raises:
             RuntimeError: another rank is elsewhere.
         """
         if what not in WORDS:
-            raise ValueError(f"a word must be one of {WORDS}; got {what!r}")
+            raise ValueError(f"A word must be one of {WORDS}. Got {what!r}.")
         self._calls = 0
         kind = 2 + WORDS.index(what)
         if not self._late:
@@ -163,9 +160,9 @@ class SyncChannel:
         self.check()
 
     def check(self) -> None:
-        """Raise what was wrong on any rank since the last check, as `send` would. Every rank must call this.
+        """Raise, as `send` would, where calls differed since the last check; waits for no device.
 
-        Where messages tell it at once, nothing is left to check. No device is waited for.
+        Every rank must call this.
         """
         if not self._late or self._world.is_left:
             return
@@ -186,19 +183,19 @@ class SyncChannel:
                 raise
 
     def _require_alike(self, heads: Sequence[Sequence[float]]) -> None:
-        """Raise on every rank the same, unless all are at the same place, with more than one value."""
+        """Raise on every rank alike, unless all are at the same place, with more than one value."""
         first = heads[0][0]
         for rank, (place, _) in enumerate(heads):
             if place != first:
                 raise RuntimeError(
-                    f"rank 0 is at {self._place(first)}, rank {rank} at {self._place(place)}: every rank must call the "
-                    "layers of a synced model alike, forward and backward, also ranks without samples"
+                    f"rank 0 is at {self._place(first)}, rank {rank} at {self._place(place)}. Every rank must call the "
+                    "layers of a synced model alike, forward and backward, also ranks without samples."
                 )
         counts = [int(count) for _, count in heads]
         if sum(counts) < 2:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, over all ranks together; got {counts} at "
-                f"{self._place(first)}: give a larger mini-batch, or set the layer to eval()"
+                f"{self._place(first)}. Use a larger mini-batch, or set the layer to eval()."
             )
 
     def _place(self, place: float) -> str:
@@ -212,9 +209,9 @@ class SyncChannel:
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """Batch norm by the statistics of the values of all ranks; made by `sync_batch_norm`.
+    """Batch norm by the statistics of all ranks' values; made by `sync_batch_norm`.
 
-    While training, forward and backward are each one collective. In evaluation, in a world of one, and unpickled it is
+    In training, forward and backward are one collective each. In evaluation, in a world of one, and unpickled it is
     torch's own.
     """
 
@@ -262,13 +259,13 @@ class SyncedBatchNorm(_BatchNorm):
         name = channel.name(self._number)
         if values.shape[1] != self.num_features:
             raise ValueError(
-                f"layer `{name}` takes {self.num_features} channels, (N, {self.num_features}, ...); got "
-                f"{tuple(values.shape)}: give it such values, also where there are no samples"
+                f"Layer `{name}` takes {self.num_features} channels, (N, {self.num_features}, ...). Got "
+                f"{tuple(values.shape)}. Give it such values, also where there are no samples."
             )
         if values.device != channel.device:
             raise ValueError(
-                f"a synced model computes where its world does; layer `{name}` got values on {values.device}, the "
-                f"world is on {channel.device}: move the model and its data with .to(world.device)"
+                f"A synced model computes on its world's device. Layer `{name}` got values on {values.device}, the "
+                f"world is on {channel.device}. Move the model and its data by .to(world.device)."
             )
 
     def _move(self, mean: torch.Tensor, unbiased: torch.Tensor) -> None:
@@ -290,11 +287,11 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
     """Make each batch norm below `model` normalise by the values of all ranks, in place. Every rank must call this.
 
     nn.BatchNorm1d, 2d and 3d, and nn.SyncBatchNorm, are replaced in their parents by layers that share their
-    parameters, buffers and hooks, so an optimizer made before stays right, and the names in the state dict stay.
-    A reference of your own to such a layer, outside of the model's modules, still is the local one. Several
-    models that call each other are converted together, `sync_batch_norm(nn.ModuleList([one, other]), world)`.
+    parameters, buffers and hooks. So an existing optimizer and the names in the state dict stay valid. A reference to
+    such a layer outside of the model still is the local one. Models that call each other are converted together,
+    `sync_batch_norm(nn.ModuleList([one, other]), world)`.
 
-    While they train, every rank calls the layers alike, with an input of no rows, (0, C, ...), where it has none.
+    In training every rank calls the layers alike, with an input of no rows, (0, C, ...), where it has no samples.
 
     Returns:
         `model`; where it is such a layer itself, the new one.
@@ -324,7 +321,7 @@ def local_batch_norm(model: nn.Module) -> nn.Module:
 
 
 def find_sync_channels(modules: Iterable[nn.Module]) -> list[SyncChannel]:
-    """The channels of all synced layers below these modules, each once, in the order in which they are met."""
+    """The channels of all synced layers below these modules, each once, in order."""
     layers = each_module({str(number): module for number, module in enumerate(modules)}).values()
     return list(
         dict.fromkeys(
@@ -342,12 +339,12 @@ def _find(model: nn.Module) -> dict[str, _BatchNorm]:
         said = name or "the model itself"
         if isinstance(layer, LazyModuleMixin):
             raise ValueError(
-                f"a batch norm must have its shape before it is synced; `{said}` is a lazy one: run the model once"
+                f"A batch norm must have its shape before it is synced. `{said}` is a lazy one. Run the model once."
             )
         if type(layer) not in (*_KNOWN, SyncedBatchNorm):
             raise ValueError(
-                f"a synced batch norm must be an nn.BatchNorm1d, 2d, 3d or nn.SyncBatchNorm; `{said}` is a "
-                f"{type(layer).__name__}, whose forward is its own: use one of these there, or sync the parts beside it"
+                f"sync_batch_norm takes nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm. `{said}` is a "
+                f"{type(layer).__name__} with its own forward. Use one of these there, or sync the other parts."
             )
         layers[said] = layer
     return layers
@@ -359,7 +356,7 @@ def _message(name: str, layer: _BatchNorm) -> str:
 
 def _synced(layer: _BatchNorm, channel: SyncChannel, number: int) -> SyncedBatchNorm:
     synced = SyncedBatchNorm.__new__(SyncedBatchNorm)
-    synced.__dict__.update(layer.__dict__)  # the very same parameters, buffers and hooks, in the same dictionaries
+    synced.__dict__.update(layer.__dict__)  # the same parameters, buffers and hooks, in the same dictionaries
     origin = layer._origin if isinstance(layer, SyncedBatchNorm) else type(layer)
     synced._channel, synced._number, synced._origin = channel, number, origin
     return synced

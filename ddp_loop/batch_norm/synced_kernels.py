@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.batch_norm.pooled import refine_statistics
+from ddp_loop.batch_norm.batch_statistics import refine_statistics
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 

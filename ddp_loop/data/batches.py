@@ -27,7 +27,7 @@ class LoadedBatch:
 
     mini_batch: MiniBatch
     _stream: Iterator[Any]
-    _change: Callable[[MiniBatch, Shard, Any], Any]
+    _change: Callable[[MiniBatch, Shard, Any], Any] | None
     _read_nothing: Callable[[MiniBatch], Any]
     _data: list[Any] = field(default_factory=list)
     _error: Exception | None = None
@@ -37,8 +37,8 @@ class LoadedBatch:
         if self._error is not None:
             raise self._error
         while len(self._data) <= shard:
-            following = self.mini_batch.shards[len(self._data)]
-            self._data.append(self._change(self.mini_batch, following, next(self._stream)))
+            following, data = self.mini_batch.shards[len(self._data)], next(self._stream)
+            self._data.append(data if self._change is None else self._change(self.mini_batch, following, data))
         return self._data[shard]
 
     def nothing(self) -> Any:
@@ -305,7 +305,8 @@ class Batches:
             sizes = split_sizes(samples, self.shards)
             self._cuts[samples] = sizes, cut(sizes, split_range(self.shards, self.world.size, self.world.rank))
         sizes, shards = self._cuts[samples]
-        return MiniBatch(epoch, position, position * self.batch_size, samples, sizes, shards)
+        start, is_last = position * self.batch_size, position + 1 == self.steps
+        return MiniBatch(epoch, position, start, samples, sizes, shards, is_last=is_last)
 
     def indices(self, epoch: int, start: int, number: int) -> torch.Tensor:
         """The positions in the data of samples `start` .. `start + number - 1` of an epoch; (number,) int64.
@@ -330,10 +331,12 @@ class Batches:
             yield from self._stream_epoch(self._reader, epoch, start)
             return
         # Two plans: a reader may run ahead, and on a rank without shards it never starts.
-        stream = self._reader(self._requests(self._plan(epoch, start)))
+        change = None if self._transform is None else self._changed
+        reader, requests = self._reader, self._requests(self._plan(epoch, start))
+        stream = (reader.one(one) for one in requests) if isinstance(reader, TensorReader) else reader(requests)
         try:
             for mini_batch in self._plan(epoch, start):
-                loaded = LoadedBatch(mini_batch, stream, self._changed, self._nothing)
+                loaded = LoadedBatch(mini_batch, stream, change, self._nothing)
                 yield loaded
                 loaded.finish_reading()
             held = False
@@ -343,13 +346,14 @@ class Batches:
 
     def _stream_epoch(self, stream: StreamReader, epoch: int, start: int) -> Generator[LoadedBatch, None, None]:
         passed = self._passed = _StreamPass()
+        change = None if self._transform is None else self._changed
         for position, piece in enumerate(stream(epoch)):
             if position >= start:
                 begin, sizes = position * self.batch_size, split_sizes(piece.samples, self.shards)
                 more = piece.last, piece.first, piece.digest
                 mini_batch = MiniBatch(epoch, position, begin, piece.samples, sizes, piece.shards, *more)
                 passed.add(mini_batch)
-                yield LoadedBatch(mini_batch, iter(piece.data), self._changed, self._nothing)
+                yield LoadedBatch(mini_batch, iter(piece.data), change, self._nothing)
 
     def __iter__(self) -> Generator[Any, None, None]:
         """Iterate once, in order, over the data of this rank's shards, for an evaluation loop of your own.

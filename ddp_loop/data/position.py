@@ -11,7 +11,9 @@ _NAMES = ("iteration", "epoch", "position")
 
 
 class LoopPosition:
-    """Counts a loop's steps over `batches`, up to `epochs` or `steps`. A step counts as made once it is folded.
+    """The counters of a loop over `batches`, up to `epochs` or `steps`. The loop sets those of its step.
+
+    A step counts as made once it is folded.
 
     Attributes:
         iteration: number of the current step, counted from 1.
@@ -36,17 +38,13 @@ class LoopPosition:
         """The epoch of the current or last step, counted from 1; 0 before the first step."""
         return self.epochs + (1 if self.at else 0)
 
-    def begin(self, mini_batch: MiniBatch) -> None:
-        """Count a step that begins."""
-        self.iteration, self.at, self.is_folded = self.iteration + 1, mini_batch.position + 1, False
-
     def end_epoch(self) -> None:
         """Count the current epoch as completed."""
         self.epochs, self.at = self.epochs + 1, 0
 
     def is_last_of_epoch(self, mini_batch: MiniBatch) -> bool:
         """Whether an epoch ends with this mini-batch."""
-        return mini_batch.ends_stream or mini_batch.position + 1 == self._batches.steps
+        return mini_batch.is_last or mini_batch.ends_stream
 
     @property
     def has_made_all(self) -> bool:

@@ -83,6 +83,7 @@ class MiniBatch:
         samples: R, the number of its samples over all ranks.
         sizes: the number of samples in each of its S shards; some may be 0.
         shards: this rank's shards that are not empty, in order.
+        is_last: whether it is the last of an epoch of known length.
         ends_stream: whether the data are a stream that ends here; it must end here on all ranks.
         first: the first sample of a stream's mini-batch, which must be the same on all ranks.
         digest: 32 bits of `first`.
@@ -97,6 +98,7 @@ class MiniBatch:
     ends_stream: bool = False
     first: Any = field(default=None, compare=False, repr=False)
     digest: int = 0
+    is_last: bool = False
 
 
 def cut(sizes: tuple[int, ...], mine: range) -> tuple[Shard, ...]:

@@ -399,6 +399,13 @@ class World:
         """Refuse all collectives but those of a step, for this reason; None allows them again."""
         self._busy = why
 
+    @contextmanager
+    def in_stage(self, stage: str) -> Iterator[None]:
+        """Be in a stage inside the block, and stay in it where the block raises: a failed rank's error names it."""
+        before, self.stage = self.stage, stage
+        yield
+        self.stage = before
+
     def defer(self, collective: Callable[[], None]) -> None:
         """Make this collective before the next one, or on leaving without a failure; several in their order."""
         self._deferred.append(collective)
@@ -421,7 +428,8 @@ class World:
         Raises:
             RuntimeError: it may not: after leaving, in `rank_zero_first`, or inside a step.
         """
-        self._run_deferred()
+        if self._deferred:
+            self._run_deferred()
         why = self._refusal or self._busy
         if why is not None:
             raise RuntimeError(why)

@@ -1,32 +1,36 @@
 """Buckets: neighbouring parameters' gradients in one flat tensor, so that one sum carries them all.
 
-[Note: Buckets] A bucket is one flat tensor; a parameter's gradient is a view into it with the parameter's own
-strides (contiguous views under channels_last and a fused optimizer gave silently wrong weights). Buckets are
-in the reverse order of the parameters, which is about the order in which backward finishes them, and never
-change while the set of parameters that want a gradient stays: torch's DDP rebuilds its own after the first
-step, and a resumed run differs. Sums start strictly in bucket order, the same on every rank.
+[Note: Buckets] A bucket is one flat tensor. A parameter's gradient is a view into it with the parameter's own strides
+(contiguous views under channels_last and a fused optimizer gave silently wrong weights). Buckets are in the reverse
+order of the parameters, roughly the order in which backward finishes them. They stay the same while the set of
+parameters that want a gradient does: torch's DDP rebuilds its own after the first step, and a resumed run differs. Sums
+start strictly in bucket order, the same on every rank.
 
-[Note: Shard by shard] Where the order of the shards is that of a tree, each shard's gradients are taken out of the
-parameters when its backward has ended: copied for a left half, added for a right one. So k shards on a rank have
-log2(k) further buffers at most, and what autograd makes for the shard under way.
+[Note: Shard by shard] In a tree order each shard's gradients are taken out of the parameters after its backward: copied
+for a left half, added for a right half. So k shards on a rank need at most log2(k) more buffers, and what autograd
+makes for the current shard.
+
+[Note: Two ways] Two pieces, or pieces in any order, take one all-reduce. Otherwise each rank receives a part of every
+piece, adds these up in the tree's order, and sends the result to all: an all-to-all and an all-gather, which carry as
+much as a ring's all-reduce where every rank has one piece.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import Parameter
 
 from ddp_loop.accelerators import is_asynchronous
-from ddp_loop.distributed import World
-from ddp_loop.training.ordered_sum import FlatAllReduce, ReductionOrder, fill_identity, merge, padded
+from ddp_loop.distributed import Work, World, as_real
+from ddp_loop.training.ordered_sum import ReductionOrder, fill_identity, merge, padded
 
 
 def grouped(parameters: list[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
-    """Neighbours of one dtype and device put together, up to `bucket_bytes`; a larger one stands alone."""
+    """Neighbours of one dtype and device in groups of up to `bucket_bytes`; a larger one is a group of its own."""
     groups: list[list[Parameter]] = []
     filled = 0
     for parameter in parameters:
@@ -54,19 +58,85 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBuffer:
-    """A flat tensor, its part for gradients, and a view into that for each parameter."""
+    """A flat tensor, its part for gradients, and each parameter's view into that part."""
 
     whole: torch.Tensor
     gradients: torch.Tensor
     views: list[torch.Tensor]
 
 
+class FlatAllReduce:
+    """The sum of one flat tensor of `padded` length over the ranks: `start`, `fold`, `finish`. See [Note: Two ways]."""
+
+    def __init__(
+        self, world: World, order: ReductionOrder, length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._world, self._order = world, order
+        self._length, self._dtype, self._device = length, dtype, device
+        self._pieces = [max(1, pieces) for pieces in order.pieces]  # a rank without shards sends -0.0, with the tail
+        self._work: Work | None = None
+        self.flat: torch.Tensor | None = None  # where the sum will be, from `start` to `finish`
+        self._sent: torch.Tensor | None = None
+        self._received: torch.Tensor | None = None
+
+    def empty_rows(self) -> list[torch.Tensor]:
+        """New rows of this rank that add nothing."""
+        pieces = self._pieces[self._world.rank]
+        return [fill_identity(torch.empty(self._length, dtype=self._dtype, device=self._device)) for _ in range(pieces)]
+
+    def start(self, rows: Sequence[torch.Tensor]) -> None:
+        """Send this rank's pieces; the sum comes into the first of `rows`. Every rank must call this."""
+        rows = [as_real(row).reshape(-1) for row in rows]  # no backend adds complex numbers
+        self.flat = rows[0]
+        if self._order.is_any:
+            self._work = self._world.start_sum(rows[0])
+            return
+        ranks = self._world.size
+        pieces = torch.stack(tuple(rows)) if len(rows) > 1 else rows[0]
+        self._sent = pieces.view(len(rows), ranks, -1).transpose(0, 1).reshape(ranks * len(rows), -1)
+        if self._received is None:
+            self._received = rows[0].new_empty(sum(self._pieces), len(rows[0]) // ranks)
+        self._work = self._world.start_exchange(self._received, self._sent, self._pieces, [len(rows)] * ranks)
+
+    def fold(self) -> None:
+        """Add up this rank's part of all pieces, and send it to all ranks. Every rank must call this."""
+        if self._order.is_any or self._received is None or self.flat is None:
+            return
+        self._world.finish(self._work)
+        rows, merges = iter(self._received), iter(self._order.last_merges)
+        sums: list[torch.Tensor | None] = []
+        others: list[torch.Tensor] = []  # of ranks without shards: their tails
+        for pieces in self._order.pieces:
+            if not pieces:
+                others.append(next(rows))
+            for _ in range(pieces):
+                sums.append(next(rows))
+                merge(sums, next(merges), torch.Tensor.add_)
+        whole = self._received[0]  # that of rank 0, which has the first shard
+        for row in others:
+            whole.add_(row)
+        self._work = self._world.start_gather(self.flat, whole)
+
+    def finish(self) -> None:
+        """Wait until the sum has come."""
+        self._world.finish(self._work)
+        self._work = self.flat = self._sent = None
+
+
+def finish_all(sums: Sequence[FlatAllReduce]) -> None:
+    """Fold and finish sums that have all been started. Every rank must call this."""
+    for one in sums:
+        one.fold()
+    for one in sums:
+        one.finish()
+
+
 class Bucket:
-    """Neighbouring parameters' gradients in one flat tensor, and behind them `tail` elements for other sums.
+    """Neighbouring parameters' gradients in one flat tensor, followed by `tail` elements for other sums.
 
     Args:
         parameters: of one dtype and device.
-        tail: room for so many other values.
+        tail: the number of other values.
         dtype, device: of the parameters.
         world: from `join_world`.
         order: in which shards are added up.
@@ -83,19 +153,20 @@ class Bucket:
     ) -> None:
         self.parameters = parameters
         self.given = [False] * len(parameters)
-        self.missing = set(parameters)  # those that the backward under way has not reached
+        self.missing = set(parameters)  # by the current backward
         self._places = {parameter: place for place, parameter in enumerate(parameters)}
         self.length = sum(parameter.numel() for parameter in parameters)
+        self.is_precise = dtype in (torch.float32, torch.float64)  # so sums over gradients can have their dtype
         self._dtype, self._device, self._world, self._order = dtype, device, world, order
-        self._sums: list[FlatBuffer | None] = []  # of the pass's shards so far, by the order; of no gradient: None
-        self._shards = 0  # that ended in this pass
+        self._sums: list[FlatBuffer | None] = []  # of the pass's shards so far; None without a gradient
+        self._shards = 0  # finished in this pass
         self._spare: list[FlatBuffer] = []
-        self._is_collected = False  # whether what the parameters have lies in the flat tensor
-        self._kept: list[tuple[torch.Tensor | None, int]] = []  # gradients of a shard that has another loss to come
+        self._is_collected = False  # whether the parameters' gradients are in the flat tensor
+        self._kept: list[tuple[torch.Tensor | None, int]] = []  # of a shard that has another loss
         self.resize(tail)
 
     def resize(self, tail: int) -> None:
-        """Have room for `tail` other values; gradients that were collected stay."""
+        """Make room for `tail` other values; collected gradients stay."""
         length = padded(self.length + tail, self._order)
         self._is_collected = False
         self.summing = FlatAllReduce(self._world, self._order, length, self._dtype, self._device)
@@ -125,21 +196,23 @@ class Bucket:
             offset += parameter.numel()
 
     def open(self) -> None:
-        """Begin a pass over the shards: nothing is collected."""
+        """Begin a pass over the shards."""
         self.given = [False] * len(self.parameters)
         self._is_collected = False
-        self._spare += [one for one in self._sums if one is not None and one is not self.own]
+        for one in self._sums:
+            if one is not None and one is not self.own:
+                self._spare.append(one)
         self._sums, self._shards, self._kept = [], 0, []
         self._show(self.own)
 
     # -- a shard's gradients -------------------------------------------------------------------------------
 
     def _show(self, flat: FlatBuffer) -> None:
-        """Note in which tensor the parameters' gradients are now, for `tampered`."""
+        """Note which tensor holds the parameters' gradients now, for `tampered`."""
         self._shown, self._version = flat, flat.whole._version
 
     def begin_backward(self) -> None:
-        """Have autograd make the gradients of the next shard beside those of the others."""
+        """Let autograd make the next shard's gradients apart from those before."""
         self._is_collected = False
         if not self._order.in_place:
             for parameter, view in zip(self.parameters, self._shown.views, strict=True):
@@ -147,7 +220,7 @@ class Bucket:
                     parameter.grad = None
 
     def end_backward(self) -> None:
-        """Keep the gradients of a shard that has another loss to come."""
+        """Keep the gradients of a shard that has another loss."""
         if self._order.in_place:
             self._collect()
         else:
@@ -155,52 +228,58 @@ class Bucket:
             self._kept = [(gradient, 0 if gradient is None else gradient._version) for gradient in found]
 
     def finish_shard(self, number: int) -> None:
-        """Take the gradients of this rank's shard number `number`, counted from 1, unless that was done."""
+        """Take the gradients of this rank's shard `number`, counted from 1, unless that was done."""
         if self._order.in_place:
             self._collect()
         elif self._shards < number:
             self._kept = []
-            new = [(self._places[parameter], _dense(gradient)) for parameter, gradient in self.fresh()]
-            for place, _ in new:
+            places, gradients = self.fresh()
+            for place in places:
                 self.given[place] = True
-            self._add(new)
+            self._add(places, gradients)
             self._show(self._sums[-1] or self._shown)
             for parameter, view, given in zip(self.parameters, self._shown.views, self.given, strict=True):
                 parameter.grad = view if given else None
 
-    def fresh(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
-        """What autograd made beside the gradients of the shards before."""
-        for parameter, view in zip(self.parameters, self._shown.views, strict=True):
+    def fresh(self) -> tuple[list[int], list[torch.Tensor]]:
+        """The gradients that autograd made apart from those of the shards before, with their parameters' places."""
+        places, gradients = [], []
+        for place, (parameter, view) in enumerate(zip(self.parameters, self._shown.views, strict=True)):
             gradient = parameter.grad
             if gradient is not None and gradient is not view:
-                yield parameter, gradient
+                if gradient.is_sparse:
+                    raise _sparse(gradient)
+                places.append(place)
+                gradients.append(gradient)
+        return places, gradients
 
-    def _add(self, pairs: list[tuple[int, torch.Tensor]]) -> None:
-        """Put one more shard's gradients to the others, in the tree's order."""
+    def _add(self, places: list[int], gradients: list[torch.Tensor]) -> None:
+        """Add one more shard's gradients, in the tree's order."""
         merges = self._order.merges[self._shards]
         self._shards += 1
         last = self._sums[-1] if self._sums else None
-        if not pairs:
+        if not places:
             self._sums.append(None)
         elif merges and last is not None:
-            torch._foreach_add_([last.views[number] for number, _ in pairs], [one for _, one in pairs])
+            torch._foreach_add_(list(map(last.views.__getitem__, places)), gradients)
             merges -= 1
         else:
-            self._sums.append(self._filled(pairs))
-        self._spare += merge(self._sums, merges, lambda left, right: left.gradients.add_(right.gradients))
+            self._sums.append(self._filled(places, gradients))
+        if merges:
+            self._spare += merge(self._sums, merges, lambda left, right: left.gradients.add_(right.gradients))
 
-    def _filled(self, pairs: list[tuple[int, torch.Tensor]]) -> FlatBuffer:
-        if all(one is None for one in self._sums):
+    def _filled(self, places: list[int], gradients: list[torch.Tensor]) -> FlatBuffer:
+        if not any(self._sums):
             flat = self.own
         else:
             flat = self._spare.pop() if self._spare else self._make()
-        if len(pairs) < len(self.parameters):
+        if len(places) < len(self.parameters):
             fill_identity(flat.gradients)
-        torch._foreach_copy_([flat.views[number] for number, _ in pairs], [one for _, one in pairs])
+        torch._foreach_copy_(list(map(flat.views.__getitem__, places)), gradients)
         return flat
 
     def _collect(self) -> None:
-        """Bring the parameters' gradients in: one copy for those that autograd made elsewhere."""
+        """Copy the gradients that autograd made elsewhere into the flat tensor, all in one call."""
         self._is_collected = True
         views, gradients = [], []
         for number, (parameter, view) in enumerate(zip(self.parameters, self.own.views, strict=True)):
@@ -211,50 +290,53 @@ class Bucket:
             if gradient is None:
                 fill_identity(view)
                 continue
+            if gradient.is_sparse:
+                raise _sparse(gradient)
             views.append(view)
-            gradients.append(_dense(gradient))
+            gradients.append(gradient)
             parameter.grad = view
         if views:
             torch._foreach_copy_(views, gradients)
         self._show(self.own)
 
     def finish_shards(self) -> None:
-        """End the rank's shards: those that never came, since they are empty, add nothing."""
+        """Finish the rank's shards; empty ones, which had no backward, add nothing."""
         if self._order.in_place:
             if not self._is_collected:
                 self._collect()
             return
         while self._shards < len(self._order.merges):
-            self._add([])
-        if all(one is None for one in self._sums):
+            self._add([], [])
+        if not any(self._sums):
             fill_identity(self.own.gradients)
             self._sums[:1] = [self.own]
-        elif self._sums[0] is None:  # the sum will be in the first one
+        elif self._sums[0] is None:  # the sum comes into the first one
             place = self._sums.index(self.own)
             self._sums[place] = self._moved(self.own)
             fill_identity(self.own.gradients)
             self._sums[0] = self.own
 
     def start(self) -> None:
-        """Start the sum over the ranks. Every rank must call this."""
-        rows = [self.own] if self._order.in_place else [one or self._make() for one in self._sums]
-        self.summing.start([row.whole for row in rows])
+        """Start the sum over the ranks; one rank has it already. Every rank must call this."""
+        if self._world.size > 1:
+            rows = [self.own] if self._order.in_place else [one or self._make() for one in self._sums]
+            self.summing.start([row.whole for row in rows])
 
     def assign_grads(self, given: list[bool]) -> None:
-        """Give the parameters the sum as `.grad`, where a shard of any rank gave one; else None."""
+        """Make the sum each parameter's `.grad`; None where no shard of any rank gave one."""
         for parameter, view, there in zip(self.parameters, self.own.views, given, strict=True):
             parameter.grad = view if there else None
 
     def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The least and the largest element of the gradients, one of them NaN if one is; shape () each.
+        """The least and the largest gradient, shape () each; one is NaN if a gradient is.
 
-        `vector_norm(..., inf)` says it in one value, and takes 13 times as long on the CPU.
+        `vector_norm(..., inf)` gives one value and takes 13 times as long on the CPU.
         """
         flat = self.own.gradients
         return torch.aminmax(torch.view_as_real(flat) if flat.is_complex() else flat)
 
     def norm(self) -> torch.Tensor:
-        """The Euclidean norm of the gradients, shape (), float32 or float64; those that are None are zeros here."""
+        """The Euclidean norm of the gradients, shape (), float32 or float64; None counts as zeros."""
         flat = self.own.gradients
         if self.is_precise:
             square = flat.dot(flat)  # half the time of aminmax, and 40 times as precise as vector_norm
@@ -264,19 +346,14 @@ class Bucket:
         whole: torch.Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)  # squares of another range
         return whole if flat.dtype == torch.float64 else whole.float()
 
-    @property
-    def is_precise(self) -> bool:
-        """Whether sums over the gradients can be of their own type: float32 or float64."""
-        return self._dtype in (torch.float32, torch.float64)
-
     def gave(self, parameter: Parameter) -> bool:
-        """Whether a backward of the pass gave a parameter a gradient."""
+        """Whether a backward of this pass gave the parameter a gradient."""
         return bool(self._kept) or self.given[self._places[parameter]]
 
     def tampered(self) -> Parameter | None:
-        """A parameter whose gradient is not what the pass's backwards left; None if all are.
+        """A parameter whose gradient is not what the step's backwards left; None without one.
 
-        It was taken away, or changed, or is there though no backward of the pass gave one.
+        It was removed or changed, or comes from another backward.
         """
         for parameter, (gradient, version) in zip(self.parameters, self._kept, strict=False):
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
@@ -286,14 +363,12 @@ class Bucket:
         for parameter, view, given in zip(self.parameters, self._shown.views, self.given, strict=True):
             if parameter.grad is not (view if given else None):
                 return parameter
-        changed = not self.summing.under_way and self._shown.whole._version != self._version
+        changed = self.summing.flat is None and self._shown.whole._version != self._version
         return self.parameters[0] if changed and self.parameters else None
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    if gradient.is_sparse:
-        raise ValueError(
-            "gradients must be dense to be folded; a parameter of shape "
-            f"{tuple(gradient.shape)} got a sparse one: make the embedding with sparse=False"
-        )
-    return gradient
+def _sparse(gradient: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"The fold takes dense gradients. A parameter of shape {tuple(gradient.shape)} got a sparse one. "
+        "Make the embedding with sparse=False."
+    )

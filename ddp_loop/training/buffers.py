@@ -1,9 +1,9 @@
-"""Buffers that are no batch-norm statistics: alike when a shard starts, pooled by a rule when the step ends.
+"""Buffers other than batch-norm statistics: equal when a shard starts, merged by a rule when the step ends.
 
-[Note: Silent writes] torch's version counter does not see what is written through `.data`, by norm layers' kernels, by
-scripted code. So a buffer whose version is what it was is compared with its copy, bit by bit: on the CPU always. On a
-GPU the host would wait for that: there in passes 1, 2, 4, 8, ... alone. What the first one finds counts as written in
-every later one; what a later one finds is an error, since the passes before it may have missed some.
+[Note: Silent writes] torch's version counter misses writes through `.data`, by norm layers' kernels, by scripted code.
+So a buffer with the same version is compared with its copy, bit by bit: on the CPU always. On a GPU the host would
+wait, so there in passes 1, 2, 4, 8, ... alone. What the first pass finds counts as written from then on. What a later
+one finds is an error, since earlier passes may have missed writes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ BUFFER_REDUCTIONS = ("mean", "same", "first", "local")
 
 @dataclass(slots=True)
 class Buffer:
-    """One buffer: where it lives, its tensor, what it held when the step opened, and the rule for it.
+    """One buffer: its owner, its tensor, its value when the step opened, and its rule.
 
-    A rule is "mean" (weighted by the shards' samples; the default of floating buffers),
-    "same" (every shard must change it alike; the default of the others), "first" (the first shard's), or
-    "local" (left alone, each rank its own).
+    The rules are "mean" (weighted by the shards' samples, the default of floating buffers), "same" (every shard must
+    change it alike, the default of others), "first" (the first shard's), and "local" (each rank keeps its own).
     """
 
     name: str
@@ -41,11 +40,11 @@ class Buffer:
     tensor: torch.Tensor
     policy: BufferReduction
     others: list[tuple[nn.Module, str]] = field(default_factory=list)  # other places of the same tensor
-    given: bool = True  # its rule, by the user
+    given: bool = True  # whether the user gave the rule
     opened: torch.Tensor = field(init=False)
     version: int = field(init=False)
-    late: bool = field(init=False)  # whether the host would wait for its bits
-    travels: bool = False  # was then found to be written silently
+    late: bool = field(init=False)  # whether reading it makes the host wait
+    travels: bool = False  # whether it was found written silently
 
     def __post_init__(self) -> None:
         self.opened = self.tensor.detach().clone()
@@ -54,12 +53,12 @@ class Buffer:
 
     @property
     def silent(self) -> bool:
-        """Whether its layer writes it without torch's version counter seeing that, as norm layers' kernels do."""
+        """Whether its layer writes it past torch's version counter, as norm layers' kernels do."""
         return self.travels or (isinstance(self.owner, _NormBase) and self.owner.training)
 
     @property
     def now(self) -> torch.Tensor | None:
-        """The tensor that stands in the module now, which is another one if forward assigned it."""
+        """The tensor in the module now, a new one if forward assigned it."""
         tensor = self.owner._buffers[self.key]
         if tensor is self.tensor and self.others:
             there = (owner._buffers[key] for owner, key in self.others)
@@ -68,19 +67,19 @@ class Buffer:
 
     @property
     def changed(self) -> bool:
-        """Whether it was written since it was last alike on all ranks; on a GPU, as far as torch counts that."""
+        """Whether it was written since it was last equal on all ranks; on a GPU, as far as torch counts writes."""
         if self.silent or self.now is not self.tensor or self.tensor._version != self.version:
             return True
         return not self.late and self.is_rewritten
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether its tensor has other bits than when the step opened: [Note: Silent writes]. A GPU is waited for."""
+        """Whether its bits differ from those when the step opened, see [Note: Silent writes]; waits for a GPU."""
         return not same_bits(self.tensor, self.opened)
 
     @property
     def is_understated(self) -> bool:
-        """Whether it is a running variance that was moved silently, so that its mean would be too small."""
+        """Whether it is a running variance that was moved silently, whose mean would be too small."""
         if self.key != "running_var" or self.given or isinstance(self.owner, _NormBase):
             return False
         return self.now is self.tensor and self.tensor._version == self.version
@@ -91,7 +90,7 @@ class Buffer:
             owner._buffers[key] = tensor
 
     def replace(self) -> None:
-        """Make it what it was when the step opened, in another tensor: a graph goes on to hold the one it used."""
+        """Make it what it was when the step opened, in a new tensor, since a graph holds the old one."""
         self._stand(self.opened.clone())
 
     @torch.no_grad()
@@ -105,10 +104,10 @@ class Buffer:
 def find_buffers(
     modules: Mapping[str, nn.Module], without: set[nn.Module], buffer_reduction: Mapping[str, BufferReduction]
 ) -> dict[str, Buffer]:
-    """The buffers below `modules`, but those of the modules in `without`, by name, each once.
+    """The buffers below `modules`, except those of the modules in `without`, by name, each once.
 
     Raises:
-        ValueError: a policy for a buffer that is not there, or a word that is no policy.
+        ValueError: a rule for an unknown buffer, an unknown rule, or two rules for one buffer.
     """
     found: list[Buffer] = []
     names: dict[str, Buffer] = {}
@@ -119,15 +118,15 @@ def find_buffers(
         (owner, key), *others = shared.places
         given = {name: buffer_reduction[name] for name in shared.names if name in buffer_reduction}
         if len(set(given.values())) > 1:
-            raise ValueError(f"a buffer has one rule; {' and '.join(given)} are one buffer, and got {given}: give one")
+            raise ValueError(f"A buffer has one rule. {' and '.join(given)} are one buffer and got {given}. Pass one.")
         policy = next(iter(given.values()), default)
         found.append(Buffer(shared.names[0], owner, key, shared.tensor, policy, others, bool(given)))
         names.update(dict.fromkeys(shared.names, found[-1]))
     for name, policy in buffer_reduction.items():
         if name not in names or policy not in BUFFER_REDUCTIONS:
             raise ValueError(
-                f"buffer_reduction must map a buffer's name to one of {BUFFER_REDUCTIONS}; got "
-                f"{name!r}: {policy!r}; there are {sorted(names)}"
+                f"buffer_reduction must map a buffer's name to one of {BUFFER_REDUCTIONS}. Got {name!r}: {policy!r}. "
+                f"The buffers are {sorted(names)}."
             )
     return {buffer.name: buffer for buffer in found if buffer.policy != "local"}
 
@@ -135,8 +134,7 @@ def find_buffers(
 class Buffers:
     """The `found` buffers of a loop, watched through the shards of a step.
 
-    A buffer travels with every bit, whatever its dtype: see `distributed/encoding`. Buffers that no shard
-    changed are left alone and do not travel.
+    A buffer travels with every bit, whatever its dtype, see `distributed/encoding`; one that no shard changed does not.
     """
 
     def __init__(self, found: Mapping[str, Buffer], shards: int = 1) -> None:
@@ -145,11 +143,10 @@ class Buffers:
         self._passes = 0
 
     def open(self) -> None:
-        """Begin a step: note what each buffer holds, if it was written since the last one.
+        """Begin a step: record what each buffer holds, if it was written since the last one.
 
         Raises:
-            ValueError: on a GPU, shards of the last step changed a buffer of the rule "same" differently; asking
-                in that step itself would have held the host up.
+            ValueError: on a GPU, shards of the last step changed a buffer of the rule "same" differently.
         """
         self._settle()
         for buffer in self.found.values():
@@ -160,15 +157,15 @@ class Buffers:
                 buffer.opened = buffer.tensor.detach().clone()
                 buffer.version = buffer.tensor._version
         if late := [buffer for buffer in self.found.values() if buffer.late]:
-            with torch.no_grad():  # what was written silently since; a few launches
+            with torch.no_grad():  # past silent writes; a few launches
                 torch._foreach_copy_([one.opened for one in late], [one.tensor for one in late])
         self._passes += 1
 
     @torch.no_grad()
     def take(self, *, graph_goes_on: bool = False) -> dict[str, torch.Tensor]:
-        """End a shard: what it changed, by name; the buffers are put back as they stood when the step opened.
+        """End a shard: returns what it changed, by name, and restores the buffers.
 
-        Where its backward comes later, in other tensors: until the fold, which puts the modules' own back.
+        Where its backward comes later, they are new tensors until the fold, which restores the modules' own.
         """
         taken: dict[str, torch.Tensor] = {}
         for buffer in self.found.values():
@@ -179,16 +176,15 @@ class Buffers:
             if value is None or (value.shape, value.dtype) != (opened.shape, opened.dtype):
                 now = None if value is None else f"{tuple(value.shape)}, {value.dtype}"
                 raise ValueError(
-                    f"a buffer keeps its shape and dtype in a step; {buffer.name} had {tuple(opened.shape)}, "
-                    f'{opened.dtype} and has {now}: give Loop buffer_reduction={{"{buffer.name}": "local"}}'
+                    f"A buffer must keep its shape and dtype in a step. {buffer.name} had {tuple(opened.shape)}, "
+                    f'{opened.dtype} and has {now}. Pass Loop buffer_reduction={{"{buffer.name}": "local"}}.'
                 )
             if self._shards > 1 and buffer.is_understated:
                 raise ValueError(
-                    "batch norm's running statistics are those of the whole mini-batch where its layers are called in "
-                    f"Python; {buffer.name} was moved out of sight (in a scripted layer, in compiled code, or through "
-                    ".data), and the mean of the shards' variances is less than the variance of all: make it an "
-                    "nn.BatchNorm, or F.batch_norm in its forward, or give Loop "
-                    f'buffer_reduction={{"{buffer.name}": "mean"}}'
+                    "Batch norm's running statistics are those of the whole mini-batch where Python calls its layers. "
+                    f"{buffer.name} was moved unseen (in a scripted layer, in compiled code, or through .data), and "
+                    "the mean of the shards' variances is less than the variance of all. Make it an nn.BatchNorm, or "
+                    f'F.batch_norm in its forward, or pass Loop buffer_reduction={{"{buffer.name}": "mean"}}.'
                 )
             taken[buffer.name] = value.detach().clone()
             if graph_goes_on:
@@ -198,21 +194,21 @@ class Buffers:
         return taken
 
     def _finds_silent(self, buffer: Buffer) -> bool:
-        """Whether a look at a GPU, where one is due, finds a buffer written silently."""
+        """Whether a comparison on a GPU, where one is due, finds a buffer written silently."""
         if not buffer.late or self._passes & (self._passes - 1) or not buffer.is_rewritten:
             return False
         if self._passes > 1:
             raise RuntimeError(
-                f"a buffer on a GPU is written so that torch counts it; {buffer.name} was not, which was seen in pass "
-                f"{self._passes} alone: write it under torch.no_grad() instead of through .data, or give Loop "
-                f'buffer_reduction={{"{buffer.name}": "local"}}'
+                f"torch must count the writes of a buffer on a GPU. It did not for {buffer.name}, first seen in pass "
+                f"{self._passes}. Write it under torch.no_grad() instead of through .data, or pass Loop "
+                f'buffer_reduction={{"{buffer.name}": "local"}}.'
             )
         buffer.travels = True
         return True
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Put back what is changed inside, and only that."""
+        """Restore what is changed inside, and only that."""
         before = [(buffer, tensor, tensor.clone(), tensor._version) for buffer in self.found.values()
                   if (tensor := buffer.now) is not None]  # fmt: skip
         try:
@@ -230,11 +226,11 @@ class Buffers:
                         tensor.data.copy_(value)
 
     def width(self, names: frozenset[str], column: torch.dtype) -> int:
-        """Columns, of the dtype `column`, of a row that carries the buffers `names`."""
+        """The columns, of dtype `column`, of a row with the buffers `names`."""
         return sum(columns(self.found[name].opened, column) for name in names)
 
     def pack(self, taken: Mapping[str, torch.Tensor], names: frozenset[str], row: torch.Tensor) -> None:
-        """Write what a shard took into its row, in the order of names; what it left alone, as it was."""
+        """Write a shard's buffers into its row, in the order of names; unchanged ones as they were."""
         if names:
             values = (taken.get(name, self.found[name].opened) for name in sorted(names))
             torch.cat([encode(value, row.dtype) for value in values], out=row)
@@ -253,7 +249,7 @@ class Buffers:
         full: list[int],
         keep: torch.Tensor | None = None,
     ) -> None:
-        """Give the buffers `names` the value that the rule makes of the shards' rows, (S, width).
+        """Give the buffers `names` the value that their rules make of the shards' rows, (S, width).
 
         Args:
             share: each shard's part of the samples, (S,), float64.
@@ -294,13 +290,13 @@ class Buffers:
 def _mean_of(values: torch.Tensor, buffer: Buffer, share: torch.Tensor, full: list[int]) -> torch.Tensor:
     """The mean over the shards, (S, K) to (K,), weighted by their samples, in float64; integers move by its whole part.
 
-    What all shards agree on stays as it is, to the bit: a mean of equal values may be rounded.
+    Values that are equal on all shards stay so to the bit, where their mean may be rounded.
     """
     if values.is_floating_point():
-        mean = weighted_mean(values.double(), share, guarded=True).to(values.dtype)
+        mean = weighted_mean(values.double(), share).to(values.dtype)
     else:
         opened = decode(encode(buffer.opened, torch.float64).unsqueeze(0), buffer.opened.dtype)
-        mean = opened[0] + weighted_mean((values - opened).double(), share, guarded=True).long()
+        mean = opened[0] + weighted_mean((values - opened).double(), share).long()
     first = values[full[0]]
     return torch.where((values[full] == first).all(0), first, mean)
 
@@ -312,7 +308,7 @@ def _differs(buffer: Buffer, values: torch.Tensor, opened: torch.Tensor, place: 
         before = decode(encode(opened, torch.float64).unsqueeze(0), opened.dtype)[0, place]
         said = "was changed by " + ", ".join(f"{int(value - before)}" for value in values[:, place])
     return (
-        f'a buffer of the rule "same" must be changed alike by every shard; element {place} of {buffer.name} '
-        f"({buffer.tensor.dtype}) {said}: keep it a function of the step alone, or "
-        f'give Loop buffer_reduction={{"{buffer.name}": "first"}} (or "mean" for a floating one, or "local")'
+        f'Every shard must change a buffer of the rule "same" alike. Element {place} of {buffer.name} '
+        f"({buffer.tensor.dtype}) {said}. Make it a function of the step alone, or pass Loop "
+        f'buffer_reduction={{"{buffer.name}": "first"}} (or "mean" for a floating one, or "local").'
     )

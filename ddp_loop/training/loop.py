@@ -1,4 +1,4 @@
-"""The loop: which step comes next, what it folds, and what it tells."""
+"""The loop: which step comes next, what it folds, and what it records."""
 
 from __future__ import annotations
 
@@ -6,37 +6,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
-import torch
-from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
-
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
-from ddp_loop.distributed import (
-    FrozenParameters,
-    ReplicaCheck,
-    check_layout,
-    check_structure,
-    find_modules,
-    find_parameters,
-    find_tensors,
-    make_equal,
-    under_all_names,
-)
+from ddp_loop.determinism import seed_step
+from ddp_loop.distributed import FrozenParameters, ReplicaCheck
 from ddp_loop.reporting import Receivers
-from ddp_loop.tracing import TraceRequest, current_trace_request
+from ddp_loop.tracing import current_trace_request
 from ddp_loop.training.buffers import BufferReduction
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.gather import BatchGather
+from ddp_loop.training.job import Job, Reduction
 from ddp_loop.training.nonfinite import NonFiniteGuard, OnNonFinite
-from ddp_loop.training.payload import Folded
-from ddp_loop.training.recorder import RunRecorder, open_trace
+from ddp_loop.training.payload import NO_REQUEST, ControlRequest, StepResult
+from ddp_loop.training.recorder import Reporting, RunRecorder, open_trace
 from ddp_loop.training.state_check import NonFiniteStateCheck
 from ddp_loop.training.step import Step
-from ddp_loop.training.structure import ModuleStructure
-from ddp_loop.training.validation import check_extent, check_interval, check_rows, check_rule, check_state, check_synced
+from ddp_loop.training.validation import check_extent, check_rows, check_rules
 
-MIB = 2**20
 _SAME = "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every"
 
 
@@ -49,55 +35,49 @@ class Loop:
             result = step.fold()
             optimizer.step()
 
-    A script that goes by epochs says `for step in loop.epoch():` in each of them. The model stays the user's own and is
-    not wrapped. Rank 0's parameters and buffers are given to all.
+    A script with epochs of its own writes `for step in loop.epoch():` in each. The model stays the user's own and is
+    not wrapped. All ranks start with rank 0's parameters and buffers.
 
     Args:
         batches: the mini-batches.
-        epochs: how often to go through the data; or
-        steps: how many updates to make, at most.
-        state: what the job is made of, by name: modules and optimizers (what they hold is folded).
-        run_dir: a folder for what the run leaves behind: checkpoints, from the newest of which it goes on when it is
-            started again, on any number of ranks; a line per update in rows.jsonl; how it ended in status.json.
-        resume: whether to go on with a run that is in the folder: None if its script, arguments and data are the same,
-            else refuse; True in any case; False to begin anew, what is there being moved to `before/`.
-        save_every: a checkpoint after so many steps; by default after each epoch. Always when asked to stop and at the
-            end; and where
-        save_every_s: so many seconds have passed since the last one.
-        keep_last: how many of the last checkpoints stay, beside the best (see `save`).
-        on_save_error: "raise" on all ranks where a checkpoint cannot be written, or "warn" and go on.
-        on_row: called on rank 0 with each update's row, a dict of numbers, while training goes on; or several such
-            callables (see `sinks`). Where a step has several passes, its row is that of the first one.
-        progress: show in the terminal how the run goes on, from rank 0, and draw its curves in the run folder when it
-            ends; False prints nothing.
-        monitor: serve a page of the run, by a process beside it, and print the link; it needs a run folder, and
-            `pip install 'ddp_loop[monitor]'`.
-        buffer_reduction: rules for single buffers, by name (such as "model.0.counter"): "mean", "same", "first",
-            "local".
+        epochs: the number of passes over the data; or
+        steps: the most updates.
+        state: the parts of the job by name: modules and optimizers, whose parameters are folded, and a GradScaler.
+        run_dir: a folder for checkpoints, from the newest of which a restart resumes on any number of ranks, for
+            rows.jsonl with a line per update, and for status.json.
+        resume: whether to resume the run in the folder: None if its script, arguments and data are the same, else
+            raise; True always; False to start over, which moves the old files to `before/`.
+        save_every: checkpoint every N steps (default: every epoch), and always on stop and at the end.
+        save_every_s: also checkpoint when this many seconds have passed since the last one.
+        keep_last: the number of newest checkpoints that stay, beside the best (see `save`).
+        on_save_error: "raise" on all ranks where a checkpoint cannot be written, or "warn" and continue.
+        on_row: called on rank 0 with each update's row, a dict of numbers, that of a step's first pass; or several
+            such callables (see `sinks`).
+        progress: show progress in the terminal, from rank 0, and draw curves in the run folder at the end.
+        monitor: serve a page of the run folder from another process; needs `pip install 'ddp_loop[monitor]'`.
+        buffer_reduction: rules for single buffers, such as "model.0.counter": "mean", "same", "first", "local".
         bucket_cap_mib: size of the buckets in which gradients are summed, in MiB.
-        allow_single_sample_shards: take shards of one sample also if the model has BatchNorm1d layers, which
+        allow_single_sample_shards: accept shards of one sample although the model has BatchNorm1d layers, which
             cannot normalise one value (but can, if their inputs have positions).
         ordered: whether gradients are added up in an order that follows from the shards alone, so that a fixed number
-            of shards gives the same bits on any number of ranks; by default where `batches` was given `shards`.
-        trace: leave a digest of every tensor of every step in the run folder, for `python -m ddp_loop diff`; some
+            of shards gives the same bits on any number of ranks; by default where `batches` has `shards`.
+        trace: write a digest of every tensor of every step into the run folder, for `python -m ddp_loop diff`; some
             milliseconds a step for a small network, seconds for a large one.
-        on_nonfinite: where a mini-batch's loss or gradients are NaN or infinite, on all ranks: "raise"; "skip" the
-            step, which leaves parameters, buffers and optimizers as they were, but not 100 times in a row; or "allow"
-            it. With a GradScaler in `state` the gradients are its business, and only the loss is looked at. Parameters,
-            buffers and optimizer states that became NaN raise too, or are said once; infinity in a buffer does not.
-        check_replicas_every: after how many steps all ranks' parameters, buffers and optimizers, settings among them,
-            are compared, by checksums; also after the first step and the tenth, and at the end. 0 for never, nor before
-            an evaluation. One rank has nothing to compare.
+        on_nonfinite: what all ranks do where a mini-batch's loss or gradients are not finite: "raise"; "skip" the step,
+            which then changes nothing, at most 99 times in a row; or "allow" it. With a GradScaler in `state` only the
+            loss is checked. Parameters, buffers and optimizer states that became NaN raise too, or print a line once.
+        check_replicas_every: the steps between two comparisons of all ranks' parameters, buffers and optimizers, with
+            settings, by checksums; also after steps 1 and 10 and at the end. 0 for none, nor before an evaluation.
 
     Attributes:
-        batches, world, epochs: as they were given; the world is that of the batches.
-        fold: what reduces this loop's steps over the ranks; another one once parameters are replaced.
+        batches, world, epochs: as given; the world is that of the batches.
+        fold: reduces this loop's steps over the ranks; a new one after parameters are replaced.
 
     Raises:
         ValueError: neither or no sensible epochs and steps, a state without parameters, one-sample shards under
             BatchNorm1d, or structures that differ between ranks.
         PeerFailed: another rank has such a problem.
-        ReplicaMismatch: while it is gone through: a rank's parameters, buffers or optimizers became others.
+        ReplicaMismatch: during the loop: parameters, buffers or optimizers differ between ranks.
     """
 
     def __init__(
@@ -126,123 +106,91 @@ class Loop:
     ) -> None:
         self.batches, self.world, self.epochs = batches, batches.world, epochs
         self._where, self._cut_short = LoopPosition(batches, epochs, steps), False
-        self._state = check_state(state)
-        self._begun: str | None = None  # the epoch that is gone through now, or was left
-        watch, folder = current_trace_request(), None if run_dir is None else Path(run_dir)
-        keeping = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
-        self._buffer_reduction, self._bucket_cap_mib, self._ordered = buffer_reduction or {}, bucket_cap_mib, ordered
-        self._rules = under_all_names(find_modules(self._state), self._buffer_reduction)
-        self._recorder = self._make_recorder(folder if watch is None else None, keeping, on_nonfinite)
+        self._begun: str | None = None  # the epoch under way, or the one that was left
+        watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir)
+        policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
+        is_ordered = batches.fixed_shards if ordered is None else ordered
+        self._job = Job(state, batches, Reduction(is_ordered, bucket_cap_mib, buffer_reduction or {}))
+        self._recorder = self._make_recorder(folder if watched is None else None, policy, on_nonfinite)
         self._gathering = BatchGather(self.world)
         self._stream: Iterator[LoadedBatch] = iter(())
-        self._ahead: list[LoadedBatch | Exception | None] = []  # the next mini-batch, if it was looked for already
+        self._ahead: list[LoadedBatch | Exception | None] = []  # the next mini-batch, once it was read ahead
+        self._asks_stop, self._compares = False, self.world.size > 1  # the script; parameters, between ranks
         self.world.on_leaving(self._leave)
-        self.world.stage = "start"
-        problem: Exception | None = None
-        try:
-            check_extent(batches, epochs, steps, bucket_cap_mib)
-            check_rule(on_nonfinite)
-            check_interval(check_replicas_every)
-            if not allow_single_sample_shards:
-                check_rows(batches, self._state)
-            self._make_fold()
-            self._replicas = ReplicaCheck(self._state, self.world, check_replicas_every, self._rules)
-            check_synced(self.batches, self.fold.sync_channels)
-            self._open_trace(folder, trace, watch)
-        except (ValueError, OSError) as error:
-            problem = error
-        try:
-            self.world.raise_if_any_failed(problem)
-            facts = epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir is None
-            self.world.require_equal(_SAME, (*facts, resume, save_every))
-            self._begin(resume, on_row, progress, monitor and watch is None)
-        except BaseException:
-            self._leave()
-            raise
-        self.world.stage = ""
+        with self.world.in_stage("start"):
+            problem: Exception | None = None
+            try:
+                check_extent(batches, epochs, steps, bucket_cap_mib)
+                check_rules(on_nonfinite, check_replicas_every)
+                if not allow_single_sample_shards:
+                    check_rows(batches, self._job.state)
+                tracer = open_trace(folder, batches, self._job.state, watched, trace=trace, ordered=is_ordered)
+                self._recorder.tracer = tracer
+                self.fold = self._make_fold()
+                self._replicas = ReplicaCheck(self._job.state, self.world, check_replicas_every, self._job.rules)
+                if watched is not None:
+                    self._where.most_steps, self._cut_short = min(watched.steps, steps or watched.steps), True
+            except (ValueError, OSError) as error:
+                problem = error
+            try:
+                self.world.raise_if_any_failed(problem)
+                facts = epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir is None
+                self.world.require_equal(_SAME, (*facts, resume, save_every))
+                self._begin(resume, Reporting(on_row, progress, monitor and watched is None))
+            except BaseException:
+                self._leave()
+                raise
 
-    def _make_recorder(self, folder: Path | None, keeping: CheckpointPolicy, rule: OnNonFinite) -> RunRecorder:
-        """And what looks at the values of steps and state."""
-        local = [name for name, policy in self._rules.items() if policy == "local"]
-        self._state_check = NonFiniteStateCheck(self._state, self.world, rule, local)
-        self._guard = NonFiniteGuard(rule, self.batches.indices, self._state, blame=self._state_check.blame)
+    def _make_recorder(self, folder: Path | None, policy: CheckpointPolicy, on_nonfinite: OnNonFinite) -> RunRecorder:
+        """The recorder, and the checks of the values of steps and state."""
+        state, local = self._job.state, [name for name, rule in self._job.rules.items() if rule == "local"]
+        self._state_check = NonFiniteStateCheck(state, self.world, on_nonfinite, local)
+        self._guard = NonFiniteGuard(on_nonfinite, self.batches.indices, state, blame=self._state_check.blame)
         checkpointer = None
         if folder is not None:
-            parts: dict[str, Stateful] = {"guard": self._guard, "trained": FrozenParameters(self._state)}
-            checkpointer = Checkpointer(folder, self.world, self._state, keeping, local, parts, self._state_check.check)
-        return RunRecorder(self.world, self._where, checkpointer, self._state, self._state_check)
+            parts: dict[str, Stateful] = {"guard": self._guard, "trained": FrozenParameters(state)}
+            checkpointer = Checkpointer(folder, self.world, state, policy, local, parts, self._state_check.check)
+        return RunRecorder(self.world, self._where, checkpointer, state)
 
-    def _begin(self, resume: bool | None, on_row: Receivers, progress: bool, monitor: bool) -> None:
-        """Make the replicas equal, and go on where the run folder stands."""
-        for scaler in self._scalers:  # else it has no scale on a rank that has no shard in the first step
-            if scaler._scale is None:
-                scaler.scale(torch.zeros((), device=self.world.device))
-        self._structure = ModuleStructure(self._state)
-        tensors = find_tensors(self._state)
-        check_structure(tensors, self.world)
-        make_equal(tensors, self.world)
-        if (there := self._recorder.open(self.batches.facts, resume)) is not None:
-            self.load_state_dict(there)
-        self._recorder.open_rows(on_row, progress=progress, monitor=monitor)
+    def _make_fold(self, former: Fold | None = None) -> Fold:
+        watch = None if self._recorder.tracer is None else self._recorder.tracer.backward
+        return self._job.make_fold(self, self._guard, watch, former)
 
-    def _make_fold(self) -> None:
-        parameters = find_parameters(self._state)
-        self._scalers = [one for one in self._state.values() if isinstance(one, GradScaler) and one.is_enabled()]
-        if not any(parameter.requires_grad for parameter in parameters.values()):
-            raise ValueError(
-                f"state must hold a module or an optimizer with parameters to train; got {sorted(self._state)} "
-                "without any: state=dict(model=model, optimizer=optimizer)"
-            )
-        check_layout(find_tensors(self._state), self.world)
-        self.fold = Fold(
-            find_modules(self._state),
-            parameters,
-            self.world,
-            bucket_bytes=int(self._bucket_cap_mib * MIB),
-            buffer_reduction=self._buffer_reduction,
-            shards=self.batches.shards,
-            ordered=self.batches.fixed_shards if self._ordered is None else self._ordered,
-            guard=self._guard,
-            scalers=self._scalers,
-            optimizers=[one for one in self._state.values() if isinstance(one, Optimizer)],
-        )
+    def _begin(self, resume: bool | None, reporting: Reporting) -> None:
+        """Make the replicas equal, and resume the run in the folder."""
+        self._job.make_equal()
+        if (position := self._recorder.open(self.batches.facts, resume)) is not None:
+            self.load_state_dict(position)
+        self._recorder.open_rows(reporting)
 
-    def _open_trace(self, run: Path | None, trace: bool, watch: TraceRequest | None) -> None:
-        tracer = open_trace(run, self.batches, self._state, watch, trace=trace, ordered=self.fold.is_ordered)
-        if watch is not None:
-            self._where.most_steps, self._cut_short = min(watch.steps, self._where.most_steps or watch.steps), True
-        if tracer is not None:
-            self._recorder.tracer = tracer
-            self.fold.gradients.watch, self.fold.gradients.overlaps = tracer.backward, False
-
-    # -- going through it ----------------------------------------------------------------------------------
+    # -- the steps -----------------------------------------------------------------------------------------
 
     @property
     def iteration(self) -> int:
-        """Of the step at hand, counted from 1."""
+        """Of the current step, counted from 1."""
         return self._where.iteration
 
     @property
     def epochs_completed(self) -> int:
-        """How many epochs were made, also before it went on: `for epoch in range(loop.epochs_completed, epochs)`."""
+        """The number of completed epochs, those before a resume too; left are `range(epochs_completed, epochs)`."""
         return self._where.epochs
 
     @property
     def stopped(self) -> str | None:
-        """Why the loop was asked to stop, and did; None if it was not."""
+        """Why the loop stopped on request; None if it did not."""
         return self._recorder.stopped
 
     def stop(self) -> None:
-        """Ask all ranks to end the loop, with a checkpoint: after the step at hand. One rank may call this.
+        """Ask all ranks to end the loop, with a checkpoint, after the current step. One rank may call this.
 
-        Called behind the step's fold it is heard in the next one, and the loop ends after that.
+        After the step's fold the next one takes the request, and the loop ends after that step.
         """
-        self._recorder.asks_stop = True
+        self._asks_stop = True
 
     def save(self, score: float | None = None) -> None:
-        """Ask for a checkpoint: after the step at hand; behind an epoch, of its last step. Every rank must call this.
+        """Ask for a checkpoint after the current step; after an epoch, of its last step. Every rank must call this.
 
-        A run that goes on from an epoch's last step does again what the script does behind that epoch.
+        A run that resumes from an epoch's last step repeats what the script does after that epoch.
 
         Args:
             score: the lower the better, such as a validation loss; the checkpoint with the lowest one stays.
@@ -250,114 +198,108 @@ class Loop:
         self._recorder.save(None if score is None else float(score))
 
     def __iter__(self) -> Iterator[Step]:
-        """The steps of all epochs that are still to be made. Every rank must call this."""
+        """The remaining steps of all epochs. Every rank must call this."""
         self._recorder.holds = False
         yield from self.epoch()
         while not self._is_over:
             yield from self.epoch()
 
     def epoch(self) -> Iterator[Step]:
-        """The steps of the epoch that comes next. Every rank must call this.
+        """The steps of the next epoch. Every rank must call this.
 
             for epoch in range(loop.epochs_completed, epochs):
                 for step in loop.epoch():
                     ...
                 print(dl.evaluate(model, test_batches, accuracy=hits))
 
-        An epoch is gone through to its end: who leaves it, leaves the loop. After a stop there are no more steps.
+        An epoch must run to its end: leaving it leaves the loop. After a stop there are no more steps.
 
         Raises:
-            RuntimeError: all epochs were made, or the one before was left.
+            RuntimeError: all epochs are completed, or the one before was left.
         """
         where = self._where
-        if self.stopped is not None:
+        if not self._begin_epoch():
             return
-        if where.is_done and not self._begun and (self._cut_short or self.iteration == where.resumed_at):
-            self._leave()
-            return  # there was nothing left to do where it went on, or a watch lets it make no more
-        if self._begun or where.is_done:
-            why = f"has made its {self.iteration} steps" if where.is_done else f"began {self._begun} before"
-            raise RuntimeError(f"a Loop is gone through once, each epoch to its end; this one {why}: make another")
-        self._begun, self.world.step = f"epoch {where.epochs + 1}", self.iteration
-        self._state_check.begin()
-        self.fold.requests = self._recorder.requests
-        self._recorder.install_stop_handlers()
-        if (tracer := self._recorder.tracer) is not None and tracer.is_new:
-            tracer.start(self.iteration)
         try:
             with closing(self.batches.epoch(where.epochs, where.at, held=False)) as self._stream:
                 while (loaded := self._take_next()) is not None:
                     yield from self._one_step(loaded)
-                    if where.has_made_all or self.stopped is not None:
+                    if self.stopped is not None or where.iteration == where.most_steps:
                         break
             self._check_pending()
             if self.stopped is None and (loaded is None or where.is_last_of_epoch(loaded.mini_batch)):
                 where.end_epoch()
-            self._look_at_the_end()
+            if self._is_over:
+                self._state_check.finish(self.iteration)
+                self.world.step = 0
             self._begun, self.world.stage = None, ""
-            self.world.step = 0 if self._is_over else self.world.step
         finally:
             if self._begun or self._is_over:
                 self.close()
             if self._is_over and not self._begun:
-                self._recorder.end()  # else why it was left is known when the world is
+                self._recorder.end()  # else the reason for leaving is known when the world is left
+
+    def _begin_epoch(self) -> bool:
+        where = self._where
+        if self.stopped is not None:
+            return False
+        if where.is_done and not self._begun and (self._cut_short or self.iteration == where.resumed_at):
+            self._leave()
+            return False  # nothing was left to do at the resume, or a trace request allows no more steps
+        if self._begun or where.is_done:
+            why = f"has made its {self.iteration} steps" if where.is_done else f"stopped inside {self._begun}"
+            raise RuntimeError(
+                f"A Loop can be iterated once, and each epoch must run to its end. This one {why}. Create a new Loop."
+            )
+        self._begun, self.world.step = f"epoch {where.epochs + 1}", self.iteration
+        self._state_check.begin(self.iteration)
+        self._recorder.install_stop_handlers()
+        if (tracer := self._recorder.tracer) is not None and tracer.is_new:
+            tracer.start(self.iteration)
+        return True
 
     def _check_pending(self) -> None:
-        """Look at what a GPU was still to say."""
+        """Check what a GPU has yet to give."""
         self._guard.check_pending()
         self._replicas.check_pending()
 
-    def _look_at_the_end(self) -> None:
-        if self._is_over:
-            self._state_check.finish(self.iteration)
-
     def _one_step(self, loaded: LoadedBatch) -> Iterator[Step]:
-        self._where.begin(loaded.mini_batch)
-        self.world.step = self.iteration
+        mini_batch, where = loaded.mini_batch, self._where
+        where.iteration, where.at, where.is_folded = where.iteration + 1, mini_batch.position + 1, False
+        is_last_of_epoch = mini_batch.is_last or mini_batch.ends_stream
+        self.world.step = iteration = where.iteration
         step = Step(
+            self,
             self.fold,
             self._gathering,
             self.world,
             loaded,
-            self.iteration,
-            self._where.is_last_of_epoch(loaded.mini_batch),
-            begin=self._renew_fold,
-            meanwhile=self._use_the_wait,
-            report=self._report,
+            iteration,
+            is_last_of_epoch=is_last_of_epoch,
             tracer=self._recorder.tracer,
         )
         try:
             yield step
         except GeneratorExit:
-            self._end_trace_of(step)
-            if step.leave(f"it left the loop in step {self.iteration}, by a break or an error that was caught"):
-                self._replicas.leave(self.iteration, folded=self._where.is_folded)
+            if step.passes:
+                self._recorder.end_trace(iteration)
+            if step.leave(f"it left the loop in step {iteration}, by a break or an error that was caught"):
+                self._replicas.leave(iteration, folded=where.is_folded)
             raise
-        step.require_folded()
-        self._end_trace_of(step)
-        stops = self.fold.decision is not None and self.fold.decision.stop
-        if stops or self._where.ends_all(loaded.mini_batch):
-            step.leave(f"it ended the loop after step {self.iteration}")  # a peer that left it before is found out
-            self._replicas.end(self.iteration)
-        self._recorder.end_step(loaded.mini_batch, self.fold.decision)
+        if step.passes == 0 or self.fold.is_open:
+            step.require_folded()
+        if self._recorder.tracer is not None and step.passes:
+            self._recorder.end_trace(iteration)
+        decision = self.fold.decision
+        stops = decision is not None and decision.stop
+        ends = iteration == where.most_steps or (is_last_of_epoch and where.ends_all(mini_batch))
+        if stops or ends:
+            step.leave(f"it ended the loop after step {iteration}")  # finds a peer that left it before
+            self._replicas.end(iteration)
+        if stops or self._recorder.keeps:
+            saves = decision is not None and decision.save
+            self._recorder.end_step(stops=stops, ends=ends, saves=saves, is_last_of_epoch=is_last_of_epoch)
         self.world.stage = "data"
-
-    def _end_trace_of(self, step: Step) -> None:
-        if step.passes:
-            self._recorder.end_trace(step.iteration)
-
-    def _use_the_wait(self) -> None:
-        """While the sums are under way: the rows before this one, and the data of the next mini-batch."""
-        self._recorder.flush_ready()
-        if not self._ahead and not self._where.has_made_all:
-            try:
-                loaded = next(self._stream, None)
-            except Exception as error:  # of the next step's data, not of this one's
-                self._ahead.append(error)
-                return
-            if loaded is not None:
-                loaded.read_ahead()
-            self._ahead.append(loaded)
 
     def _take_next(self) -> LoadedBatch | None:
         loaded = self._ahead.pop() if self._ahead else next(self._stream, None)
@@ -369,65 +311,96 @@ class Loop:
     def _is_over(self) -> bool:
         return self._where.is_done or self.stopped is not None
 
-    # -- where it is ---------------------------------------------------------------------------------------
+    # -- StepEvents: what happens around a fold ------------------------------------------------------------
+
+    def before_pass(self, passes: int) -> Fold:
+        """The fold of the next pass: a new one if modules or parameters were replaced. Every rank must call this."""
+        if self._job.structure.has_changed():
+            self._job.structure.make_new_equal(self.world)
+            self.fold = self._make_fold(self.fold)
+        if passes == 0 and self.world.rank == 0:
+            self._job.unmoved.check(self._where.iteration, had_gradients=self.fold.had_gradients)
+        return self.fold
+
+    def requests(self) -> ControlRequest:
+        """What this rank asks of all in a fold."""
+        stop = self._asks_stop or self.world.stop_asked is not None
+        save, problem = False, None if self._state_check.found is None else self._state_check.take()
+        if self._recorder.keeps:
+            save, error = self._recorder.save_requests()
+            problem = problem or error
+        return ControlRequest(stop, save, problem) if stop or save or problem is not None else NO_REQUEST
+
+    def while_reducing(self) -> None:
+        """Hand on earlier rows, read the next mini-batch's data, and start the streams of what follows the fold."""
+        if self._recorder.has_rows:
+            self._recorder.flush_ready()
+        if not self._ahead and self._where.iteration != self._where.most_steps:
+            self._read_ahead()
+        seed_step(self.world.seed, self._where.iteration, self.world.device)
+
+    def _read_ahead(self) -> None:
+        try:
+            loaded = next(self._stream, None)
+        except Exception as error:  # of the next step's data, raised in that step
+            self._ahead.append(error)
+            return
+        if loaded is not None:
+            loaded.read_ahead()
+        self._ahead.append(loaded)
+
+    def after_fold(self, result: StepResult, mini_batch: MiniBatch, passes: int) -> None:
+        """Record the step, and check what the fold computed. Every rank must call this."""
+        self._where.is_folded = True
+        if passes == 0 and self._recorder.has_rows:
+            self._recorder.add_row(mini_batch, result, self.fold, skips=self._guard.skips)
+        if self._guard.pending is not None or self._guard.bad is not False:
+            self._guard.raise_or_count(result.iteration, mini_batch, result.values[0], result.losses, result.shares)
+        if passes == 0:
+            if result.iteration >= self._state_check.due:
+                self._state_check.look(result.iteration)
+            if self._compares:
+                self._replicas.check(result.iteration)
+
+    # -- its position --------------------------------------------------------------------------------------
 
     @property
     def skipped(self) -> int:
-        """How many steps were left out so far, since their loss or gradients were not finite; a GPU is waited for."""
+        """The number of steps skipped so far, since their loss or gradients were not finite; waits for a GPU."""
         return self._guard.skipped
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loop is, to go on from there: in another process, on another number of ranks.
+        """The loop's position, to resume from in another process, on any number of ranks.
 
-        From its fold on a step counts as made. What the job's state holds is not in it.
+        A step counts from its fold on. The job's state is not part of it.
         """
         return self._where.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where another loop over the same batches was. Every rank must call this.
+        """Resume at the position of another loop over the same batches. Every rank must call this.
 
-        With the same number of shards the steps to come are those that the other loop would have made, to the bit.
+        With the same number of shards the next steps are those that the other loop would have made, to the bit.
 
         Args:
-            state: what `state_dict` gave: the updates made, the whole epochs, and the mini-batches of the one at hand.
+            state: from `state_dict`: the updates, the completed epochs, and the mini-batches of the current one.
 
         Raises:
             RuntimeError: this loop has begun.
-            ValueError: other keys, or numbers that these batches cannot have made, or that differ between ranks.
+            ValueError: other keys, or numbers that do not fit these batches, or that differ between ranks.
         """
         problem: Exception | None = None
         if self._begun or self.iteration != self._where.resumed_at:
             problem = RuntimeError(
-                "a Loop is told where to go on before its first step; this one has begun: make another"
+                "A Loop's position must be loaded before its first step. This one has begun. Create a new Loop."
             )
         elif (why := self._where.validate(state)) is not None:
             problem = ValueError(why)
         self.world.raise_if_any_failed(problem)
-        self.world.require_equal("where the loop goes on", dict(state))
+        self.world.require_equal("the position to resume from", dict(state))
         self._where.resume_from(state)
 
-    def _renew_fold(self) -> Fold:
-        """The fold of the next pass: another one if modules or parameters took others' places. Every rank alike."""
-        if self._structure.has_changed():
-            self._structure.make_new_equal(self.world)
-            former = self.fold
-            former.release()
-            self._make_fold()
-            check_synced(self.batches, self.fold.sync_channels)
-            self.fold.follow(former)
-        return self.fold
-
-    def _report(self, step: Step, mini_batch: MiniBatch, folded: Folded) -> None:
-        self._where.is_folded = True
-        if step.passes == 1:
-            self._recorder.add_row(mini_batch, folded, self.fold, skips=self._guard.skips)
-        self._guard.raise_or_count(step.iteration, mini_batch, folded.values[0], folded.losses, folded.share)
-        if step.passes == 1:
-            self._state_check.check_if_due(step.iteration)
-            self._replicas.check(step.iteration)
-
     def close(self) -> None:
-        """Hand the last rows on, close the run's files and take all hooks off the model."""
+        """Hand on the last rows, close the run's files and remove all hooks from the model."""
         self._guard.release()
         if hasattr(self, "fold"):
             self.fold.release()

@@ -1,10 +1,10 @@
-"""A mini-batch's loss or gradients that are not finite: every rank finds it alike, and raises, skips, or allows it.
+"""A mini-batch's loss or gradients that are not finite: all ranks raise, skip or allow the step alike.
 
-[Note: Skipping] A step that is skipped leaves everything as it was. Where the values are on the host anyway, the
-gradients become None, which torch's optimizers leave alone. On a GPU asking would hold the host up: there the
-optimizers are told by `found_inf`, a tensor that their fused kernels look at themselves, as torch's GradScaler does.
-Where one of them does not know it, or a parameter is in none of them, the host waits for each step's value. With a
-GradScaler the gradients of such a step are made NaN, and the scaler skips it: it refuses gradients that are all None.
+[Note: Skipping] A skipped step leaves everything as it was. On the host the gradients become None, which torch's
+optimizers leave alone. Reading a GPU's value would hold up the host: there optimizers get `found_inf`, a tensor that
+their fused kernels read themselves, as with torch's GradScaler. Where one of them does not know it, or a parameter is
+in none of them, the host waits for each step's value. With a GradScaler the gradients of such a step become NaN and the
+scaler skips it, since it refuses gradients that are all None.
 """
 
 from __future__ import annotations
@@ -13,50 +13,25 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch.optim import SGD, Optimizer
 
 from ddp_loop.accelerators import HostCopy, is_asynchronous
 from ddp_loop.data import MiniBatch
+from ddp_loop.training.gradients import Gradients
 
 OnNonFinite = Literal["raise", "skip", "allow"]
 ON_NONFINITE = ("raise", "skip", "allow")
-IN_A_ROW = 100  # so many skipped steps end the run: what comes after is NaN too
+IN_A_ROW = 100  # so many skipped steps end the run: what follows is NaN too
 _SHOWN = 8
-
-
-class ReducedGradients(Protocol):
-    """What is asked of a step's gradients after the fold, when they are the same on every rank."""
-
-    def are_finite(self) -> bool:
-        """Whether all gradients are; the host waits for the answer."""
-
-    def extremes(self) -> list[torch.Tensor]:
-        """Values that are all finite exactly if all gradients are, shape () each, of one dtype and device."""
-
-    def first_not_finite(self, *, written: bool) -> str | None:
-        """The name of the first parameter whose gradient is not finite; once it was written, of the first such one."""
-
-    def are_of(self, optimizers: list[Optimizer]) -> bool:
-        """Whether each parameter with a gradient is in one of these."""
-
-    def drop(self) -> None:
-        """Make all gradients None."""
-
-    def fill_with_nan(self, where: torch.Tensor | bool) -> None:
-        """Make all gradients NaN, if `where`."""
+TOLERATE = 'To tolerate it, pass on_nonfinite="skip" or on_nonfinite="allow".'
 
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteTensors:
-    """Tensors of the job that are not finite when a step is not.
-
-    Attributes:
-        before: those that surely were so before the step's data came in.
-        by_now: the others.
-    """
+    """Names of the job's tensors that are not finite: surely `before` the step's data, or only `by_now`."""
 
     before: list[str]
     by_now: list[str]
@@ -67,7 +42,7 @@ class _PendingCheck:
     """A step's losses, perhaps on their way to the host.
 
     Attributes:
-        values: whether the step is bad, the mini-batch's loss, then each shard's, then each one's share of it.
+        values: whether the step is bad, the mini-batch's loss, the shards' losses, then their shares.
         late: whether parameters may have been written since.
     """
 
@@ -78,14 +53,14 @@ class _PendingCheck:
 
 
 class NonFiniteGuard:
-    """Looks at each step's loss and gradients: at once, or when the next step's are looked at, so that nobody waits.
+    """Judges steps whose loss or gradients are not finite: at once, or late with the next step without waiting.
 
     Args:
-        rule: "raise", "skip", or "allow" to look at nothing.
-        indices: which samples of the data are number `start` .. `start + count - 1` of an epoch.
-        state: the job's; its optimizers are told of a step to skip.
-        blame: says what in the job's state is not finite, when a step is not, given whether its update has been made; a
-            collective where all ranks raise. By default nobody asks.
+        rule: "raise", "skip", or "allow".
+        indices: gives samples `start` .. `start + count - 1` of an epoch, as (epoch, start, count).
+        state: of the job; its optimizers skip steps.
+        blame: gives the tensors of the job's state that are not finite in a bad step, given whether its update was made
+            and its iteration; a collective where all ranks raise.
     """
 
     def __init__(
@@ -94,118 +69,113 @@ class NonFiniteGuard:
         indices: Callable[[int, int, int], torch.Tensor],
         state: Mapping[str, object] | None = None,
         *,
-        blame: Callable[[bool], NonFiniteTensors] | None = None,
+        blame: Callable[[bool, int], NonFiniteTensors] | None = None,
     ) -> None:
         values = list((state or {}).values())
-        self._allows, self.skips, self._indices = rule == "allow", rule == "skip", indices
+        self.allows, self.skips, self._indices = rule == "allow", rule == "skip", indices
         self._optimizers = [value for value in values if isinstance(value, Optimizer)]
-        self._scaled = any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in values)
-        self._gradients: ReducedGradients | None = None
-        self._bad: torch.Tensor | bool = False
-        self._late: _PendingCheck | None = None
+        self.is_scaled = any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in values)
+        self._gradients: Gradients | None = None
+        self.bad: torch.Tensor | bool = False
+        self.pending: _PendingCheck | None = None
         self._blame = blame
         self._skipped = self._in_a_row = self._last = 0
 
     @property
     def skipped(self) -> int:
-        """How many steps were left out; a GPU is waited for."""
+        """The number of skipped steps; waits for a GPU."""
         if self.skips:
             self.check_pending()
         return self._skipped
 
     def state_dict(self) -> dict[str, int]:
-        """How many steps were left out, and how many in a row up to which; a GPU is waited for.
+        """The numbers of skipped steps, of those in a row, and the last one; waits for a GPU.
 
         Raises:
-            FloatingPointError: the last step's values are not finite: no checkpoint is to be of it.
+            FloatingPointError: the last step is not finite, so no checkpoint of it must be written.
         """
         self.check_pending()
         return {"skipped": self._skipped, "in_a_row": self._in_a_row, "last": self._last}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on counting."""
+        """Continue to count."""
         self._skipped, self._in_a_row, self._last = state["skipped"], state["in_a_row"], state["last"]
 
     # -- the fold ------------------------------------------------------------------------------------------
 
-    def check(self, loss: torch.Tensor, gradients: ReducedGradients) -> torch.Tensor | bool:
-        """Whether a step's values are not finite and it must move nothing; its gradients are taken care of.
-
-        Every rank gives the same values, since they come out of the fold, so all say the same.
+    def check(self, loss: torch.Tensor, gradients: Gradients) -> torch.Tensor | bool:
+        """Treat a step that is not finite by the rule; the same on every rank, since the values are.
 
         Args:
-            loss: the mini-batch's, shape ().
+            loss: the mini-batch's, shape (). On a device that is not asynchronous, it or a gradient is not finite.
             gradients: the mini-batch's.
 
         Returns:
-            A tensor of shape () where the host does not know it.
+            Whether the step moves nothing; a tensor of shape () where only the device knows.
         """
-        if self._allows:
-            return False
         self._gradients = gradients
         if not is_asynchronous(loss):
-            self._bad = not math.isfinite(loss.item()) or not (self._scaled or gradients.are_finite())
+            self.bad = True
         else:
-            looked_at = [loss] if self._scaled else [loss, *(one.to(loss) for one in gradients.extremes())]
-            self._bad = ~torch.stack(looked_at).isfinite().all()
+            looked_at = [loss] if self.is_scaled else [loss, *(one.to(loss) for one in gradients.extremes())]
+            self.bad = ~torch.stack(looked_at).isfinite().all()
         if self.skips:
             self._skip(gradients)
-            return self._bad
-        return self._bad is True
+            return self.bad
+        return self.bad is True
 
-    def _skip(self, gradients: ReducedGradients) -> None:
-        if self._scaled:
-            if self._bad is not False:
-                gradients.fill_with_nan(self._bad)
+    def _skip(self, gradients: Gradients) -> None:
+        if self.is_scaled:
+            if self.bad is not False:
+                gradients.fill_with_nan(self.bad)
             return
-        if isinstance(self._bad, torch.Tensor):
+        if isinstance(self.bad, torch.Tensor):
             if _know_found_inf(self._optimizers) and gradients.are_of(self._optimizers):
-                found = self._bad.float()
+                found = self.bad.float()
                 for optimizer in self._optimizers:
                     optimizer.found_inf = found  # type: ignore[attr-defined]  # of torch's protocol with GradScaler
                 return
-            self._bad = bool(self._bad)
+            self.bad = bool(self.bad)
         self.release()
-        if self._bad:
+        if self.bad:
             gradients.drop()
 
     def release(self) -> None:
-        """Tell the optimizers nothing any more."""
+        """Take `found_inf` from the optimizers."""
         for optimizer in self._optimizers:
             optimizer.__dict__.pop("found_inf", None)
 
-    # -- what is said --------------------------------------------------------------------------------------
+    # -- errors --------------------------------------------------------------------------------------------
 
     def raise_or_count(
         self, iteration: int, mini_batch: MiniBatch, loss: torch.Tensor, losses: torch.Tensor, share: torch.Tensor
     ) -> None:
-        """Raise FloatingPointError if the step that was judged is not finite; or count it, if such ones are skipped.
+        """Raise if the judged step is not finite, or count it as skipped.
 
         Args:
-            iteration: of the step.
-            mini_batch: its samples.
+            iteration, mini_batch: of the step.
             loss: the mini-batch's, shape ().
             losses, share: the shards' and their part of it, shape (S,) each.
 
         Raises:
-            FloatingPointError: too many steps were skipped, one after the other; or none may be.
+            FloatingPointError: too many steps in a row were skipped, or none may be.
         """
         self.check_pending()
-        bad = self._bad
+        bad, self.bad = self.bad, False
         if bad is False:
             return
         values = HostCopy(torch.cat([torch.as_tensor(bad).to(loss).reshape(1), loss.reshape(1), losses, share]))
         look = _PendingCheck(iteration, mini_batch, values, late=isinstance(bad, torch.Tensor))
         if look.late:
-            self._late = look
+            self.pending = look
         else:
             self._say(look)
 
     def check_pending(self) -> None:
-        """Look at what a GPU was still to say."""
-        late, self._late = self._late, None
-        if late is not None and late.values.wait()[0].item():
-            self._say(late)
+        """Check the last step's values, which a GPU had yet to give."""
+        pending, self.pending = self.pending, None
+        if pending is not None and pending.values.wait()[0].item():
+            self._say(pending)
 
     def _say(self, look: _PendingCheck) -> None:
         if not self.skips:
@@ -216,13 +186,13 @@ class NonFiniteGuard:
         self._last, self._skipped = look.iteration, self._skipped + 1
         if self._in_a_row >= IN_A_ROW:
             raise FloatingPointError(
-                f'with on_nonfinite="skip" steps are left out, but not {IN_A_ROW} in a row; step {look.iteration} is '
-                f"the last of as many: {self._message(look)}"
+                f'on_nonfinite="skip" skips steps, but not {IN_A_ROW} in a row. Step {look.iteration} is the last of '
+                f"as many. {self._message(look)}"
             )
 
     def _message(self, look: _PendingCheck) -> str:
         _, value, *rest = look.values.wait().tolist()
-        blamed = NonFiniteTensors([], []) if self._blame is None else self._blame(look.late)
+        blamed = NonFiniteTensors([], []) if self._blame is None else self._blame(look.late, look.iteration)
         if blamed.before:
             return _state_message(look, value, blamed.before)
         if math.isfinite(value):
@@ -232,30 +202,24 @@ class NonFiniteGuard:
         culprits = [number for number in full if not math.isfinite(rest[number])]
         told = culprits[:1] if len(culprits) < len(full) or len(full) == 1 else []  # else it is the whole's
         state = blamed.by_now if len(culprits) == len(full) else []  # by which other shards' losses would be bad too
+        said = f"{listed_are(state)} not finite by now, and perhaps before. " if state else ""
         return (
-            f"a mini-batch's loss must be a finite number; that of step {look.iteration} is {value}"
+            f"A mini-batch's loss must be a finite number. The loss of step {look.iteration} is {value}"
             + "".join(self._shard_message(look.mini_batch, number) for number in told)
-            + (
-                f"; not finite by now, and perhaps before, {'is' if len(state) == 1 else 'are'} {listed(state)}"
-                if state
-                else ""
-            )
-            + ": look for NaN among these data and their labels, and at the learning rate; a loop that can bear it is "
-            'given on_nonfinite="skip" or on_nonfinite="allow"'
+            + f". {said}Look for NaN in these data and their labels, and at the learning rate. {TOLERATE}"
         )
 
     def _gradient_message(self, look: _PendingCheck, loss: float) -> str:
         name = None if self._gradients is None else self._gradients.first_not_finite(written=look.late)
         if look.late:
             found = f" ({name} is the first parameter that is not finite since)" if name else ""
-            said = f"in step {look.iteration} one is not{found}"
+            said = f"In step {look.iteration} one is not{found}"
         else:
-            said = f"in step {look.iteration} that of {name or 'a parameter'} is not"
+            said = f"In step {look.iteration} the gradient of {name or 'a parameter'} is not"
         return (
-            f"a mini-batch's gradients must be finite numbers; {said}, though the loss is, {loss:g}: look for what has "
-            "no slope there (the root of 0, a norm of zeros, 0 / 0 behind a torch.where), and at the learning rate; a "
-            "GradScaler goes into Loop's state, and skips such steps itself; a loop that can bear it is given "
-            'on_nonfinite="skip" or on_nonfinite="allow"'
+            f"A mini-batch's gradients must be finite numbers. {said}, though the loss is, {loss:g}. Look for an "
+            "operation without a slope there (the root of 0, a norm of zeros, 0 / 0 behind a torch.where), and at the "
+            f"learning rate. A GradScaler in Loop's state skips such steps itself. {TOLERATE}"
         )
 
     def _shard_message(self, mini_batch: MiniBatch, number: int) -> str:
@@ -271,22 +235,25 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
+def listed_are(names: Sequence[str]) -> str:
+    """Names in a sentence, with "is" or "are"."""
+    return f"{listed(names)} {'is' if len(names) == 1 else 'are'}"
+
+
 def _state_message(look: _PendingCheck, value: float, names: list[str]) -> str:
-    """What is said where the state was bad already: no sample is to blame."""
+    """The error where the state was bad before: no sample is to blame."""
     if math.isfinite(value):
-        rule = f"a mini-batch's gradients must be finite numbers; in step {look.iteration} one is not"
+        rule = f"A mini-batch's gradients must be finite numbers. In step {look.iteration} one is not"
     else:
-        rule = f"a mini-batch's loss must be a finite number; that of step {look.iteration} is {value}"
-    verb = "was" if len(names) == 1 else "were"
+        rule = f"A mini-batch's loss must be a finite number. The loss of step {look.iteration} is {value}"
     return (
-        f"{rule}: {listed(names)} {verb} not finite before the step's data came in: look at what wrote it (the "
-        "update before, the learning rate, what was loaded); a loop that can bear it is given "
-        'on_nonfinite="skip" or on_nonfinite="allow"'
+        f"{rule}: {listed(names)} {'was' if len(names) == 1 else 'were'} not finite before the step's data came in. "
+        f"Look at what wrote it (the update before, the learning rate, a checkpoint). {TOLERATE}"
     )
 
 
 def _know_found_inf(optimizers: list[Optimizer]) -> bool:
-    """Whether there are optimizers, and the next step of each looks at its `found_inf`."""
+    """Whether there are optimizers, and the next step of each reads its `found_inf`."""
     return bool(optimizers) and all(map(_knows_found_inf, optimizers))
 
 
@@ -297,7 +264,7 @@ def _knows_found_inf(optimizer: Optimizer) -> bool:
         return False
     if "grad_scaler" in inspect.signature(optimizer.step).parameters:
         return False  # the protocol before this one
-    # A first step that is skipped would leave torch's fused SGD a momentum that nobody ever wrote.
+    # A skipped first step would leave torch's fused SGD an unwritten momentum.
     return not isinstance(optimizer, SGD) or all(
         not group["momentum"] or parameter.grad is None or "momentum_buffer" in optimizer.state.get(parameter, {})
         for group in optimizer.param_groups

@@ -1,12 +1,12 @@
 """What travels beside the gradients in a step's sum: the control word and a row of slots for each shard.
 
-Whatever ranks must decide together is decided on the sums alone, at the same step on all of them.
+Ranks decide together on the sums alone, in the same step.
 
-[Note: Slots] Every shard has a row of its own, zeros from every rank but its own, so that the sum over ranks
-only brings the rows together (adding zeros is exact), and each rank merges them in shard order. A row is
-`weight, loss, metrics | batch-norm statistics | other buffers`. What the columns are, a rank sees only from
-its own shards; a rank without samples sees nothing. So the ranks exchange what they saw once, at the
-first fold, and again only when a rank says, in the sum itself, that it saw something new.
+[Note: Slots] Every shard has a row of its own, which adds nothing on every rank but its own. So the sum over ranks
+brings the rows together exactly, and each rank merges them in shard order. A row is `weight, loss, metrics |
+batch-norm statistics | other buffers`. A rank knows the columns only from its own shards, and without samples it knows
+none. So the ranks exchange what they have at the first fold, and again only when the sum itself says that a rank has
+something new.
 """
 
 from __future__ import annotations
@@ -14,25 +14,32 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from numbers import Real
+from operator import le
 
 import torch
 
+from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.batch_norm import BatchStatistics
 from ddp_loop.data import MiniBatch, Shard
 from ddp_loop.training.gradients import Gradients
-from ddp_loop.training.validation import Weight
+from ddp_loop.training.validation import TAKEN_NAMES, Sum, Value, Weight, taken_names
 
 PROBLEM, _NEW, _ENDS, _STOP, _SAVE, _PLACE, _SQUARE, LENGTH = range(8)
+GATHER_EVERYWHERE = (
+    "Every rank must call step.gather, or none. Some ranks fold without it. Call it also where a rank has no shard."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ControlRequest:
-    """What a rank asks of all.
+    """What a rank asks of all in a fold.
 
     Attributes:
         stop: to end the loop after this step.
         save: to write a checkpoint after it.
-        problem: what it found wrong; then it raises that, and the others raise PeerFailed.
+        problem: an error to raise; the other ranks raise PeerFailed.
     """
 
     stop: bool = False
@@ -40,40 +47,36 @@ class ControlRequest:
     problem: Exception | None = None
 
 
-NOTHING = ControlRequest()
-
-
-def no_requests() -> ControlRequest:
-    """Nothing is asked."""
-    return NOTHING
-
-
-def place_of(mini_batch: MiniBatch) -> int:
-    """A small number that tells one mini-batch from the next; in float32 its square adds up exactly on 256 ranks."""
-    said = mini_batch.epoch, mini_batch.position, mini_batch.samples, mini_batch.digest
-    return zlib.crc32(b"%d %d %d %d" % said) & 0xFF
+NO_REQUEST = ControlRequest()
 
 
 def control_word(mini_batch: MiniBatch, *, problem: bool, new: bool, asked: ControlRequest) -> tuple[int, ...]:
-    """What this rank adds.
+    """This rank's part of the control word.
 
     Args:
-        mini_batch: that it is at.
-        problem: whether it found something wrong.
-        new: whether it saw something that the layout has no room for.
-        asked: what else it asks for.
+        mini_batch: of this step; 8 bits of its checksum tell one from the next, and 256 squares add up in float32.
+        problem: whether the rank has one.
+        new: whether the rank has something that the layout has no room for.
+        asked: its requests.
     """
-    place = place_of(mini_batch)
+    said = mini_batch.epoch, mini_batch.position, mini_batch.samples, mini_batch.digest
+    place = zlib.crc32(b"%d %d %d %d" % said) & 0xFF
     return problem, new, mini_batch.ends_stream, asked.stop, asked.save, place, place * place
+
+
+@lru_cache(maxsize=1024)  # most words are one of 256
+def word_tensor(word: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The word as a tensor, which must not be written."""
+    return torch.tensor(word, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class ControlDecision:
-    """What the words of all ranks add up to.
+    """The sum of all ranks' control words.
 
     Attributes:
-        problem, new, stop, save: whether some rank says so.
-        ends: how many say that a stream ends.
+        problem, new, stop, save: whether any rank says so.
+        ends: the number of ranks whose stream ends.
         parted: whether ranks are at different mini-batches: n sum(p^2) = sum(p)^2 exactly if all p are the same.
     """
 
@@ -84,29 +87,24 @@ class ControlDecision:
     save: bool
     parted: bool
 
-    @classmethod
-    def of(cls, sums: Sequence[float], ranks: int) -> ControlDecision:
-        """Of the first `LENGTH` sums."""
-        parted = ranks * sums[_SQUARE] != sums[_PLACE] ** 2
-        return cls(
-            sums[PROBLEM] > 0, sums[_NEW] > 0, int(sums[_ENDS]), sums[_STOP] > 0, sums[_SAVE] > 0, parted
-        )  # fmt: skip
 
-
-GATHER_EVERYWHERE = (
-    "step.gather is called on every rank or on none; some ranks fold without it: call it also where a rank has no shard"
-)
+def read_word(sums: Sequence[float], ranks: int) -> tuple[ControlDecision, list[bool]]:
+    """The decision that a sum of words is, and for each parameter whether a shard gave it a gradient."""
+    problem, new, ends, stop, save, place, square = sums[:LENGTH]
+    parted = ranks * square != place**2
+    decision = ControlDecision(problem > 0, new > 0, int(ends), stop > 0, save > 0, parted)
+    return decision, list(map(bool, sums[LENGTH:]))
 
 
 @dataclass(frozen=True)
 class PayloadLayout:
-    """The columns of a row, as one rank or all of them see it.
+    """The columns of a row, as one rank or all of them know them.
 
     Attributes:
-        metrics: names, sorted; None from a rank that had no shard and so no opinion.
+        metrics: names, sorted; None from a rank without a shard.
         sums: which of "loss" and the metrics add up; None likewise.
-        weighted: whether a shard came with a weight of the user's own.
-        calls: how often a shard called each batch-norm layer at most.
+        weighted: whether a shard came with a weight of its own.
+        calls: the most calls of each batch-norm layer in a shard.
         buffers: the other buffers that a shard changed.
         parameters: those that want a gradient.
     """
@@ -124,14 +122,14 @@ class PayloadLayout:
             seen.metrics in (None, self.metrics)
             and seen.sums in (None, self.sums)
             and seen.weighted <= self.weighted
-            and all(few <= many for few, many in zip(seen.calls, self.calls, strict=True))
+            and all(map(le, seen.calls, self.calls))
             and seen.buffers <= self.buffers
             and seen.parameters == self.parameters
         )
 
 
 def agreed(seen: Sequence[PayloadLayout], former: PayloadLayout | None) -> PayloadLayout:
-    """The layout that covers what every rank has seen, and the former one.
+    """The layout that covers what every rank has seen, and the former layout.
 
     Raises:
         ValueError: metric names, or the parameters that want a gradient, differ between ranks.
@@ -143,8 +141,8 @@ def agreed(seen: Sequence[PayloadLayout], former: PayloadLayout | None) -> Paylo
         if one.parameters != seen[0].parameters:
             differing = sorted(set(one.parameters) ^ set(seen[0].parameters)) or "their order"
             raise ValueError(
-                "the same parameters must want a gradient on every rank; ranks 0 and "
-                f"{rank} differ in {differing}: freeze, unfreeze and add parameters on all ranks alike"
+                "The same parameters must want a gradient on every rank. Ranks 0 and "
+                f"{rank} differ in {differing}. Freeze, unfreeze and add parameters on all ranks alike."
             )
     with_shards = [(rank, one) for rank, one in enumerate(seen) if one.metrics is not None]
     first, own = with_shards[0] if with_shards else (0, former or seen[0])
@@ -167,13 +165,13 @@ def agreed(seen: Sequence[PayloadLayout], former: PayloadLayout | None) -> Paylo
 def metrics_differ(where: str, names: tuple[str, ...], elsewhere: str, others: tuple[str, ...]) -> ValueError:
     """The error of two shards that come with different metrics."""
     return ValueError(
-        f"every shard must come with the same metrics; {where} has {list(names)}, {elsewhere} has {list(others)}: "
-        "give step.backward the same keywords for each"
+        f"Every shard must come with the same metrics. {where} has {list(names)}, {elsewhere} has {list(others)}. "
+        "Give step.backward the same keywords for each shard."
     )
 
 
 def sums_differ(where: str, names: frozenset[str], elsewhere: str, others: frozenset[str]) -> ValueError:
-    """The error of two shards of which one averages what the other one adds up."""
+    """The error of two shards where one averages what the other adds up."""
     return ValueError(
         f"Every shard must come with the same reductions. {where} adds up {sorted(names)}, {elsewhere} "
         f"{sorted(others)}, and the rest is averaged. Give step.backward the same reduction=, and the same metrics as "
@@ -181,13 +179,14 @@ def sums_differ(where: str, names: frozenset[str], elsewhere: str, others: froze
     )
 
 
-def columns_of(
-    records: Iterable[ShardRecord],
-) -> tuple[tuple[str, ...] | None, frozenset[str] | None, Exception | None]:
-    """The metrics of a rank's shards, which of the columns are sums, and what is wrong where shards differ in them."""
+def layout_of(
+    records: Iterable[ShardRecord], layers: int, parameters: tuple[str, ...]
+) -> tuple[PayloadLayout, Exception | None]:
+    """The layout that a rank's shards need under so many batch-norm `layers`, and the error where they differ."""
     metrics: tuple[str, ...] | None = None
     sums: frozenset[str] | None = None
     problem: Exception | None = None
+    weighted, buffers, calls = False, frozenset[str](), (0,) * layers
     for record in records:
         names, number = tuple(sorted(record.metrics)), record.shard.number
         if metrics is not None and metrics != names and problem is None:
@@ -195,7 +194,9 @@ def columns_of(
         if sums is not None and sums != record.sums and problem is None:
             problem = sums_differ("an earlier shard", sums, f"shard {number}", record.sums)
         metrics, sums = names, record.sums
-    return metrics, sums, problem
+        weighted, buffers = weighted or record.weight is not None, buffers.union(record.taken)
+        calls = tuple(map(max, calls, map(len, record.captures)))
+    return PayloadLayout(metrics, sums, weighted, calls, buffers, parameters), problem
 
 
 def shares(weights: torch.Tensor) -> torch.Tensor:
@@ -206,148 +207,155 @@ def shares(weights: torch.Tensor) -> torch.Tensor:
 
 def total_of(values: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """The sum over the rows of `values`, (S, K) to (K,), without those of share 0."""
-    return torch.where(share.unsqueeze(1) > 0, values, torch.zeros_like(values)).sum(0)
+    return torch.where(share.unsqueeze(1) == 0, torch.zeros_like(values), values).sum(0)
 
 
-def weighted_mean(values: torch.Tensor, share: torch.Tensor, *, guarded: bool) -> torch.Tensor:
+def weighted_mean(values: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """sum_s share_s values_s over the rows of `values`, (S, K) to (K,).
 
-    No matrix product: its order of summation may depend on where the rows lie in memory. `guarded`: a share of
-    0 adds exactly 0, also where its value is nan (of a shard whose tokens are all masked); else all rows of
-    share 0 must be zeros.
+    No matrix product: its order of summation may depend on where the rows lie in memory. A share of 0 adds exactly 0,
+    also where its value is nan, as that of a shard whose tokens are all masked.
     """
     column = share.unsqueeze(1)
     products = values * column
-    if guarded:
-        products = torch.where(column == 0, torch.zeros_like(products), products)
-    return products.sum(0)
+    return torch.where(column == 0, torch.zeros_like(products), products).sum(0)
+
+
+def share_of(size: Weight, samples: int, *, alone: bool) -> Weight:
+    """What a shard's loss is multiplied by: w_s / R of a mean, 1 of a sum and of an only shard; 0 where w_s is 0."""
+    if not isinstance(size, torch.Tensor):
+        return 0.0 if size == 0 else 1.0 if alone else size / samples
+    factor = torch.ones_like(size) if alone else size / samples  # in the weight's float64
+    return torch.where(size > 0, factor, 0.0)
+
+
+def as_metric(name: str, value: Value, samples: int, device: torch.device) -> torch.Tensor:
+    """A shard's metric as a new float64 tensor, shape (): the mean over its samples, or their sum.
+
+    Args:
+        name: of the metric.
+        value: one value for the shard, or one per sample, shape (n,).
+        samples: n, of the shard.
+        device: of the loss.
+
+    Raises:
+        ValueError: another shape.
+    """
+    number = value.value if isinstance(value, Sum) else value
+    if not isinstance(number, torch.Tensor):
+        if not isinstance(number, Real):
+            raise ValueError(f"A metric must be a number or a tensor. {name} is {number!r}.")
+        return torch.full((), float(number), dtype=torch.float64, device=device)
+    number = number.detach()
+    if number.dim() and number.shape != (samples,):
+        what = "sum" if isinstance(value, Sum) else "mean"
+        raise ValueError(
+            f"A metric must be one value, the shard's {what}, or one per sample, shape ({samples},). "
+            f"{name} has shape {tuple(number.shape)}. Take its {what}."
+        )
+    reduced = number.sum(dtype=torch.float64) if isinstance(value, Sum) else number.mean(dtype=torch.float64)
+    # The script may reuse its own tensor for the next shard.
+    return reduced.clone() if number.dim() == 0 else reduced.to(device)
 
 
 @dataclass(slots=True)
 class ShardRecord:
-    """What one shard leaves behind for the fold, beside its gradients."""
+    """What one shard leaves for the fold, beside its gradients."""
 
     shard: Shard
     captures: list[list[BatchStatistics]]
     losses: list[torch.Tensor] = field(default_factory=list)
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-    sums: frozenset[str] = frozenset()  # which of "loss" and the metrics add up instead of being averaged
+    sums: frozenset[str] = frozenset()  # which of "loss" and the metrics add up
     weight: Weight | None = None
-    taken: dict[str, torch.Tensor] = field(default_factory=dict)
-    done: bool = False  # its last backward was made
-    failed: bool = False  # a backward raised, and may have left parts of its gradients
+    taken: dict[str, torch.Tensor] = field(default_factory=dict)  # the buffers that it changed
+    done: bool = False  # had its last backward
+    failed: bool = False  # a backward raised, perhaps with parts of its gradients made
+    held: bool = False  # its outputs wait for a loss of the whole mini-batch
+
+    def add(self, value: torch.Tensor, weight: Weight | None, reduction: str, metrics: dict[str, Value]) -> Weight:
+        """Record a loss and its metrics; returns the shard's weight.
+
+        Args:
+            value: of the loss, shape (), a tensor of this record's own.
+            weight, reduction, metrics: as given to `Step.backward`.
+
+        Raises:
+            ValueError: a reserved metric name, or another weight or reduction than the shard's first loss had.
+        """
+        if not TAKEN_NAMES.isdisjoint(metrics):
+            raise taken_names(metrics)
+        if self.losses and not _is_same(weight, self.weight):
+            raise ValueError(
+                f"All losses of a shard must have the same weight. Got {weight} after {self.weight}. Multiply the loss "
+                "itself by a factor."
+            )
+        sums, samples = self.sums, self.shard.samples
+        for name, metric in metrics.items():
+            if isinstance(metric, Sum):
+                sums = sums | {name}
+            elif name in sums:
+                sums = sums - {name}
+        if self.losses and ("loss" in self.sums) != (reduction == "sum"):
+            raise ValueError(
+                f"All losses of a shard must have the same reduction. Got {reduction!r} after another one. Divide the "
+                "sum by what it is over, or multiply the mean by it."
+            )
+        for name, metric in metrics.items():
+            self.metrics[name] = as_metric(name, metric, samples, value.device)
+        self.losses.append(value)
+        self.weight, self.sums = weight, sums | {"loss"} if reduction == "sum" else sums
+        return samples if weight is None else weight
 
 
-@dataclass(frozen=True, slots=True)
-class Folded:
-    """The whole mini-batch's values, still on the device.
-
-    Attributes:
-        metrics: their names.
-        values: loss and metrics, (1 + metrics,): weighted means, or sums where the shards gave such.
-        weight: the sum of the shards' weights, (); None where these are their samples.
-        losses: of each shard, (S,).
-        share: each shard's part of the means, (S,).
-        bad: whether the step is not finite and moves nothing; a tensor of shape () where the host does not know it.
-    """
-
-    metrics: tuple[str, ...]
-    values: torch.Tensor
-    weight: torch.Tensor | None
-    losses: torch.Tensor
-    share: torch.Tensor
-    bad: torch.Tensor | bool
+def _is_same(one: Weight | None, other: Weight | None) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return is_asynchronous(one) or bool(one == other)  # reading a GPU's value would hold up the host
+    return type(one) is type(other) and one == other
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave, of the whole mini-batch and the same on every rank; still on the device.
+    """The result of a step: values of the whole mini-batch, the same on every rank, still on the device.
 
     Attributes:
-        epoch, iteration: counted from 1; the iteration goes on from epoch to epoch.
+        epoch, iteration: counted from 1; the iteration counts on from epoch to epoch.
         samples: R, of the mini-batch.
+        names: of the metrics.
+        values: loss and metrics, (1 + metrics,): weighted means, or sums where the shards gave sums.
+        total: the sum of the shards' weights, shape (); None where these are their samples.
+        losses: of each shard, (S,).
+        shares: each shard's part of the means, (S,).
+        is_bad: whether the step is not finite and moves nothing; a tensor of shape () where only the device knows.
     """
 
     epoch: int
     iteration: int
     samples: int
-    _folded: Folded
+    names: tuple[str, ...]
+    values: torch.Tensor
+    total: torch.Tensor | None
+    losses: torch.Tensor
+    shares: torch.Tensor
+    is_bad: torch.Tensor | bool
     _gradients: Gradients
 
     @property
     def loss(self) -> torch.Tensor:
         """The weighted mean of the shards' losses, with `reduction="sum"` their sum; shape ()."""
-        return self._folded.values[0]
+        return self.values[0]
 
     @property
     def weight(self) -> torch.Tensor:
         """What the means are over, sum_s(w_s): by default the samples; shape ()."""
-        weight = self._folded.weight
-        return self._folded.values.new_tensor(self.samples) if weight is None else weight
+        return self.values.new_tensor(self.samples) if self.total is None else self.total
 
     @property
     def metrics(self) -> dict[str, torch.Tensor]:
-        """Likewise each metric, by name, a `Sum` added up; shape () each."""
-        return dict(zip(self._folded.metrics, self._folded.values[1:].unbind(), strict=True))
+        """The weighted mean of each metric by name, a `Sum` added up; shape () each."""
+        return dict(zip(self.names, self.values[1:].unbind(), strict=True))
 
     @property
     def gradient_norm(self) -> torch.Tensor:
-        """The Euclidean norm of the gradients as they are when it is asked for; shape ()."""
+        """The Euclidean norm of the gradients at this moment; shape ()."""
         return self._gradients.norm()
-
-
-class ValueSlots:
-    """Packs what a shard's backward was given, and merges the rows of all shards.
-
-    Args:
-        device: of the step's sums.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._shares: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
-        self._summed: dict[PayloadLayout, torch.Tensor] = {}
-
-    @staticmethod
-    def width(layout: PayloadLayout) -> int:
-        """Columns: weight, loss, metrics."""
-        return 2 + len(layout.metrics or ())
-
-    @staticmethod
-    def pack(record: ShardRecord, layout: PayloadLayout, row: torch.Tensor) -> None:
-        """Write a shard's values into its row, (width,)."""
-        if layout.weighted:
-            row[0] = record.shard.samples if record.weight is None else record.weight
-        loss = record.losses[0] if len(record.losses) == 1 else _total(record.losses)
-        values = [loss, *(record.metrics[name] for name in layout.metrics or ())]
-        torch.stack([one.to(row.dtype) for one in values], out=row[1:])
-
-    def share(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Each shard's part of the samples, (S,), kept for the two sizes that an epoch's mini-batches have."""
-        if (sizes, dtype) not in self._shares:
-            self._shares[sizes, dtype] = shares(torch.tensor(sizes, dtype=dtype)).to(self._device)
-        return self._shares[sizes, dtype]
-
-    def merge(self, rows: torch.Tensor, layout: PayloadLayout, share: torch.Tensor) -> torch.Tensor:
-        """Loss and metrics of the mini-batch, (1 + metrics,): weighted means, or sums of what adds up.
-
-        Args:
-            rows: (S, width).
-            layout: of them.
-            share: each shard's part of the means, (S,).
-        """
-        values = rows[:, 1:]
-        means = weighted_mean(values, share, guarded=layout.weighted)
-        if not layout.sums:
-            return means
-        if layout not in self._summed:
-            names = ("loss", *(layout.metrics or ()))
-            adds_up = torch.tensor([name in (layout.sums or ()) for name in names])
-            self._summed = {layout: adds_up.to(self._device)}
-        # A shard of weight 0 has no say in the loss, but what it counted is counted.
-        totals = torch.cat([total_of(values[:, :1], share), values[:, 1:].sum(0)])
-        return torch.where(self._summed[layout], totals, means)
-
-
-def _total(losses: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([loss.to(torch.promote_types(loss.dtype, torch.float32)) for loss in losses]).sum()

@@ -1,9 +1,10 @@
-"""What a loop leaves behind while it is gone through: rows, a trace, checkpoints; and the requests that come back."""
+"""What a loop records: rows, a trace, checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,12 +14,11 @@ from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.checkpoint import Checkpointer
 from ddp_loop.data import Batches, LoopPosition, MiniBatch
 from ddp_loop.distributed import World
-from ddp_loop.reporting import NORM, RATE, OnRow, Receivers, Reporter, all_of
+from ddp_loop.reporting import NORM, RATE, Receivers, Reporter, all_of
 from ddp_loop.tracing import TRACE as FOLDER
 from ddp_loop.tracing import Tracer, TraceRequest
 from ddp_loop.training.fold import Fold
-from ddp_loop.training.payload import NOTHING, ControlDecision, ControlRequest, Folded
-from ddp_loop.training.state_check import NonFiniteStateCheck
+from ddp_loop.training.payload import StepResult
 
 
 def open_trace(
@@ -30,14 +30,14 @@ def open_trace(
     trace: bool,
     ordered: bool,
 ) -> Tracer | None:
-    """The trace that is asked for, by the user or by whoever watches this process; None without one.
+    """The trace that the user or a trace request asks for; None without one.
 
     Raises:
         ValueError: there is no folder for it.
         OSError: it cannot be written.
     """
     if trace and run is None:
-        raise ValueError("a trace is left in the run folder; got trace=True without one: give run_dir=")
+        raise ValueError("A trace is written into the run folder. Got trace=True without one. Pass run_dir=.")
     if watch is not None:
         watch.loops += 1
         folder = watch.folder / f"loop-{watch.loops:03}"
@@ -48,123 +48,119 @@ def open_trace(
     return Tracer(folder, batches, state, ordered=ordered, values=watch is not None)
 
 
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """Where rows go: receivers, the terminal, the page."""
+
+    receivers: Receivers
+    progress: bool
+    monitor: bool
+
+
 class RunRecorder:
-    """Keeps what a loop leaves behind, and says what is asked of it.
+    """Writes a loop's rows, trace and checkpoints.
 
     Args:
         world: from `join_world`.
         where: the loop's position.
         checkpointer: of the run folder; None without one.
         state: of the job.
-        state_check: looks for NaN in it.
 
     Attributes:
         tracer: of the trace; None without one.
-        stopped: why the loop was asked to stop, and did.
-        asks_stop: whether this rank's script asks for a stop.
-        holds: whether the script may do something between two epochs, which a stop can leave undone.
+        stopped: why the loop stopped on request.
+        holds: whether the script may do something between two epochs, which a stop can cut off.
+        keeps: whether there is a run folder.
+        has_rows: whether rows are made.
     """
 
     def __init__(
-        self,
-        world: World,
-        where: LoopPosition,
-        checkpointer: Checkpointer | None,
-        state: Mapping[str, object],
-        state_check: NonFiniteStateCheck,
+        self, world: World, where: LoopPosition, checkpointer: Checkpointer | None, state: Mapping[str, object]
     ) -> None:
-        self._world, self._where, self.checkpointer, self._state_check = world, where, checkpointer, state_check
+        self._world, self._where, self.checkpointer = world, where, checkpointer
         self._report = Reporter(world, where, checkpointer)
         self._optimizer = next((one for one in state.values() if isinstance(one, Optimizer)), None)
         self.tracer: Tracer | None = None
         self.stopped: str | None = None
-        self.asks_stop, self.holds = False, True
+        self.holds, self.keeps, self.has_rows = True, checkpointer is not None, False
         self._saved = self._held = -1  # the iteration of the last checkpoint, and of the copy that could become one
 
     def open(self, facts: Mapping[str, object], resume: bool | None) -> dict[str, int] | None:
-        """Take the run folder, and put the newest checkpoint's state back. Every rank must call this.
+        """Take the run folder, and restore the newest checkpoint's state. Every rank must call this.
 
         Returns:
-            Where the loop goes on; None if it begins.
+            The position to resume from; None for a new run.
         """
         there = None if self.checkpointer is None else self.checkpointer.open(facts, resume, self._where.extent)
         if there is not None:
             self._saved = there["iteration"]
         return there
 
-    def open_rows(self, receivers: Receivers, *, progress: bool, monitor: bool) -> None:
-        """Begin to take rows, behind those that are there, and to show them. Every rank must call this.
+    def open_rows(self, reporting: Reporting) -> None:
+        """Start to take and show rows, appended to those already in the file. Every rank must call this.
 
         Raises:
             ImportError, OSError, TypeError, ValueError: on rank 0, where a file cannot be written, a receiver not be
                 called, or no page be shown.
             PeerFailed: then on the others.
         """
-        if progress and self.checkpointer is not None and self._where.iteration:
-            what = "nothing is left to do" if self._where.has_no_step_left else "goes on"
+        if reporting.progress and self.checkpointer is not None and self._where.iteration:
+            what = "nothing is left to do" if self._where.has_no_step_left else "resumes"
             self._world.print(f"{self.checkpointer.folder}: {what} after step {self._where.iteration}")
-        self._report.open(
-            self._world.on_rank_zero(lambda: self._begin_rows(all_of(receivers), progress=progress, monitor=monitor))
-        )
+        key = self._world.on_rank_zero(lambda: self._begin_rows(reporting))
+        self._report.open(key)
+        self.has_rows = key is not None
 
-    def _begin_rows(self, receivers: list[OnRow], *, progress: bool, monitor: bool) -> str | None:
+    def _begin_rows(self, reporting: Reporting) -> str | None:
         """On rank 0."""
-        if monitor:
+        receivers = all_of(reporting.receivers)
+        if reporting.monitor:
             if self.checkpointer is None:
-                raise ValueError("a page shows a run folder; got monitor=True without one: give run_dir=")
+                raise ValueError("A page shows a run folder. Got monitor=True without one. Pass run_dir=.")
             from ddp_loop.monitor import start_page  # 20 ms that others need not spend
 
             start_page(self.checkpointer.folder, self._world.print)
-        return self._report.begin(receivers, progress=progress)
+        return self._report.begin(receivers, progress=reporting.progress)
 
     # -- a step --------------------------------------------------------------------------------------------
 
     def install_stop_handlers(self) -> None:
-        """From now on signals and the run folder can ask for a stop."""
+        """Let signals and the run folder ask for a stop from now on."""
         asked = (lambda: None) if self.checkpointer is None else self.checkpointer.asked_to_stop
         self._world.install_stop_handlers(asked, self._stop_here)
 
-    def requests(self) -> ControlRequest:
-        """What this rank asks of all in a fold."""
-        stop, problem = self.asks_stop or self._world.stop_asked is not None, self._state_check.problem()
+    def save_requests(self) -> tuple[bool, Exception | None]:
+        """Whether a checkpoint is due by the clock, and what went wrong in an earlier save."""
         if self.checkpointer is None:
-            return ControlRequest(stop, problem=problem) if stop or problem is not None else NOTHING
-        due, problem = self.checkpointer.is_due, problem or self.checkpointer.problem()
-        return ControlRequest(stop, due, problem) if stop or due or problem is not None else NOTHING
+            return False, None
+        return self.checkpointer.is_due, self.checkpointer.problem()
 
     def flush_ready(self) -> None:
         """Hand on the rows that have arrived, while the ranks wait for each other."""
         rows = self._report.rows
         if rows is not None and rows.is_due:
-            with self._as_rows():
+            with self._world.in_stage("rows"):
                 rows.flush_ready()
 
-    @contextmanager
-    def _as_rows(self) -> Iterator[None]:
-        """In the stage "rows", which stays the one where something goes wrong."""
-        stage, self._world.stage = self._world.stage, "rows"
-        yield
-        self._world.stage = stage
-
-    def add_row(self, mini_batch: MiniBatch, folded: Folded, fold: Fold, *, skips: bool) -> None:
-        """A step was folded."""
+    def add_row(self, mini_batch: MiniBatch, result: StepResult, fold: Fold, *, skips: bool) -> None:
+        """Make the row of a step that was folded."""
         if self._report.record_wait(fold.waited_s):
-            with self._as_rows():
-                self._report.add(mini_batch, *self._values_of(folded, fold, skips=skips))
+            with self._world.in_stage("rows"):
+                self._report.add(mini_batch, *self._values_of(result, fold, skips=skips))
 
     def _values_of(
-        self, folded: Folded, fold: Fold, *, skips: bool
+        self, result: StepResult, fold: Fold, *, skips: bool
     ) -> tuple[tuple[str, ...], torch.Tensor, dict[str, float]]:
-        """A row's names and values on the device, and what else the host knows."""
-        names, values = ("loss", *folded.metrics), folded.values
-        if folded.weight is not None:
-            names, values = ("weight", *names), torch.cat([folded.weight.reshape(1), values])
+        """A row's names and values on the device, and those that the host knows."""
+        names, values = ("loss", *result.names), result.values
+        if result.total is not None:
+            names, values = ("weight", *names), torch.cat([result.total.reshape(1), values])
         beside = self._learning_rates()
         if (norm := fold.gradient_norm(self._where.iteration)) is not None:
             beside[NORM] = norm
         if skips:
-            beside["skipped"] = folded.bad
-        if self._world.accelerator.is_asynchronous:  # asking would hold the host up
+            beside["skipped"] = result.is_bad
+        if self._world.accelerator.is_asynchronous:  # reading them would hold up the host
             away = [name for name, one in beside.items() if isinstance(one, torch.Tensor) and is_asynchronous(one)]
             values = torch.cat([values, *(torch.as_tensor(beside.pop(name)).to(values).reshape(1) for name in away)])
             names = (*names, *away)
@@ -176,39 +172,36 @@ class RunRecorder:
         return {f"{RATE}_{n}" if n else RATE: group["lr"] for n, group in enumerate(groups) if "lr" in group}
 
     def end_trace(self, iteration: int) -> None:
-        """A step is over."""
+        """Write the trace of a step."""
         if self.tracer is not None:
             self.tracer.end(iteration)
 
-    def end_step(self, mini_batch: MiniBatch, decision: ControlDecision | None) -> None:
-        """A step is over: a checkpoint where one is due, the end where a stop was asked for. Every rank must call this.
+    def end_step(self, *, stops: bool, ends: bool, saves: bool, is_last_of_epoch: bool) -> None:
+        """Write a checkpoint where one is due, and stop where all ranks do. Every rank must call this.
 
         Args:
-            mini_batch: of the step.
-            decision: what all ranks said in its fold.
+            stops, saves: what all ranks decided in the step's fold.
+            ends: whether the loop ends with the step.
+            is_last_of_epoch: whether its epoch does.
         """
-        stop, due = decision is not None and decision.stop, decision is not None and decision.save
-        ends = self._where.ends_all(mini_batch)
+        where = self._where
         if self.checkpointer is not None:
-            is_last_of_epoch = self._where.is_last_of_epoch(mini_batch)
-            if (
-                stop
-                or due
-                or ends
-                or self.checkpointer.is_due_after(self._where.iteration, is_last_of_epoch=is_last_of_epoch)
-            ):
+            is_due = self.checkpointer.is_due_after(where.iteration, is_last_of_epoch=is_last_of_epoch)
+            if stops or ends or saves or is_due:
                 self._save()
             elif is_last_of_epoch and self.holds:
-                # A run that goes on does again what the script does before the next step.
-                self._world.stage, self._held = "save", self._where.iteration
-                self.checkpointer.hold(self._where.state_dict())
-            if stop or ends:
-                self.checkpointer.finish()
-        if stop:
+                # A resumed run repeats what the script does before the next step.
+                self._held = where.iteration
+                with self._world.in_stage("save"):
+                    self.checkpointer.hold(where.state_dict())
+            if stops or ends:
+                with self._world.in_stage("save"):
+                    self.checkpointer.finish()
+        if stops:
             self.stopped = self._world.stop_followed() or "loop.stop()"
 
     def save(self, score: float | None) -> None:
-        """Ask for a checkpoint: after the step at hand, else of the epoch's end. Every rank must call this."""
+        """Ask for a checkpoint after the current step, or of the epoch's end. Every rank must call this."""
         if self.checkpointer is None:
             return
         if self._held == self._where.iteration:
@@ -230,18 +223,18 @@ class RunRecorder:
         position = self._where.state_dict()
         if self.checkpointer is None or position["iteration"] == self._saved:
             return
-        self._world.stage = "save"
-        self._saved = position["iteration"]
-        self._flush_all()
-        self.checkpointer.save(position)
+        with self._world.in_stage("save"):
+            self._saved = position["iteration"]
+            self._flush_all()
+            self.checkpointer.save(position)
 
     def _flush_all(self) -> None:
         if self._report.rows is not None:
-            with self._as_rows():
+            with self._world.in_stage("rows"):
                 self._report.rows.flush_all()
 
     def _stop_here(self, why: str) -> None:
-        """Keep what was made: all ranks stop between two steps, or behind a fold. Every rank must call this."""
+        """Save, where all ranks stop between two steps or after a fold. Every rank must call this."""
         self.stopped = why
         if self.checkpointer is not None:
             if self._held == self._where.iteration:
@@ -253,16 +246,16 @@ class RunRecorder:
     # -- the end -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Hand the last rows on, close the files, give the signals back."""
+        """Hand on the last rows, close the files, restore the signal handlers."""
         self._world.restore_stop_handlers()
         tracer, self.tracer = self.tracer, None
-        with ExitStack() as ending:  # each also if the other raises
+        with ExitStack() as ending:  # each one even if the other raises
             if tracer is not None:
                 ending.callback(tracer.close)
             ending.callback(self._report.close, self._last_words())
 
     def end(self) -> None:
-        """Say how the run ended, and let others into its folder."""
+        """Write how the run ended, and release its folder."""
         if self.checkpointer is not None:
             status = "stopped" if self.stopped is not None else "done" if self._where.is_done else "left"
             made = self._where.state_dict()["iteration"]
@@ -270,7 +263,7 @@ class RunRecorder:
         self._report.end()
 
     def _last_words(self) -> str | None:
-        """What is said of a loop that was stopped."""
+        """The terminal's line about a loop that stopped on request."""
         if self.stopped is None:
             return None
         newest = "" if self.checkpointer is None else self.checkpointer.newest

@@ -1,15 +1,15 @@
-"""NaN in what a job keeps: a parameter, a buffer or an optimizer's state that became NaN is named. See [Note: Became].
+"""NaN in a job's parameters, buffers and optimizer states, named.
 
-[Note: Became] A parameter is bad where it is NaN or infinite, a buffer and what an optimizer keeps where they are NaN:
-infinity stands in masks and in the best score so far. What was so in an element when the loop began may stay so there,
-since masks, rings that are filled, and values that are still unset are made so; but for the statistics of norm layers,
-which are numbers or wrong. The norm of a tensor is NaN exactly if an element is, so a look costs one norm for each.
+[Note: Became] A parameter is bad where it is NaN or infinite; a buffer and an optimizer's tensor where they are NaN,
+since masks and best scores hold infinity. An element that was bad when the loop began may stay so: masks, rings and
+unset values are made so. But the statistics of norm layers are numbers or wrong. The norm of a tensor is NaN exactly if
+an element is, so a look costs one norm for each.
 
-[Note: Before the data] When a loss is not finite, a tensor that was bad before the step's data came in says why, and
-the samples are innocent. Where the fold has just found it, all tensors but a rank's own buffers and the statistics
-that forward moved are as they stood before the step. On a GPU it is found one step late: the update of the bad step
-has been made, so only what no update writes was surely bad before; others are named as what is bad by now. What was bad
-when the loop began and has a gradient is to blame in the first step only: a finite one could bear it.
+[Note: Before the data] When a loss is not finite, a tensor that was bad before the step's data came in explains it, and
+the samples are innocent. Right after the fold all tensors are as before the step, but for a rank's own buffers and the
+statistics that forward moved. On a GPU the look is one step late, after the bad step's update. Then only what no update
+writes was surely bad before, and others are named as bad by now. What was bad when the loop began and has a gradient is
+to blame in the first step only, since a finite step could bear it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ddp_loop.accelerators import HostCopy
 from ddp_loop.distributed import World, find_modules, find_parameters, kept_by
-from ddp_loop.training.nonfinite import NonFiniteTensors, OnNonFinite, listed
+from ddp_loop.training.nonfinite import TOLERATE, NonFiniteTensors, OnNonFinite, listed_are
 
 _FIRST, _EVERY = (1, 10), 100  # steps after which all is looked at
 _PARAMETER, _BUFFER = "parameter ", "buffer "
@@ -32,7 +32,7 @@ Marks = list[tuple[list[str], HostCopy]]
 
 
 def kept_numbers(state: Mapping[str, object]) -> Tensors:
-    """The tensors of floating numbers that a job's parameters, buffers and optimizers are, by name."""
+    """The floating-point tensors among a job's parameters, buffers and optimizer states, by name."""
     names: dict[torch.Tensor, str] = {one: name for name, one in find_parameters(state).items()}
     found = {f"{_PARAMETER}{name}": one for one, name in names.items()}
     for prefix, module in find_modules(state).items():
@@ -49,7 +49,7 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
 
 
 def statistics(state: Mapping[str, object], *, moved: bool | None = None) -> set[str]:
-    """The names of the norm layers' statistics; with `moved` only those that forward moves, or does not."""
+    """The names of norm layers' statistics; with `moved` only those that forward moves, or does not move."""
     return {
         f"{_BUFFER}{path}.{name}" if path else f"{_BUFFER}{name}"
         for prefix, module in find_modules(state).items()
@@ -61,7 +61,7 @@ def statistics(state: Mapping[str, object], *, moved: bool | None = None) -> set
 
 @torch.no_grad()
 def _norms(tensors: Tensors) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """The norms of all, by device and type, (T,) each: NaN exactly where an element is."""
+    """The norms of all tensors, by device and dtype, (T,) each: NaN exactly where an element is."""
     groups: dict[tuple[torch.device, torch.dtype], Tensors] = {}
     for name, tensor in tensors.items():
         groups.setdefault((tensor.device, tensor.dtype), {})[name] = tensor.detach()
@@ -70,12 +70,12 @@ def _norms(tensors: Tensors) -> Iterator[tuple[list[str], torch.Tensor]]:
 
 
 def _marks(tensors: Tensors) -> Marks:
-    """The norms, perhaps still on their way to the host."""
+    """The norms of all tensors, perhaps still on their way to the host."""
     return [(names, HostCopy(norms)) for names, norms in _norms(tensors)]
 
 
 def _suspects(marks: Marks) -> list[str]:
-    """Those whose norm is not finite."""
+    """The names of tensors whose norm is not finite."""
     found: list[str] = []
     for names, norms in marks:
         finite = norms.wait().isfinite()
@@ -89,7 +89,7 @@ def _where_bad(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _one_of_each_kind(names: Collection[str]) -> list[str]:
-    """The first parameter, the first buffer, and the first that an optimizer keeps."""
+    """The first parameter, the first buffer, and the first tensor of an optimizer."""
     kinds = {
         name.split(" ", 1)[0] if name.startswith((_PARAMETER, _BUFFER)) else "": name for name in reversed([*names])
     }
@@ -97,13 +97,17 @@ def _one_of_each_kind(names: Collection[str]) -> list[str]:
 
 
 class NonFiniteStateCheck:
-    """Looks whether a job's tensors became NaN: now and then, before a checkpoint, at the end, and when a step is bad.
+    """Finds tensors of a job that became NaN: at intervals, before a checkpoint, at the end, and when a step is bad.
 
     Args:
         state: of the job.
         world: from `join_world`.
-        rule: "raise", or "skip" and "allow" to say it once and go on.
+        rule: "raise", or "skip" and "allow" to print it once.
         local: the names of buffers that are each rank's own.
+
+    Attributes:
+        due: the next iteration to call `look` after.
+        found: the error of an earlier look.
     """
 
     def __init__(
@@ -113,58 +117,60 @@ class NonFiniteStateCheck:
         self._rule, self._local = rule, {f"{_BUFFER}{name}" for name in local}
         self._before: Tensors | None = None  # where elements were bad when the loop began
         self._pending: tuple[int, Marks] | None = None
-        self._problem: FloatingPointError | None = None
+        self.found: FloatingPointError | None = None
         self._told = False
-        self._looks = 0  # folds that were finite, or on a GPU may have been
+        self.due, self._began = 0, 0
 
-    def begin(self) -> None:
-        """Note what is not finite when the loop begins; later calls do nothing."""
+    def begin(self, iteration: int) -> None:
+        """Record what is not finite when the loop begins, after this step; later calls do nothing."""
         if self._before is None:
+            self._began = iteration
             tensors = kept_numbers(self._state)
             bad = {name: _where_bad(name, tensors[name]) for name in _suspects(_marks(tensors))}
             self._before = {name: where for name, where in bad.items() if bool(where.any())}
 
-    # -- now and then --------------------------------------------------------------------------------------
+    # -- at intervals --------------------------------------------------------------------------------------
 
-    def check_if_due(self, iteration: int) -> None:
-        """Look, if it is time, behind the fold of this step; what is found is told in a later fold."""
+    def look(self, iteration: int) -> None:
+        """Look after the fold of this step, if it is time; a later fold raises what is found."""
         self._check_pending()
-        self._looks += 1
         if iteration in _FIRST or iteration % _EVERY == 0:
             self._pending = iteration, _marks(kept_numbers(self._state))
             if not self._world.accelerator.is_asynchronous:
                 self._check_pending()
+        next_looks = (*_FIRST, iteration // _EVERY * _EVERY + _EVERY)
+        self.due = iteration + 1 if self._pending else min(one for one in next_looks if one > iteration)
 
     def _check_pending(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None and (suspects := _suspects(pending[1])):
-            self._problem = self._problem or self._judge(self._became(suspects), pending[0])
+            self.found = self.found or self._judge(self._became(suspects), pending[0])
 
     def check(self, iteration: int) -> FloatingPointError | None:
-        """What is wrong with the state after this step, before a checkpoint of it is written; the host waits."""
+        """The error of the state after this step, before a checkpoint of it; the host waits."""
         found = self._check_now(iteration)
-        return None if found is None else FloatingPointError(f"{found}; no checkpoint is written of it")
+        return None if found is None else FloatingPointError(f"{found} No checkpoint of it is written.")
 
-    def problem(self) -> Exception | None:
-        """What was found, to be told to all in a fold; once."""
-        problem, self._problem = self._problem, None
-        return problem
+    def take(self) -> Exception | None:
+        """What was found, once, for the ranks to raise in a fold."""
+        found, self.found = self.found, None
+        return found
 
     def finish(self, iteration: int) -> None:
-        """Look behind the last step. Every rank must call this.
+        """Look after the last step. Every rank must call this.
 
         Raises:
             FloatingPointError: something became NaN.
         """
         self._check_pending()
-        self._world.raise_if_any_failed(self.problem() or self._check_now(iteration))
+        self._world.raise_if_any_failed(self.take() or self._check_now(iteration))
 
     def _check_now(self, iteration: int) -> FloatingPointError | None:
         suspects = _suspects(_marks(kept_numbers(self._state)))
         return self._judge(self._became(suspects), iteration) if suspects else None
 
     def _became(self, suspects: Collection[str]) -> list[str]:
-        """Which of these are bad where they were not when the loop began, by now."""
+        """Those of the suspects that are bad where they were not when the loop began."""
         before, tensors = self._before or {}, kept_numbers(self._state)
         never = statistics(self._state)
         return [name for name in suspects if name in tensors and _is_new(name, tensors[name], before, never)]
@@ -172,50 +178,49 @@ class NonFiniteStateCheck:
     def _judge(self, names: list[str], iteration: int) -> FloatingPointError | None:
         if not names:
             return None
-        said = _one_of_each_kind(names)
-        told = f"{listed(said)} {'is' if len(said) == 1 else 'are'}"
+        told = listed_are(_one_of_each_kind(names))
         if self._raises:
             return FloatingPointError(
-                f"parameters, buffers and optimizer states must not become NaN; after step {iteration} {told}: look at "
-                "what writes it (the learning rate, 0 / 0 in a statistic, an average of a bad step); a loop that can "
-                'bear it is given on_nonfinite="skip" or on_nonfinite="allow"'
+                f"Parameters, buffers and optimizer states must not become NaN. After step {iteration} {told}. Look at "
+                f"what writes it (the learning rate, 0 / 0 in a statistic, an average of a bad step). {TOLERATE}"
             )
         if not self._told:
             self._told = True
             self._world.print(
-                f'ddp_loop: {told} NaN after step {iteration}; training goes on, with on_nonfinite="{self._rule}"'
+                f'ddp_loop: {told} NaN after step {iteration}; training continues with on_nonfinite="{self._rule}"'
             )
         return None
 
     # -- a step that is not finite -------------------------------------------------------------------------
 
-    def blame(self, late: bool) -> NonFiniteTensors:
-        """What is not finite when a step is not; see [Note: Before the data]. Every rank must call this if it raises.
+    def blame(self, late: bool, iteration: int) -> NonFiniteTensors:
+        """What is not finite in a bad step, see [Note: Before the data]. Every rank must call this if it raises.
 
         Args:
             late: whether the step's update has been made.
+            iteration: of the step.
 
         Returns:
-            Names, with the ranks that have what others have not; where nobody raises, this rank's own.
+            Names, with their ranks where these differ; only this rank's own where the rule does not raise.
         """
-        own = self._blame(late)
+        own = self._blame(late, iteration)
         if not self._raises:
             return own
         every = self._world.gather((own.before, own.by_now), "what is not finite")
         return NonFiniteTensors(*(self._of_ranks([one[kind] for one in every]) for kind in (0, 1)))
 
-    def _blame(self, late: bool) -> NonFiniteTensors:
+    def _blame(self, late: bool, iteration: int) -> NonFiniteTensors:
         tensors, before = kept_numbers(self._state), self._before or {}
         moved, still = statistics(self._state, moved=True), statistics(self._state, moved=False)
         bad = [
             name
             for name in _suspects(_marks(tensors))
-            if name not in moved and bool(_where_bad(name, tensors[name]).any())  # no loss is made of those
+            if name not in moved and bool(_where_bad(name, tensors[name]).any())  # these are no part of a loss
         ]
         used = {name for name in bad if tensors[name].is_leaf and tensors[name].grad is not None}
-        if self._looks > late:  # a step was finite in spite of them
+        if iteration - self._began > 1:  # a step was finite in spite of them
             used.clear()
-        new = {name for name in bad if _is_new(name, tensors[name], before, still)} | used  # these are no placeholders
+        new = {name for name in bad if _is_new(name, tensors[name], before, still)} | used  # which are no placeholders
         written = {name for name in bad if name in self._local or (late and not _is_frozen(name, tensors[name], still))}
         sure = [name for name in bad if name in new and name not in written]
         others = [name for name in bad if name not in sure]
@@ -233,7 +238,7 @@ class NonFiniteStateCheck:
 
 
 def _is_frozen(name: str, tensor: torch.Tensor, still: Collection[str]) -> bool:
-    """Whether no step writes it: a frozen parameter, a statistic that forward does not move."""
+    """Whether no step writes it, as a frozen parameter or a statistic that forward does not move."""
     return name in still or (name.startswith(_PARAMETER) and not tensor.requires_grad)
 
 

@@ -114,7 +114,7 @@ def convert(sort: str) -> tuple[str, str, float]:
     ("sort", "said"),
     [
         ("lazy", "`1` is a lazy one"),
-        ("own", "`1` is a Own, whose forward is its own"),
+        ("own", "`1` is a Own with its own forward"),
         ("other layers", "the batch-norm layers of a synced model must be the same on every rank; rank 0 has ['1: 3,"),
         ("lazy on one", "`1` is a lazy one"),
     ],
@@ -204,10 +204,10 @@ MISTAKES: dict[str, tuple[Scenario, str, str]] = {
         backward_for_forward,
         "RuntimeError",
         "rank 0 is at the forward of layer `0` (call 3 of its pass), rank 2 at the backward of layer `2` (call 2 of "
-        "its pass): every rank must call the layers of a synced model alike",
+        "its pass). Every rank must call the layers of a synced model alike",
     ),
     "another layer": (another_layer, "RuntimeError", "`0` (call 1 of its pass), rank 1 at the forward of layer `2`"),
-    "one call fewer": (one_call_fewer, "RuntimeError", "(call 3 of its pass), rank 1 at the end of its pass: every"),
+    "one call fewer": (one_call_fewer, "RuntimeError", "(call 3 of its pass), rank 1 at the end of its pass. Every"),
     "another call": (another_call, "RuntimeError", "(call 2 of its pass), rank 1 at the backward of layer `0` (call 1"),
     "one value": (too_few, "ValueError", "1 value per channel when training, over all ranks together; got [0, 1, 0]"),
     "no value": (none_at_all, "ValueError", "got [0, 0, 0] at the forward of layer `0`"),
@@ -385,10 +385,10 @@ def use_wrongly(sort: str) -> tuple[str, str, float]:
 @pytest.mark.parametrize(
     ("sort", "said"),
     [
-        ("channels", r"layer `0` takes 3 channels, (N, 3, ...); got (2, 4): give"),
-        ("device", "layer `0` got values on meta, the world is on cpu: move"),
-        ("word", "a word must be one of ('the end of its pass',"),
-        ("left", "this one was left: local_batch_norm(model) first, model.eval(), or"),
+        ("channels", r"Layer `0` takes 3 channels, (N, 3, ...). Got (2, 4). Give"),
+        ("device", "Layer `0` got values on meta, the world is on cpu. Move"),
+        ("word", "A word must be one of ('the end of its pass',"),
+        ("left", "This world was left. Call local_batch_norm(model), model.eval(), or"),
     ],
 )
 def test_a_synced_layer_says_what_it_cannot_take(sort: str, said: str, on_ranks: OnRanks) -> None:

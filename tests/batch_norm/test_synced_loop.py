@@ -162,7 +162,8 @@ def several_shards(world: dl.World, folder: str) -> None:
 
 
 def test_several_shards_on_a_rank_are_refused_with_the_remedy(refused: Refused) -> None:
-    refused(2, several_shards, kind="ValueError", said=r"can have one shard; got 4 shards .* local_batch_norm", by=ALL)
+    said = "at most one shard per rank. Got 4 shards .* local_batch_norm"
+    refused(2, several_shards, kind="ValueError", said=said, by=ALL)
 
 
 def go_another_way(world: dl.World, model: nn.Module) -> None:
@@ -274,4 +275,4 @@ def test_a_model_may_also_be_synced_after_its_loop_was_made(on_ranks: OnRanks) -
 
 
 def test_several_shards_are_refused_then_too(refused: Refused) -> None:
-    refused(2, sync_around, True, 4, kind="ValueError", said="rank can have one shard", by=ALL)
+    refused(2, sync_around, True, 4, kind="ValueError", said="at most one shard per rank", by=ALL)

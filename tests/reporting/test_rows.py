@@ -20,7 +20,7 @@ from ddp_loop.reporting import throughput as paces
 from ddp_loop.reporting.reporter import EvaluationLog
 from ddp_loop.reporting.throughput import Throughput, TrainingLength, as_clock, slowest
 from ddp_loop.sinks import csv_sink, read_csv, tensorboard_sink
-from ddp_loop.training import fold as folding
+from ddp_loop.training import gradients
 from ddp_loop.training.nonfinite import OnNonFinite
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
@@ -88,7 +88,7 @@ def train(
     on_nonfinite: OnNonFinite = "raise",
 ) -> tuple[list[float], list[dict[str, Any]], str]:
     """Each step's gradient norm by its `.grad`s, the rows, and a digest of the weights."""
-    before, folding._NORM_EACH = folding._NORM_EACH, norm_each
+    before, gradients._NORM_EACH = gradients._NORM_EACH, norm_each
     try:
         with dl.join_world(seed=0) as world:
             torch.manual_seed(1)
@@ -114,7 +114,7 @@ def train(
                 schedule.step()
             return norms, rows, digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
     finally:
-        folding._NORM_EACH = before
+        gradients._NORM_EACH = before
 
 
 @pytest.mark.covers("E3")

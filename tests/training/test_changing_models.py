@@ -45,7 +45,7 @@ def change_in_mid_run(world: dl.World, folder: str, what: str, culprit: int) -> 
 @pytest.mark.parametrize("culprit", [ALL, 0, 1])
 @pytest.mark.parametrize("what", ["channels_last", "dtype"])
 def test_a_parameter_that_changes_its_form_in_mid_run_is_refused(what: str, culprit: int, refused: Refused) -> None:
-    said = "a parameter keeps its dtype and memory format once training has begun; model.0.weight had"
+    said = "A parameter's dtype and memory format must not change during training. model.0.weight had"
     refused(2, change_in_mid_run, what, culprit, kind="RuntimeError", said=said, by=culprit)
 
 
@@ -68,7 +68,7 @@ def embed_sparsely(world: dl.World, folder: str, culprit: int) -> None:
 
 @pytest.mark.parametrize("culprit", [ALL, 1])
 def test_sparse_gradients_are_refused_with_the_remedy(culprit: int, refused: Refused) -> None:
-    said = "gradients must be dense .* make the embedding with sparse=False"
+    said = "The fold takes dense gradients. .* Make the embedding with sparse=False"
     refused(2, embed_sparsely, culprit, kind="ValueError", said=said, by=culprit)
 
 
@@ -99,7 +99,7 @@ def count(world: dl.World, folder: str, each: bool, keywords: dict[str, Any]) ->
 
 @pytest.mark.covers("D6")
 def test_an_integer_buffer_that_shards_change_differently_is_refused_by_name(refused: Refused) -> None:
-    said = r'a buffer of the rule "same" must be changed alike .* model\.seen .* was changed by 2, 2, 1, 1:'
+    said = r'must change a buffer of the rule "same" alike. .* model\.seen .* was changed by 2, 2, 1, 1\.'
     refused(3, count, True, {"shards": 4}, kind="ValueError", said=said, by=ALL)
 
 
@@ -127,7 +127,7 @@ def test_empty_shards_have_no_say_in_integer_buffers(on_ranks: OnRanks) -> None:
 
 @pytest.mark.covers("D6")
 def test_a_word_that_is_no_rule_is_refused(refused: Refused) -> None:
-    said = r"to one of .* got 'model\.seen': 'sum'; there are \['model\.seen'\]"
+    said = r"to one of .* Got 'model\.seen': 'sum'. The buffers are \['model\.seen'\]"
     refused(2, count, False, {"buffer_reduction": {"model.seen": "sum"}}, kind="ValueError", said=said, by=ALL)
 
 

@@ -118,13 +118,13 @@ def two_at_once(world: dl.World, folder: str) -> None:
 
 
 def test_an_epoch_more_than_the_loop_has_is_refused(refused: Refused) -> None:
-    said = r"a Loop is gone through once, .* this one has made its 8 steps: make another"
+    said = r"A Loop can be iterated once, .* This one has made its 8 steps. Create a new Loop"
     refused(2, go_on_after_all_epochs, kind="RuntimeError", said=said, by=ALL)
 
 
 @pytest.mark.parametrize("scenario", [go_on_after_a_break, two_at_once])
 def test_an_epoch_that_was_left_cannot_be_followed_by_another(scenario: object, refused: Refused) -> None:
-    said = r"each epoch to its end; this one began epoch 1 before: make another"
+    said = r"each epoch must run to its end. This one stopped inside epoch 1. Create a new Loop"
     refused(2, scenario, kind="RuntimeError", said=said, by=ALL)  # type: ignore[arg-type]
 
 

@@ -74,8 +74,8 @@ def test_a_label_that_is_no_number_is_named_on_every_rank(
     shard = next(n for n, size in enumerate(sizes) if rows.index(BAD) < sum(sizes[:n]) + size)
     mine = rows[sum(sizes[:shard]) :][: sizes[shard]]
     said = (
-        f"that of step {number} is (nan|inf), from shard {shard} of {len(sizes)}, samples "
-        f'{", ".join(map(str, mine))} of the data: look for NaN .* on_nonfinite="allow"'
+        f"The loss of step {number} is (nan|inf), from shard {shard} of {len(sizes)}, samples "
+        f'{", ".join(map(str, mine))} of the data. Look for NaN .* on_nonfinite="allow"'
     )
     refused(ranks, train_on_a_bad_label, bad, shards, kind="FloatingPointError", said=said, by=ALL)
 
@@ -105,7 +105,7 @@ def disagree_on_the_rule(world: dl.World, folder: str) -> None:
 
 
 def test_a_rule_that_is_none_is_refused(refused: Refused) -> None:
-    refused(2, want_another_rule, kind="ValueError", said="on_nonfinite must be one of .* got 'ignore'", by=ALL)
+    refused(2, want_another_rule, kind="ValueError", said="on_nonfinite must be one of .* Got 'ignore'", by=ALL)
     refused(
         2,
         disagree_on_the_rule,
@@ -167,7 +167,7 @@ def meet_a_parameter_later() -> str:
 
 
 def test_a_parameter_that_is_met_later_is_looked_at(late: bool, on_ranks: OnRanks) -> None:
-    told = "in step 2 one is not (o.0.2 is the first" if late else "in step 2 that of o.0.2 is not"
+    told = "In step 2 one is not (o.0.2 is the first" if late else "In step 2 the gradient of o.0.2 is not"
     said = on_ranks(2, meet_a_parameter_later)
     assert all(told in one for one in said), said
 

@@ -70,12 +70,12 @@ def gather_inside(step: dl.Step, output: torch.Tensor) -> None:
 
 
 REBELS: list[tuple[Callable[..., Any], str, str]] = [
-    (leave_out, "RuntimeError", "step.gather needs what every shard holds; step . has nothing of .* call step.hold"),
-    (hold_nothing, "ValueError", "hold takes what the loss of the whole mini-batch needs .* got nothing"),
-    (hold_a_scalar, "ValueError", r"has a row per sample of its shard, shape \(\d, ...\); got \(\)"),
-    (hold_twice, "RuntimeError", "step.hold is called once for each shard, .* comes after another one"),
-    (hold_and_go_back, "RuntimeError", "step.hold is called once for each shard, .* comes after another one"),
-    (gather_inside, "RuntimeError", "step.gather comes once, between the shards and the fold"),
+    (leave_out, "RuntimeError", "step.gather needs held outputs of every shard. Step . has none of .* Call step.hold"),
+    (hold_nothing, "ValueError", "step.hold takes the outputs that the loss of the whole mini-batch needs. Got none"),
+    (hold_a_scalar, "ValueError", r"must have a row per sample, shape \(\d, ...\). Got \(\)"),
+    (hold_twice, "RuntimeError", "step.hold must be called once for each shard, .* comes after another one"),
+    (hold_and_go_back, "RuntimeError", "step.hold must be called once for each shard, .* comes after another one"),
+    (gather_inside, "RuntimeError", "step.gather must be called once, between the shards and the fold"),
 ]
 
 
@@ -91,7 +91,7 @@ def test_a_rank_that_holds_what_it_must_not_ends_all(
 @pytest.mark.parametrize("act", [hold_wider, hold_detached])
 @pytest.mark.parametrize("at", [1, 3])
 def test_forms_that_differ_between_ranks_are_refused_on_all(act: Callable[..., Any], at: int, refused: Refused) -> None:
-    refused(3, rebel, act, 1, at, kind="ValueError", said="the same row shapes and dtypes, .* pad them", by=ALL)
+    refused(3, rebel, act, 1, at, kind="ValueError", said="the same row shapes and dtypes, .* Pad them", by=ALL)
 
 
 def weigh_the_whole(world: dl.World, folder: str, **keywords: Any) -> None:
@@ -122,7 +122,7 @@ def forget_gather(world: dl.World, folder: str) -> None:
 def test_a_gather_is_followed_by_one_plain_backward(refused: Refused) -> None:
     refused(2, weigh_the_whole, kind="ValueError", said="takes no weight, no reduction and no more_losses=", by=ALL)
     for scenario in (forget_backward, forget_gather):
-        refused(2, scenario, kind="RuntimeError", said="step.backward is called for every shard", by=ALL)
+        refused(2, scenario, kind="RuntimeError", said="step.backward must be called for every shard", by=ALL)
 
 
 # -- ranks that part ways ----------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ def part_ways(world: dl.World, folder: str, way: str, at: int, count: int = 24) 
 @pytest.mark.parametrize(
     ("way", "said"),
     [
-        ("continue", "step.gather is called on every rank or on none|every step ends with step.fold"),
-        ("fold", "step.gather is called on every rank or on none"),
+        ("continue", "Every rank must call step.gather, or none|Every step must end with step.fold"),
+        ("fold", "Every rank must call step.gather, or none"),
     ],
 )
 @pytest.mark.quick_in_both_modes
@@ -178,7 +178,7 @@ def test_a_rank_that_leaves_where_others_gather_is_named(at: int, on_ranks: OnRa
 
 @pytest.mark.covers("D10", "C6")
 def test_a_rank_without_a_shard_that_does_not_gather_ends_all(refused: Refused) -> None:
-    refused(3, part_ways, "empty", 0, 8, kind="RuntimeError", said="call it also where a rank has no shard")
+    refused(3, part_ways, "empty", 0, 8, kind="RuntimeError", said="Call it also where a rank has no shard")
 
 
 class Rows:
@@ -232,5 +232,5 @@ def gather_no_number(world: dl.World, folder: str) -> None:
 
 
 def test_a_loss_of_all_that_is_not_finite_blames_no_shard(refused: Refused) -> None:
-    said = "that of step 1 is nan: look for NaN"
+    said = "The loss of step 1 is nan. Look for NaN"
     refused(2, gather_no_number, kind="FloatingPointError", said=said, by=ALL)

@@ -31,15 +31,15 @@ def make_loop(world: dl.World, folder: str, keywords: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("keywords", "said"),
     [
-        ({"epochs": 0}, "epochs must be a whole number, 1 or more; got 0"),
-        ({"epochs": -3}, "got -3"),
-        ({"epochs": 1.5}, r"got 1\.5"),
-        ({"epochs": None, "steps": 0}, "steps must be a whole number, 1 or more; got 0"),
-        ({"epochs": None}, "a Loop needs an end; give epochs or steps"),
+        ({"epochs": 0}, "epochs must be a whole number, 1 or more. Got 0"),
+        ({"epochs": -3}, "Got -3"),
+        ({"epochs": 1.5}, r"Got 1\.5"),
+        ({"epochs": None, "steps": 0}, "steps must be a whole number, 1 or more. Got 0"),
+        ({"epochs": None}, "A Loop needs an end. Pass epochs or steps"),
         ({"bucket_cap_mib": 0.0}, "bucket_cap_mib"),
         ({"bucket_cap_mib": -1.0}, "bucket_cap_mib"),
         ({"bucket_cap_mib": float("nan")}, "bucket_cap_mib"),
-        ({"buffer_reduction": {"model.0.nothing": "mean"}}, r"got 'model\.0\.nothing': 'mean'; there are \[\]"),
+        ({"buffer_reduction": {"model.0.nothing": "mean"}}, r"Got 'model\.0\.nothing': 'mean'. The buffers are \[\]"),
     ],
 )
 def test_a_loop_that_makes_no_sense_is_refused(keywords: dict[str, Any], said: str, refused: Refused) -> None:
@@ -86,7 +86,7 @@ def make_loop_of(world: dl.World, folder: str, state: dict[str, Any]) -> None:
     ("state", "said"),
     [
         ({}, "state must hold a module or an optimizer with parameters to train"),
-        ({"model": nn.Tanh()}, r"got \['model'\] without any"),
+        ({"model": nn.Tanh()}, r"Got \['model'\] without any"),
         ({"model": nn.Linear(2, 2).requires_grad_(False)}, "parameters to train"),
         ({"model": nn.LazyLinear(2)}, "needs a shape before the Loop is made; model.weight has none: run the model"),
     ],
@@ -190,7 +190,7 @@ def use_single_samples(world: dl.World, folder: str, count: int, keywords: dict[
 def test_a_shard_of_one_sample_under_batch_norm_is_refused_when_the_loop_is_made(
     count: int, ranks: int, refused: Refused
 ) -> None:
-    said = "mini-batch 5 of an epoch has .* samples over .*model.1 is BatchNorm1d: take another batch_size"
+    said = "Mini-batch 5 of an epoch has .* samples over .*model.1 is BatchNorm1d. Change batch_size"
     refused(ranks, use_single_samples, count, {}, kind="ValueError", said=said, by=ALL)
 
 
@@ -233,7 +233,7 @@ def go_through_twice(world: dl.World, folder: str) -> None:
 
 
 def test_a_loop_is_gone_through_once(refused: Refused) -> None:
-    refused(2, go_through_twice, kind="RuntimeError", said="a Loop is gone through once, .* make another", by=ALL)
+    refused(2, go_through_twice, kind="RuntimeError", said="A Loop can be iterated once, .* Create a new Loop", by=ALL)
 
 
 def want_a_gpu() -> Caught:

@@ -124,8 +124,8 @@ def assert_no_sample_is_blamed(results: list[Caught]) -> None:
 def test_a_parameter_is_named_and_no_sample(ranks: int, shards: int | None, late: bool, refused: Refused) -> None:
     for value in (NAN, INF):
         job = partial(train, what="weight", value=value, shards=shards)
-        name = r"not finite by now, and perhaps before, .*parameter model\.0\.weight" if late else NAMES["weight"]
-        said = rf"that of step {HARMED + 1} is (nan|inf).*{name}"
+        name = r"parameter model\.0\.weight.* not finite by now, and perhaps before" if late else NAMES["weight"]
+        said = rf"The loss of step {HARMED + 1} is (nan|inf).*{name}"
         results = refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
         if not late:
             assert "not finite before the step's data came in" in results[0].text
@@ -138,15 +138,15 @@ def test_a_parameter_is_named_and_no_sample(ranks: int, shards: int | None, late
 def test_an_optimizers_state_is_named_beside_the_parameter_that_it_spoiled(late: bool, refused: Refused) -> None:
     said = f": {NAMES['weight']} and {NAMES['momentum']} were not finite before"
     if late:
-        said = ".*perhaps before, are parameter .* and optimizer, exp_avg of"
-    said = f"that of step {HARMED + 2} is nan{said}"
+        said = r"\. parameter .* and optimizer, exp_avg of .* are not finite by now, and perhaps before\."
+    said = f"The loss of step {HARMED + 2} is nan{said}"
     results = refused(2, partial(train, what="momentum"), kind="FloatingPointError", said=said, by=ALL)
     assert_no_sample_is_blamed(results)
 
 
 @pytest.mark.one_mode(SYNCHRONOUS, "the bad step's update has made the parameters NaN on all ranks")
 def test_the_rank_is_named_that_alone_has_it(refused: Refused) -> None:
-    said = rf"that of step {HARMED + 1} is nan: {NAMES['weight']} \(on rank 1 of 2\) was not finite before"
+    said = rf"The loss of step {HARMED + 1} is nan: {NAMES['weight']} \(on rank 1 of 2\) was not finite before"
     results = refused(2, partial(train, what="weight", ranks=1), kind="FloatingPointError", said=said, by=ALL)
     assert_no_sample_is_blamed(results)
 
@@ -155,13 +155,13 @@ def test_the_rank_is_named_that_alone_has_it(refused: Refused) -> None:
 @pytest.mark.quick_in_both_modes
 def test_a_sample_is_still_blamed_whatever_legitimate_nan_there_is(ranks: int, refused: Refused) -> None:
     job = partial(train, bad=5)
-    said = "that of step 2 is nan, from shard 0 of .*, samples 4, 5"
+    said = "The loss of step 2 is nan, from shard 0 of .*, samples 4, 5"
     refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
 
 
 def test_statistics_that_a_samples_forward_moved_are_not_blamed(refused: Refused) -> None:
     job = partial(train, bad=5, synced=True)  # all shards' losses are NaN by it
-    for result in refused(2, job, kind="FloatingPointError", said="that of step 2 is nan", by=ALL):
+    for result in refused(2, job, kind="FloatingPointError", said="The loss of step 2 is nan", by=ALL):
         assert "running" not in result.text
         assert "before the step's data" not in result.text
 
@@ -192,15 +192,15 @@ def train_masked(world: dl.World, folder: str) -> None:
 
 
 def test_a_mask_that_a_step_could_bear_is_not_blamed_for_a_sample(refused: Refused) -> None:
-    said = "that of step 2 is nan, from shard 0 of 2, samples 4, 5"
+    said = "The loss of step 2 is nan, from shard 0 of 2, samples 4, 5"
     for result in refused(2, train_masked, kind="FloatingPointError", said=said, by=ALL):
         assert "before the step's data" not in result.text
 
 
 def test_a_network_that_is_nan_from_the_start_is_named(late: bool, refused: Refused) -> None:
     name = NAMES["weight"]
-    said = f"perhaps before, are {name}" if late else f": {name} was not finite before the step's data came in"
-    said = f"that of step 1 is nan.*{said}"
+    said = rf"\. .*{name}.* not finite by now" if late else f": {name} was not finite before the step's data came in"
+    said = f"The loss of step 1 is nan{said}"
     job = partial(train, what="weight", at=0)
     assert_no_sample_is_blamed(refused(2, job, kind="FloatingPointError", said=said, by=ALL))
 
@@ -213,19 +213,19 @@ def test_what_the_loss_does_not_show_is_found_at_intervals_and_at_the_end(what: 
     for ranks in (1, 2):
         for steps, found in ((STEPS, 10), (6, 6)):
             job = partial(train, what=what, steps=steps, run_dir=None)
-            said = f"must not become NaN; after step {found} {NAMES[what]} is"
+            said = f"must not become NaN. After step {found} {NAMES[what]} is"
             results = refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
             assert_no_sample_is_blamed(results)
 
 
 def test_a_statistic_of_batch_norm_that_is_nan_from_the_start_is_no_placeholder(refused: Refused) -> None:
-    said = f"after step 1 {NAMES['variance']} is"
+    said = f"After step 1 {NAMES['variance']} is"
     refused(2, partial(train, what="variance", at=0), kind="FloatingPointError", said=said, by=ALL)
 
 
 def test_one_ranks_own_reaches_all(refused: Refused) -> None:
     job = partial(train, what="averaged weight", ranks=1, steps=6, run_dir=None)
-    refused(2, job, kind="FloatingPointError", said=f"after step 6 {NAMES['averaged weight']} is", by=1)
+    refused(2, job, kind="FloatingPointError", said=f"After step 6 {NAMES['averaged weight']} is", by=1)
 
 
 def go_on(folder: str | None, rule: OnNonFinite, what: str, **keywords: Any) -> tuple[str, bool]:
@@ -260,7 +260,7 @@ def test_what_is_legitimate_is_not_refused(rule: OnNonFinite, on_ranks: OnRanks,
 def test_no_checkpoint_is_written_of_what_became_nan(what: str, refused: Refused, tmp_path: Path) -> None:
     for ranks, steps in ((1, STEPS), (2, STEPS), (2, 6)):
         job = partial(train, what=what, at=6, save_every=2, steps=steps, resume=False)
-        said = f"after step 6 {NAMES[what]} is: .*; no checkpoint is written of it"
+        said = rf"After step 6 {NAMES[what]} is\. .* No checkpoint of it is written"
         results = refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
         assert_no_sample_is_blamed(results)
         there = sorted(one.name for one in (tmp_path / "run" / "checkpoints").iterdir())

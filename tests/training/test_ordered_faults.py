@@ -147,7 +147,7 @@ def try_again(world: dl.World, folder: str) -> None:
 
 
 def test_a_backward_that_failed_is_not_made_again(refused: Refused) -> None:
-    refused(2, try_again, kind="RuntimeError", said="that of shard [02] raised, and may have left parts", by=None)
+    refused(2, try_again, kind="RuntimeError", said="That of shard [02] raised, and may have left parts", by=None)
 
 
 def spare_buffers() -> list[int]:
@@ -245,4 +245,4 @@ def load_twice(world: dl.World, folder: str) -> None:
 
 
 def test_a_loop_that_has_begun_goes_on_nowhere_else(refused: Refused) -> None:
-    refused(1, load_twice, kind="RuntimeError", said="this one has begun: make another", by=ALL)
+    refused(1, load_twice, kind="RuntimeError", said="This one has begun. Create a new Loop", by=ALL)

@@ -131,7 +131,7 @@ def train_levels_refused(world: dl.World, folder: str) -> None:
 
 @pytest.mark.covers("D6")
 def test_two_rules_for_one_buffer_are_refused(refused: Refused) -> None:
-    said = "a buffer has one rule; one.count and both.0.count are one buffer"
+    said = "A buffer has one rule. one.count and both.0.count are one buffer"
     refused(2, train_levels_refused, kind="ValueError", said=said, by=ALL)
 
 
@@ -203,5 +203,5 @@ def hold_in_a_list(world: dl.World, folder: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["list", "dict", "optimizers"])
 def test_modules_in_a_list_of_state_are_refused(kind: str, refused: Refused) -> None:
-    said = "each module and optimizer of state has a name of its own; 'models' is a"
+    said = "Each module and optimizer in state needs a name of its own. 'models' is a"
     refused(2, hold_in_a_list, kind, kind="TypeError", said=said, by=ALL)

@@ -128,7 +128,7 @@ SCRIPTED = "ignore:.*torch.jit:DeprecationWarning"
 @pytest.mark.covers("D4")
 @pytest.mark.filterwarnings(SCRIPTED)
 def test_scripted_batch_norm_over_several_shards_is_refused(refused: Refused) -> None:
-    said = r"model\.1\.running_var was moved out of sight .* buffer_reduction=\{\"model.1.running_var\": \"mean\"\}"
+    said = r"model\.1\.running_var was moved unseen .* buffer_reduction=\{\"model.1.running_var\": \"mean\"\}"
     refused(2, train_scripted, {}, None, kind="ValueError", said=said, by=ALL)
 
 
@@ -231,7 +231,7 @@ def test_where_the_host_would_wait_a_write_that_is_found_later_is_an_error(begin
             break
         assert buffers.take() == {}
     if begins == 1:  # passes 1, 2, 4, 8, ... look
-        with pytest.raises(RuntimeError, match=r"model\.level was not, which was seen in pass 2"):
+        with pytest.raises(RuntimeError, match=r"It did not for model\.level, first seen in pass 2"):
             buffers.take()
     else:
         assert buffers.take() == {}

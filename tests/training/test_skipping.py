@@ -245,10 +245,12 @@ def test_a_gradient_that_is_no_number_is_named_on_every_rank(
     ranks: int, shards: int | None, late: bool, refused: Refused
 ) -> None:
     found = r"one is not \(model\.1\.weight is the first parameter that is not finite since\)"
-    said = f"in step 2 {found if late else r'that of model[.]1[.]weight is not'}, though the loss is, [0-9.]+:"
-    said = f"gradients must be finite numbers; {said}"
+    said = (
+        f"In step 2 {found if late else r'the gradient of model[.]1[.]weight is not'}, though the loss is, [0-9.]+[.] "
+    )
+    said = f"gradients must be finite numbers. {said}"
     refused(ranks, raise_of, "gradient", shards, kind="FloatingPointError", said=said, by=ALL)
-    said = "that of step 2 is nan, from shard"
+    said = "The loss of step 2 is nan, from shard"
     refused(ranks, raise_of, "loss", shards, kind="FloatingPointError", said=said, by=ALL)
 
 
@@ -264,7 +266,7 @@ def test_buffers_that_stay_are_not_asked_whether_they_were_changed_alike() -> No
     rows, share = torch.arange(8, dtype=torch.float64).reshape(2, 4), torch.tensor([0.5, 0.5])
     buffers.apply(rows, frozenset({"drift.level"}), share, [0, 1], torch.tensor(True))
     assert torch.equal(drift.level, torch.zeros(4, dtype=torch.float64))
-    with pytest.raises(ValueError, match="must be changed alike"):
+    with pytest.raises(ValueError, match="must change a buffer of the rule"):
         buffers.apply(rows, frozenset({"drift.level"}), share, [0, 1], torch.tensor(False))
 
 
@@ -318,7 +320,7 @@ def never_finite(world: dl.World, folder: str, relief: int) -> None:
 
 
 def test_nobody_trains_for_ever_on_nothing(refused: Refused) -> None:
-    said = "not 100 in a row; step {} is the last of as many: a mini-batch's loss must be a finite number"
+    said = "not 100 in a row. Step {} is the last of as many. A mini-batch's loss must be a finite number"
     refused(2, never_finite, 0, kind="FloatingPointError", said=said.format(100), by=ALL)
     refused(2, never_finite, 50, kind="FloatingPointError", said=said.format(150), by=ALL)
 

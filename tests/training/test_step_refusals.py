@@ -80,16 +80,16 @@ def run_out(gradient: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("continue", r"step\.backward is called for every shard; step 3 left out \[.*\] of its . shards"),
-        ("break", r"step\.backward is called for every shard; step 3 left out"),
-        ("caught", r"step\.backward is called for every shard; step 3 left out"),
-        ("always more", r"step\.backward is called for every shard; step 3 left out"),
-        ("no pass", r"fold\(\) comes after a pass over the shards; step 3 had none"),
-        ("twice", r"step\.backward is called once for each shard; this call is its second: say more_losses=True"),
-        ("backward outside", r"step\.backward is called once for each shard; this call is outside of"),
-        ("pass twice", r"each pass over the shards ends with fold\(\); step 3 was gone through again"),
-        ("no fold", r"every step ends with step\.fold\(\), before the next one begins; step 3 was left without"),
-        ("fold twice", r"fold\(\) comes after a pass over the shards; step 3 had none since its last fold"),
+        ("continue", r"step\.backward must be called for every shard. Step 3 left out \[.*\] of its . shards"),
+        ("break", r"step\.backward must be called for every shard. Step 3 left out"),
+        ("caught", r"step\.backward must be called for every shard. Step 3 left out"),
+        ("always more", r"step\.backward must be called for every shard. Step 3 left out"),
+        ("no pass", r"fold\(\) must come after a pass over the shards. Step 3 had none"),
+        ("twice", r"step\.backward must be called once for each shard. It was called a second time. Pass more_losses="),
+        ("backward outside", r"step\.backward must be called once for each shard. It was called outside of"),
+        ("pass twice", r"Each pass over the shards must end with fold\(\). Step 3 was iterated again"),
+        ("no fold", r"Every step must end with step\.fold\(\), before the next one begins. Step 3 was left without"),
+        ("fold twice", r"fold\(\) must come after a pass over the shards. Step 3 had none since its last fold"),
     ],
 )
 @pytest.mark.quick_in_both_modes
@@ -101,12 +101,12 @@ def test_a_step_gone_through_wrongly_is_refused_on_every_rank(
 
 @pytest.mark.parametrize("culprit", [ALL, 1])
 def test_a_break_after_the_first_of_several_shards_is_refused(culprit: int, refused: Refused) -> None:
-    refused(2, misuse, "break after", culprit, 6, kind="RuntimeError", said="step 3 left out", by=culprit)
+    refused(2, misuse, "break after", culprit, 6, kind="RuntimeError", said="Step 3 left out", by=culprit)
 
 
 @pytest.mark.parametrize("culprit", [ALL, 0, 1])
 def test_an_error_of_backward_that_is_caught_is_refused(culprit: int, refused: Refused) -> None:
-    said = "step 3 left out"
+    said = "Step 3 left out"
     refused(2, misuse, "caught in backward", culprit, None, kind="RuntimeError", said=said, by=culprit)
 
 
@@ -120,7 +120,7 @@ def leave_the_last_step(world: dl.World, folder: str, culprit: int) -> None:
 
 @pytest.mark.parametrize("culprit", [ALL, 0, 1])
 def test_the_last_step_without_fold_is_refused_too(culprit: int, refused: Refused) -> None:
-    refused(2, leave_the_last_step, culprit, kind="RuntimeError", said="step 4 was left without it", by=culprit)
+    refused(2, leave_the_last_step, culprit, kind="RuntimeError", said="Step 4 was left without it", by=culprit)
 
 
 def leave_the_loop_early(world: dl.World, folder: str, culprit: int, then: str) -> None:
@@ -178,30 +178,30 @@ BAD_CALLS: dict[str, tuple[Callable[[dl.Step, nn.Module, torch.Tensor], None], s
     "a loss per sample": (
         lambda step, model, rows: step.backward(model(rows).squeeze(1)),
         "ValueError",
-        r"a loss must be a tensor of shape \(\).* got shape \(\d,\): take its mean",
+        r"A loss must be a tensor of shape \(\).* Got shape \(\d,\). Take its mean",
     ),
-    "a loss of shape (1,)": (lambda s, m, r: s.backward(loss_of(m, r).reshape(1)), "ValueError", r"got shape \(1,\)"),
-    "a number as loss": (lambda s, m, r: s.backward(loss_of(m, r).item()), "ValueError", "got float"),  # type: ignore[arg-type]
-    "no loss": (lambda s, m, r: s.backward(None), "ValueError", "got NoneType"),  # type: ignore[arg-type]
+    "a loss of shape (1,)": (lambda s, m, r: s.backward(loss_of(m, r).reshape(1)), "ValueError", r"Got shape \(1,\)"),
+    "a number as loss": (lambda s, m, r: s.backward(loss_of(m, r).item()), "ValueError", "Got float"),  # type: ignore[arg-type]
+    "no loss": (lambda s, m, r: s.backward(None), "ValueError", "Got NoneType"),  # type: ignore[arg-type]
     "a detached loss": (lambda s, m, r: s.backward(loss_of(m, r).detach()), "ValueError", "must need a gradient"),
     "an integer loss": (lambda s, m, r: s.backward(torch.tensor(3)), "ValueError", "must need a gradient"),
-    "a negative weight": (lambda s, m, r: s.backward(loss_of(m, r), weight=-1.0), "ValueError", r"or more; got -1\.0"),
-    "a nan weight": (lambda s, m, r: s.backward(loss_of(m, r), weight=float("nan")), "ValueError", "got nan"),
-    "an infinite weight": (lambda s, m, r: s.backward(loss_of(m, r), weight=float("inf")), "ValueError", "got inf"),
+    "a negative weight": (lambda s, m, r: s.backward(loss_of(m, r), weight=-1.0), "ValueError", r"or more. Got -1\.0"),
+    "a nan weight": (lambda s, m, r: s.backward(loss_of(m, r), weight=float("nan")), "ValueError", "Got nan"),
+    "an infinite weight": (lambda s, m, r: s.backward(loss_of(m, r), weight=float("inf")), "ValueError", "Got inf"),
     "a negative weight in a tensor": (
         lambda s, m, r: s.backward(loss_of(m, r), weight=torch.tensor(-2.0)),
         "ValueError",
-        "weight must be a finite number, 0 or more; got",
+        "weight must be a finite number, 0 or more. Got",
     ),
     "a nan weight in a tensor": (
         lambda s, m, r: s.backward(loss_of(m, r), weight=torch.tensor(float("nan"))),
         "ValueError",
-        "weight must be a finite number, 0 or more; got",
+        "weight must be a finite number, 0 or more. Got",
     ),
     "a weight per sample": (
         lambda s, m, r: s.backward(loss_of(m, r), weight=torch.ones(len(r))),
         "ValueError",
-        r"weight must be one value; got shape \(\d,\)",
+        r"weight must be one value. Got shape \(\d,\)",
     ),
     "a word as weight": (
         lambda s, m, r: s.backward(loss_of(m, r), weight="2"),  # type: ignore[arg-type]
@@ -211,12 +211,12 @@ BAD_CALLS: dict[str, tuple[Callable[[dl.Step, nn.Module, torch.Tensor], None], s
     "another reduction": (
         lambda s, m, r: s.backward(loss_of(m, r), reduction="none"),  # type: ignore[arg-type]
         "ValueError",
-        '"mean" or "sum"; got \'none\'',
+        '"mean" or "sum". Got \'none\'',
     ),
     "a metric of a wrong shape": (
         lambda s, m, r: s.backward(loss_of(m, r), error=m(r)),
         "ValueError",
-        r"a metric must be one value.*error has shape \(\d, 1\)",
+        r"A metric must be one value.*error has shape \(\d, 1\)",
     ),
     "a metric for more samples": (
         lambda s, m, r: s.backward(loss_of(m, r), error=torch.ones(len(r) + 1)),
@@ -255,7 +255,7 @@ def test_a_backward_with_wrong_things_is_refused(how: str, culprit: int, late: b
     _, kind, said = BAD_CALLS[how]
     by = culprit
     if late and how.endswith("weight in a tensor"):  # its value is seen in the next step, and by all ranks
-        by, kind, said = ALL, "FloatingPointError", "that of step 3 is nan"
+        by, kind, said = ALL, "FloatingPointError", "The loss of step 3 is nan"
     refused(2, call_badly, how, culprit, kind=kind, said=said, by=by)
 
 
@@ -272,7 +272,7 @@ def name_metrics(world: dl.World, folder: str, differing: str, at: int) -> None:
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize(("differing", "by"), [("shards", ALL), ("ranks", None)])
 def test_metric_names_that_differ_are_refused(differing: str, by: int | None, at: int, refused: Refused) -> None:
-    said = r"every shard must come with the same metrics; .*\['usual'\].*\['extra'\]"
+    said = r"Every shard must come with the same metrics. .*\['usual'\].*\['extra'\]"
     refused(2, name_metrics, differing, at, kind="ValueError", said=said, by=by)
 
 

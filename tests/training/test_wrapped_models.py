@@ -45,9 +45,9 @@ def loop_over_wrapped(world: dl.World, folder: str, kind: str, below: bool) -> N
 
 
 REMEDIES = {
-    "DistributedDataParallel": "give state the model that it wraps, wrapped.module",
-    "DataParallel": "give state the model that it wraps, wrapped.module",
-    "FSDPModule": "as it was before fully_shard",
+    "DistributedDataParallel": "Put the wrapped model, wrapped.module, into state",
+    "DataParallel": "Put the wrapped model, wrapped.module, into state",
+    "FSDPModule": "before fully_shard",
     "SyncBatchNorm": r"dl.sync_batch_norm\(model, world\)",
 }
 
@@ -56,7 +56,7 @@ REMEDIES = {
 @pytest.mark.parametrize("below", [False, True])
 @pytest.mark.parametrize("kind", REMEDIES)
 def test_a_model_that_torch_shares_between_ranks_is_refused(kind: str, below: bool, refused: Refused) -> None:
-    said = rf"here the model itself is taken.* is torch's {kind}, which makes collectives too: .*{REMEDIES[kind]}"
+    said = rf"share a model between ranks themselves.* torch's {kind}, which runs collectives too. .*{REMEDIES[kind]}"
     refused(2, loop_over_wrapped, kind, below, kind="ValueError", said=said, by=ALL)
 
 

@@ -1,0 +1,114 @@
+"""The rows of a step's shards: filled by each rank, brought together by the step's sum, merged in shard order.
+
+See [Note: Slots] in `payload`: a row is `weight, loss, metrics | batch-norm statistics | other buffers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ddp_loop.batch_norm import BatchNormStatistics
+from ddp_loop.training.buffers import Buffers
+from ddp_loop.training.payload import PayloadLayout, ShardRecord, shares, total_of, weighted_mean
+
+
+class Slots:
+    """Fills, merges and applies the rows of a step's shards.
+
+    Args:
+        statistics, buffers: of the job.
+        dtype, device: of the step's sums.
+    """
+
+    def __init__(
+        self, statistics: BatchNormStatistics, buffers: Buffers, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._statistics, self._buffers, self._dtype, self._device = statistics, buffers, dtype, device
+        self._measured: tuple[PayloadLayout | None, list[int]] = None, []
+        self._shares: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        self._summed: dict[PayloadLayout, torch.Tensor] = {}
+
+    def widths(self, layout: PayloadLayout) -> list[int]:
+        """The numbers of columns of values, statistics and buffers."""
+        if layout is not self._measured[0]:
+            buffers = self._buffers.width(layout.buffers, self._dtype)
+            self._measured = layout, [2 + len(layout.metrics or ()), self._statistics.width(layout.calls), buffers]
+        return self._measured[1]
+
+    def fill(self, slots: torch.Tensor, records: Sequence[ShardRecord], layout: PayloadLayout) -> None:
+        """Fill in the rows of this rank's shards, by their records, in `slots`, (S, width)."""
+        widths = self.widths(layout)
+        values, statistics, buffers = slots.split_with_sizes(widths, dim=1)
+        for record in records:
+            row = values[record.shard.number]
+            if layout.weighted:
+                row[0] = record.shard.samples if record.weight is None else record.weight
+            loss = record.losses[0] if len(record.losses) == 1 else _total(record.losses)
+            pieces = [loss.to(row.dtype)]
+            for name in layout.metrics or ():
+                pieces.append(record.metrics[name].to(row.dtype))
+            torch.stack(pieces, out=row[1:])
+            if layout.buffers:
+                self._buffers.pack(record.taken, layout.buffers, buffers[record.shard.number])
+        if widths[1]:
+            for record in records:
+                self._statistics.pack(record.captures, layout.calls, statistics[record.shard.number])
+
+    def share(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Each shard's part of the samples, (S,); kept, since an epoch's mini-batches have two sizes at most."""
+        if (sizes, dtype) not in self._shares:
+            self._shares[sizes, dtype] = shares(torch.tensor(sizes, dtype=dtype)).to(self._device)
+        return self._shares[sizes, dtype]
+
+    def merge(
+        self, slots: torch.Tensor, layout: PayloadLayout, sizes: tuple[int, ...]
+    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Merge weights, losses and metrics of all shards, (S, width), with `sizes` samples each.
+
+        Returns:
+            The weights' sum, (), None where it is the samples; each shard's part of the means, (S,); loss and metrics
+            of the mini-batch, (1 + metrics,).
+        """
+        rows = slots[:, : self.widths(layout)[0]]
+        values, total = rows[:, 1:], rows[:, 0].sum() if layout.weighted else None
+        if total is None:
+            share = self.share(sizes, rows.dtype)
+            means = (values * share.unsqueeze(1)).sum(0)
+        else:
+            share = shares(rows[:, 0])
+            means = weighted_mean(values, share)
+        if not layout.sums:
+            return total, share, means
+        if layout not in self._summed:
+            names = ("loss", *(layout.metrics or ()))
+            adds_up = torch.tensor([name in (layout.sums or ()) for name in names])
+            self._summed = {layout: adds_up.to(self._device)}
+        # A shard of weight 0 adds nothing to the loss, but its sums count.
+        totals = torch.cat([total_of(values[:, :1], share), values[:, 1:].sum(0)])
+        return total, share, torch.where(self._summed[layout], totals, means)
+
+    def apply(
+        self, slots: torch.Tensor, layout: PayloadLayout, sizes: tuple[int, ...], bad: torch.Tensor | bool
+    ) -> None:
+        """Move running statistics and buffers by the rows of all shards, unless the step is `bad`. Args as in `merge`.
+
+        Raises:
+            ValueError: shards changed a buffer of the rule "same" differently.
+        """
+        widths = self.widths(layout)
+        if bad is True:
+            self._buffers.restore(layout.buffers)
+        elif any(widths[1:]):
+            _, statistics, buffers = slots.split_with_sizes(widths, dim=1)
+            keep = None if bad is False else bad
+            self._statistics.apply(statistics, layout.calls, keep)
+            if layout.buffers:
+                full = [number for number, size in enumerate(sizes) if size]
+                # By samples also where losses have weights of their own: forward saw them all.
+                self._buffers.apply(buffers, layout.buffers, self.share(sizes, torch.float64), full, keep)
+
+
+def _total(losses: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([loss.to(torch.promote_types(loss.dtype, torch.float32)) for loss in losses]).sum()
