@@ -137,4 +137,4 @@ def test_rows_of_different_shapes_are_refused_on_every_rank(batch_size: int, on_
     # Sequences padded by shard, say. Of 6 each rank has one shard: only all together know that they differ.
     first, second = on_ranks(2, refusal_of_other_shapes, batch_size)
     assert first == second
-    assert "pad them to one shape" in first
+    assert "Pad them to one shape" in first
