@@ -245,10 +245,8 @@ def test_a_gradient_that_is_no_number_is_named_on_every_rank(
     ranks: int, shards: int | None, late: bool, refused: Refused
 ) -> None:
     found = r"one is not \(model\.1\.weight is the first parameter that is not finite since\)"
-    said = (
-        f"In step 2 {found if late else r'the gradient of model[.]1[.]weight is not'}, though the loss is, [0-9.]+[.] "
-    )
-    said = f"gradients must be finite numbers. {said}"
+    found = found if late else r"the gradient of model\.1\.weight is not"
+    said = rf"gradients must be finite numbers\. In step 2 {found}, though the loss is, [0-9.]+\. "
     refused(ranks, raise_of, "gradient", shards, kind="FloatingPointError", said=said, by=ALL)
     said = "The loss of step 2 is nan, from shard"
     refused(ranks, raise_of, "loss", shards, kind="FloatingPointError", said=said, by=ALL)
