@@ -338,7 +338,7 @@ def test_an_error_of_a_stream_belongs_to_the_step_that_wants_what_is_behind_it(t
         (with_sampler, "TypeError", r"it takes collate_fn; got \['sampler'\]"),
         (a_generator, "TypeError", "a stream begins anew in every epoch; got generator, .* __iter__ makes it"),
         (a_loader, "TypeError", "data must be .* got DataLoader: give its dataset"),
-        (predict_a_stream, "ValueError", "nobody knows how many a stream has: give a data set"),
+        (predict_a_stream, "ValueError", "The length of a stream is unknown. Pass a data set"),
     ],
 )
 def test_what_a_stream_cannot_be_is_refused(scenario: Any, kind: str, said: str, refused: Refused) -> None:
