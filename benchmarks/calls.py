@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -47,8 +48,7 @@ class Calls:
     @property
     def changes(self) -> int:
         """How often a call is in another file than the call before."""
-        files = self.files
-        return sum(one != other for one, other in zip(files, files[1:], strict=False))
+        return sum(one != other for one, other in pairwise(self.files))
 
 
 def count(*, rows: bool) -> Calls:
