@@ -48,8 +48,7 @@ class Calls:
     @property
     def changes(self) -> int:
         """How often a call is in another file than the call before."""
-        files = self.files
-        return sum(one != other for one, other in pairwise(files))
+        return sum(one != other for one, other in pairwise(self.files))
 
 
 def count(*, rows: bool) -> Calls:

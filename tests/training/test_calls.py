@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks.calls import count
 
-# By Python 3.11, where a list comprehension is a call too.
-LIMITS = {False: (220, 14, 70), True: (250, 21, 95)}
+MOST = 220, 14, 70  # calls, files, changes of file; by Python 3.11, where a list comprehension is a call too
 
 
-@pytest.mark.parametrize("rows", LIMITS)
-def test_a_step_can_be_read_in_one_sitting(rows: bool) -> None:
-    calls = count(rows=rows)
-    most = LIMITS[rows]
+def test_a_step_can_be_read_in_one_sitting() -> None:
+    calls = count(rows=False)  # with rows the clock decides when some are handed on
     found = len(calls.codes), len(set(calls.files)), calls.changes
-    assert all(one <= limit for one, limit in zip(found, most, strict=True)), (found, most)
+    assert all(one <= most for one, most in zip(found, MOST, strict=True)), (found, MOST)
     assert found[0] > 100  # the profile sees the package
 
 
