@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from ddp_loop.accelerators import accelerator_of, is_asynchronous
+from ddp_loop.accelerators import accelerator_of
 from ddp_loop.batch_norm.custom_layers import BatchNormInterceptor, CustomNorm
 from ddp_loop.batch_norm.pooled import LayerGroup, RecomputeGuard
 from ddp_loop.determinism import same_bits
@@ -258,7 +258,7 @@ class BatchNormStatistics:
     def _look(self) -> torch.Tensor | list[int] | None:
         """What shows that a layer's own buffers were moved: on the CPU their bits, on a GPU their versions alone."""
         own = [one for pair in self._own[: self._known] for one in pair if one is not None]
-        if not own or is_asynchronous(own[0]):
+        if not own or accelerator_of(own[0].device).is_asynchronous:
             return [tracked._version for layer in self.layers if (tracked := layer.num_batches_tracked) is not None]
         return torch.cat(own)
 

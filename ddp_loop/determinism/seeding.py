@@ -97,8 +97,8 @@ def seed_streams(key: int, device: torch.device | None = None) -> None:
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)
-    if device is not None:
-        accelerator_of(device).seed(key)
+    if device is not None and not (accelerator := accelerator_of(device)).is_host:
+        accelerator.seed(key)
 
 
 def seed_shard(seed: int, step: int, shard: int, device: torch.device, again: int = 0) -> None:

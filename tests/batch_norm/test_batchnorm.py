@@ -14,7 +14,7 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 
-pytestmark = pytest.mark.covers("D4")
+pytestmark = [pytest.mark.covers("D4"), pytest.mark.both_modes]
 
 Extra = Callable[[nn.Module, torch.Tensor], None]
 

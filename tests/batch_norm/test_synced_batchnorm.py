@@ -19,7 +19,7 @@ from ddp_loop.batch_norm.synced_kernels import statistics
 from tests.support.comparing import Tensors, distance, gradients_of, same_on_all
 from tests.support.harness import OnRanks
 
-pytestmark = pytest.mark.covers("D5")
+pytestmark = [pytest.mark.covers("D5"), pytest.mark.both_modes]
 
 BOUND = 1e-10  # float64, relative to the largest magnitude: what the project promises
 KINDS: dict[str, type[_BatchNorm]] = {"1d": nn.BatchNorm1d, "2d": nn.BatchNorm2d, "3d": nn.BatchNorm3d}

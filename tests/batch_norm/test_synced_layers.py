@@ -19,7 +19,7 @@ from ddp_loop.batch_norm.synced import WORDS, SyncedBatchNorm
 from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS
 from tests.support.harness import FAULT_S, OnRanks, caught
 
-pytestmark = pytest.mark.covers("D5")
+pytestmark = [pytest.mark.covers("D5"), pytest.mark.both_modes]
 
 
 def network() -> nn.Sequential:

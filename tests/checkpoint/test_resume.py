@@ -18,7 +18,7 @@ from tests.support.resuming import BUILDS, EPOCHS, STEPS, Ended, different, trai
 from tests.support.runs import ROWS, checkpoints_of, endless, rows_of, status_of
 
 # torch does not know that the optimizer stepped in another process, where a run goes on at the first epoch's end.
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+pytestmark = [pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"), pytest.mark.both_modes]
 
 
 # -- everywhere ----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loss_of, samples
 
-pytestmark = pytest.mark.covers("D10")
+pytestmark = [pytest.mark.covers("D10"), pytest.mark.both_modes]
 
 SIZE = 6
 

@@ -15,7 +15,7 @@ from tests.support.device_modes import ASYNCHRONOUS
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loss_of, samples
 
-pytestmark = pytest.mark.covers("D10")
+pytestmark = [pytest.mark.covers("D10"), pytest.mark.both_modes]
 
 EVERY, WRONG_AT, STEPS = 3, 4, 8  # compared at steps 3 and 6; the bit is flipped after step 4
 

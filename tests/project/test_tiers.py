@@ -60,6 +60,9 @@ def test_each_file_in_both_modes_has_a_quick_asynchronous_test(request: pytest.F
         if is_second_mode(item, case)
     ]
     assert {name for name, quick in again if quick} == {name for name, _ in again}
+    for item in items:  # the marks of a file in both modes stand in no other
+        if item.get_closest_marker("quick_in_both_modes") or item.get_closest_marker("one_mode"):
+            assert item.get_closest_marker("both_modes"), item.nodeid
 
 
 def test_every_claimed_capability_has_a_quick_test(request: pytest.FixtureRequest) -> None:

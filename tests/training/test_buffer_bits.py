@@ -123,7 +123,7 @@ def widen(world: dl.World, folder: str) -> None:
 
 
 def test_a_buffer_that_changes_its_dtype_is_refused_and_named(refused: Refused) -> None:
-    said = r"keeps its shape and dtype .* model\.count had \(\), torch\.int64"
+    said = r"must keep its shape and dtype .* model\.count had \(\), torch\.int64"
     refused(2, widen, kind="ValueError", said=said, by=ALL)
 
 

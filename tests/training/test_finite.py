@@ -21,7 +21,7 @@ from tests.support.device_modes import ASYNCHRONOUS
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, network, samples
 
-pytestmark = pytest.mark.covers("D10")
+pytestmark = [pytest.mark.covers("D10"), pytest.mark.both_modes]
 
 BAD = 17  # the sample whose label is no number
 COUNT, SIZE = 24, 6

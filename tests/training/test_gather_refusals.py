@@ -14,7 +14,7 @@ from tests.support.gathering import encoder, spread
 from tests.support.harness import FAULT_S, OnRanks
 from tests.support.refusals import ALL, Refused, does_it, loop_over, on_this_rank, samples
 
-pytestmark = pytest.mark.covers("D10", "D13")
+pytestmark = [pytest.mark.covers("D10", "D13"), pytest.mark.both_modes]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------

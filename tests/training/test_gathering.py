@@ -20,7 +20,7 @@ from tests.support.gathering import encoder, spread
 from tests.support.harness import OnRanks
 from tests.support.refusals import BOUND, loop_over, network, samples
 
-pytestmark = pytest.mark.covers("D13")
+pytestmark = [pytest.mark.covers("D13"), pytest.mark.both_modes]
 
 MINI_BATCH = 12  # two batch-norm values would be +1 and -1 whatever they were, and amplify rounding
 

@@ -22,7 +22,7 @@ from tests.support.device_modes import SYNCHRONOUS
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Caught, Refused, samples
 
-pytestmark = pytest.mark.covers("D10")
+pytestmark = [pytest.mark.covers("D10"), pytest.mark.both_modes]
 
 STEPS, SIZE, HARMED = 14, 4, 3  # what is harmed is harmed behind this step's update
 NAN, INF = math.nan, math.inf

@@ -19,7 +19,7 @@ from tests.support.device_modes import ASYNCHRONOUS, device_mode_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, samples
 
-pytestmark = pytest.mark.covers("D10")
+pytestmark = [pytest.mark.covers("D10"), pytest.mark.both_modes]
 
 BAD, BAD_STEP, STEPS, SIZE = 9, 2, 4, 8  # the sample that spoils a step, which is the second one
 
@@ -292,7 +292,8 @@ def test_of_two_passes_only_the_bad_one_is_left_out(on_ranks: OnRanks) -> None:
     assert on_ranks(2, two_passes, "loss") == [(1, [True, True, False, False])] * 2  # of one step, counted once
 
 
-def test_an_optimizer_that_is_not_told_any_more_takes_the_next_step() -> None:
+@pytest.mark.one_mode(ASYNCHRONOUS, "on the host no optimizer gets found_inf")
+def test_an_optimizer_that_loses_found_inf_takes_the_next_step() -> None:
     weight = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.Adam([weight], fused=True)
     with dl.join_world(device="cpu") as world:
