@@ -340,7 +340,11 @@ class Bucket:
         flat = self.own.gradients
         if self.is_precise:
             square = flat.dot(flat)  # half the time of aminmax, and 40 times as precise as vector_norm
-            if accelerator_of(flat.device).is_asynchronous or flat.dtype == torch.float64 or 0 < square.item() < math.inf:
+            if (
+                accelerator_of(flat.device).is_asynchronous
+                or flat.dtype == torch.float64
+                or 0 < square.item() < math.inf
+            ):
                 return square.sqrt()
         flat = torch.view_as_real(flat) if flat.is_complex() else flat
         whole: torch.Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)  # squares of another range

@@ -202,7 +202,7 @@ class NonFiniteGuard:
         culprits = [number for number in full if not math.isfinite(rest[number])]
         told = culprits[:1] if len(culprits) < len(full) or len(full) == 1 else []  # else it is the whole's
         state = blamed.by_now if len(culprits) == len(full) else []  # by which other shards' losses would be bad too
-        said = f"{listed_are(state)} not finite by now, and perhaps before. " if state else ""
+        said = f"Not finite by now, and perhaps before: {listed(state)}. " if state else ""
         return (
             f"A mini-batch's loss must be a finite number. The loss of step {look.iteration} is {value}"
             + "".join(self._shard_message(look.mini_batch, number) for number in told)

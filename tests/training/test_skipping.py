@@ -264,8 +264,13 @@ def test_buffers_that_stay_are_not_asked_whether_they_were_changed_alike() -> No
     rows, share = torch.arange(8, dtype=torch.float64).reshape(2, 4), torch.tensor([0.5, 0.5])
     buffers.apply(rows, frozenset({"drift.level"}), share, [0, 1], torch.tensor(True))
     assert torch.equal(drift.level, torch.zeros(4, dtype=torch.float64))
-    with pytest.raises(ValueError, match="must change a buffer of the rule"):
+
+    def change_unlike() -> None:
         buffers.apply(rows, frozenset({"drift.level"}), share, [0, 1], torch.tensor(False))
+        buffers.open()  # raises on an asynchronous device
+
+    with pytest.raises(ValueError, match="must change a buffer of the rule"):
+        change_unlike()
 
 
 def two_passes(first: str) -> tuple[int, list[bool]]:
