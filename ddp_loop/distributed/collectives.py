@@ -137,9 +137,9 @@ class Collectives:
                 bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in self._side_by_side(room, kind)
             ]
             raise RuntimeError(
-                "every rank must make the same collectives in the same order; "
-                + ", ".join(f"rank {rank} came to {one}" for rank, one in enumerate(kinds))
-                + ": call evaluate, and whatever else is for every rank, on all of them and in one order"
+                "Every rank must make the same collectives in the same order, but "
+                + ", ".join(f"rank {rank} is at {one}" for rank, one in enumerate(kinds))
+                + ". Call evaluate, and whatever else is for every rank, on all of them in the same order."
             )
         return [size for _, size in told]
 

@@ -113,7 +113,7 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise ValueError(f"there must be at least 1 rank; {size} were asked for")
+            raise ValueError(f"There must be at least 1 rank. Got {size}.")
         self.size = size
         self._workers: dict[int, Worker] = {}
         self._turn = threading.Lock()
@@ -164,15 +164,12 @@ class Pool:
 
     def _run(self, call: bytes, ranks: int, timeout_s: float | None) -> list[Any]:
         if not 1 <= ranks <= self.size:
-            raise ValueError(
-                f"a task runs on 1 .. {self.size} ranks of this pool; {ranks} were asked for; "
-                "make a larger pool for more"
-            )
+            raise ValueError(f"A task runs on 1 .. {self.size} ranks of this pool. Got {ranks}. Create a larger Pool.")
         if timeout_s is not None and timeout_s <= 0:
-            raise ValueError(f"timeout_s must be positive, or None for no limit; got {timeout_s}")
+            raise ValueError(f"timeout_s must be positive, or None for no limit. Got {timeout_s}.")
         with self._turn:
             if self._closed:
-                raise RuntimeError("a pool runs tasks until it is closed; this one is closed, make a new one")
+                raise RuntimeError("A closed pool cannot run tasks. Create a new Pool.")
             self._start(ranks)
             store = _host_store()  # a new one for each task: without the keys of the last
             try:
@@ -202,7 +199,7 @@ class Pool:
     def _collect(self, ranks: Iterable[int], timeout_s: float | None) -> dict[int, Answer]:
         """The answers of these ranks, failures in place of those that did not come."""
         answers: dict[int, Answer] = {}
-        late = f"did not come back within {timeout_s} s"
+        late = f"did not return within {timeout_s} s"
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         waiting = set(ranks)
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -268,18 +265,18 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _pack_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
     if not callable(function):
-        raise TypeError(f"the first argument must be the function to call on each rank; got {function!r}")
-    remedy = "put it into a module and import it, or: pip install 'ddp_loop[notebook]'"
+        raise TypeError(f"The first argument must be the function to call on each rank. Got {function!r}.")
+    remedy = "Import it from a module, or run: pip install 'ddp_loop[notebook]'."
     try:
         call = pack((function, arguments, keywords))
     except Exception as error:
         raise TypeError(
-            f"the function and its arguments are pickled for each rank; these cannot be ({error}); {remedy}"
+            f"The function and its arguments are pickled for each rank. These cannot be pickled ({error}). {remedy}"
         ) from error
     if main_is_interactive() and b"__main__" in call and not has_cloudpickle():
         raise TypeError(
-            "new processes cannot import what was defined in a notebook or at a prompt; the function is "
-            f"{function!r}; {remedy}"
+            "New processes cannot import what was defined in a notebook or at a prompt. The function is "
+            f"{function!r}. {remedy}"
         )
     return call
 
@@ -298,7 +295,7 @@ def _results(answers: dict[int, Answer]) -> list[Any]:
         try:
             results.append(pickle.loads(answer.result))
         except Exception as error:
-            failures[rank] = Failure(FailurePriority.RAISED, f"returned what cannot be unpickled here: {error!r}")
+            failures[rank] = Failure(FailurePriority.RAISED, f"returned a value that cannot be unpickled: {error!r}")
     if failures:
         culprit = min(failures, key=lambda rank: (failures[rank].blame, rank))
         if failures[culprit].blame is FailurePriority.PEER_FAILED and (names := failures[culprit].names) in failures:
@@ -314,7 +311,7 @@ def _rank_failed(culprit: int, failures: dict[int, Failure]) -> RankFailed:
         lines += ["", failure.trace.rstrip()]
     others = {rank: other for rank, other in failures.items() if rank != culprit}
     if others:
-        lines += ["", "The others that failed:"]
+        lines += ["", "Other ranks that failed:"]
         lines += [f"  rank {rank} {other.headline.splitlines()[0]}" for rank, other in others.items()]
     for rank, other in others.items():
         if other.blame in (FailurePriority.STUCK, FailurePriority.STUCK_IN_COLLECTIVE):

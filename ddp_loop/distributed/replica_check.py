@@ -28,7 +28,7 @@ _MOST_NAMES = 3
 _FIRST = (1, 10)  # after so many steps of this process a loop compares, whatever its interval
 _WHAT = "a comparison of replicas"
 _REMEDY = (
-    "look for what one rank does alone (an `if world.rank`, a value of its own shard, a step that an error left out, "
+    "Look for what one rank does alone (an `if world.rank`, a value of its own shard, a step that an error left out, "
     "a buffer that forward changes in evaluation mode too)"
 )
 
@@ -252,7 +252,7 @@ class ReplicaCheck:
         self.check_pending()
         made, self._folds = self._folds, self._folds + 1
         if self._interval and (iteration % self._interval == 0 or made in _FIRST):
-            self._snapshot(f"at the fold of step {iteration}")
+            self._snapshot(f"At the fold of step {iteration}")
             if not self._world.accelerator.is_asynchronous:
                 self.check_pending()
 
@@ -260,7 +260,7 @@ class ReplicaCheck:
         """Compare after the loop's last step. Every rank must call this."""
         self.check_pending()
         if self._interval:
-            self._snapshot(f"after step {iteration}")
+            self._snapshot(f"After step {iteration}")
             self.check_pending()
 
     def leave(self, iteration: int, *, folded: bool) -> None:
@@ -276,7 +276,7 @@ class ReplicaCheck:
         if self._interval:
             if folded:
                 with suppress(Exception):  # the loop may be left by an error, which must not be hidden
-                    self._snapshot(f"where the loop was left, in step {iteration},")
+                    self._snapshot(f"Where the loop was left, in step {iteration}")
             self._world.defer(self._check_pending_left)
 
     def check_pending(self) -> None:
@@ -292,18 +292,14 @@ class ReplicaCheck:
         pending, self._pending = self._pending, None
         said = _difference(pending, self._world)
         if pending is not None and said is not None:
-            raise ReplicaMismatch(self._message(pending.where, said))
+            raise ReplicaMismatch(
+                "Parameters, buffers and optimizers must be the same on every rank. "
+                f"{pending.where}, {said}. {_REMEDY}. A tensor that may differ must not be in state, a buffer that may "
+                'needs buffer_reduction={name: "local"}. check_replicas_every=0 turns the comparison off.'
+            )
 
     def _snapshot(self, where: str) -> None:
         self._pending = _take(where, named_tensors(self._state, self._without), settings_of(self._state))
-
-    @staticmethod
-    def _message(where: str, said: str) -> str:
-        return (
-            f"parameters, buffers and optimizers must be the same on every rank; {where} {said}: {_REMEDY}; a tensor "
-            'that is to be a rank\'s own is kept out of state, a buffer is given buffer_reduction={name: "local"}; '
-            "check_replicas_every=0 compares nothing"
-        )
 
 
 def require_one_model(model: nn.Module, world: World, what: str) -> None:
@@ -321,8 +317,8 @@ def require_one_model(model: nn.Module, world: World, what: str) -> None:
     taken = _take("", _tensors_of(model, world), {})
     if (said := _difference(taken, world)) is not None:
         raise ReplicaMismatch(
-            f"{what} takes the same model on every rank; {said}: {_REMEDY}, or give all of them rank 0's first, "
-            "world.broadcast_all([*model.parameters(), *model.buffers()])"
+            f"{what} needs the same model on every rank, but {said}. {_REMEDY}, or first copy rank 0's model to all "
+            "by world.broadcast_all([*model.parameters(), *model.buffers()])."
         )
 
 

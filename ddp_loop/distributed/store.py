@@ -117,7 +117,7 @@ class RankStore:
         if failed is not None:
             raise failed
         if came is None:
-            raise PeerFailed(f"rank 0 must leave its block in timeout_s={timeout_s:g}; it did not", 0)
+            raise PeerFailed(f"Rank 0 did not leave its block within timeout_s={timeout_s:g}. Pass a longer one.", 0)
         if told:
             raise PeerFailed(f"rank 0 failed while the others waited for it: {told}", 0)
 
@@ -131,8 +131,8 @@ class RankStore:
         except RuntimeError:
             pass  # the store is gone with the launcher
         return self.get_failure() or PeerFailed(
-            "every rank must take part in every collective; a rank is gone without a word (killed), or slower "
-            f"than timeout_s={timeout_s:g}: {error}"
+            "Every rank must take part in every collective. A rank was killed, or is slower than "
+            f"timeout_s={timeout_s:g}. Read what the others printed. The cause: {error}"
         )
 
     def _call_all(self, ended: set[int], timeout_s: float) -> None:

@@ -100,7 +100,7 @@ class Watchdog:
         self._leaving = True
         if failed:
             self._fails = True
-            self._limit(_OWN_END_S, 1, f"ddp_loop: rank {self._rank} failed, and could not leave\n")
+            self._limit(_OWN_END_S, 1, f"ddp_loop: rank {self._rank} failed and could not leave its world.\n")
 
     def install_stop_handlers(self) -> None:
         """From now on signals are requests; those that were followed are over."""
@@ -186,14 +186,14 @@ class Watchdog:
         meaning = self.requests.meaning_of(number)
         if meaning == "stop" and number == signal.SIGINT:
             self.ask_to_stop(f"Ctrl-C at rank {self._rank}")
-            self._say("stopping after this step: Ctrl-C; once more leaves at once, without a checkpoint")
+            self._say("Stopping after this step (Ctrl-C). Press it again to leave at once, without a checkpoint.")
         elif meaning == "stop" and self.stop is None:
             name = signal.Signals(number).name
             self.ask_to_stop(f"{name} at rank {self._rank}")
-            self._say(f"stopping after this step: {name}")
+            self._say(f"Stopping after this step ({name}).")
         elif meaning == "interrupt":
             self._pending = KeyboardInterrupt("a second Ctrl-C")
-            self._limit(_END_S, 128 + number, f"ddp_loop: rank {self._rank} was ended by Ctrl-C\n")
+            self._limit(_END_S, 128 + number, f"ddp_loop: rank {self._rank} was ended by Ctrl-C.\n")
             self._interrupt()
         elif meaning == "exit":
             os._exit(128 + number)

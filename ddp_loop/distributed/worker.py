@@ -157,12 +157,12 @@ class Worker:
             self.ready = isinstance(word, Ready)
             if isinstance(word, Failure):
                 raise RuntimeError(
-                    f"a worker process {word.headline} before it was ready; its own message stands above. "
-                    "New processes import the main script: what starts them must stand under "
-                    '`if __name__ == "__main__":`'
+                    f"A worker process {word.headline} before it was ready. Its own message is above. "
+                    "New processes import the main script, so put the code that starts them under "
+                    '`if __name__ == "__main__":`.'
                 )
             if not self.ready and time.monotonic() > deadline:
-                raise RuntimeError(f"a worker process must be ready within {_START_S:g} s; this one was not")
+                raise RuntimeError(f"A worker process was not ready within {_START_S:g} s. Check the machine's load.")
 
     def send(self, task: Task) -> None:
         self.working = True
@@ -190,7 +190,7 @@ class Worker:
             return None
         if self._process.exitcode == PEER_FAILED_EXIT:
             return Failure(
-                FailurePriority.PEER_FAILED, "was ended, since another rank failed and it could not be interrupted"
+                FailurePriority.PEER_FAILED, "was ended because another rank failed and it could not be interrupted"
             )
         return Failure(FailurePriority.DIED, _cause_of_death(self._process.exitcode))
 
@@ -205,7 +205,7 @@ class Worker:
             stack, timeout_s = stack + chunk, _STACK_SILENCE_S
         text = stack.decode(errors="replace")
         blame = FailurePriority.STUCK_IN_COLLECTIVE if "torch/distributed" in text else FailurePriority.STUCK
-        return Failure(blame, headline, text or "(it gave no stack: it is stopped, or stuck in the kernel)\n")
+        return Failure(blame, headline, text or "(No stack. The process is stopped, or stuck in the kernel.)\n")
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.alive:  # which has reaped it if it died, so the id is not another process's by now
@@ -342,8 +342,8 @@ def _returned(result: Any) -> Returned:
         return Returned(pack(result))
     except Exception as error:
         raise TypeError(
-            f"the result of a rank is pickled on its way back; this {type(result).__qualname__} cannot be "
-            f"({error}); return numbers, tensors, or containers of them"
+            f"The result of a rank is pickled. This {type(result).__qualname__} cannot be pickled ({error}). "
+            "Return numbers, tensors, or containers of them."
         ) from error
 
 

@@ -24,10 +24,10 @@ from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.watchdog import Watchdog
 
 Value = TypeVar("Value")
-_LEFT = "a world is used inside its `with`, until it is left; this one was left: join_world() again"
+_LEFT = "A world cannot be used after it was left. Work inside its `with`, or call join_world() again."
 _FIRST = (
-    "inside `with world.rank_zero_first()` the ranks are not at the same place, so no collective can be made: "
-    "put it behind"
+    "No collective can run inside `with world.rank_zero_first()`, where the ranks are at different places. "
+    "Call it after the block."
 )
 
 
@@ -195,7 +195,7 @@ class World:
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
-                    f"{what} must be the same on every rank; rank 0 has {values[0]}, rank {rank} has {other}"
+                    f"{what} must be the same on every rank. Rank 0 has {values[0]}, rank {rank} has {other}."
                 )
 
     def begin_evaluation(self, stage: str) -> int:

@@ -289,7 +289,7 @@ def test_a_stream_that_does_not_restart_is_refused(refused: Refused) -> None:
         (29, "in mini-batch 4 of epoch 1 it ended on 2 of 3 ranks"),
         (
             22,
-            "a stream's last mini-batch must be the same on every rank; rank 0 has 5, rank 1 has 4",
+            "a stream's last mini-batch must be the same on every rank. Rank 0 has 5, rank 1 has 4",
         ),
     ],
 )
