@@ -42,13 +42,7 @@ class Collectives:
         under_way: the steps' operations that have begun and not ended.
     """
 
-    def __init__(
-        self,
-        steps: Backend | None,
-        others: Backend | None,
-        store: RankStore,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, steps: Backend | None, others: Backend | None, store: RankStore, timeout_s: float) -> None:
         self._steps, self._others, self._store, self._timeout_s = steps, others, store, timeout_s
         self.waits = ""
         self.under_way: set[Work] = set()

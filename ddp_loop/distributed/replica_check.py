@@ -224,13 +224,7 @@ class ReplicaCheck:
         rules: for single buffers, by name; those of the rule "local" may differ between ranks.
     """
 
-    def __init__(
-        self,
-        state: Mapping[str, object],
-        world: World,
-        interval: int,
-        rules: Mapping[str, str],
-    ) -> None:
+    def __init__(self, state: Mapping[str, object], world: World, interval: int, rules: Mapping[str, str]) -> None:
         self._state, self._world = state, world
         self._interval = interval if world.size > 1 else 0
         self._without = own_names(state, [name for name, rule in rules.items() if rule == "local"])
