@@ -208,7 +208,6 @@ class HostCopy:
         self._values, self._event = accelerator_of(tensor.device).start_copy(tensor)
 
     def ready(self) -> bool:
-        """Whether the copy is complete."""
         return self._event is None or self._event.query()
 
     def wait(self) -> torch.Tensor:

@@ -89,7 +89,7 @@ class ProcessGroups:
         try:
             store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=self._timeout))
             store.set_timeout(self._timeout)
-            self._before = open_sockets()  # where rank 0 hosts the store, the others read there why it failed
+            self._before = open_sockets()  # without the store's, from which the others read why rank 0 failed
             dist.init_process_group(
                 accelerator_of(device).backends(place.local_size),
                 timeout=self._timeout,
@@ -116,7 +116,7 @@ class ProcessGroups:
 
     def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
         """Give the groups up; as `Backend.leave`."""
-        cut(accepted(self.connections))  # a connection that is open takes gloo up to 10 ms to close
+        cut(accepted(self.connections))  # gloo needs up to 10 ms to close an open connection
         self.others.leave((), failed=False)
         self.steps.leave(under_way, failed=failed and self._owns)
         if dist.is_initialized():

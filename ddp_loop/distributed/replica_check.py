@@ -25,7 +25,7 @@ from ddp_loop.distributed.replicas import find_modules, find_parameters
 from ddp_loop.distributed.world import World
 
 _MOST_NAMES = 3
-_FIRST = (1, 10)  # after so many steps of this process a loop compares, whatever its interval
+_FIRST = (1, 10)  # the steps of this process after which a loop always compares
 _WHAT = "a comparison of replicas"
 _REMEDY = (
     "Look for what one rank does alone (an `if world.rank`, a value of its own shard, a step that an error left out, "
@@ -68,7 +68,7 @@ def named_tensors(state: Mapping[str, object], without: Collection[str] = ()) ->
                 found[f"buffer {name}"] = buffer
     copies = ends_of_copies(state, without)
     for prefix, value in state.items():
-        if not isinstance(value, torch.amp.GradScaler):  # numbers that a GPU's host would wait for
+        if not isinstance(value, torch.amp.GradScaler):  # its numbers would make the host wait for a GPU
             for name, leaf in kept_by(prefix, value, names):
                 if isinstance(leaf, torch.Tensor) and not name.endswith(copies):
                     found[name] = leaf
@@ -274,12 +274,12 @@ class ReplicaCheck:
             self._world.defer(self._check_pending_left)
 
     def check_pending(self) -> None:
-        """Compare checksums that a GPU still owed. Every rank must call this."""
+        """Compare the checksums taken before. Every rank must call this."""
         if self._pending is not None:
             self._check_pending()
 
     def _check_pending_left(self) -> None:
-        with suppress(PeerFailed):  # on the rank that left, a break is no error
+        with suppress(PeerFailed):  # a break is no error on the rank that left
             self._check_pending()
 
     def _check_pending(self) -> None:

@@ -93,7 +93,6 @@ class Signals:
         return True
 
     def restore(self) -> None:
-        """Restore the former handlers."""
         if not self._before or threading.current_thread() is not threading.main_thread():
             return
         for number, handler in self._before.items():

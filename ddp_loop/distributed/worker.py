@@ -166,10 +166,8 @@ class Worker:
 
     def send(self, task: Task) -> None:
         self.working = True
-        try:
+        with suppress(OSError):  # it has just died, which the answer reports
             self._tasks.send(task)
-        except OSError:
-            return  # it has just died, which the answer reports
 
     def answer(self) -> Answer | None:
         """The outcome of the task; None while it runs."""
@@ -213,10 +211,8 @@ class Worker:
 
     def ask_to_end(self) -> None:
         if self.ready and not self.working and self.alive:
-            try:
+            with suppress(OSError):
                 self._tasks.send(None)
-            except OSError:
-                return
 
     def end(self) -> None:
         if self.ready and not self.working:
