@@ -1,9 +1,8 @@
 """Accelerators: what a device is and can do, one class for each kind. A new kind of device is one new class here.
 
-[Note: Asynchronous] A GPU computes behind the host's back, so reading a value makes the host wait for the device.
-Where a device is asynchronous, values are therefore copied to the host and looked at one step later, and whatever the
-ranks must read in each step travels over the CPU instead of in the step's own sum. Tests run this way on a CPU too, by
-`KINDS`.
+[Note: Asynchronous] A GPU computes while the host continues, so reading a value makes the host wait for it. Values of
+an asynchronous device are therefore copied to the host and read one step later, and what the ranks must read in each
+step travels over the CPU instead of in the step's own sum. `KINDS` lets tests run this way on a CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Event(Protocol):
 
 
 class Accelerator:
-    """A device of a kind that has no class of its own here: its values are never asked for, its copies block.
+    """A device of a kind without a class of its own: it counts as asynchronous, and its copies block.
 
     Args:
         device: such as cuda:0.
@@ -39,7 +38,7 @@ class Accelerator:
         kind: such as "cuda".
         is_asynchronous: whether reading a value makes the host wait. See [Note: Asynchronous].
         is_host: whether its memory is the host's, and its kernels are those of the CPU.
-        is_gpu: whether it has a generator of its own, and copies from pinned memory beside the host.
+        is_gpu: whether it has a generator of its own, and copies to pinned memory while the host continues.
         has_batch_norm_kernels: whether torch has the kernels of nn.SyncBatchNorm for it.
     """
 
@@ -52,7 +51,7 @@ class Accelerator:
         self.device, self.kind = device, device.type
 
     def __str__(self) -> str:
-        """The device and how large it is, in words."""
+        """The device and its size, in words."""
         return str(self.device)
 
     def activate(self) -> None:
@@ -65,18 +64,18 @@ class Accelerator:
     # -- copies --------------------------------------------------------------------------------------------
 
     def start_copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
-        """Start to copy a tensor to the host; returns the copy, and when it is complete, None if it is."""
+        """Start to copy a tensor to the host. Returns the copy, and the event of its completion; None if complete."""
         return tensor.detach().to("cpu", copy=True), None
 
     def empty_on_host(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory on the host, of the shape and dtype of `like`, into which this device copies quickly."""
+        """Host memory of the shape and dtype of `like` to which this device copies quickly."""
         return torch.empty(like.shape, dtype=like.dtype)
 
     def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> Event | None:
         """Start to copy `there`, on this device, into `here`, from `empty_on_host`.
 
         Returns:
-            When the copies are complete; None if they are.
+            The event of their completion; None if they are complete.
         """
         torch._foreach_copy_(here, there)  # type: ignore[arg-type]
         return None
@@ -84,10 +83,10 @@ class Accelerator:
     # -- random numbers ------------------------------------------------------------------------------------
 
     def seed(self, key: int) -> None:
-        """Seed its generator, if it has one beside the CPU's."""
+        """Seed its generator, if it has one of its own."""
 
     def random_state(self) -> torch.Tensor | None:
-        """The state of its generator; None if it has none beside the CPU's."""
+        """The state of its generator; None if it has none of its own."""
         return None
 
     def set_random_state(self, state: torch.Tensor) -> None:
@@ -96,11 +95,11 @@ class Accelerator:
     # -- memory --------------------------------------------------------------------------------------------
 
     def memory_held(self) -> float:
-        """Bytes of its memory that this process holds; 0 if that is unknown."""
+        """Bytes of its memory that this process holds; 0 if unknown."""
         return 0.0
 
     def memory_free(self) -> float:
-        """Bytes of its memory that are free; infinity where that does not matter."""
+        """Bytes of its memory that are free; infinity where they are not limited."""
         return math.inf
 
 
@@ -135,7 +134,7 @@ class Cuda(Accelerator):
         torch.cuda.set_device(self.device)
 
     def backends(self, local_ranks: int) -> str:
-        """NCCL where each rank has a GPU of its own; it refuses two ranks on one."""
+        """NCCL where each rank has a GPU of its own, since it refuses two ranks on one."""
         return "cpu:gloo,cuda:nccl" if local_ranks <= torch.cuda.device_count() else "gloo"
 
     def start_copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
@@ -143,18 +142,18 @@ class Cuda(Accelerator):
         return host, self.start_copies([host], [tensor.detach()])
 
     def empty_on_host(self, like: torch.Tensor) -> torch.Tensor:
-        """Pinned memory: only from there a copy runs beside the host."""
+        """Pinned memory, to which a GPU copies while the host continues."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> Event:
-        """Copy on the device's current stream, after what was launched there before."""
+        """Copy on the device's current stream, after the work launched there before."""
         torch._foreach_copy_(here, there, non_blocking=True)  # type: ignore[arg-type]
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seed(self, key: int) -> None:
-        """Seed its generator; in a worker of a DataLoader, which has no GPU, do nothing."""
+        """Seed its generator. A DataLoader's worker has no GPU, and does nothing."""
         if torch.cuda.is_initialized():
             self._generator.manual_seed(key)
 
@@ -180,7 +179,7 @@ KINDS: dict[str, type[Accelerator]] = {"cpu": Cpu, "cuda": Cuda}
 
 @cache
 def accelerator_of(device: torch.device) -> Accelerator:
-    """What is known of a device."""
+    """The accelerator of a device."""
     return KINDS.get(device.type, Accelerator)(device)
 
 
@@ -190,7 +189,7 @@ def is_asynchronous(tensor: torch.Tensor) -> bool:
 
 
 def gpu_count() -> int:
-    """The number of GPUs that torch sees; CUDA is not initialized by it."""
+    """The number of GPUs that torch sees, without initializing CUDA."""
     return torch.cuda.device_count()
 
 
@@ -203,17 +202,16 @@ def all_gpus() -> list[Accelerator]:
 
 
 class HostCopy:
-    """A copy of a tensor on the host, as the tensor is now; perhaps still on its way, so that nobody waits for it."""
+    """A copy on the host of a tensor as it is now, perhaps not complete yet."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values, self._event = accelerator_of(tensor.device).start_copy(tensor)
 
     def ready(self) -> bool:
-        """Whether it has arrived."""
         return self._event is None or self._event.query()
 
     def wait(self) -> torch.Tensor:
-        """The values, once they have arrived."""
+        """Wait until the copy is complete, and return it."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-LOOK_S = 0.5  # a wait looks so often whether it is in vain
+LOOK_S = 0.5  # how often a wait checks whether it is in vain
 
 
 class Work(Protocol):
@@ -49,11 +49,11 @@ class Backend(Protocol):
         """Start to make `tensor` what it is on rank 0, in place."""
 
     def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
-        """Wait for an operation, at least until its values can be used on their device.
+        """Wait for an operation until its values can be used on their device.
 
         Args:
             work: the operation.
-            in_vain: whether a rank failed, is elsewhere, or takes too long; to be asked every LOOK_S seconds.
+            in_vain: whether a rank failed, is elsewhere, or takes too long; called every LOOK_S seconds.
 
         Raises:
             RuntimeError: it failed, or is waited for in vain.

@@ -20,7 +20,7 @@ from ddp_loop.distributed.store import RankStore
 Value = TypeVar("Value")
 Operation = Callable[[Backend], Work]
 STEP = "a step's sum"
-_SEEN = 3  # looks in a row that find the next rank waiting elsewhere; a single one may be lag
+_SEEN = 3  # polls in a row that must find the next rank in another wait; a single one may be lag
 _KIND_BYTES = 240  # for the name of a collective, where ranks make different ones
 
 
@@ -42,17 +42,11 @@ class Collectives:
         under_way: the steps' operations that have begun and not ended.
     """
 
-    def __init__(
-        self,
-        steps: Backend | None,
-        others: Backend | None,
-        store: RankStore,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, steps: Backend | None, others: Backend | None, store: RankStore, timeout_s: float) -> None:
         self._steps, self._others, self._store, self._timeout_s = steps, others, store, timeout_s
         self.waits = ""
         self.under_way: set[Work] = set()
-        self._looks = self._parted = 0  # in the wait at hand; and how often in a row the next rank waited elsewhere
+        self._looks = self._parted = 0  # in this wait; those in a row with the next rank in another one
         self._deadline = 0.0
 
     # -- a step's own --------------------------------------------------------------------------------------
@@ -96,7 +90,7 @@ class Collectives:
         return self._store.peer_failure(error, self._timeout_s)
 
     def _is_in_vain(self) -> bool:
-        """Whether a rank failed, waits elsewhere, or takes too long; asked now and then during a wait."""
+        """Whether a rank failed, waits elsewhere, or takes too long; called during a wait."""
         now, kind = time.monotonic(), "step" if self.waits == STEP else "other"
         if not self._looks:
             self._deadline = now + self._timeout_s - LOOK_S
@@ -137,9 +131,9 @@ class Collectives:
                 bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in self._side_by_side(room, kind)
             ]
             raise RuntimeError(
-                "every rank must make the same collectives in the same order; "
-                + ", ".join(f"rank {rank} came to {one}" for rank, one in enumerate(kinds))
-                + ": call evaluate, and whatever else is for every rank, on all of them and in one order"
+                "Every rank must make the same collectives in the same order, but "
+                + ", ".join(f"rank {rank} is at {one}" for rank, one in enumerate(kinds))
+                + ". Call evaluate, and whatever else is for every rank, on all of them in the same order."
             )
         return [size for _, size in told]
 

@@ -34,20 +34,20 @@ def read_rank_env(environment: Mapping[str, str]) -> RankEnv:
     if len(there) == 1:
         missing = names[1 - names.index(there[0])]
         raise ValueError(
-            f"RANK and WORLD_SIZE must both be set, or neither; {there[0]}={environment[there[0]]} is set and "
-            f"{missing} is not: start with torchrun, or unset {there[0]}"
+            f"RANK and WORLD_SIZE must both be set, or neither. {there[0]}={environment[there[0]]} is set and "
+            f"{missing} is not. Start with torchrun, or unset {there[0]}."
         )
     rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
     if not 0 <= rank < size:
         raise ValueError(
-            f"RANK must be in 0 .. WORLD_SIZE-1; got RANK={rank}, WORLD_SIZE={size}: start with torchrun, or unset both"
+            f"RANK must be in 0 .. WORLD_SIZE-1. Got RANK={rank}, WORLD_SIZE={size}. Start with torchrun or unset both."
         )
     local_size = _number(environment, "LOCAL_WORLD_SIZE", size)
     local_rank = _number(environment, "LOCAL_RANK", rank % max(local_size, 1))
     if not 0 <= local_rank < local_size <= size:
         raise ValueError(
-            "LOCAL_RANK must be in 0 .. LOCAL_WORLD_SIZE-1, and that at most WORLD_SIZE; got "
-            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}, WORLD_SIZE={size}: start with torchrun"
+            "LOCAL_RANK must be in 0 .. LOCAL_WORLD_SIZE-1, and LOCAL_WORLD_SIZE at most WORLD_SIZE. Got "
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}, WORLD_SIZE={size}. Start with torchrun."
         )
     return RankEnv(rank, size, local_rank, local_size)
 
@@ -57,7 +57,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{name} must be a whole number; got {name}={text!r}: start with torchrun") from None
+        raise ValueError(f"{name} must be a whole number. Got {name}={text!r}. Start with torchrun.") from None
 
 
 def choose_device(wish: str, gpus: int, local_rank: int) -> torch.device:
@@ -73,11 +73,11 @@ def choose_device(wish: str, gpus: int, local_rank: int) -> torch.device:
         ValueError: "gpu" without a GPU, or another word.
     """
     if wish not in ("auto", "cpu", "gpu"):
-        raise ValueError(f'device must be "auto", "cpu" or "gpu"; got {wish!r}')
+        raise ValueError(f'device must be "auto", "cpu" or "gpu". Got {wish!r}.')
     if wish == "gpu" and gpus == 0:
         raise ValueError(
-            'device="gpu" needs a GPU that torch can see; torch.cuda.device_count() is 0: take "auto" or "cpu", '
-            "or install a CUDA build of torch"
+            'device="gpu" needs a GPU that torch can see. torch.cuda.device_count() is 0. Pass "auto" or "cpu", '
+            "or install a CUDA build of torch."
         )
     if wish == "cpu" or gpus == 0:
         return torch.device("cpu")

@@ -1,8 +1,8 @@
-"""Tensors of any dtype in the few that a sum over ranks carries, with every bit kept.
+"""Tensors of any dtype in the few dtypes that a sum over ranks supports, bit for bit.
 
-[Note: Exact columns] A sum that brings rows together adds -0.0 to each value. That keeps every value which the columns'
-dtype holds exactly: float32 holds float16, bfloat16, the float8 types and integers of 16 bits; float64 also float32 and
-integers of 32 bits. Whatever is wider travels as its own bits, cut into integers of 16 (or 32) bits, a column each. A
+[Note: Exact columns] A sum that brings rows together adds -0.0 to each value. This keeps every value that the columns'
+dtype holds exactly. float32 holds float16, bfloat16, the float8 types and 16-bit integers. float64 also holds float32
+and 32-bit integers. Wider values travel as their own bits, cut into 16-bit (or 32-bit) integers, a column each. A
 complex value is two real ones.
 """
 
@@ -19,14 +19,14 @@ _FLOAT8 = frozenset(
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without complex numbers: a real tensor itself, (...,) complex as (..., 2) real."""
+    """A real view of the same memory: a real tensor itself, (...,) complex as (..., 2) real."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def summable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in a dtype that gloo and NCCL add up: contiguous, in its own memory if that will do, else a copy.
+    """The tensor, contiguous and in a dtype that gloo and NCCL can add up; a copy only where it must be.
 
-    Integers wrap around as torch's own do; bool is added up as counts.
+    Integers wrap around as torch's own do. bool is added up as counts.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -40,7 +40,7 @@ def summable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assign_sum(tensor: torch.Tensor, total: torch.Tensor) -> None:
-    """Write the sum of all ranks' `summable(tensor)` into `tensor`, unless it stands there."""
+    """Write the sum of all ranks' `summable(tensor)` into `tensor`, unless they share memory."""
     if total.data_ptr() == tensor.data_ptr():
         return
     if tensor.is_complex():
@@ -57,7 +57,7 @@ def assign_sum(tensor: torch.Tensor, total: torch.Tensor) -> None:
 
 @lru_cache(maxsize=64)
 def _chunk(dtype: torch.dtype, column: torch.dtype) -> torch.dtype | None:
-    """The integers that a real dtype is cut into where a column of dtype `column` cannot hold it; else None."""
+    """The integer dtype into which a real dtype is cut for columns of dtype `column`; None if they hold it whole."""
     if dtype.is_floating_point:
         fits = dtype.itemsize <= column.itemsize
     else:
@@ -72,7 +72,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 def columns(tensor: torch.Tensor, column: torch.dtype) -> int:
-    """How many columns a tensor takes."""
+    """The number of columns that a tensor takes."""
     real = _real(tensor.dtype)
     chunk = _chunk(real, column)
     reals = 2 if tensor.is_complex() else 1
@@ -87,16 +87,15 @@ def encode(tensor: torch.Tensor, column: torch.dtype) -> torch.Tensor:
 
 
 def decode(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `encode` made of tensors of a dtype, one a row, (S, K); as (S, elements), a complex one as two reals.
+    """Decode tensors of a dtype, one a row, (S, K), as `encode` made them, to (S, elements).
 
-    Integers come as int64 (uint64 by its bits), narrower floating types in the columns' dtype.
+    A complex value is two reals. Integers become int64 (uint64 by its bits), narrow floats keep the columns' dtype.
     """
     real = _real(dtype)
     chunk = _chunk(real, rows.dtype)
     if chunk is not None:
         flat = rows.to(chunk).reshape(-1).view(torch.int64 if real is torch.uint64 else real)
         rows = flat.view(len(rows), -1)
-        return rows if real.is_floating_point else rows.to(torch.int64)
     return rows if real.is_floating_point else rows.to(torch.int64)
 
 

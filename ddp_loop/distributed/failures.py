@@ -75,31 +75,31 @@ def find_culprit(
     if ended:
         rank = min(ended)
         return rank, (
-            f"every rank must take part in every collective; rank {rank} left the world, without an error, when others "
-            "were in a collective: leave loops and call evaluate on all ranks alike"
+            f"Every rank must take part in every collective. Rank {rank} left the world without an error while others "
+            "were in a collective. Leave loops and call evaluate on all ranks alike."
         ), ""  # fmt: skip
     if silent := [rank for rank in range(size) if rank not in here]:
         return silent[0], (
-            f"every rank must take part in every collective; rank {silent[0]} is gone without a word (killed, stopped, "
-            "out of memory, a crash in compiled code, or its machine is gone): look at what its launcher and kernel say"
+            f"Every rank must take part in every collective. Rank {silent[0]} does not answer (killed, stopped, "
+            "out of memory, a crash in compiled code, or its machine is down). Read what its launcher and kernel say."
         ), ""  # fmt: skip
     if late := [rank for rank in range(size) if not here[rank].where.waits]:
         one = here[late[0]]
         return late[0], (
-            f"every rank must come to every collective within timeout_s={timeout_s:g}; rank {late[0]} is still"
-            f"{str(one.where) or ' outside of a loop'} while rank {_waiting(here)} waits: let it do less between two "
-            "collectives, or give join_world a longer timeout_s"
+            f"Every rank must reach every collective within timeout_s={timeout_s:g}. Rank {late[0]} is still"
+            f"{str(one.where) or ' outside of a loop'} while rank {_waiting(here)} waits. Do less between two "
+            "collectives, or pass join_world a longer timeout_s."
         ), one.stack  # fmt: skip
     kinds = [one.where.waits for _, one in sorted(here.items())]
     odd = min(range(size), key=lambda rank: (kinds.count(kinds[rank]), -rank))
     if len(set(kinds)) > 1:
         other = next(kind for kind in kinds if kind != kinds[odd])
         return odd, (
-            f"every rank must make the same collectives in the same order; rank {odd} waits in {kinds[odd]}"
-            f"{here[odd].where}, others in {other}: take decisions on folded values alone, and call evaluate, "
-            "and whatever else is for every rank, on all of them"
+            f"Every rank must make the same collectives in the same order. Rank {odd} waits in {kinds[odd]}"
+            f"{here[odd].where}, others in {other}. Base decisions on folded values alone, and call evaluate, "
+            "and whatever else is for every rank, on all of them."
         ), here[odd].stack  # fmt: skip
-    return None, f"all ranks wait in {kinds[0]}, and it does not end: is the network between the machines broken?", ""
+    return None, f"All ranks wait in {kinds[0]}, and it does not end. Check the network between the machines.", ""
 
 
 def _waiting(here: Mapping[int, RankReport]) -> str:

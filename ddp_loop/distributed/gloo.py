@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ddp_loop.distributed.backend import LOOK_S, TorchBackend, Work
 
-_DESCRIPTORS = Path("/proc/self/fd")  # elsewhere than on Linux none are found, and a peer waits for its timeout
+_DESCRIPTORS = Path("/proc/self/fd")  # only on Linux; elsewhere peers wait for their timeout
 _END_S = 0.5  # for the sums of a failed group: nearly all are woken at once
 _LOOK_S = 0.005
 _SLICE = timedelta(seconds=LOOK_S)
@@ -43,7 +43,7 @@ class GlooBackend(TorchBackend):
                 work.wait(_SLICE)
                 return
             except RuntimeError:
-                if work.is_completed():  # perhaps since the slice ran out, and then it only seems to have failed
+                if work.is_completed():  # perhaps after the slice ran out, so it may not have failed
                     work.wait()  # returns at once, or raises what ended it
                     return
                 if in_vain():
@@ -90,7 +90,6 @@ def accepted(sockets: dict[int, str]) -> dict[int, str]:
 
 
 def _opened(sockets: dict[int, str]) -> Iterator[tuple[int, socket.socket]]:
-    """Those that are still open."""
     for descriptor, name in sockets.items():
         if _name(descriptor) == name:  # the number may belong to another file by now
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
@@ -112,7 +111,7 @@ def keep_while_busy(group: dist.ProcessGroup, sums: Collection[Work]) -> None:
     deadline = time.monotonic() + _END_S
     while not _ended(sums):
         if time.monotonic() > deadline:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # the list alone would let it go at exit
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # the list alone would release it at exit
             _kept.append((group, sums))
             return
         time.sleep(_LOOK_S)
@@ -126,7 +125,6 @@ def free_kept() -> None:
 
 
 def keeps_a_group() -> bool:
-    """Whether a failed group is kept."""
     return bool(_kept)
 
 

@@ -33,9 +33,9 @@ def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout
         PeerFailed: not all ranks joined within the timeout.
     """
     if not isinstance(seed, int) or not isinstance(threads, int) or threads < 1:
-        raise ValueError(f"seed and threads must be whole numbers, threads 1 or more; got {seed=}, {threads=}")
+        raise ValueError(f"seed and threads must be whole numbers, threads 1 or more. Got {seed=}, {threads=}.")
     if not (isfinite(timeout_s) and timeout_s > 0):
-        raise ValueError(f"timeout_s must be a finite number of seconds, more than 0; got {timeout_s=}")
+        raise ValueError(f"timeout_s must be a finite number of seconds above 0. Got {timeout_s=}.")
     place = read_rank_env(dict(os.environ))
     end_with_torchrun(os.environ)
     chosen = choose_device(device, gpu_count(), place.local_rank)

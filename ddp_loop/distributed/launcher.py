@@ -1,4 +1,4 @@
-"""Start ranks from Python: a pool of worker processes, their results, and the culprit where one fails."""
+"""Launching ranks from Python: a pool of worker processes, their results, and the culprit if one fails."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from ddp_loop.distributed.worker import (
 
 Result = TypeVar("Result")
 
-# Peers of a failed rank get this long to end by themselves. With `join_world` they end in milliseconds; the
-# rest of the 3 s in which a fault must end all ranks is for the failure's own way and for killing.
+# Peers of a failed rank have this long to end by themselves; with `join_world` they need milliseconds. A fault must end
+# all ranks within 3 s, and reporting and killing need the rest.
 _GRACE_S = 2.0
-_STOP_S = 30.0  # after Ctrl-C, to write a checkpoint: what torchrun gives
+_STOP_S = 30.0  # for a checkpoint after Ctrl-C, as torchrun allows
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or did not come back. The message says which, why and where.
+    """A rank raised, died or did not return. The message contains the rank, the reason and the traceback.
 
-    The exception of the rank, if it could be pickled, is the `__cause__`.
+    The rank's exception, if it could be pickled, is the `__cause__`.
 
     Attributes:
-        rank: the culprit: of the ranks that failed, the one that did not fail because of another.
-        traceback: the text of its traceback; of its stack, if it was stuck; empty, if it died.
+        rank: the culprit, which is the failed rank that did not fail because of another one.
+        traceback: the text of its traceback, or of its stack if it was stuck; empty if it died.
     """
 
     def __init__(self, message: str, rank: int, traceback: str) -> None:
@@ -55,16 +55,11 @@ class RankFailed(RuntimeError):
 
 
 def launch(
-    function: Callable[..., Result],
-    ranks: int,
-    /,
-    *arguments: Any,
-    timeout_s: float | None = None,
-    **keywords: Any,
+    function: Callable[..., Result], ranks: int, /, *arguments: Any, timeout_s: float | None = None, **keywords: Any
 ) -> list[Result]:
-    """Call `function(*arguments, **keywords)` on each of `ranks` new processes; return the results.
+    """Call `function(*arguments, **keywords)` in each of `ranks` new processes, and return the results in rank order.
 
-    Each gets the environment variables that torchrun gives, so the same function runs under torchrun:
+    Each process has the environment variables that torchrun sets, so the same function runs under torchrun:
 
         def train(epochs):
             with dl.join_world(seed=0) as world:
@@ -73,18 +68,17 @@ def launch(
         if __name__ == "__main__":  # new processes import this file
             losses = dl.launch(train, 4, 20)
 
-    In a notebook, functions of its own cells need `pip install 'ddp_loop[notebook]'`. As under torchrun,
-    several ranks compute with one thread each unless OMP_NUM_THREADS says otherwise. The ranks are on this
-    machine.
+    Functions defined in a notebook need `pip install 'ddp_loop[notebook]'`. As under torchrun, each of several ranks
+    computes with one thread unless OMP_NUM_THREADS is set. All ranks run on this machine.
 
     Args:
         function: called on each rank; it, its arguments and its result are pickled.
-        ranks: how many processes, 1 or more.
-        timeout_s: seconds that the ranks have for the call; None is no limit. (A keyword of this name for
-            `function` itself goes in by `functools.partial`.)
+        ranks: the number of processes, 1 or more.
+        timeout_s: how long the call may take, in seconds; None is no limit. (Bind a keyword of this name for
+            `function` itself by `functools.partial`.)
 
     Raises:
-        RankFailed: a rank raised, died, or did not come back in time. The others have then been ended too.
+        RankFailed: a rank raised, died, or did not return in time. The others have been ended too.
         RuntimeError: the processes could not be started.
         TypeError, ValueError: `function` cannot be called or pickled, or `ranks` is below 1.
     """
@@ -94,18 +88,18 @@ def launch(
 
 
 class Pool:
-    """Worker processes that stay, for many short tasks: a task costs milliseconds, a start seconds.
+    """Worker processes for many short tasks: a task costs milliseconds, a start seconds.
 
         with Pool(4) as pool:
             pool.run(train, 4, 20)
             pool.run(train, 2, 20)
 
-    Workers start when a task first needs them, and end with the pool, or with this process, however it ends.
-    A worker that died or was stuck is replaced. Modules that changed since a worker imported them are not
-    imported again. One task at a time; a second thread waits its turn.
+    Workers start when a task first needs them, and end with the pool, or with this process, however it ends. A worker
+    that died or was stuck is replaced. Modules that changed since a worker imported them are not imported again. Tasks
+    run one at a time; a second thread waits.
 
     Args:
-        size: the most ranks that a task may have, 1 or more.
+        size: the largest number of ranks of a task, 1 or more.
 
     Raises:
         ValueError: `size` is below 1.
@@ -113,17 +107,17 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise ValueError(f"there must be at least 1 rank; {size} were asked for")
+            raise ValueError(f"There must be at least 1 rank. Got {size}.")
         self.size = size
         self._workers: dict[int, Worker] = {}
         self._turn = threading.Lock()
         self._closed = False
-        # Runs before multiprocessing's own, registered at its import, which would wait for the workers.
+        # Runs before multiprocessing's own exit function, which would wait for the workers.
         atexit.register(self.close)
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        """Ids of the living workers, in rank order."""
+        """The process ids of the living workers, in rank order."""
         return tuple(worker.process_id for _, worker in sorted(self._workers.items()) if worker.alive)
 
     def run(
@@ -137,17 +131,17 @@ class Pool:
     ) -> list[Result]:
         """Call `function` on the first `ranks` workers, as `launch` does; return the results in rank order.
 
-        The environment variables, working folder and import path are those of this process now.
+        The ranks have this process's current environment variables, working folder and import path.
 
         Raises:
-            RankFailed: a rank raised, died, or did not come back in time. The pool can be used again.
+            RankFailed: a rank raised, died, or did not return in time. The pool can be used again.
             RuntimeError: the workers could not be started.
             TypeError, ValueError: `function` cannot be called or pickled, or `ranks` is not 1 .. size.
         """
         return self._run(_pack_call(function, arguments, keywords), ranks, timeout_s)
 
     def close(self) -> None:
-        """End the workers; the pool cannot be used again."""
+        """End the workers. The pool cannot be used again."""
         self._closed = True
         for worker in self._workers.values():
             worker.ask_to_end()
@@ -164,17 +158,14 @@ class Pool:
 
     def _run(self, call: bytes, ranks: int, timeout_s: float | None) -> list[Any]:
         if not 1 <= ranks <= self.size:
-            raise ValueError(
-                f"a task runs on 1 .. {self.size} ranks of this pool; {ranks} were asked for; "
-                "make a larger pool for more"
-            )
+            raise ValueError(f"A task runs on 1 .. {self.size} ranks of this pool. Got {ranks}. Create a larger Pool.")
         if timeout_s is not None and timeout_s <= 0:
-            raise ValueError(f"timeout_s must be positive, or None for no limit; got {timeout_s}")
+            raise ValueError(f"timeout_s must be positive, or None for no limit. Got {timeout_s}.")
         with self._turn:
             if self._closed:
-                raise RuntimeError("a pool runs tasks until it is closed; this one is closed, make a new one")
+                raise RuntimeError("A closed pool cannot run tasks. Create a new Pool.")
             self._start(ranks)
-            store = _host_store()  # a new one for each task: without the keys of the last
+            store = _host_store()  # a new one for each task, without the keys of the last
             try:
                 for rank in range(ranks):
                     environment = _environment(rank, ranks, store.port)
@@ -186,7 +177,7 @@ class Pool:
         return _results(answers)
 
     def _start(self, ranks: int) -> None:
-        """Have the first `ranks` workers ready."""
+        """Start those of the first `ranks` workers that are missing, and wait until all are ready."""
         gone = [rank for rank, worker in self._workers.items() if not worker.usable]
         self._end(gone)
         try:
@@ -200,9 +191,9 @@ class Pool:
             raise
 
     def _collect(self, ranks: Iterable[int], timeout_s: float | None) -> dict[int, Answer]:
-        """The answers of these ranks, failures in place of those that did not come."""
+        """The answers of these ranks; a failure for each rank that did not answer."""
         answers: dict[int, Answer] = {}
-        late = f"did not come back within {timeout_s} s"
+        late = f"did not return within {timeout_s} s"
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         waiting = set(ranks)
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -221,7 +212,7 @@ class Pool:
         return answers
 
     def _interrupt(self, ranks: Iterable[int]) -> None:
-        """Pass Ctrl-C on to the ranks at work, and give them time to end well; a second Ctrl-C kills them."""
+        """Pass Ctrl-C on to the working ranks and let them end; a second Ctrl-C kills them."""
         working = [rank for rank in ranks if rank in self._workers and self._workers[rank].working]
         try:
             for rank in working:
@@ -236,10 +227,10 @@ class Pool:
 
 
 def _host_store() -> dist.TCPStore:
-    """The store where the ranks of one task meet, on a free port.
+    """The key-value store of one task's ranks, on a free port.
 
-    torch would listen on all interfaces, and look up the name of each peer's IPv6 form in DNS: with one answer in 50
-    lost, one task of ten began 5 s late. Its clients still do so, here and under torchrun.
+    A listener made by torch accepts on all interfaces and looks up each peer's IPv6 address in DNS: with 1 of 50
+    answers lost, 1 task of 10 began 5 s late. torch's clients still do so, here and under torchrun.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -247,7 +238,7 @@ def _host_store() -> dist.TCPStore:
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """This process's variables and those that torchrun sets, for a store that is hosted here."""
+    """This process's variables and those that torchrun sets, for a store hosted here."""
     threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
     return (
         threads
@@ -268,18 +259,18 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _pack_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
     if not callable(function):
-        raise TypeError(f"the first argument must be the function to call on each rank; got {function!r}")
-    remedy = "put it into a module and import it, or: pip install 'ddp_loop[notebook]'"
+        raise TypeError(f"The first argument must be the function to call on each rank. Got {function!r}.")
+    remedy = "Import it from a module, or run: pip install 'ddp_loop[notebook]'."
     try:
         call = pack((function, arguments, keywords))
     except Exception as error:
         raise TypeError(
-            f"the function and its arguments are pickled for each rank; these cannot be ({error}); {remedy}"
+            f"The function and its arguments are pickled for each rank. These cannot be pickled ({error}). {remedy}"
         ) from error
     if main_is_interactive() and b"__main__" in call and not has_cloudpickle():
         raise TypeError(
-            "new processes cannot import what was defined in a notebook or at a prompt; the function is "
-            f"{function!r}; {remedy}"
+            "New processes cannot import what was defined in a notebook or at a prompt. The function is "
+            f"{function!r}. {remedy}"
         )
     return call
 
@@ -298,7 +289,7 @@ def _results(answers: dict[int, Answer]) -> list[Any]:
         try:
             results.append(pickle.loads(answer.result))
         except Exception as error:
-            failures[rank] = Failure(FailurePriority.RAISED, f"returned what cannot be unpickled here: {error!r}")
+            failures[rank] = Failure(FailurePriority.RAISED, f"returned a value that cannot be unpickled: {error!r}")
     if failures:
         culprit = min(failures, key=lambda rank: (failures[rank].blame, rank))
         if failures[culprit].blame is FailurePriority.PEER_FAILED and (names := failures[culprit].names) in failures:
@@ -314,7 +305,7 @@ def _rank_failed(culprit: int, failures: dict[int, Failure]) -> RankFailed:
         lines += ["", failure.trace.rstrip()]
     others = {rank: other for rank, other in failures.items() if rank != culprit}
     if others:
-        lines += ["", "The others that failed:"]
+        lines += ["", "Other ranks that failed:"]
         lines += [f"  rank {rank} {other.headline.splitlines()[0]}" for rank, other in others.items()]
     for rank, other in others.items():
         if other.blame in (FailurePriority.STUCK, FailurePriority.STUCK_IN_COLLECTIVE):
@@ -328,5 +319,5 @@ def _cause(failure: Failure) -> BaseException | None:
     try:
         exception = pickle.loads(failure.exception)
     except Exception:
-        return None  # its text is in the message all the same
+        return None  # the message contains its text
     return exception if isinstance(exception, BaseException) else None

@@ -53,8 +53,9 @@ class ProcessGroups:
             self._start(place, device, timeout_s)
         elif (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
             raise ValueError(
-                f"the process group must be that of the launcher; it has rank {dist.get_rank()} of "
-                f"{dist.get_world_size()}, the environment says {place.rank} of {place.size}"
+                f"The process group must match the launcher's RANK and WORLD_SIZE. It has rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}, the environment has {place.rank} of {place.size}. Leave the group to "
+                "join_world."
             )
         steps = dist.distributed_c10d._get_default_group()
         self._require_cpu_sums(steps)
@@ -79,16 +80,16 @@ class ProcessGroups:
             group._get_backend(torch.device("cpu"))
         except RuntimeError as error:
             raise ValueError(
-                "the process group must have a backend for the CPU too, over which the ranks agree; this one has "
-                f'{dist.get_backend_config(group)}: init_process_group("cpu:gloo,cuda:nccl"), or leave it out: '
-                "join_world makes a group"
+                "The process group needs a backend for the CPU too. This one has "
+                f'{dist.get_backend_config(group)}. Use init_process_group("cpu:gloo,cuda:nccl"), or leave the group '
+                "to join_world."
             ) from error
 
     def _start(self, place: RankEnv, device: torch.device, timeout_s: float) -> None:
         try:
             store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=self._timeout))
             store.set_timeout(self._timeout)
-            self._before = open_sockets()  # where rank 0 hosts the store, the others read there why it failed
+            self._before = open_sockets()  # without the store's, from which the others read why rank 0 failed
             dist.init_process_group(
                 accelerator_of(device).backends(place.local_size),
                 timeout=self._timeout,
@@ -115,7 +116,7 @@ class ProcessGroups:
 
     def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
         """Give the groups up; as `Backend.leave`."""
-        cut(accepted(self.connections))  # a connection that is open takes gloo up to 10 ms to close
+        cut(accepted(self.connections))  # gloo needs up to 10 ms to close an open connection
         self.others.leave((), failed=False)
         self.steps.leave(under_way, failed=failed and self._owns)
         if dist.is_initialized():
@@ -125,6 +126,6 @@ class ProcessGroups:
 
 def _not_all_came(place: RankEnv, timeout_s: float, error: RuntimeError) -> PeerFailed:
     return PeerFailed(
-        f"all {place.size} ranks must join within timeout_s={timeout_s:g}; rank {place.rank} did not "
-        f"meet them all: look at what the others printed, and at MASTER_ADDR and MASTER_PORT: {error}"
+        f"All {place.size} ranks must join within timeout_s={timeout_s:g}. Rank {place.rank} did not reach them all. "
+        f"Read what the others printed, and check MASTER_ADDR and MASTER_PORT. The cause: {error}"
     )

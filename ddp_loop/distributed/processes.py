@@ -1,4 +1,4 @@
-"""How a rank's process ends with, and for, the launcher that started it."""
+"""How the process of a rank ends with the launcher that started it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import sys
 from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
 
-PEER_FAILED_EXIT = 75  # the exit code of a process that was ended since another rank failed
+PEER_FAILED_EXIT = 75  # the exit code of a process that was ended because another rank failed
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> bool:
-    """Have the kernel kill this process when the thread of its parent that started it dies; False where it cannot."""
+    """Have the kernel kill this process when the parent's thread that started it dies; False where it cannot."""
     if sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0)
 
 
 def end_with_torchrun(environment: Mapping[str, str]) -> None:
-    """Leave no orphan when torchrun is killed: it starts its workers from its main thread."""
-    parent = os.getppid()  # 1 is no sign of an orphan: in a container torchrun may be the first process
+    """End this process when torchrun is killed, which starts its workers from its main thread."""
+    parent = os.getppid()  # 1 does not mean orphaned: in a container torchrun may be the first process
     if "TORCHELASTIC_RUN_ID" in environment and end_with_parent() and os.getppid() != parent:
-        os._exit(PEER_FAILED_EXIT)  # it died as we asked
+        os._exit(PEER_FAILED_EXIT)  # torchrun died meanwhile
 
 
 def children_except(known: set[BaseProcess]) -> set[BaseProcess]:
-    """This process's living children, but for the known ones."""
+    """This process's living children without the known ones."""
     return set(multiprocessing.active_children()) - known
 
 
 def end_daemons(children: set[BaseProcess]) -> None:
-    """End those of them that would end with this process: workers of a DataLoader."""
+    """Terminate those that would end with this process, such as a DataLoader's workers."""
     for child in children:
         if child.daemon:
             child.terminate()

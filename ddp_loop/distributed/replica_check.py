@@ -25,10 +25,10 @@ from ddp_loop.distributed.replicas import find_modules, find_parameters
 from ddp_loop.distributed.world import World
 
 _MOST_NAMES = 3
-_FIRST = (1, 10)  # after so many steps of this process a loop compares, whatever its interval
+_FIRST = (1, 10)  # the steps of this process after which a loop always compares
 _WHAT = "a comparison of replicas"
 _REMEDY = (
-    "look for what one rank does alone (an `if world.rank`, a value of its own shard, a step that an error left out, "
+    "Look for what one rank does alone (an `if world.rank`, a value of its own shard, a step that an error left out, "
     "a buffer that forward changes in evaluation mode too)"
 )
 
@@ -68,7 +68,7 @@ def named_tensors(state: Mapping[str, object], without: Collection[str] = ()) ->
                 found[f"buffer {name}"] = buffer
     copies = ends_of_copies(state, without)
     for prefix, value in state.items():
-        if not isinstance(value, torch.amp.GradScaler):  # numbers that a GPU's host would wait for
+        if not isinstance(value, torch.amp.GradScaler):  # its numbers would make the host wait for a GPU
             for name, leaf in kept_by(prefix, value, names):
                 if isinstance(leaf, torch.Tensor) and not name.endswith(copies):
                     found[name] = leaf
@@ -224,13 +224,7 @@ class ReplicaCheck:
         rules: for single buffers, by name; those of the rule "local" may differ between ranks.
     """
 
-    def __init__(
-        self,
-        state: Mapping[str, object],
-        world: World,
-        interval: int,
-        rules: Mapping[str, str],
-    ) -> None:
+    def __init__(self, state: Mapping[str, object], world: World, interval: int, rules: Mapping[str, str]) -> None:
         self._state, self._world = state, world
         self._interval = interval if world.size > 1 else 0
         self._without = own_names(state, [name for name, rule in rules.items() if rule == "local"])
@@ -252,7 +246,7 @@ class ReplicaCheck:
         self.check_pending()
         made, self._folds = self._folds, self._folds + 1
         if self._interval and (iteration % self._interval == 0 or made in _FIRST):
-            self._snapshot(f"at the fold of step {iteration}")
+            self._snapshot(f"At the fold of step {iteration}")
             if not self._world.accelerator.is_asynchronous:
                 self.check_pending()
 
@@ -260,7 +254,7 @@ class ReplicaCheck:
         """Compare after the loop's last step. Every rank must call this."""
         self.check_pending()
         if self._interval:
-            self._snapshot(f"after step {iteration}")
+            self._snapshot(f"After step {iteration}")
             self.check_pending()
 
     def leave(self, iteration: int, *, folded: bool) -> None:
@@ -276,34 +270,30 @@ class ReplicaCheck:
         if self._interval:
             if folded:
                 with suppress(Exception):  # the loop may be left by an error, which must not be hidden
-                    self._snapshot(f"where the loop was left, in step {iteration},")
+                    self._snapshot(f"Where the loop was left, in step {iteration}")
             self._world.defer(self._check_pending_left)
 
     def check_pending(self) -> None:
-        """Compare checksums that a GPU still owed. Every rank must call this."""
+        """Compare the checksums taken before. Every rank must call this."""
         if self._pending is not None:
             self._check_pending()
 
     def _check_pending_left(self) -> None:
-        with suppress(PeerFailed):  # on the rank that left, a break is no error
+        with suppress(PeerFailed):  # a break is no error on the rank that left
             self._check_pending()
 
     def _check_pending(self) -> None:
         pending, self._pending = self._pending, None
         said = _difference(pending, self._world)
         if pending is not None and said is not None:
-            raise ReplicaMismatch(self._message(pending.where, said))
+            raise ReplicaMismatch(
+                "Parameters, buffers and optimizers must be the same on every rank. "
+                f"{pending.where}, {said}. {_REMEDY}. A tensor that may differ must not be in state, a buffer that may "
+                'needs buffer_reduction={name: "local"}. check_replicas_every=0 turns the comparison off.'
+            )
 
     def _snapshot(self, where: str) -> None:
         self._pending = _take(where, named_tensors(self._state, self._without), settings_of(self._state))
-
-    @staticmethod
-    def _message(where: str, said: str) -> str:
-        return (
-            f"parameters, buffers and optimizers must be the same on every rank; {where} {said}: {_REMEDY}; a tensor "
-            'that is to be a rank\'s own is kept out of state, a buffer is given buffer_reduction={name: "local"}; '
-            "check_replicas_every=0 compares nothing"
-        )
 
 
 def require_one_model(model: nn.Module, world: World, what: str) -> None:
@@ -321,8 +311,8 @@ def require_one_model(model: nn.Module, world: World, what: str) -> None:
     taken = _take("", _tensors_of(model, world), {})
     if (said := _difference(taken, world)) is not None:
         raise ReplicaMismatch(
-            f"{what} takes the same model on every rank; {said}: {_REMEDY}, or give all of them rank 0's first, "
-            "world.broadcast_all([*model.parameters(), *model.buffers()])"
+            f"{what} needs the same model on every rank, but {said}. {_REMEDY}, or first copy rank 0's model to all "
+            "by world.broadcast_all([*model.parameters(), *model.buffers()])."
         )
 
 

@@ -82,8 +82,8 @@ def find_parameters(state: Mapping[str, object]) -> dict[str, Parameter]:
     for name, one in named.items():
         if isinstance(one, nn.parameter.UninitializedParameter):
             raise ValueError(
-                f"every parameter needs a shape before the Loop is made; {name} has none: run the model once on "
-                "one sample"
+                f"Every parameter needs a shape before the Loop is made. {name} has none. Run the model once on "
+                "one sample."
             )
         if isinstance(one, torch.Tensor):
             found.setdefault(one, name)  # type: ignore[arg-type]  # optimizers take plain tensors too
@@ -119,22 +119,22 @@ def check_layout(tensors: Mapping[str, torch.Tensor], world: World) -> None:
         if (odd := _why_odd(tensor, world.size)) is not None:
             what, remedy = odd
             raise ValueError(
-                "every parameter and buffer of state must be a dense tensor with memory of its own for each element; "
-                f"{name} {what}: {remedy}"
+                "Every parameter and buffer of state must be a dense tensor with memory of its own for each element. "
+                f"{name} {what}. {remedy}."
             )
 
 
 def _why_odd(tensor: torch.Tensor, ranks: int) -> tuple[str, str] | None:
     """What is unusual about the memory of a tensor, and the remedy; None if nothing is."""
-    plain = "keep it as a plain attribute of the module, made alike on every rank, not as a buffer"
+    plain = "Keep it as a plain attribute of the module, made alike on every rank, not as a buffer"
     if tensor.layout is not torch.strided or tensor.is_nested:
         return f"is {'nested' if tensor.is_nested else tensor.layout}", plain
     if tensor.is_quantized and ranks > 1:
         return f"is quantized, {tensor.dtype}", f"{plain}, or keep its int_repr()"
     if tensor.is_meta:
-        return "is on the meta device", "give it values first"
+        return "is on the meta device", "Give it values first"
     if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        return "is expanded", "register it as tensor.clone(memory_format=torch.contiguous_format)"
+        return "is expanded", "Register it as tensor.clone(memory_format=torch.contiguous_format)"
     return None
 
 
@@ -153,8 +153,8 @@ def check_structure(tensors: Mapping[str, torch.Tensor], world: World, what: str
         name = differing[0] if differing else "the order of names"
         here, there = forms.get(name, "nothing"), other.get(name, "nothing")
         raise ValueError(
-            f"the state must have the same structure on every rank; {name} is {here} on rank {world.rank} and "
-            f"{there} on rank {rank} (shape, dtype, strides): build the same model on all ranks"
+            f"The state must have the same structure on every rank. {name} is {here} on rank {world.rank} and "
+            f"{there} on rank {rank} (shape, dtype, strides). Build the same model on all ranks."
         )
 
 

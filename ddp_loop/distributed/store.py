@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -19,9 +20,9 @@ _HERE = "ddp_loop/here"
 _STOP = "ddp_loop/stop"
 _NEWS = "ddp_loop/news"
 _WAITS = "ddp_loop/waits"
-_FAILURE_WAIT_S = 0.5  # a rank says why it fails before it closes its connections; a killed one never does
-_ANSWER_S = 1.2  # a watcher looks every 0.25 s; a rank that is dead, or stopped, never answers
-_LOOK_S = 0.01  # a rank that waits at the store looks this often; a look takes 0.1 ms
+_FAILURE_WAIT_S = 0.5  # a rank writes its failure before it closes its connections; a killed one writes none
+_ANSWER_S = 1.2  # a watchdog polls every 0.25 s; a dead or stopped rank never answers
+_LOOK_S = 0.01  # between two polls of the store, of 0.1 ms each
 
 
 def own_keys(store: dist.Store, rank: int) -> dist.Store:
@@ -43,10 +44,9 @@ class RankStore:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._stops = self._numbers = 0  # requests that were followed; numbers that were given
+        self._stops = self._numbers = 0  # followed requests, and numbers given out
 
     def put(self, key: str, word: str) -> None:
-        """Set a key."""
         self._store.set(key, word)
 
     def get(self, key: str) -> str | None:
@@ -96,11 +96,9 @@ class RankStore:
 
     def _set_failure(self, message: str, *, rank: int | None, stage: str = "", step: int = 0) -> None:
         word = json.dumps({"message": message, "rank": rank, "stage": stage, "step": step})
-        try:
+        with suppress(RuntimeError):  # the store is gone with the launcher; peers notice the closed connections
             self._store.compare_set(_FAILURE, "", word)  # the first one to fail is the culprit
             self._set_news()
-        except RuntimeError:
-            return  # the store is gone with the launcher; the closed connections tell the peers
 
     def await_first(self, key: str, timeout_s: float) -> None:
         """Wait until rank 0 sets this key.
@@ -117,22 +115,20 @@ class RankStore:
         if failed is not None:
             raise failed
         if came is None:
-            raise PeerFailed(f"rank 0 must leave its block in timeout_s={timeout_s:g}; it did not", 0)
+            raise PeerFailed(f"Rank 0 did not leave its block within timeout_s={timeout_s:g}. Pass a longer one.", 0)
         if told:
             raise PeerFailed(f"rank 0 failed while the others waited for it: {told}", 0)
 
     def peer_failure(self, error: RuntimeError, timeout_s: float) -> PeerFailed:
         """The exception for a collective that ended with `error`: who failed, the same on all ranks."""
         left = {f"{_ENDED}/{rank}": rank for rank in range(self._size) if rank != self._rank}
-        try:
+        with suppress(RuntimeError):  # the store is gone with the launcher
             came = self._wait_for((_FAILURE, *left), _FAILURE_WAIT_S)
             if came != _FAILURE:
                 self._call_all({left[came]} if came is not None else set(), timeout_s)
-        except RuntimeError:
-            pass  # the store is gone with the launcher
         return self.get_failure() or PeerFailed(
-            "every rank must take part in every collective; a rank is gone without a word (killed), or slower "
-            f"than timeout_s={timeout_s:g}: {error}"
+            "Every rank must take part in every collective. A rank was killed, or is slower than "
+            f"timeout_s={timeout_s:g}. Read what the others printed. The cause: {error}"
         )
 
     def _call_all(self, ended: set[int], timeout_s: float) -> None:
@@ -147,7 +143,7 @@ class RankStore:
                     if self._store.check([f"{_HERE}/{rank}"]):
                         here[rank] = _here_of(json.loads(self._store.get(f"{_HERE}/{rank}")))
                 time.sleep(_LOOK_S)
-            here.setdefault(self._rank, RankReport(RankStatus(waits="a collective"), ""))  # it asks, so it is not gone
+            here.setdefault(self._rank, RankReport(RankStatus(waits="a collective"), ""))  # it asks, so it is alive
         culprit, message, stack = find_culprit(here, ended, self._size, timeout_s)
         where = here[culprit].where if culprit is not None and culprit in here else RankStatus()
         self._set_failure(
@@ -174,7 +170,6 @@ class RankStore:
         self.put(f"{_HERE}/{self._rank}", json.dumps(asdict(here)))
 
     def has_failure(self) -> bool:
-        """Whether a rank failed."""
         try:
             return bool(self._store.check([_FAILURE]))
         except RuntimeError:
@@ -193,7 +188,6 @@ class RankStore:
     # -- stop ----------------------------------------------------------------------------------------------
 
     def set_stop(self, why: str) -> None:
-        """Ask all ranks to stop."""
         self._store.compare_set(f"{_STOP}/{self._stops}", "", why)
         self._set_news()
 

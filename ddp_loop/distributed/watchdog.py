@@ -1,8 +1,8 @@
-"""A thread that watches while the main one computes or waits: for a peer's failure, a call, a signal, a stop.
+"""A thread that watches for peers' failures, roll calls, signals and requests to stop while the main thread works.
 
-[Note: Ways out] A rank whose peer failed raises PeerFailed in its own collective. One that is elsewhere (in a long
-forward, asleep, waiting for a worker of a DataLoader) is interrupted by a signal whose handler raises it there; one
-that cannot be interrupted, in compiled code, is ended. So all end within 3 s of a failure, wherever they are.
+[Note: Interruption] A rank whose peer failed raises PeerFailed in its own collective. A rank elsewhere (in a long
+forward, in a sleep, waiting for a DataLoader's worker) is interrupted by a signal whose handler raises it. A rank that
+cannot be interrupted, in compiled code, is ended. So all ranks end within 3 s of a failure, wherever they are.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from ddp_loop.distributed.processes import PEER_FAILED_EXIT
 from ddp_loop.distributed.signals import REQUESTS, Signals, StopRequests
 from ddp_loop.distributed.store import RankStore
 
-_LOOK_S = 0.25  # a look takes 0.1 ms
-_INTERRUPT_S = 0.4  # for the main thread to learn of a failure by itself
-_AGAIN_S = 0.1  # until an interrupted thread that has not raised is interrupted again
-_END_S = 1.6  # after which it is ended; before the pool loses its patience, which says less
-_OWN_END_S = 20.0  # for a rank that fails itself to leave
-_JOIN_S = 1.0  # for the thread to end; a store that does not answer holds it longer
-_WRITE_S = 0.2  # for whoever reads stderr
+_LOOK_S = 0.25  # between two polls of 0.1 ms
+_INTERRUPT_S = 0.4  # until the main thread is interrupted, unless it noticed a failure by itself
+_AGAIN_S = 0.1  # until a main thread that has not raised is interrupted again
+_END_S = 1.6  # until the process is ended; before the pool kills it, which reports less
+_OWN_END_S = 20.0  # for a failed rank to leave its world
+_JOIN_S = 1.0  # for the thread to end; a store that does not answer delays it
+_WRITE_S = 0.2  # for the reader of stderr
 _END = 255  # the byte that ends the thread; no signal has this number
-_INTERRUPT = getattr(signal, "SIGRTMIN", None)  # of no meaning to anyone else
+_INTERRUPT = getattr(signal, "SIGRTMIN", None)  # not used by others
 
 
 class Watchdog:
-    """Watches for one world; `start` and `end` are called on the main thread where there is a choice.
+    """The watchdog of one world; `start` and `end` are called on the main thread where possible.
 
     Args:
-        store: of the world, where ranks leave words.
-        rank: this one.
-        where: says where the main thread is.
+        store: of the world.
+        rank: of this process.
+        where: returns where the main thread is.
 
     Attributes:
-        stop: why the ranks are asked to stop; None while they are not.
-        requests: what signals ask for.
-        look_for_stop: looks elsewhere for a request to stop, each time; set by whoever knows a place.
-        say: tells the user that a stop was asked for.
+        stop: why the ranks are asked to stop; None without a request.
+        requests: the meaning of signals.
+        look_for_stop: polled for the reason of another request to stop, such as a file; set by a loop.
+        say: shows the user a line.
     """
 
-    _open: ClassVar[list[Watchdog]] = []  # whose main thread can be interrupted: a world inside another one, too
+    _open: ClassVar[list[Watchdog]] = []  # those whose main thread can be interrupted; worlds can be nested
     _handler_before: ClassVar[Any] = None
 
     def __init__(self, store: RankStore, rank: int, where: Callable[[], RankStatus]) -> None:
@@ -66,14 +66,14 @@ class Watchdog:
         self._deadline, self._exit = float("inf"), (1, "")
         self._interrupt_at = float("inf")
         self._seen_news = 0
-        self._lock = threading.Lock()  # of what stop_followed changes
+        self._lock = threading.Lock()  # guards what stop_followed changes
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self.signals = Signals(self._write)
         self._thread = threading.Thread(target=self._watch, name="ddp_loop watcher", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread, and install the handler that interrupts the main thread."""
         if _INTERRUPT is not None and threading.current_thread() is threading.main_thread():
             if not Watchdog._open:
                 Watchdog._handler_before = signal.signal(_INTERRUPT, _interrupted)
@@ -81,12 +81,12 @@ class Watchdog:
         self._thread.start()
 
     def end(self) -> None:
-        """End the thread, and put the handlers back."""
+        """End the thread, and restore the handlers."""
         self.signals.restore()
         if self in Watchdog._open:
             Watchdog._open.remove(self)
             if not Watchdog._open and signal.getsignal(_INTERRUPT) is _interrupted:  # type: ignore[arg-type]
-                with suppress(ValueError):  # outside of the main thread it stays, and does nothing
+                with suppress(ValueError):  # outside of the main thread the handler stays, and does nothing
                     signal.signal(_INTERRUPT, Watchdog._handler_before)  # type: ignore[arg-type]
         os.write(self._write, bytes([_END]))
         os.close(self._write)
@@ -96,22 +96,22 @@ class Watchdog:
             self._thread.join(_JOIN_S)
 
     def leaving(self, *, failed: bool) -> None:
-        """The main thread leaves the world: it is no longer interrupted; after a failure it must get done."""
+        """Stop interrupting the main thread, which leaves the world; after a failure limit its time."""
         self._leaving = True
         if failed:
             self._fails = True
-            self._limit(_OWN_END_S, 1, f"ddp_loop: rank {self._rank} failed, and could not leave\n")
+            self._limit(_OWN_END_S, 1, f"ddp_loop: rank {self._rank} failed and could not leave its world.\n")
 
     def install_stop_handlers(self) -> None:
-        """From now on signals are requests; those that were followed are over."""
+        """Take signals as requests from now on, and forget those that were followed."""
         self.requests.begin()
         self.signals.take()
 
     def stop_followed(self) -> str | None:
-        """The request was followed, on every rank at the same step: it is not seen again.
+        """Note that all ranks stopped at the same step, so that the request is not seen again.
 
         Returns:
-            Why they were asked, also where nobody looked before; None if no word was left.
+            The reason, even if this rank had not seen the request before; None without a reason.
         """
         with self._lock:
             why = self.stop
@@ -124,19 +124,19 @@ class Watchdog:
         return why
 
     def ask_to_stop(self, why: str) -> None:
-        """Ask all ranks to stop, unless they have just stopped: a file that asks for it is there for a moment more."""
+        """Ask all ranks to stop, unless they have just stopped: a file that requests it exists for a moment longer."""
         with self._lock:
             if self.requests.has_followed:
                 return
             with suppress(RuntimeError):  # the store is gone with the launcher
                 self._store.set_stop(why)
-            self.stop = self.stop or why  # behind the word: who learns of the stop in a fold finds it
+            self.stop = self.stop or why  # after the store: a rank that sees the stop in a fold finds its reason there
 
     def raise_pending(self) -> None:
         """Raise in the main thread what it was interrupted for."""
         pending, self._pending = self._pending, None
         if isinstance(pending, KeyboardInterrupt):
-            self._deadline = float("inf")  # it has heard; a notebook goes on after that
+            self._deadline = float("inf")  # it is raised below; a notebook continues after it
         if pending is not None and not self._leaving:
             raise pending
 
@@ -151,7 +151,7 @@ class Watchdog:
                     os.close(self._read)
                     return
                 self._take_signal(number)
-            # The store is gone with the launcher, the main thread will learn of that; or a folder cannot be read now.
+            # The store is gone with the launcher, which the main thread will notice; or a folder cannot be read now.
             with suppress(RuntimeError, OSError):
                 self._poll()
             now = time.monotonic()
@@ -180,33 +180,33 @@ class Watchdog:
             self._limit(_END_S, PEER_FAILED_EXIT, f"ddp_loop: rank {self._rank} was ended{self._where()}: {first}\n")
 
     def _take_signal(self, number: int) -> None:
-        if number not in REQUESTS:  # any signal with a handler comes here: a worker of a DataLoader has ended, say
+        if number not in REQUESTS:  # every signal with a handler arrives here, such as SIGCHLD
             self.signals.pass_on(number)
             return
         meaning = self.requests.meaning_of(number)
         if meaning == "stop" and number == signal.SIGINT:
             self.ask_to_stop(f"Ctrl-C at rank {self._rank}")
-            self._say("stopping after this step: Ctrl-C; once more leaves at once, without a checkpoint")
+            self._say("Stopping after this step (Ctrl-C). Press it again to leave at once, without a checkpoint.")
         elif meaning == "stop" and self.stop is None:
             name = signal.Signals(number).name
             self.ask_to_stop(f"{name} at rank {self._rank}")
-            self._say(f"stopping after this step: {name}")
+            self._say(f"Stopping after this step ({name}).")
         elif meaning == "interrupt":
             self._pending = KeyboardInterrupt("a second Ctrl-C")
-            self._limit(_END_S, 128 + number, f"ddp_loop: rank {self._rank} was ended by Ctrl-C\n")
+            self._limit(_END_S, 128 + number, f"ddp_loop: rank {self._rank} was ended by Ctrl-C.\n")
             self._interrupt()
         elif meaning == "exit":
             os._exit(128 + number)
 
     def _say(self, line: str) -> None:
-        with suppress(OSError, ValueError):  # nobody reads it any more; this thread must live on
+        with suppress(OSError, ValueError):  # its reader is gone, but this thread must live on
             self.say(line)
 
     def _interrupt(self) -> None:
-        """Interrupt the main thread, again and again until it has raised.
+        """Interrupt the main thread, repeatedly until it raises.
 
-        One signal can go unseen: Python runs the handlers and then enters the system call again; a signal that
-        arrives between the two is handled when the call ends, which may be hours later.
+        One signal can be missed: Python runs the handlers and then enters the system call again. A signal between the
+        two is handled when the call ends, which may be hours later.
         """
         self._interrupt_at = float("inf")
         if _INTERRUPT is not None and self._pending is not None and not self._leaving and self in Watchdog._open:
@@ -221,7 +221,7 @@ class Watchdog:
         code, message = self._exit
         try:
             for child in multiprocessing.active_children():
-                if child.daemon:  # they would end at a usual exit too: workers of a DataLoader
+                if child.daemon:  # a DataLoader's workers, which a normal exit would end too
                     child.kill()
             stack = "".join(f"  {line}\n" for line in self._stack().rstrip().splitlines())
             _write_if_read(f"{message}Its stack was:\n{stack}".encode(errors="backslashreplace"))
@@ -234,12 +234,12 @@ class Watchdog:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    for watcher in reversed(Watchdog._open):  # the innermost world first
-        watcher.raise_pending()
+    for watchdog in reversed(Watchdog._open):  # the innermost world first
+        watchdog.raise_pending()
 
 
 def _write_if_read(text: bytes) -> None:
-    """Write to stderr, but do not wait for a reader who has stopped reading."""
+    """Write to stderr without waiting for a reader that has stopped reading."""
     for start in range(0, len(text), select.PIPE_BUF):
         if select.select([], [2], [], _WRITE_S)[1]:
             os.write(2, text[start : start + select.PIPE_BUF])

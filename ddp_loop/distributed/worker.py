@@ -1,4 +1,4 @@
-"""The process of one rank, from both sides: it runs the tasks of its parent, and dies with its parent."""
+"""The process of one rank, from both sides: it runs its parent's tasks, and dies with its parent."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from ddp_loop.distributed.gloo import keeps_a_group
 from ddp_loop.distributed.processes import PEER_FAILED_EXIT, children_except, end_daemons, end_with_parent
 
 _PARENT_CHECK_S = 1.0
-_START_S = 120.0  # 4 workers start in 4 s on two idle cores; busy ones may be many times slower
-_END_S = 10.0  # for what tasks registered with atexit; without any a worker ends in milliseconds
-_LOOK_S = 0.5  # the pipes of a dead worker stay open while a process that it forked lives, so we look, too
+_START_S = 120.0  # 4 workers start in 4 s on two idle cores; on busy ones it may take many times longer
+_END_S = 10.0  # for exit functions that tasks registered; without any a worker ends in milliseconds
+_LOOK_S = 0.5  # a dead worker's pipes stay open while a process that it forked lives, so it is polled too
 _STACK_S = 1.0
 _STACK_SILENCE_S = 0.1
 
 
 class FailurePriority(IntEnum):
-    """What makes a rank the culprit when several failed: the smallest."""
+    """Which of several failed ranks is the culprit: the one with the smallest value."""
 
     DIED = 0
     RAISED = 1
     STUCK = 2
-    STUCK_IN_COLLECTIVE = 3  # it waits for another rank
-    PEER_FAILED = 4  # it raised because another rank failed
+    STUCK_IN_COLLECTIVE = 3  # waits for another rank
+    PEER_FAILED = 4  # raised because another rank failed
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call, and its surroundings: those of the parent at the call, plus the rank's variables."""
+    """One call, and its environment: the parent's at the time of the call, plus the rank's variables."""
 
     call: bytes
     environment: dict[str, str]
@@ -59,7 +59,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Returned:
-    """A rank's result, pickled. After a `last` answer its process ends."""
+    """A rank's pickled result. The process ends after a `last` answer."""
 
     result: bytes
     last: bool = False
@@ -67,9 +67,9 @@ class Returned:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed: `headline` goes on after "rank 1 ", `trace` is a traceback or a stack.
+    """How a rank failed: `headline` completes "rank 1 ...", `trace` is a traceback or a stack.
 
-    `names` is the rank that it says failed before it.
+    `names` is the rank whose failure made it fail.
     """
 
     blame: FailurePriority
@@ -85,7 +85,7 @@ Answer = Returned | Failure
 
 @dataclass(frozen=True)
 class Ready:
-    """The first word of a rank's process: it has imported torch and waits for a task."""
+    """The first message of a rank's process: it has imported torch and waits for a task."""
 
 
 def main_is_interactive() -> bool:
@@ -95,10 +95,10 @@ def main_is_interactive() -> bool:
 
 
 def pack(value: object) -> bytes:
-    """Pickle a value; with cloudpickle, where it is installed, what pickle cannot.
+    """Pickle a value, by cloudpickle where pickle cannot and cloudpickle is installed.
 
-    Plain pickle goes first: it names the functions and classes of a script, where cloudpickle copies them
-    with all the globals that they read.
+    Plain pickle comes first: it stores the names of a script's functions and classes, whereas cloudpickle copies them
+    with all the globals they read.
 
     Raises:
         Exception: whatever the pickling of the value raises.
@@ -116,12 +116,12 @@ def pack(value: object) -> bytes:
 
 
 def has_cloudpickle() -> bool:
-    """Whether functions of a notebook's cells can be pickled."""
+    """Whether functions defined in a notebook can be pickled."""
     return importlib.util.find_spec("cloudpickle") is not None
 
 
 class Worker:
-    """A worker process as its parent sees it. It is killed by this very process id, never by a name."""
+    """A worker process, as its parent sees it."""
 
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")  # threads of torch and gloo do not survive a fork
@@ -157,29 +157,27 @@ class Worker:
             self.ready = isinstance(word, Ready)
             if isinstance(word, Failure):
                 raise RuntimeError(
-                    f"a worker process {word.headline} before it was ready; its own message stands above. "
-                    "New processes import the main script: what starts them must stand under "
-                    '`if __name__ == "__main__":`'
+                    f"A worker process {word.headline} before it was ready. Its own message is above. "
+                    "New processes import the main script, so put the code that starts them under "
+                    '`if __name__ == "__main__":`.'
                 )
             if not self.ready and time.monotonic() > deadline:
-                raise RuntimeError(f"a worker process must be ready within {_START_S:g} s; this one was not")
+                raise RuntimeError(f"A worker process was not ready within {_START_S:g} s. Check the machine's load.")
 
     def send(self, task: Task) -> None:
         self.working = True
-        try:
+        with suppress(OSError):  # it has just died, which the answer reports
             self._tasks.send(task)
-        except OSError:
-            return  # it has just died; the answer will say so
 
     def answer(self) -> Answer | None:
-        """What became of the task, or None while it runs."""
+        """The outcome of the task; None while it runs."""
         word: Answer | None = self._receive()
         if word is not None:
             self.working, self.spent = False, word.last
         return word
 
     def _receive(self) -> Any:
-        alive = self.alive  # before the look into the pipe: a worker may answer and then die
+        alive = self.alive  # read before the pipe: a worker may answer and then die
         try:
             if self._tasks.poll():
                 return self._tasks.recv()
@@ -190,12 +188,12 @@ class Worker:
             return None
         if self._process.exitcode == PEER_FAILED_EXIT:
             return Failure(
-                FailurePriority.PEER_FAILED, "was ended, since another rank failed and it could not be interrupted"
+                FailurePriority.PEER_FAILED, "was ended because another rank failed and it could not be interrupted"
             )
         return Failure(FailurePriority.DIED, _cause_of_death(self._process.exitcode))
 
     def stuck(self, headline: str) -> Failure:
-        """The failure of a worker that does not come back, with its stack."""
+        """The failure of a worker that does not return, with its stack."""
         self.send_signal(signal.SIGUSR1)
         stack, timeout_s = b"", _STACK_S
         while self._stacks.poll(timeout_s):
@@ -205,18 +203,16 @@ class Worker:
             stack, timeout_s = stack + chunk, _STACK_SILENCE_S
         text = stack.decode(errors="replace")
         blame = FailurePriority.STUCK_IN_COLLECTIVE if "torch/distributed" in text else FailurePriority.STUCK
-        return Failure(blame, headline, text or "(it gave no stack: it is stopped, or stuck in the kernel)\n")
+        return Failure(blame, headline, text or "(No stack. The process is stopped, or stuck in the kernel.)\n")
 
     def send_signal(self, number: signal.Signals) -> None:
-        if self.alive:  # which has reaped it if it died, so the id is not another process's by now
+        if self.alive:  # reaps it if it died, so the id cannot be that of another process
             os.kill(self.process_id, number)
 
     def ask_to_end(self) -> None:
         if self.ready and not self.working and self.alive:
-            try:
+            with suppress(OSError):
                 self._tasks.send(None)
-            except OSError:
-                return
 
     def end(self) -> None:
         if self.ready and not self.working:
@@ -229,7 +225,7 @@ class Worker:
 
 
 def wait_for_any(workers: Iterable[Worker], timeout_s: float) -> None:
-    """Wait until one of the workers may have something to say, for `timeout_s` or less."""
+    """Wait until one of the workers may have answered or died, for `timeout_s` or less."""
     sources = [source for worker in workers for source in (worker._tasks, worker._process.sentinel)]
     wait(sources, min(max(timeout_s, 0.0), _LOOK_S))
 
@@ -242,18 +238,18 @@ def _cause_of_death(exit_code: int | None) -> str:
 
 
 def serve(tasks: Connection, stacks: Connection, parent: int, main_thread: bool) -> None:
-    """Run tasks until None comes or the parent closes or dies. This is the target of a worker process.
+    """Run tasks until None arrives or the parent closes or dies. This is the target of a worker process.
 
     Args:
-        tasks: `Task` or None comes in; `Ready`, then `Returned` or `Failure` for each task goes out.
-        stacks: SIGUSR1 writes the Python stacks of all threads here, also while the process is stuck.
-        parent: process id of the parent.
+        tasks: receives each `Task`, then None; sends `Ready`, then a `Returned` or `Failure` for each task.
+        stacks: SIGUSR1 writes the Python stacks of all threads to it, even of a stuck process.
+        parent: the process id of the parent.
         main_thread: whether the parent's main thread started this process.
     """
     _end_with(parent, main_thread)
-    os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which passes it on to the ranks at work, once
+    os.setpgid(0, 0)  # Ctrl-C reaches only the parent, which passes it on once to the working ranks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A spawned process would spawn the workers of a DataLoader too: 3.3 s for an epoch's start and not 0.06.
+    # A spawned process spawns a DataLoader's workers too: an epoch would start in 3.3 s instead of 0.06 s.
     multiprocessing.set_start_method(None, force=True)
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno())
     _print_whole_lines()
@@ -265,14 +261,14 @@ def serve(tasks: Connection, stacks: Connection, parent: int, main_thread: bool)
             tasks.send(answer)
             if answer.last:
                 break
-    # What the tasks registered runs, but the interpreter is not taken apart: with torch that takes 0.4 s each.
+    # Exit functions run, but the interpreter is not finalized, which takes 0.4 s with torch.
     atexit._run_exitfuncs()
     _flush()
     os._exit(0)
 
 
 def _print_whole_lines() -> None:
-    # Under PYTHONUNBUFFERED a print writes its words one by one, and those of several ranks would mix.
+    # Under PYTHONUNBUFFERED print writes its arguments one by one, and those of several ranks would mix.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -280,36 +276,35 @@ def _print_whole_lines() -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more, or the task closed it
+        with suppress(OSError, ValueError):  # its reader is gone, or the task closed it
             stream.flush()
 
 
 def _end_with(parent: int, main_thread: bool) -> None:
-    # The kernel's signal comes at the death of the parent's *thread* that started this process. So it serves the main
-    # thread only; otherwise a thread of this process watches.
-    asked = main_thread and end_with_parent()
-    if not asked:
+    # The kernel sends its signal when the parent's *thread* that started this process dies, so it is used for the main
+    # thread only. Otherwise a thread of this process watches.
+    if not (main_thread and end_with_parent()):
         threading.Thread(target=_watch, args=(parent,), name="ddp_loop-parent-watch", daemon=True).start()
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before this function ran
         os._exit(1)
 
 
 def _watch(parent: int) -> None:
     pipe = multiprocessing.parent_process()
-    # Another child that the parent forked may hold the pipe open, so the parent's id is looked at too.
+    # Another child that the parent forked may hold the pipe open, so the parent's id is checked too.
     while os.getppid() == parent and not wait([pipe.sentinel] if pipe else [], _PARENT_CHECK_S):
         pass
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _surround(task: Task, threads: int) -> None:
-    """Make the surroundings of the task, whatever an earlier one left."""
+    """Set the environment of the task, whatever an earlier one left."""
     for name in os.environ.keys() - task.environment.keys():
         del os.environ[name]
     os.environ.update(task.environment)
     sys.path[:] = task.path
     os.chdir(task.folder)
-    # torch read OMP_NUM_THREADS when it was imported; the pool's workers live longer than one task.
+    # torch reads OMP_NUM_THREADS only at import, and a worker runs many tasks.
     asked = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) else threads)
 
@@ -322,12 +317,12 @@ def _run(task: Task, threads: int) -> Answer:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         function, arguments, keywords = pickle.loads(task.call)
         result = None
-        with suppress(Stopped):  # asked to stop, it did in good order, and has no result
+        with suppress(Stopped):  # it stopped when asked to, and has no result
             result = function(*arguments, **keywords)
         answer = _returned(result)
         _leave_group(failed=False)
     except BaseException as error:
-        # SystemExit and KeyboardInterrupt too: no task ends a worker of the pool.
+        # SystemExit and KeyboardInterrupt too: no task may end a worker of the pool.
         _leave_group(failed=True)
         answer = _raised(error)
         end_daemons(children_except(children))
@@ -342,15 +337,15 @@ def _returned(result: Any) -> Returned:
         return Returned(pack(result))
     except Exception as error:
         raise TypeError(
-            f"the result of a rank is pickled on its way back; this {type(result).__qualname__} cannot be "
-            f"({error}); return numbers, tensors, or containers of them"
+            f"The result of a rank is pickled. This {type(result).__qualname__} cannot be pickled ({error}). "
+            "Return numbers, tensors, or containers of them."
         ) from error
 
 
 def _raised(error: BaseException) -> Failure:
     trace = error.__traceback__
     while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next  # the frames of this module say nothing to the user
+        trace = trace.tb_next  # the frames of this module do not help the user
     text = "".join(traceback.format_exception(type(error), error, trace))
     summary = traceback.format_exception_only(error)[0].rstrip()
     exception = None
@@ -364,20 +359,20 @@ def _raised(error: BaseException) -> Failure:
 def _another_failed(error: BaseException) -> bool:
     """Whether a rank raised this because another one failed.
 
-    gloo says "Connection closed by peer" or "Connection reset by peer" in a plain RuntimeError.
+    gloo raises a plain RuntimeError: "Connection closed by peer" or "Connection reset by peer".
     """
     return isinstance(error, PeerFailed) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def _leave_group(*, failed: bool) -> None:
-    """Leave the process group that the function left behind: no peer waits, and the next task can join.
+    """Leave a process group that the function did not leave, so that no peer waits and the next task can join.
 
-    Destroying a gloo group closes its connections only with the last reference to it, and the traceback of a
-    failure holds some; `abort` closes them at once.
+    Destroying a gloo group closes its connections only with the last reference, and a failure's traceback holds some;
+    `abort` closes them at once.
     """
     if not dist.is_initialized():
         return
-    with suppress(Exception):  # what the group says now is not news: the function has ended
+    with suppress(Exception):  # the function has ended, so errors of its group do not matter
         if failed:
             dist.distributed_c10d._get_default_group().abort()
         dist.destroy_process_group()

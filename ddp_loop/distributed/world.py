@@ -24,10 +24,10 @@ from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.watchdog import Watchdog
 
 Value = TypeVar("Value")
-_LEFT = "a world is used inside its `with`, until it is left; this one was left: join_world() again"
+_LEFT = "A world cannot be used after it was left. Work inside its `with`, or call join_world() again."
 _FIRST = (
-    "inside `with world.rank_zero_first()` the ranks are not at the same place, so no collective can be made: "
-    "put it behind"
+    "No collective can run inside `with world.rank_zero_first()`, where the ranks are at different places. "
+    "Call it after the block."
 )
 
 
@@ -52,9 +52,9 @@ class World:
         self.accelerator = accelerator_of(device)
         self._closers: list[Callable[[], None]] = []
         self._firsts = 0
-        self._refusal: str | None = None  # why no collective can be made now
-        self._busy: str | None = None  # why none but the step's own can
-        self._deferred: list[Callable[[], None]] = []  # what comes before the next collective
+        self._refusal: str | None = None  # why no collective can run now
+        self._busy: str | None = None  # why only those of the current step can run
+        self._deferred: list[Callable[[], None]] = []  # to run before the next collective
         self._threads_before = torch.get_num_threads()
         self._groups: ProcessGroups | None = None
         # A world of one has no groups and a store of its own.
@@ -64,11 +64,11 @@ class World:
         self.stage, self.step = "", 0
         self._stop_here: Callable[[str], None] | None = None
         self.ended_by: BaseException | None = None
-        self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # a loop notes what is evaluated
+        self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # set by a loop
         # Set by loops: the class and name of buffers that differ between ranks, and modules that are not compared.
         self.own_buffers: set[tuple[type, str]] = set()
         self.uncompared: WeakSet[object] = WeakSet()
-        self._evaluations: dict[tuple[int, int], int] = {}  # outside of steps, and at the one at hand: how many
+        self._evaluations: dict[tuple[int, int], int] = {}  # how many outside of steps, and in the current one
         try:
             if place.size > 1 or dist.is_initialized():
                 self._join(place)
@@ -123,8 +123,7 @@ class World:
         return self._start(lambda backend: backend.start_gather(whole, part))
 
     def _start(self, operation: Operation) -> Work | None:
-        if self._refusal is not None:
-            raise RuntimeError(self._refusal)
+        self._require_allowed(in_step=True)
         return self._collectives.start(operation)
 
     def finish(self, work: Work | None) -> None:
@@ -195,7 +194,7 @@ class World:
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
-                    f"{what} must be the same on every rank; rank 0 has {values[0]}, rank {rank} has {other}"
+                    f"{what} must be the same on every rank. Rank 0 has {values[0]}, rank {rank} has {other}."
                 )
 
     def begin_evaluation(self, stage: str) -> int:
@@ -326,7 +325,7 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Stopped):
-            error = None  # on all ranks, and no failure
+            error = None  # it is raised on all ranks, and is no failure
         self.ended_by = error
         if self._watchdog is not None:
             self._watchdog.leaving(failed=error is not None)
@@ -369,7 +368,7 @@ class World:
         if self._refusal is _LEFT:
             return
         self._refusal = _LEFT
-        with ExitStack() as ending:  # the last one first, and each also if one before it raises
+        with ExitStack() as ending:  # the last one first, and each even if another one raises
             if self._watchdog is not None:
                 ending.callback(self._watchdog.end)
             ending.callback(torch.set_num_threads, self._threads_before)

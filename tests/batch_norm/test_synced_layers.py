@@ -115,7 +115,7 @@ def convert(sort: str) -> tuple[str, str, float]:
     [
         ("lazy", "`1` is a lazy one"),
         ("own", "`1` is a Own with its own forward"),
-        ("other layers", "the batch-norm layers of a synced model must be the same on every rank; rank 0 has ['1: 3,"),
+        ("other layers", "the batch-norm layers of a synced model must be the same on every rank. Rank 0 has ['1: 3,"),
         ("lazy on one", "`1` is a lazy one"),
     ],
 )

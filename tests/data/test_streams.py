@@ -289,7 +289,7 @@ def test_a_stream_that_does_not_restart_is_refused(refused: Refused) -> None:
         (29, "in mini-batch 4 of epoch 1 it ended on 2 of 3 ranks"),
         (
             22,
-            "a stream's last mini-batch must be the same on every rank; rank 0 has 5, rank 1 has 4",
+            "a stream's last mini-batch must be the same on every rank. Rank 0 has 5, rank 1 has 4",
         ),
     ],
 )
@@ -338,7 +338,7 @@ def test_an_error_of_a_stream_is_raised_in_the_step_that_needs_the_sample(tmp_pa
         (with_sampler, "TypeError", r"takes only collate_fn .*; got \['sampler'\]"),
         (a_generator, "TypeError", "A stream must restart in every epoch; got generator, .* __iter__ returns it"),
         (a_loader, "TypeError", "data must be .* got DataLoader. Pass its dataset"),
-        (predict_a_stream, "ValueError", "The length of a stream is unknown. Pass a data set"),
+        (predict_a_stream, "ValueError", r"The length of a stream is unknown\. Pass a data set"),
     ],
 )
 def test_invalid_streams_are_refused(scenario: Any, kind: str, said: str, refused: Refused) -> None:

@@ -52,7 +52,7 @@ if __name__ == "__main__":
 def test_a_script_without_a_guard_gets_an_error_that_says_so(start_python: StartPython, tmp_path: Path) -> None:
     out, errors = start_python(write(tmp_path, SCRIPT + "print(launch(place, 1))\n")).communicate(timeout=SCRIPT_S)
     assert out == ""
-    assert "a worker process died with exit code 1 before it was ready" in errors.splitlines()[-1]
+    assert "A worker process died with exit code 1 before it was ready" in errors.splitlines()[-1]
     assert 'must stand under `if __name__ == "__main__":`' in errors.splitlines()[-1]
 
 

@@ -77,7 +77,7 @@ FAULTS = {
 @pytest.mark.parametrize(("since", "steps"), [(1, 5), (4, 5), (5, 20), (15, 20), (99, 130), (120, 130)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_rank_that_does_something_alone_is_told(fault: str, since: int, steps: int, refused: Refused) -> None:
-    said = f"{FAULTS[fault]}.*look for what one rank does alone"
+    said = f"{FAULTS[fault]}.*Look for what one rank does alone"
     refused(2, train, fault, since, steps, kind="ReplicaMismatch", said=said, by=ALL)
 
 
@@ -104,7 +104,7 @@ def keep(world: dl.World, folder: str, fault: str) -> None:
 
 
 def test_no_checkpoint_is_left_of_the_end_of_replicas_that_parted(refused: Refused, tmp_path: Any) -> None:
-    refused(2, keep, "a step left out", kind="ReplicaMismatch", said="after step 5", by=ALL)
+    refused(2, keep, "a step left out", kind="ReplicaMismatch", said="After step 5", by=ALL)
     assert not list((tmp_path / "run").glob("checkpoints/step-*5"))
 
 
@@ -133,7 +133,7 @@ def evaluate_another(world: dl.World, folder: str, call: str, what: str) -> None
 def test_a_model_that_differs_between_ranks_is_neither_evaluated_nor_predicted_with(
     call: str, what: str, refused: Refused
 ) -> None:
-    said = rf"{call} takes the same model on every rank; rank 0 and rank 1 of 2 differ from each other in "
+    said = rf"{call} needs the same model on every rank, but rank 0 and rank 1 of 2 differ from each other in "
     said += re.escape(what)
     refused(2, evaluate_another, call, what, kind="ReplicaMismatch", said=said, by=ALL)
 

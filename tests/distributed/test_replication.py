@@ -79,33 +79,33 @@ def train(world: dl.World, folder: str, wrong: str, ranks: list[int], every: int
 
 FLIPPED = [
     ("parameter model.1.weight", r"parameter model\.1\.weight \(float64, \(3, 4\)\)"),
-    ("buffer model.0.level", r"buffer model\.0\.level \(float64, \(4,\)\): look"),
+    ("buffer model.0.level", r"buffer model\.0\.level \(float64, \(4,\)\)\. Look"),
     ("optimizer, exp_avg_sq of model.3.bias", r"optimizer, exp_avg_sq of model\.3\.bias"),
-    ("average.shadow.1.bias", r"average\.shadow\.1\.bias \(float64, \(3,\)\): look"),
+    ("average.shadow.1.bias", r"average\.shadow\.1\.bias \(float64, \(3,\)\)\. Look"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "said"), FLIPPED)
 @pytest.mark.quick_in_both_modes
 def test_one_flipped_bit_on_one_rank_is_found_and_named(wrong: str, said: str, refused: Refused) -> None:
-    text = f"at the fold of step 6 rank 2 of 3 differs from the others in .*{said}"
+    text = f"At the fold of step 6, rank 2 of 3 differs from the others in .*{said}"
     refused(3, train, wrong, [2], kind="ReplicaMismatch", said=text, by=ALL)
 
 
 @pytest.mark.one_mode(ASYNCHRONOUS, "of what is said late")
 def test_on_a_device_that_nobody_waits_for_it_is_said_one_step_later(refused: Refused) -> None:
-    text = "at the fold of step 6 rank 1 of 3 differs from the others in parameter model.1.weight"
+    text = "At the fold of step 6, rank 1 of 3 differs from the others in parameter model.1.weight"
     refused(3, train, FLIPPED[0][0], [1], kind="ReplicaMismatch", said=text, by=ALL)
 
 
 @pytest.mark.one_mode(ASYNCHRONOUS, "of what is said late")
 def test_what_it_was_still_to_say_is_said_at_the_end_of_the_epoch(refused: Refused) -> None:
-    text = "at the fold of step 8 rank 1 of 3 differs from the others in parameter model.1.weight"
+    text = "At the fold of step 8, rank 1 of 3 differs from the others in parameter model.1.weight"
     refused(3, train, FLIPPED[0][0], [1], STEPS, kind="ReplicaMismatch", said=text, by=ALL)
 
 
 def test_of_two_ranks_both_are_named(refused: Refused) -> None:
-    text = "step 6 rank 0 and rank 1 of 2 differ from each other in buffer model.0.level"
+    text = "step 6, rank 0 and rank 1 of 2 differ from each other in buffer model.0.level"
     refused(2, train, FLIPPED[1][0], [1], kind="ReplicaMismatch", said=text, by=ALL)
 
 

@@ -69,14 +69,14 @@ def test_without_a_launcher_it_is_a_world_of_one() -> None:
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE"])
 def test_half_a_launcher_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "1")
-    with pytest.raises(ValueError, match=f"RANK and WORLD_SIZE must both be set, or neither; {variable}=1 is set"):
+    with pytest.raises(ValueError, match=rf"RANK and WORLD_SIZE must both be set, or neither\. {variable}=1 is set"):
         dl.join_world()
 
 
 def test_a_rank_outside_of_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"RANK must be in 0 \.\. WORLD_SIZE-1; got RANK=2, WORLD_SIZE=2"):
+    with pytest.raises(ValueError, match=r"RANK must be in 0 \.\. WORLD_SIZE-1\. Got RANK=2, WORLD_SIZE=2"):
         dl.join_world()
 
 
@@ -92,7 +92,7 @@ def test_a_rank_outside_of_the_world_is_refused(monkeypatch: pytest.MonkeyPatch)
         ({"seed": 1.5}, "seed"),
         ({"seed": "one"}, "seed"),
         ({"threads": 1.5}, "threads=1.5"),
-        ({"device": None}, "got None"),
+        ({"device": None}, "Got None"),
     ],
 )
 def test_what_a_world_cannot_be_joined_with_is_refused_before_anything_is_changed(
@@ -181,7 +181,7 @@ def come_unless(absent: int) -> tuple[str, str, float]:
 def test_a_rank_that_never_comes_is_an_error_after_the_timeout(on_ranks: OnRanks) -> None:
     for kind, text, took_s in on_ranks(3, come_unless, 2)[:2]:
         assert kind == "PeerFailed"
-        assert "all 3 ranks must join within timeout_s=2" in text
+        assert "All 3 ranks must join within timeout_s=2" in text
         assert took_s < TIMEOUT_S + FAULT_S
 
 
@@ -206,7 +206,7 @@ def miss_a_sum(absent: int) -> tuple[str, str, float]:
 def test_a_rank_that_stays_away_from_a_sum_is_an_error_after_the_timeout(on_ranks: OnRanks) -> None:
     kind, text, took_s = on_ranks(2, miss_a_sum, 1)[0]
     assert kind == "PeerFailed"
-    assert "every rank must come to every collective within timeout_s=2; rank 1 is still outside of a loop" in text
+    assert "Every rank must reach every collective within timeout_s=2. Rank 1 is still outside of a loop" in text
     assert "in miss_a_sum" in text, "the stack where it hangs"
     assert took_s < TIMEOUT_S + FAULT_S
 
@@ -277,7 +277,7 @@ def use_after_leaving() -> list[str]:
 
 def test_a_world_that_was_left_is_not_taken_for_a_world_of_one(on_ranks: OnRanks) -> None:
     for said in on_ranks(2, use_after_leaving):
-        assert ["this one was left" in text for text in said] == [True] * 9
+        assert ["A world cannot be used after it was left" in text for text in said] == [True] * 9
 
 
 def leave_early(ranks_that_leave: int) -> tuple[str, str, float]:
@@ -297,5 +297,5 @@ def test_a_rank_that_ends_early_without_an_error_leaves_no_peer_waiting(on_ranks
     assert first[0] == ""
     for kind, text, took_s in others:
         assert kind == "PeerFailed"
-        assert "every rank must take part in every collective; rank 0 left the world, without an error" in text
+        assert "Every rank must take part in every collective. Rank 0 left the world without an error" in text
         assert took_s < FAULT_S

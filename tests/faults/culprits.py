@@ -94,7 +94,7 @@ def wrong(case: Case, outcome: Outcome) -> list[str]:
     for rank in set(range(RANKS)) - {case.culprit}:
         one = outcome.seen.get(rank)
         if one is None:
-            if f"rank {rank} was ended, since another rank failed" not in outcome.launcher:
+            if f"rank {rank} was ended because another rank failed" not in outcome.launcher:
                 lines.append(f"rank {rank} said nothing")
         else:
             lines += [f"rank {rank}: {line}" for line in wrong_of(case, one)]
@@ -105,8 +105,8 @@ def wrong_of(case: Case, seen: Seen) -> list[str]:
     """Of what one of the others saw."""
     if case.how in TOLD_BY_HEADERS:
         kind = "a gather of a value" if case.how == "gathers" else "a sum of torch.float32 (2,)"
-        return [] if f"rank {case.culprit} came to {kind}" in seen.text else [seen.text]
-    if seen.kind != "PeerFailed" or seen.rank != case.culprit or f"rank {case.culprit} " not in seen.text:
+        return [] if f"rank {case.culprit} is at {kind}" in seen.text else [seen.text]
+    if seen.kind != "PeerFailed" or seen.rank != case.culprit or f"rank {case.culprit} " not in seen.text.lower():
         return [f"{seen.kind} of rank {seen.rank}: {seen.text}"]
     if case.how == "raises":
         stage, step = PLACES.get(case.where.split(",")[0], ("rows", STEP))

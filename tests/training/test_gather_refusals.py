@@ -206,10 +206,10 @@ def gather_streams(world: dl.World, folder: str, count: int, other: int) -> None
         (
             11,
             10,
-            "a stream's last mini-batch must be the same on every rank; rank 0 has 5, rank 1 has 4",
+            "a stream's last mini-batch must be the same on every rank. Rank 0 has 5, rank 1 has 4",
         ),
         (17, 12, "in mini-batch 2 of epoch 1 it ended on 1 of 2 ranks"),
-        (5, 4, "the samples of a mini-batch must be the same on every rank; rank 0 has 5, rank 1 has 4"),
+        (5, 4, "the samples of a mini-batch must be the same on every rank. Rank 0 has 5, rank 1 has 4"),
     ],
 )
 def test_streams_that_differ_are_told_before_they_are_gathered(

@@ -67,9 +67,9 @@ def make_loop_with_buffer(world: dl.World, folder: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("sparse", r"model\.memory is torch\.sparse_coo: keep it as a plain attribute"),
-        ("expanded", r"model\.memory is expanded: register it as tensor\.clone"),
-        ("meta", r"model\.memory is on the meta device: give it values first"),
+        ("sparse", r"model\.memory is torch\.sparse_coo\. Keep it as a plain attribute"),
+        ("expanded", r"model\.memory is expanded\. Register it as tensor\.clone"),
+        ("meta", r"model\.memory is on the meta device\. Give it values first"),
     ],
 )
 def test_a_buffer_that_is_no_dense_tensor_is_refused_by_name(
@@ -88,7 +88,7 @@ def make_loop_of(world: dl.World, folder: str, state: dict[str, Any]) -> None:
         ({}, "state must hold a module or an optimizer with parameters to train"),
         ({"model": nn.Tanh()}, r"Got \['model'\] without any"),
         ({"model": nn.Linear(2, 2).requires_grad_(False)}, "parameters to train"),
-        ({"model": nn.LazyLinear(2)}, "needs a shape before the Loop is made; model.weight has none: run the model"),
+        ({"model": nn.LazyLinear(2)}, "needs a shape before the Loop is made. model.weight has none. Run the model"),
     ],
 )
 def test_state_without_parameters_to_train_is_refused(state: dict[str, Any], said: str, refused: Refused) -> None:

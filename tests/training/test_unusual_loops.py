@@ -188,7 +188,7 @@ def add_a_group_on_one(world: dl.World, folder: str, where: str) -> None:
 @pytest.mark.parametrize("where", ["after the step", "before the shards"])
 @pytest.mark.slow
 def test_a_group_added_on_one_rank_alone_is_refused(where: str, refused: Refused) -> None:
-    said = "rank 1 waits in a gather of modules and parameters that are new in state"
+    said = "Rank 1 waits in a gather of modules and parameters that are new in state"
     refused(2, add_a_group_on_one, where, kind="PeerFailed", said=said)
 
 
