@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +30,8 @@ class Interrupted(TorchBackend):
 
 def test_a_wait_after_an_interrupted_one_has_a_time_of_its_own() -> None:
     store = dist.HashStore()
-    backend = Interrupted(dist.ProcessGroupGloo(store, 0, 1))
+    group: Any = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5))
+    backend = Interrupted(group)
     backend.looks = []
     collectives = Collectives(backend, None, RankStore(store, 0, 2), timeout_s=LOOK_S)
     for error in (KeyboardInterrupt, None):
