@@ -75,18 +75,17 @@ class Collectives:
         self.under_way.discard(work)
 
     def _wait(self, backend: Backend, work: Work, waits: str) -> None:
-        self.waits = waits
+        self.waits, self._looks, self._parted = waits, 0, 0  # an interrupt may have ended the wait before
         try:
             backend.wait(work, self._is_in_vain)
         except RuntimeError as error:
             raise self._peer_failure(error, waits) from error
         self.waits = ""
         if self._looks:
-            self._looks = self._parted = 0
             self._store.set_wait("")
 
     def _peer_failure(self, error: RuntimeError, waits: str) -> PeerFailed:
-        self.waits, self._looks, self._parted = waits, 0, 0  # `waits` still counts, for the roll call
+        self.waits = waits  # still counts, for the roll call
         return self._store.peer_failure(error, self._timeout_s)
 
     def _is_in_vain(self) -> bool:

@@ -327,8 +327,7 @@ class Loop:
         stop = self._asks_stop or self.world.stop_asked is not None
         save, problem = False, None if self._state_check.found is None else self._state_check.take()
         if self._recorder.keeps:
-            save, error = self._recorder.save_requests()
-            problem = problem or error
+            save, problem = self._recorder.save_requests(problem)
         return ControlRequest(stop, save, problem) if stop or save or problem is not None else NO_REQUEST
 
     def while_reducing(self) -> None:

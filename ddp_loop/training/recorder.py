@@ -129,11 +129,11 @@ class RunRecorder:
         asked = (lambda: None) if self.checkpointer is None else self.checkpointer.asked_to_stop
         self._world.install_stop_handlers(asked, self._stop_here)
 
-    def save_requests(self) -> tuple[bool, Exception | None]:
-        """Whether a checkpoint is due by the clock, and what went wrong in an earlier save."""
+    def save_requests(self, problem: Exception | None) -> tuple[bool, Exception | None]:
+        """Whether a checkpoint is due by the clock, and `problem`, or else what went wrong in an earlier save."""
         if self.checkpointer is None:
-            return False, None
-        return self.checkpointer.is_due, self.checkpointer.problem()
+            return False, problem
+        return self.checkpointer.is_due, problem or self.checkpointer.problem()
 
     def flush_ready(self) -> None:
         """Hand on the rows that have arrived, while the ranks wait for each other."""

@@ -267,3 +267,18 @@ def test_no_checkpoint_is_written_of_what_became_nan(what: str, refused: Refused
         assert_no_sample_is_blamed(results)
         there = sorted(one.name for one in (tmp_path / "run" / "checkpoints").iterdir())
         assert there == ["step-00000002", "step-00000004"]
+
+
+def told_of(folder: str) -> tuple[str, str]:
+    """The error of a loop in which a look at the state and a save go wrong in the same step; what it printed."""
+    said = io.StringIO()
+    with redirect_stdout(said), dl.join_world() as world, pytest.raises(FloatingPointError) as error:
+        train(world, folder, "average", at=9, save_every=10)
+    return str(error.value), said.getvalue()
+
+
+def test_the_error_of_a_save_is_not_lost_where_the_state_has_another(on_ranks: OnRanks, tmp_path: Path) -> None:
+    ((error, said),) = on_ranks(1, told_of, str(tmp_path / "run"))
+    assert "After step 10 buffer model.2.average is" in error
+    assert "No checkpoint of it is written" not in error
+    assert said.startswith("ddp_loop: No checkpoint was written. FloatingPointError: ")

@@ -1,0 +1,45 @@
+"""A wait that an exception of a signal ended leaves nothing behind for the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_loop.distributed.backend import LOOK_S, TorchBackend, Work
+from ddp_loop.distributed.collectives import Collectives
+from ddp_loop.distributed.store import RankStore
+
+pytestmark = pytest.mark.covers("D10")
+
+
+class Interrupted(TorchBackend):
+    """The first wait ends by Ctrl-C, after one look whether it is in vain."""
+
+    looks: list[bool]
+
+    def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
+        self.looks.append(in_vain())
+        if len(self.looks) == 1:
+            raise KeyboardInterrupt
+
+
+def test_a_wait_after_an_interrupted_one_has_a_time_of_its_own() -> None:
+    store = dist.HashStore()
+    group: Any = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5))
+    backend = Interrupted(group)
+    backend.looks = []
+    collectives = Collectives(backend, None, RankStore(store, 0, 2), timeout_s=LOOK_S)
+    for error in (KeyboardInterrupt, None):
+        work = collectives.start(lambda one: one.start_sum(torch.ones(1)))
+        assert work is not None
+        if error is None:
+            collectives.finish(work)
+        else:
+            with pytest.raises(error):
+                collectives.finish(work)
+    assert backend.looks == [False, False]
