@@ -100,8 +100,8 @@ class RankStore:
             self._store.compare_set(_FAILURE, "", word)  # the first one to fail is the culprit
             self._set_news()
 
-    def await_first(self, key: str, timeout_s: float) -> None:
-        """Wait until rank 0 sets this key.
+    def await_first(self, key: str, timeout_s: float, stage: str, step: int) -> None:
+        """Wait until rank 0, which is at the same stage and step, sets this key.
 
         Raises:
             PeerFailed: rank 0 failed, or does not set it in time.
@@ -117,7 +117,7 @@ class RankStore:
         if came is None:
             raise PeerFailed(f"Rank 0 did not leave its block within timeout_s={timeout_s:g}. Pass a longer one.", 0)
         if told:
-            raise PeerFailed(f"rank 0 failed while the others waited for it: {told}", 0)
+            raise PeerFailed(f"rank 0 failed while the others waited for it: {told}", 0, stage, step)
 
     def peer_failure(self, error: RuntimeError, timeout_s: float) -> PeerFailed:
         """The exception for a collective that ended with `error`: who failed, the same on all ranks."""

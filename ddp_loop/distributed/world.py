@@ -238,7 +238,7 @@ class World:
         key = f"first/{self._firsts}"
         told = ""
         if self.rank != 0:
-            self._store.await_first(key, timeout_s)
+            self._store.await_first(key, timeout_s, self.stage, self.step)
         self._refusal = _FIRST
         try:
             yield

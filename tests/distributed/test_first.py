@@ -133,3 +133,26 @@ def print_something(path: str) -> None:
 def test_a_line_is_printed_once(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(3, print_something, str(tmp_path))
     assert [tmp_path.joinpath(f"{rank}.txt").read_text() for rank in range(3)] == ["one line 3\n", "", ""]
+
+
+def fail_on_rank_0_in_a_stage() -> tuple[str, str, int, int | None]:
+    def refuse() -> None:
+        raise OSError("no such folder")
+
+    try:
+        with dl.join_world() as world, world.in_stage("start"):
+            world.step = 3
+            world.on_rank_zero(refuse)
+    except dl.PeerFailed as error:
+        return str(error), error.stage, error.step, error.rank
+    except OSError as error:
+        return str(error), "", 0, None
+    return "", "", 0, None
+
+
+def test_the_error_of_rank_0_names_its_place_on_the_others(on_ranks: OnRanks) -> None:
+    own, *others = on_ranks(3, fail_on_rank_0_in_a_stage)
+    assert own == ("no such folder", "", 0, None)
+    for text, *place in others:
+        assert "no such folder" in text
+        assert place == ["start", 3, 0]
