@@ -97,7 +97,7 @@ def check_installed() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"The page needs starlette and uvicorn; {error.name} is missing. Install it: {INSTALL}"
+            f"The page needs starlette and uvicorn. {error.name} is missing. Run {INSTALL}"
         ) from error
     del starlette
 

@@ -169,7 +169,7 @@ def test_a_killed_run_is_compared_up_to_its_last_step(
     path.write_text("no JSON\n")
     code, _, errors = said_of(capsys, tmp_path, tmp_path)
     assert code == 2
-    assert "A trace has lines of JSON" in errors
+    assert "is not a trace of version " in errors
     path.unlink()
     code, _, errors = said_of(capsys, tmp_path, tmp_path)
     assert code == 2
