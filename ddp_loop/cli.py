@@ -64,14 +64,14 @@ def _ranks(text: str) -> list[int]:
         ranks = []
     if len(ranks) < 2 or min(ranks) < 1 or len(set(ranks)) < len(ranks):
         raise argparse.ArgumentTypeError(
-            f"must be two or more different numbers of ranks, 1 or more, such as 1,2,3. Got {text}"
+            f"must be two or more different numbers of ranks, 1 or more, such as 1,2,3 (got {text})"
         )
     return ranks
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more. Got {text}")
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more (got {text})")
     return int(text)
 
 
@@ -81,7 +81,7 @@ def _fraction(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < 1:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 1, such as 0.02 for bfloat16. Got {text}")
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, such as 0.02 for bfloat16 (got {text})")
     return number
 
 

@@ -76,7 +76,7 @@ class _StreamPass:
 def _require_alike(prints: Sequence[Fingerprint]) -> None:
     """Raise ValueError unless the ranks' fingerprints agree."""
     if (differs := difference(prints)) is not None:
-        raise ValueError(f"Every rank must be given the same data. {differs}. {REMEDY}")
+        raise ValueError(f"Every rank must be given the same data; {differs}. {REMEDY}")
 
 
 def _first_sample(mini_batch: MiniBatch) -> Fingerprint:

@@ -90,7 +90,7 @@ class LoopPosition:
         if not whole or (steps is not None and (position > steps or epoch * steps + position != iteration)):
             extent = "never ends" if steps is None else f"has {steps} mini-batches"
             return (
-                "iteration must be the mini-batches of the completed epochs plus position, those of the current epoch; "
+                "iteration must be the mini-batches of the completed epochs plus position, those of the current epoch. "
                 f"Got {dict(state)} where an epoch {extent}. Use the data and the batch_size of the other loop."
             )
         return None

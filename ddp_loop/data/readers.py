@@ -67,7 +67,10 @@ class SeededDataset:
                 seed_streams(next_key(epoch_key, index), self.device)
                 samples.append(read(index))
         except StopIteration as error:  # it would end the epoch without an error
-            raise RuntimeError(f"The source ended when sample {index} of epoch {epoch} was read.") from error
+            raise RuntimeError(
+                f"A source must return every sample. Sample {index} of epoch {epoch} raised StopIteration. Raise "
+                "another error, or return the sample."
+            ) from error
         except Exception as error:
             error.add_note(f"while sample {index} of epoch {epoch} was read")
             raise

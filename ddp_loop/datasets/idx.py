@@ -67,7 +67,9 @@ def _read_tensor(path: Path, stream: BufferedIOBase) -> torch.Tensor:
     try:
         return torch.from_numpy(native).reshape(dimensions)
     except RuntimeError as error:  # such as 0 x 4 billion x 4 billion values
-        raise ValueError(f"torch has no tensor of size {dimensions}, that of {path}: {error}.") from error
+        raise ValueError(
+            f"torch has no tensor of size {dimensions}, that of {path} ({error}). Use another file."
+        ) from error
 
 
 def _read_header(path: Path, stream: BufferedIOBase) -> tuple[int, tuple[int, ...]]:
@@ -76,7 +78,7 @@ def _read_header(path: Path, stream: BufferedIOBase) -> tuple[int, tuple[int, ..
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES or magic[3] == 0:
         raise ValueError(
             f"An IDX file must begin with 4 bytes: 00 00, a type of {', '.join(f'{code:02x}' for code in _TYPES)}, and "
-            f"a number of dimensions. Got {path} with {len(magic)} bytes, {magic.hex(' ')}. Is it another file?"
+            f"a number of dimensions. Got {path} with {len(magic)} bytes, {magic.hex(' ')}. Pass an IDX file."
         )
     sizes = stream.read(4 * magic[3])
     if len(sizes) < 4 * magic[3]:
@@ -164,7 +166,7 @@ def _read_bytes(path: Path, dimensions: int) -> torch.Tensor:
     if values.dtype != torch.uint8 or values.ndim != dimensions:
         raise ValueError(
             f"{path.name} must have torch.uint8 in {dimensions} dimensions. Got {path} with {values.dtype} in "
-            f"{values.ndim}, {tuple(values.shape)}. Is it another file?"
+            f"{values.ndim}, {tuple(values.shape)}. Pass the right file."
         )
     return values
 

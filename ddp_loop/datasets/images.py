@@ -44,9 +44,9 @@ class LabelledImages:
             remedy = "images.to(torch.uint8), followed by [:, None] if there is no channel"
             _refuse("images must be uint8 (N, C, H, W)", self.images, remedy)
         if self.labels.dtype != torch.int64 or self.labels.shape != (n,):
-            _refuse(f"the labels of {n} images must be int64 ({n},)", self.labels, "labels.long().flatten()")
+            _refuse(f"The labels of {n} images must be int64 ({n},)", self.labels, "labels.long().flatten()")
         if self.angles is not None and (self.angles.dtype != torch.float32 or self.angles.shape != (n,)):
-            _refuse(f"the angles of {n} images must be float32 ({n},)", self.angles, "angles.float().flatten()")
+            _refuse(f"The angles of {n} images must be float32 ({n},)", self.angles, "angles.float().flatten()")
         if list(self.class_names) != sorted(set(self.class_names)):
             raise ValueError(
                 "class_names must be sorted and unique, so that ranks and runs number them alike. Got "

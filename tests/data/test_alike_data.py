@@ -133,7 +133,7 @@ def train_on_unalike(world: dl.World, folder: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", UNALIKE)
 def test_ranks_with_different_data_get_an_error_that_names_the_difference(kind: str, refused: Refused) -> None:
-    said = f"Every rank must be given the same data\\. {UNALIKE[kind][1]}.*\\. {REMEDY}"
+    said = f"Every rank must be given the same data; {UNALIKE[kind][1]}.*\\. {REMEDY}"
     refused(2, train_on_unalike, kind, kind="ValueError", said=said, by=ALL)
 
 

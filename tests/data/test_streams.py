@@ -284,9 +284,9 @@ def test_a_stream_that_does_not_restart_is_refused(refused: Refused) -> None:
 @pytest.mark.parametrize(
     ("short", "said"),
     [
-        (11, "in mini-batch 2 of epoch 1 it ended on 1 of 3 ranks. Give every rank the whole stream"),
-        (18, "in mini-batch 3 of epoch 1 it ended on 1 of 3 ranks"),
-        (29, "in mini-batch 4 of epoch 1 it ended on 2 of 3 ranks"),
+        (11, "In mini-batch 2 of epoch 1 it ended on 1 of 3 ranks. Give every rank the whole stream"),
+        (18, "In mini-batch 3 of epoch 1 it ended on 1 of 3 ranks"),
+        (29, "In mini-batch 4 of epoch 1 it ended on 2 of 3 ranks"),
         (
             22,
             "a stream's last mini-batch must be the same on every rank; rank 0 has 5, rank 1 has 4",

@@ -46,13 +46,13 @@ def test_the_content_shows_whether_an_idx_file_is_gzipped(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\0\1\x08\1\0\0\0\0", "must begin with 4 bytes: 00 00, a type of 08, .* with 4 bytes, 00 01 08 01. Is it"),
+        (b"\0\1\x08\1\0\0\0\0", "must begin with 4 bytes: 00 00, a type of 08, .* with 4 bytes, 00 01 08 01. Pass an"),
         (b"\x89PNG\r\n", "with 4 bytes, 89 50 4e 47"),
         (b"\0\0\x0a\1\0\0\0\0", "with 4 bytes, 00 00 0a 01"),
         (b"\0\0\x08\0\0", "with 4 bytes, 00 00 08 00"),
         (b"\0\0\x08", "with 3 bytes, 00 00 08"),
         (b"", "with 0 bytes, "),
-        (b"\0\0\x08\2\0\0\0\2\0\0", "of 2 dimensions must have a header of 12 bytes; .* has 10 bytes. Download"),
+        (b"\0\0\x08\2\0\0\0\2\0\0", "of 2 dimensions must have a header of 12 bytes. .* has 10 bytes. Download"),
         (idx_bytes(SIX)[:-1], "must have 2x3 values of uint8 by its header, 6 bytes. It has 5. Download it again"),
         (idx_bytes(SIX)[:12], ", 6 bytes. It has 0"),
         (idx_bytes(SIX) + b"\0", ", 6 bytes. It has 7"),

@@ -96,7 +96,7 @@ def test_without_its_libraries_the_command_that_helps_is_said(
     assert "at least one RUN" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["monitor", "--demo"]) == 2
-    assert "uvicorn is missing. Install it: pip install 'ddp_loop[monitor]'" in capsys.readouterr().err
+    assert "uvicorn is missing. Run pip install 'ddp_loop[monitor]'" in capsys.readouterr().err
 
 
 # -- beside training -------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def trace_nowhere(world: dl.World, folder: str) -> None:
 
 
 def test_a_trace_needs_a_run_folder(refused: Refused) -> None:
-    refused(2, trace_nowhere, kind="ValueError", said="trace=True without one: give run_dir=", by=ALL)
+    refused(2, trace_nowhere, kind="ValueError", said="Got trace=True without one. Pass run_dir=", by=ALL)
 
 
 # -- digests -----------------------------------------------------------------------------------------------
