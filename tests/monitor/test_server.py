@@ -179,5 +179,5 @@ def page_without_a_folder() -> None:
 
 
 def test_a_page_without_a_run_folder_is_refused_on_all_ranks(on_ranks: OnRanks) -> None:
-    with pytest.raises(dl.RankFailed, match="monitor=True without one: give run_dir="):
+    with pytest.raises(dl.RankFailed, match=r"Got monitor=True without one\. Pass run_dir="):
         on_ranks(2, page_without_a_folder)
