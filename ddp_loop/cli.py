@@ -30,7 +30,7 @@ def list_checkpoints(run: Path) -> tuple[bool, list[str]]:
     run_id = run_id_of(run)
     if run_id is None:
         what = "has no run.json with an id" if run.is_dir() else "is not a folder"
-        raise ValueError(f"Checkpoints are in a run folder; {run} {what}. Pass the folder of Loop(run_dir=...).")
+        raise ValueError(f"Checkpoints are in a run folder. {run} {what}. Pass the folder of Loop(run_dir=...).")
     entries = CheckpointStore(run, run_id).entries(verify=True)
     if not entries:
         return False, [f"{run} has no checkpoint. A resumed run starts from the beginning."]
@@ -64,14 +64,14 @@ def _ranks(text: str) -> list[int]:
         ranks = []
     if len(ranks) < 2 or min(ranks) < 1 or len(set(ranks)) < len(ranks):
         raise argparse.ArgumentTypeError(
-            f"must be two or more different numbers of ranks, 1 or more, such as 1,2,3; got {text}"
+            f"must be two or more different numbers of ranks, 1 or more, such as 1,2,3 (got {text})"
         )
     return ranks
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more; got {text}")
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more (got {text})")
     return int(text)
 
 
@@ -81,7 +81,7 @@ def _fraction(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < 1:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 1, such as 0.02 for bfloat16; got {text}")
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, such as 0.02 for bfloat16 (got {text})")
     return number
 
 
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _verify(options: argparse.Namespace) -> bool:
     if not options.script.is_file():
-        raise CannotVerify(f"SCRIPT must be a Python file; {options.script} does not exist.")
+        raise CannotVerify(f"SCRIPT must be a Python file. {options.script} does not exist. Check its path.")
     job = VerifyJob(options.script, options.arguments, options.steps, options.timeout_s, options.tolerance)
     return verify(job, options.ranks, _say)
 

@@ -66,7 +66,7 @@ class EarlyStopping:
             value = float(loss)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
-                f"A validation loss must be one number; got {type(loss).__name__} ({error}). Select one by its name, "
+                f"A validation loss must be one number. Got {type(loss).__name__} ({error}). Select one by its name, "
                 'such as dl.evaluate(...)["loss"].'
             ) from error
         self.losses += 1
@@ -83,7 +83,7 @@ class EarlyStopping:
         """
         if not self.best:
             raise RuntimeError(
-                f"There are no best weights yet; {self.losses} validation losses were given, none of them finite. Call "
+                f"There are no best weights yet. None of the {self.losses} validation losses was finite. Call "
                 "should_stop before restore_best."
             )
         self._model.load_state_dict(self._kept)
@@ -103,7 +103,7 @@ class EarlyStopping:
             here, there = _form(own.get(name)), _form(given.get(name))
             if here != there:
                 raise ValueError(
-                    f"The best weights must fit the model; {name} is {there} in the state and {here} in the model. "
+                    f"The best weights must fit the model. {name} is {there} in the state and {here} in the model. "
                     "Build the same model."
                 )
         self.losses, self.best, self.best_loss = state["losses"], state["best"], state["best_loss"]

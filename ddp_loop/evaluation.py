@@ -46,7 +46,7 @@ def forward_first(model: nn.Module, data: Any) -> Any:
     inputs, _ = _split(data)
     if isinstance(inputs, Mapping):
         raise TypeError(
-            "The model takes the first part of each shard. These are dicts. Pass forward=lambda model, data: ..."
+            "The model takes the first part of each shard. These data are dicts. Pass forward=lambda model, data: ..."
         )
     return model(inputs)
 
@@ -80,7 +80,7 @@ def _going_through(
 def _shards(batches: Batches, key: int) -> Generator[tuple[MiniBatch, Shard, Any], None, None]:
     world = batches.world
     if not batches.ends:
-        raise ValueError("Evaluation passes over the data once. These never end. Give Batches a length.")
+        raise ValueError("Evaluation passes over the data once. These data never end. Give Batches a length.")
     for loaded in batches.epoch(0):
         for number, shard in enumerate(loaded.mini_batch.shards):
             data = loaded.data(number)
@@ -123,7 +123,7 @@ def evaluate(
         PeerFailed: another rank failed.
     """
     if "samples" in metrics:
-        raise ValueError('"samples" is the number of samples in the result. Rename the metric.')
+        raise ValueError('A metric must not be named "samples", since the result has their number there. Rename it.')
     world = batches.world
     world.require_equal("the names of the metrics", list(metrics))
     rows = dict[int, torch.Tensor]()  # by the shard's number in the epoch
@@ -230,13 +230,13 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
                 break
     with world.in_stage("predict"):
         world.agree_to_stop()
-        told = dict.fromkeys(form for forms in world.gather(forms) for form in forms)
-        if len(told) > 1:
+        found = dict.fromkeys(form for forms in world.gather(forms) for form in forms)
+        if len(found) > 1:
             raise ValueError(
-                f"Predictions must have rows of one shape and dtype for all shards. Got {list(told)}. Pad them to one "
+                f"Predictions must have rows of one shape and dtype for all shards. Got {list(found)}. Pad them to one "
                 "shape."
             )
-        whole = _zeros(batches, next(iter(told))) if whole is None else whole
+        whole = _zeros(batches, next(iter(found))) if whole is None else whole
         world.sum(whole.view(torch.uint8))
     return whole
 

@@ -43,7 +43,7 @@ def pairs(
     """
     if noisy.shape != clean.shape or noisy.dim() != 4 or noisy.shape[1] != 1 or not len(noisy):
         raise ValueError(
-            "noisy and clean must have one shape, (n, 1, H, W) with n of 1 or more; got "
+            "noisy and clean must have one shape, (n, 1, H, W) with n of 1 or more. Got "
             f"{tuple(noisy.shape)} and {tuple(clean.shape)}. Pass as many of each, such as noisy[:8] and clean[:8]."
         )
     across = min(_PAIRS_ACROSS, len(noisy))
@@ -186,7 +186,7 @@ def _make_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('Pictures need matplotlib. Install it: pip install "ddp_loop[digits]"') from error
+        raise ImportError('Pictures need matplotlib. Run pip install "ddp_loop[digits]"') from error
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

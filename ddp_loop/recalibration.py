@@ -1,4 +1,4 @@
-"""Running statistics computed anew over a data set, as after averaging weights: the mean over whole mini-batches."""
+"""Running statistics recomputed over a data set, such as for averaged weights: the mean over mini-batches."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ddp_loop.distributed import World, each_module
 from ddp_loop.evaluation import Forward, forward_first
 from ddp_loop.training import IDENTITY, Buffers, check_synced, find_buffers, refuse_wrapped
 
-_AGAIN = 2**32  # in place of a pass's number; no loop makes so many passes
+_AGAIN = 2**32  # stands for the number of a pass; no loop makes so many
 
 
 def update_bn(model: nn.Module, batches: Batches, *, forward: Forward | None = None) -> None:
-    """Make batch norm's running statistics the plain mean of those of each mini-batch. Every rank must call this.
+    """Set batch norm's running statistics to the plain mean over all mini-batches. Every rank must call this.
 
-    running = sum_k(statistics_k) / K over the K whole mini-batches: what `torch.optim.swa_utils.update_bn` computes in
-    one process, on any number of ranks. It is for averaged weights, which no training forward has used. Momenta, modes
-    and all other buffers stay as they are.
+    running = sum_k(statistics_k) / K over the K whole mini-batches, on any number of ranks. This is what
+    `torch.optim.swa_utils.update_bn` computes in one process. Use it for averaged weights, which no training forward
+    has used. Momenta, modes and all other buffers stay as they are.
 
     Args:
-        model: the same on every rank; its batch-norm layers take part if they keep running statistics.
-        batches: read once.
+        model: the same on every rank. Its batch-norm layers that keep running statistics take part.
+        batches: the data, read once.
         forward: `forward(model, data)` computes a shard's data; by default the model takes the data's first part.
 
     Raises:
-        ValueError: data that never end; a model that torch shares between ranks; several shards a rank under synced
-            batch norm.
-        Stopped: all ranks are asked to stop, in the middle of a loop.
+        ValueError: data that never end, a model wrapped by torch for several ranks, several shards per rank with
+            synced batch norm, or a stream that differs between ranks.
+        Stopped: a stop of all ranks was requested in the middle of a loop.
         PeerFailed: another rank failed.
     """
     world = batches.world
@@ -45,7 +45,7 @@ def update_bn(model: nn.Module, batches: Batches, *, forward: Forward | None = N
         refuse_wrapped({"model": model})
         check_synced(batches, sync_channels)
         if not batches.ends:
-            raise ValueError("update_bn passes over the data once. These never end. Give Batches a length.")
+            raise ValueError("update_bn passes over the data once. These data never end. Give Batches a length.")
     except ValueError as error:
         problem = error
     world.raise_if_any_failed(problem)
@@ -82,7 +82,7 @@ def _norms(model: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def _anew(model: nn.Module) -> Iterator[None]:
-    """Training mode, with statistics reset and averaged plainly; restores modes and momenta."""
+    """Training mode with statistics reset and averaged plainly. Restores modes and momenta at the end."""
     modes = [(module, module.training) for module in model.modules()]
     momenta = [(layer, layer.momentum) for layer in _norms(model)]
     try:
@@ -107,7 +107,7 @@ def _forward_shards(
     sync_channels: list[SyncChannel],
     world: World,
 ) -> dict[int, list[list[BatchStatistics]]]:
-    """Run forward on this rank's shards of a mini-batch; returns the captures of each, by its number."""
+    """Run forward on this rank's shards of a mini-batch; returns the captures of each shard by its number."""
     found = {}
     mini_batch = loaded.mini_batch
     statistics.open()
@@ -131,18 +131,18 @@ def _forward_shards(
 def _agreed_calls(
     mini_batch: MiniBatch | None, calls: tuple[int, ...], world: World, problem: Exception | None = None
 ) -> tuple[int, ...] | None:
-    """The most calls of each layer in a shard of any rank; None where a rank is asked to stop."""
+    """The most calls of each layer in a shard of any rank; None if any rank was asked to stop."""
     world.raise_if_any_failed(problem)
     facts = None if mini_batch is None else (mini_batch.position, mini_batch.samples)
-    said = world.gather((facts, calls, world.stop_asked is not None), "a mini-batch of update_bn")
-    if any(other != said[0][0] for other, _, _ in said):
+    gathered = world.gather((facts, calls, world.stop_asked is not None), "a mini-batch of update_bn")
+    if any(other != gathered[0][0] for other, _, _ in gathered):
         raise ValueError(
             "A stream must give every rank the same samples. Its mini-batches (position, samples) are "
-            f"{[other for other, _, _ in said]} on the ranks. Give all ranks the whole stream."
+            f"{[other for other, _, _ in gathered]} on the ranks. Give every rank the whole stream."
         )
-    return (
-        None if any(stops for _, _, stops in said) else tuple(map(max, zip(*(one for _, one, _ in said), strict=True)))
-    )
+    if any(stops for _, _, stops in gathered):
+        return None
+    return tuple(map(max, zip(*(one for _, one, _ in gathered), strict=True)))
 
 
 def _move(
@@ -151,7 +151,7 @@ def _move(
     mini_batch: MiniBatch,
     world: World,
 ) -> bool:
-    """Move the running statistics by those of the whole mini-batch; False where a rank is asked to stop."""
+    """Update the running statistics with those of the whole mini-batch; False if any rank was asked to stop."""
     own = [tuple(map(len, one)) for one in captures.values()] or [(0,) * len(statistics.layers)]
     calls = _agreed_calls(mini_batch, tuple(map(max, zip(*own, strict=True))), world, statistics.problem)
     if calls is None:

@@ -166,5 +166,5 @@ def tensorboard_sink(folder: str | os.PathLike[str], every_s: float = 1.0) -> _T
         ImportError: tensorboard is missing.
     """
     if importlib.util.find_spec("tensorboard") is None:
-        raise ImportError('tensorboard_sink needs tensorboard. Install it: pip install "ddp_loop[tensorboard]"')
+        raise ImportError('tensorboard_sink needs tensorboard. Run pip install "ddp_loop[tensorboard]"')
     return _TensorBoard(Path(folder), every_s)

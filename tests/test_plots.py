@@ -101,7 +101,7 @@ def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
     [((8, 1, 4, 4), (7, 1, 4, 4)), ((8, 3, 4, 4), (8, 3, 4, 4)), ((8, 4, 4),) * 2, ((0, 1, 4, 4),) * 2],
 )
 def test_what_are_no_pairs_is_refused(noisy: tuple[int, ...], clean: tuple[int, ...], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"noisy and clean must have one shape, \(n, 1, H, W\) with n of .*; got"):
+    with pytest.raises(ValueError, match=r"noisy and clean must have one shape, \(n, 1, H, W\) with n of .*\. Got"):
         plots.pairs(torch.zeros(noisy), torch.zeros(clean), tmp_path / "pairs.png")
     with pytest.raises(ValueError, match="There are no differences to draw"):
         plots.differences(torch.zeros(0), tmp_path / "bars.png")
@@ -112,5 +112,5 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'Pictures need matplotlib\. Install it: pip install "ddp_loop\[digits\]"'):
+    with pytest.raises(ImportError, match=r'Pictures need matplotlib\. Run pip install "ddp_loop\[digits\]"'):
         plots.differences(torch.ones(3), tmp_path / "bars.png")

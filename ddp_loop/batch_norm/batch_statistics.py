@@ -1,22 +1,23 @@
 """Batch-norm statistics of the whole mini-batch, pooled from the batch statistics of its shards.
 
-[Note: Capture] torch keeps no batch statistics, but with momentum 1 its running statistics are just those. So
-while a layer's forward runs in a shard, it works on a pair of spare buffers with momentum 1; a second call in
-the same shard gets a second pair. The layer's own buffers are not touched before the fold, so every shard
-starts from the same ones. A call that finds other buffers in the layer than its own is one with buffers of the
-caller's (`torch.func.functional_call`): torch moves these.
+[Note: Capture] torch keeps no batch statistics, but with momentum 1 its running statistics are the batch
+statistics. So a layer whose forward runs in a shard gets a pair of spare buffers and momentum 1; a second call in
+the same shard gets a second pair. The layer's own buffers do not change before the fold, so every shard starts
+from the same values. A layer that holds other buffers than its own was called with the caller's buffers
+(`torch.func.functional_call`): torch updates these.
 
-[Note: Forwards of their own] A subclass may give torch other values than it is given (transposed ones, a part of
-them), read its running statistics, or leave them alone. So its spare buffers hold what its own ones do, and what it
-gives to `F.batch_norm` is taken there (`custom_layers`); what it writes into them itself, with its momentum, is read
-behind it.
+[Note: Custom forwards] A subclass may pass other values to torch than it receives (transposed, or a part of them),
+read its running statistics, or not update them. So its spare buffers start as copies of its own, and its call of
+`F.batch_norm` is intercepted (`custom_layers`). Statistics that it writes into the buffers itself, with its momentum,
+are read after its forward.
 
-[Note: Unseen calls] Hooks run where Python calls a layer. Code that was compiled or recorded before they were there
-does not know them: torch.compile's is compiled anew; what else moves a layer's own buffers in a shard is an error.
+[Note: Unseen calls] Hooks run when Python calls a layer. Code that was compiled or recorded before the hooks were
+registered does not run them. torch.compile compiles its code anew; any other change of a layer's own buffers in a
+shard is an error.
 
-[Note: Far means] torch rounds a shard's mean in float32: at mean 1,000 and deviation 1 it is off by 7e-5, and
-the pooled variance then by 1e-5. Where a mean lies far from 0 against the deviation, what is left of it is
-computed in a second pass over the values and travels beside it.
+[Note: Far means] torch rounds a shard's mean to float32: at mean 1,000 and deviation 1 it is off by 7e-5, and the
+pooled variance by 1e-5. If a mean is large against the deviation, a second pass over the values computes its
+rounding error, which is sent with it.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from ddp_loop.determinism import same_bits
 from ddp_loop.distributed import each_module
 
 BatchNorm = _BatchNorm
-_FAR = 64.0  # means further than so many deviations from 0; closer ones put less than 2e-6 into the variance
+_FAR = 64.0  # deviations from 0; a closer mean changes the variance by less than 2e-6
 _SPARE = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def is_synced(layer: nn.Module) -> bool:
-    """Whether a layer takes its statistics from all ranks itself."""
+    """Whether a layer computes its statistics over all ranks itself."""
     return bool(getattr(layer, "is_synced", False))
 
 
@@ -59,7 +60,7 @@ def batch_norm_layers(modules: Mapping[str, nn.Module]) -> dict[str, BatchNorm]:
 
 
 def other_norm_layers(modules: Mapping[str, nn.Module], watched: Mapping[str, BatchNorm]) -> list[nn.Module]:
-    """All other layers at and below `modules` with running statistics, which they move themselves."""
+    """All other layers at and below `modules` with running statistics, which they update themselves."""
     known = set(watched.values())
     return [
         layer
@@ -70,7 +71,7 @@ def other_norm_layers(modules: Mapping[str, nn.Module], watched: Mapping[str, Ba
 
 @dataclass(slots=True)
 class BatchStatistics:
-    """One call's batch statistics: `count` values behind each channel, mean + rest, unbiased variance."""
+    """One call's batch statistics: `count` values per channel, mean + rest, unbiased variance."""
 
     count: int
     mean: torch.Tensor
@@ -82,25 +83,25 @@ class BatchStatistics:
 def refine_statistics(
     values: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What rounding took from the mean of each channel, (C,), and the biased variance taken in a second pass, (C,).
+    """The rounding error of each channel's mean, (C,), and the biased variance computed in a second pass, (C,).
 
-    Where the mean lies not far, and on a GPU (asking would hold the host up), these are 0 and None.
+    These are 0 and None if no mean is far from 0, and on a GPU, where the check would make the host wait.
     """
     if not accelerator_of(values.device).is_host or mean.dtype != torch.float32 or not _is_far(mean, variance):
         return torch.zeros_like(mean), None
     rows = values.detach().transpose(0, 1).reshape(len(mean), -1) - mean.unsqueeze(1)
     rest = rows.mean(1, keepdim=True)
-    # torch's own is that around the rounded mean with channels_last: off by 1e-3 at mean 10,000, deviation 1.
+    # With channels_last torch's is around the rounded mean: off by 1e-3 at mean 10,000, deviation 1.
     return rest.squeeze(1).to(mean.dtype), (rows - rest).square_().mean(1).to(mean.dtype)
 
 
 def _is_far(mean: torch.Tensor, variance: torch.Tensor) -> bool:
-    means, variances = mean.numpy(), variance.numpy()  # of some ten numbers NumPy finds it in 3 microseconds, not 20
+    means, variances = mean.numpy(), variance.numpy()  # for some ten numbers: 3 microseconds in NumPy, 20 in torch
     return bool((means * means > _FAR**2 * variances).any())
 
 
 class StatisticsHook:
-    """A norm layer's forward hooks, before and after. A copy of the layer, by deepcopy or pickle, is not watched."""
+    """The forward hooks of a norm layer, before and after. A deepcopied or unpickled layer is not watched."""
 
     def __init__(self, statistics: BatchNormStatistics | None = None, number: int = 0, *, is_own: bool = False) -> None:
         self._statistics, self._number, self._is_own = statistics, number, is_own
@@ -117,12 +118,12 @@ class StatisticsHook:
         else:
             self._statistics.before(self._number, layer)
 
-    def __reduce__(self) -> tuple[type[StatisticsHook], tuple[()]]:  # deepcopy asks it too
+    def __reduce__(self) -> tuple[type[StatisticsHook], tuple[()]]:  # deepcopy uses it too
         return StatisticsHook, ()
 
 
 def _by_buffers(layers: Mapping[str, BatchNorm]) -> tuple[list[BatchNorm], list[int]]:
-    """The layers that have buffers of their own, and for each of all layers the number of the one with its buffers."""
+    """The layers with distinct buffers, and for every layer the number of the one that has its buffers."""
     first: dict[tuple[int, ...], int] = {}
     found: list[BatchNorm] = []
     numbers: list[int] = []
@@ -132,8 +133,8 @@ def _by_buffers(layers: Mapping[str, BatchNorm]) -> tuple[list[BatchNorm], list[
         for one in _SPARE:
             if layer._buffers.get(one) is not None and owner.setdefault(id(layer._buffers[one]), key) != key:
                 raise ValueError(
-                    f"batch-norm layers share all of their running statistics or none; {name} shares {one} alone "
-                    "with another layer: share the layer itself"
+                    f"Batch-norm layers must share all of their running statistics or none. {name} shares only {one} "
+                    "with another layer. Share the layer itself."
                 )
         if key not in first:
             first[key] = len(found)
@@ -143,12 +144,12 @@ def _by_buffers(layers: Mapping[str, BatchNorm]) -> tuple[list[BatchNorm], list[
 
 
 def has_own_forward(layer: BatchNorm) -> bool:
-    """Whether its forward is the user's: see [Note: Forwards of their own]."""
+    """Whether its forward is the user's: see [Note: Custom forwards]."""
     return type(layer).forward is not BatchNorm.forward or "forward" in layer.__dict__
 
 
 def _compile_anew() -> None:
-    """Have torch.compile forget what it compiled before hooks were there: it does not look for new ones by itself."""
+    """Discard what torch.compile compiled before the hooks were registered. It does not check for new hooks."""
     dynamo, compiling = sys.modules.get("torch._dynamo"), sys.modules.get("torch._dynamo.convert_frame")
     if dynamo is not None and compiling is not None:
         codes = getattr(compiling, "input_codes", None)
@@ -161,15 +162,15 @@ def _few(names: list[str], most: int = 3) -> str:
 
 
 class BatchNormStatistics:
-    """Watches `layers` through the shards of a step and moves their running statistics once.
+    """Captures the batch statistics of `layers` in the shards of a step and updates their running statistics once.
 
-    `open()` begins a pass; `recording()` starts a shard's list of captures; `discard()` to `go_on()` is its backward,
-    and what is called in it (recomputation) leaves no trace; `stop()` hands the layers back to torch.
+    `open()` begins a pass. `recording()` starts a shard's list of captures. Its backward runs between `discard()` and
+    `go_on()`, and calls made there (recomputation) are not captured. `stop()` returns the layers to torch.
 
     Args:
-        layers: by name. Those that share their buffers are taken for one, called several times.
-        own_norms: layers of the user's own, by name.
-        others: layers that move their running statistics themselves, in forward; but not in backward.
+        layers: by name. Layers that share their buffers count as one that is called several times.
+        own_norms: the user's own norm layers, by name.
+        others: layers that update their running statistics themselves, in forward but not in backward.
 
     Raises:
         ValueError: layers that share some of their buffers, but not all.
@@ -187,7 +188,7 @@ class BatchNormStatistics:
         self._known = len(known)
         self._names = list(layers)
         self._entered: list[BatchNormInterceptor | None] = []
-        self.problem: RuntimeError | None = None  # what was found in the shards since the pass was opened
+        self.problem: RuntimeError | None = None  # found in the shards since the pass was opened
         self._captures: list[list[BatchStatistics]] | None = None
         self._active = False
         self._own: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
@@ -208,14 +209,14 @@ class BatchNormStatistics:
             _compile_anew()
 
     def release(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self.stop()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def open(self) -> None:
-        """Begin a pass over shards: the layers' buffers of now are their own ones."""
+        """Begin a pass over shards. The buffers that the layers have now are their own."""
         self.problem = None
         if not self.layers:
             return
@@ -228,25 +229,25 @@ class BatchNormStatistics:
         self._opened = self._look()
 
     def recording(self) -> list[list[BatchStatistics]]:
-        """Begin a shard: the captures of each layer, in the order of its calls, will stand in the list returned."""
+        """Begin a shard. The returned list receives the captures of each layer, in the order of its calls."""
         self._active = True
         self._captures = [[] for _ in self.layers]
         return self._captures
 
     def discard(self) -> None:
-        """Keep nothing of what is called from now on, and leave the running statistics alone."""
+        """Stop capturing, and leave the running statistics unchanged."""
         self._captures = None
         if self._recomputed.layers:
             self._recomputed.begin()
 
     def go_on(self, captures: list[list[BatchStatistics]]) -> None:
-        """Add to a shard's captures again."""
+        """Capture into a shard's list again."""
         if self._recomputed.layers:
             self._recomputed.end()
         self._captures = captures
 
     def stop(self) -> None:
-        """End the shard: layers called from now on move their own statistics, as torch does."""
+        """End the shard. Layers called from now on update their own statistics, as torch does."""
         if self._active and self.layers and self.problem is None:
             self._require_unmoved()
             self._require_one_momentum()
@@ -256,7 +257,7 @@ class BatchNormStatistics:
             self._recomputed.end()
 
     def _look(self) -> torch.Tensor | list[int] | None:
-        """What shows that a layer's own buffers were moved: on the CPU their bits, on a GPU their versions alone."""
+        """What shows whether a layer's own buffers changed: on the CPU their values, on a GPU only their versions."""
         own = [one for pair in self._own[: self._known] for one in pair if one is not None]
         if not own or accelerator_of(own[0].device).is_asynchronous:
             return [tracked._version for layer in self.layers if (tracked := layer.num_batches_tracked) is not None]
@@ -270,10 +271,10 @@ class BatchNormStatistics:
             moved = now != before
         if moved:
             self.problem = RuntimeError(
-                "running statistics of batch norm are moved by the fold alone, by those of the whole mini-batch; in a "
-                f"shard something else moved them, unseen, in one of {_few(self._names)} (code that was compiled, "
-                "scripted or recorded before the Loop was made, or F.batch_norm on a layer's buffers?): "
-                "make the Loop first, or call the layers themselves"
+                "Only the fold may update batch norm's running statistics, by those of the whole mini-batch. In a "
+                f"shard something else updated those of one of {_few(self._names)}, perhaps code that was compiled, "
+                "scripted or recorded before the Loop was created, or F.batch_norm on a layer's buffers. Create the "
+                "Loop first, or call the layers themselves."
             )
 
     def _require_one_momentum(self) -> None:
@@ -281,30 +282,31 @@ class BatchNormStatistics:
             now = self.layers[number].momentum
             if momentum != now:
                 self.problem = self.problem or RuntimeError(
-                    "the fold moves running statistics, by the momentum that a batch-norm layer has behind the shard; "
-                    f"one of {_few(self._names)} was called with another one, and now has {now}: change it between "
-                    "steps, and turn track_running_stats off around a call that is to move nothing"
+                    "A batch-norm layer's momentum must not change within a shard. One of "
+                    f"{_few(self._names)} was called with another momentum than it has now, {now}. Change it between "
+                    "steps. Turn track_running_stats off around a call that is to update nothing."
                 )
 
     # -- capture -------------------------------------------------------------------------------------------
 
     def before(self, number: int, layer: BatchNorm) -> None:
-        """Give a layer its spare buffers, if its shard is watched."""
+        """Give a layer its spare buffers if a shard is being captured."""
         mean = layer.running_mean
         if is_synced(layer):
             raise RuntimeError(
-                "a model is synced before its Loop is made; this one was after it: sync_batch_norm first"
+                "A model must be synced before its Loop is created. This one was synced after. Call sync_batch_norm "
+                "first."
             )
         if not (self._active and layer.training) or number in self._spared or mean is None:
             return
         if not layer.track_running_stats:
-            return  # torch moves nothing; a script may turn it off and on around a call
+            return  # torch updates nothing; a script may turn it off and on around a call
         buffers = layer._buffers
         own_mean, own_variance = self._own[number]
         if mean is not own_mean or buffers["running_var"] is not own_variance:
             return  # the caller's: [Note: Capture]
         self._spared[number] = {"momentum": layer.momentum, **{name: buffers.get(name) for name in _SPARE}}
-        layer.__dict__["momentum"] = 1.0  # past nn.Module's __setattr__, which takes a microsecond
+        layer.__dict__["momentum"] = 1.0  # bypasses nn.Module's __setattr__, which takes a microsecond
         buffers["num_batches_tracked"] = None
         if has_own_forward(layer) and own_variance is not None:
             self._look_within(number, layer, mean, own_variance)
@@ -312,16 +314,17 @@ class BatchNormStatistics:
             buffers["running_mean"], buffers["running_var"] = torch.zeros_like(mean), torch.zeros_like(mean)
 
     def _look_within(self, number: int, layer: BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """See [Note: Forwards of their own]."""
+        """Intercept a layer with a custom forward. See [Note: Custom forwards]."""
         spare = mean.clone(), variance.clone()
         layer._buffers["running_mean"], layer._buffers["running_var"] = spare
         momentum = self._spared[number]["momentum"]
 
-        def take(inputs: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, told: float) -> None:
-            if told not in (1.0, momentum):
+        def take(inputs: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, given: float) -> None:
+            if given not in (1.0, momentum):
                 self.problem = self.problem or RuntimeError(
-                    f"a batch-norm layer moves its statistics by its momentum; a {type(layer).__name__}, whose forward "
-                    f"is its own, gives F.batch_norm {told:g}, and its momentum is {momentum}: set layer.momentum"
+                    "A batch-norm layer must update its statistics by its own momentum. The forward of a "
+                    f"{type(layer).__name__} gives F.batch_norm {given:g}, and its momentum is {momentum}. Set "
+                    "layer.momentum."
                 )
             self._capture(number, inputs, mean, variance)
 
@@ -330,7 +333,7 @@ class BatchNormStatistics:
         self._within[number] = interception, spare
 
     def after(self, number: int, layer: BatchNorm, inputs: tuple[Any, ...], output: torch.Tensor | None) -> None:
-        """Take what the spare buffers hold, and put the layer's own back."""
+        """Capture the spare buffers, and restore the layer's own."""
         if number not in self._spared:
             return
         spared = self._spared.pop(number)
@@ -347,7 +350,7 @@ class BatchNormStatistics:
             return  # forward raised
         if is_torch:
             self._capture(number, inputs[0], mean, variance)
-        elif is_moved and self._captures is not None:  # how the values lie is not known
+        elif is_moved and self._captures is not None:  # the layout of its values is unknown
             capture = BatchStatistics(inputs[0].numel() // len(mean), mean, torch.zeros_like(mean), variance)
             self._captures[number].append(capture)
 
@@ -362,7 +365,7 @@ class BatchNormStatistics:
             self._captures[number].append(BatchStatistics(count, mean, rest, variance, momentum))
 
     def enter_own(self, number: int) -> None:
-        """Begin the forward of a norm layer of the user's own: see [Note: Interception]."""
+        """Begin the forward of a user's own norm layer: see [Note: Interception]."""
         interception = None
         if self._active:
             interception = BatchNormInterceptor(*self._own[number], partial(self._capture, number))
@@ -370,7 +373,7 @@ class BatchNormStatistics:
         self._entered.append(interception)
 
     def leave_own(self, number: int) -> None:
-        """It is over, or raised."""
+        """End that forward, also if it raised."""
         interception = self._entered.pop()
         if interception is not None:
             interception.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -378,18 +381,18 @@ class BatchNormStatistics:
     # -- rows ----------------------------------------------------------------------------------------------
 
     def width(self, calls: tuple[int, ...]) -> int:
-        """Columns of a row: each call's count, its channels' means, rests, variances, and an own norm's momentum."""
+        """Columns of a row: for each call its count, means, rests, variances, and the momentum of a user's own norm."""
         return sum(group.width for group in self._groups(calls))
 
     def _groups(self, calls: tuple[int, ...]) -> list[LayerGroup]:
-        """The layers that are called a first time, a second time, ..."""
+        """The layers with a first call, those with a second call, ..."""
         if calls not in self._grouped:
             each = [[n for n, times in enumerate(calls) if times > call] for call in range(max(calls, default=0))]
             self._grouped[calls] = [LayerGroup(numbers, [self.layers[n] for n in numbers]) for numbers in each]
         return self._grouped[calls]
 
     def pack(self, captures: list[list[BatchStatistics]], calls: tuple[int, ...], row: torch.Tensor) -> None:
-        """Write a shard's captures into its row: by call, counts, means, rests, variances, own norms' momenta."""
+        """Write a shard's captures into its row: for each call counts, means, rests, variances, own norms' momenta."""
         pieces: list[torch.Tensor] = []
         for call, group in enumerate(self._groups(calls)):
             found = [captures[number][call] if call < len(captures[number]) else None for number in group.numbers]
@@ -403,17 +406,19 @@ class BatchNormStatistics:
             torch.cat(pieces, out=row)
 
     def _on_device(self, counts: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
-        """Counts as a tensor; kept, since the copy to a GPU would hold the host up and they are few."""
+        """Counts as a tensor, cached: they are few, and each copy to a GPU would make the host wait."""
         if counts not in self._counts:
-            if len(self._counts) > 64:  # sequences of ever other lengths
+            if len(self._counts) > 64:  # sequences with ever new lengths
                 self._counts.clear()
             self._counts[counts] = torch.tensor(counts, dtype=like.dtype).to(like.device)
         return self._counts[counts]
 
     def apply(self, rows: torch.Tensor, calls: tuple[int, ...], keep: torch.Tensor | None = None) -> None:
-        """Move the running statistics by the pooled ones of all shards, rows (S, width), one call after another.
+        """Update the running statistics with the pooled ones of all shards, one call after another.
 
         Args:
+            rows: the packed rows of all shards, (S, width).
+            calls: the most calls of each layer in any shard.
             keep: whether they stay as they are, shape (), bool.
         """
         groups = self._groups(calls)

@@ -1,8 +1,8 @@
-"""Norm layers of the user's own, which give running statistics of theirs to `F.batch_norm`.
+"""Norm layers written by the user, which pass running statistics of their own to `F.batch_norm`.
 
-[Note: Interception] Such a layer keeps its momentum where it likes, and its kernel writes its buffers unseen. So while
-its forward runs in a shard, calls of `F.batch_norm` pass by here: one on the layer's own buffers works on spare ones
-with momentum 1 instead, which then hold the batch statistics.
+[Note: Interception] Such a layer may keep its momentum anywhere, and its kernel writes its buffers unseen. So
+`F.batch_norm` is intercepted while the layer's forward runs in a shard. A call on the layer's own buffers gets spare
+ones and momentum 1 instead, and the spare buffers then hold the batch statistics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GIVEN: dict[Any, tuple[str, ...]] = {
 
 
 class CustomNorm:
-    """A module with running statistics of its own, as what `LayerGroup` moves; how far, its calls say."""
+    """Adapts a module with its own running statistics to `LayerGroup`. Each call carries its momentum."""
 
     num_batches_tracked = None
     momentum = None
@@ -47,7 +47,7 @@ class CustomNorm:
 
 
 def custom_norms(modules: Mapping[str, nn.Module]) -> dict[str, CustomNorm]:
-    """Those of the `modules` that are the user's own and may give buffers to `F.batch_norm`, by name."""
+    """The user's own classes among `modules` that may pass buffers to `F.batch_norm`, by name."""
     found = {}
     for name, module in modules.items():
         if isinstance(module, _NormBase | torch.jit.ScriptModule):
@@ -59,9 +59,9 @@ def custom_norms(modules: Mapping[str, nn.Module]) -> dict[str, CustomNorm]:
 
 
 def _pairs(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of two buffers that say mean and variance; other ones than torch's in a module without children alone."""
+    """Pairs of buffer names for mean and variance: torch's, and similar ones in a module without children."""
     yield _KEYS
-    for key in () if module._modules else module._buffers:  # all that is called in a watched forward is slower
+    for key in () if module._modules else module._buffers:  # everything called in a watched forward is slower
         for other in ("variance", "var"):
             if "mean" in key and key.replace("mean", other) in module._buffers:
                 yield key, key.replace("mean", other)
@@ -74,11 +74,12 @@ def _may_be_statistics(mean: torch.Tensor | None, variance: torch.Tensor | None)
 
 
 class BatchNormInterceptor(TorchFunctionMode):
-    """While it is entered, `F.batch_norm` on the given buffers leaves them alone, and `take` gets what it would add.
+    """While active, `F.batch_norm` leaves the given buffers unchanged and passes the batch statistics to `take`.
 
     Args:
-        mean, variance: the buffers.
-        take: called with the input, the batch's mean and unbiased variance, (C,), and the momentum.
+        mean: the buffer of the running mean, (C,).
+        variance: the buffer of the running variance, (C,).
+        take: called with the input, the batch's mean and unbiased variance, (C,) each, and the momentum.
     """
 
     def __init__(self, mean: torch.Tensor | None, variance: torch.Tensor | None, take: Take) -> None:
@@ -88,7 +89,7 @@ class BatchNormInterceptor(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func`, as torch asks of a mode."""
+        """Call `func`, with spare buffers where it is `F.batch_norm` on the given ones."""
         names = _GIVEN.get(func) if callable(func) else None
         if names is None:
             return func(*args, **(kwargs or {}))

@@ -1,10 +1,10 @@
-"""Pooled batch-norm statistics: mean and variance of a union from those of its parts, and what they move.
+"""Pooled batch-norm statistics: mean and variance of a union from those of its parts, applied to the layers.
 
-[Note: Pooled variance] For shards j with m_j values behind each channel's statistic (samples times
-positions), M = sum(m_j):
+[Note: Pooled variance] For shards j with m_j values per channel (samples times positions) and
+M = sum(m_j):
 
     mean = sum(m_j mean_j) / M
-    var  = sum(m_j (var_j + (mean_j - mean)^2)) / M          biased; M / (M - 1) times that is what torch keeps
+    var  = sum(m_j (var_j + (mean_j - mean)^2)) / M          biased; torch keeps M / (M - 1) times this
 
 Sums of squares would cancel (off by 1e-3 in float32 at mean 100); this form does not. Pooling the moving
 averages instead understates the variance: for shards with mean 0, variance 1 and mean 3, variance 4 and decay
@@ -30,6 +30,11 @@ def pool_statistics(
 
     A part whose count is 0 adds exactly 0. See [Note: Pooled variance].
 
+    Args:
+        counts: the number of values per channel in each part, broadcastable to (S, C).
+        means: the mean of each channel in each part, (S, C).
+        variances: the biased variance of each channel in each part, (S, C).
+
     Source: Chan, Golub, LeVeque: Algorithms for computing the sample variance, 1983.
     """
     total = counts.sum(0).clamp(min=1)
@@ -38,11 +43,11 @@ def pool_statistics(
 
 
 class LayerGroup:
-    """Layers whose channels lie side by side, so that a few operations move them all.
+    """Layers whose channels are concatenated, so that a few operations update all of them.
 
     Args:
-        numbers: which of the job's layers these are.
-        layers: with running statistics, each.
+        numbers: the positions of these layers among the job's layers.
+        layers: each has running statistics.
     """
 
     def __init__(self, numbers: list[int], layers: Sequence[_BatchNorm | CustomNorm]) -> None:
@@ -58,11 +63,11 @@ class LayerGroup:
         self._factors = torch.empty(0)
 
     def move(self, rows: torch.Tensor, keep: torch.Tensor | None = None) -> None:
-        """Move the running statistics by the pooled ones of all shards.
+        """Update the running statistics with the pooled ones of all shards.
 
         Args:
-            rows: (S, width): counts, then means, what rounding took from these, variances as torch keeps them, times
-                m / (m - 1), and the momenta of own norms; zeros for a shard that did not call a layer.
+            rows: (S, width): counts, means, the rounding errors of the means, variances as torch keeps them (times
+                m / (m - 1)), and the momenta of the user's norm layers; zeros for a shard that did not call a layer.
             keep: whether all stay as they are, shape (), bool.
         """
         layers, owner = self._layers, self._owner
@@ -70,7 +75,7 @@ class LayerGroup:
         pieces = [len(layers), *3 * [self.channels], len(self.own)]
         counts, means, rests, variances, momenta = rows.split(pieces, dim=1)
         counts = counts.index_select(1, owner)
-        # Merge the biased ones, then re-bias.
+        # Merge the biased variances, then correct the bias.
         biased = variances * ((counts - 1).clamp_(min=0) / counts.clamp(min=1))
         mean, variance = pool_statistics(counts, means + rests, biased)
         total = counts.sum(0)
@@ -78,7 +83,7 @@ class LayerGroup:
         used = total > 0
         called = rows[:, : len(layers)].sum(0) > 0
         self._count(called if keep is None else called & ~keep)
-        # A layer that no shard called moves by 0: its own values, to the bit.
+        # A layer that no shard called keeps its values to the bit.
         factor = torch.where(used, self._factor(owner, momenta), 0.0)
         for name, new in (("running_mean", mean), ("running_var", variance)):
             olds: list[torch.Tensor] = [getattr(layer, name) for layer in layers]
@@ -89,22 +94,22 @@ class LayerGroup:
             torch._foreach_copy_(olds, list(now.split(self.sizes)))
 
     def _count(self, called: torch.Tensor) -> None:
-        """One more mini-batch for the layers that were called."""
+        """Count one more mini-batch for the layers that were called."""
         pairs = [(layer.num_batches_tracked, one) for layer, one in zip(self._layers, called.long(), strict=True)]
         known = [(tracked, one) for tracked, one in pairs if tracked is not None]
         if known:
             torch._foreach_add_([tracked for tracked, _ in known], [one for _, one in known])
 
-    def _factor(self, owner: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
-        """How far each channel's moving average goes: the layer's momentum, or with None 1 / (calls so far).
+    def _factor(self, owner: torch.Tensor, momenta_of_own: torch.Tensor) -> torch.Tensor:
+        """The weight of the new value in each channel's moving average: the momentum, or 1 / (calls so far) if None.
 
-        Own norms' momenta are told in the rows, (S, own), the same by each shard that called one.
+        The momenta of the user's norm layers come with the rows, (S, own), equal in all shards that called the layer.
         """
         momenta = [layer.momentum for layer in self._layers]
         if momenta != self._momenta or None in momenta:
             self._momenta = momenta
             factors = [self._of_layer(layer, owner.device) for layer in self._layers]
-            for place, momentum in zip(self.own, told.amax(0), strict=True):
+            for place, momentum in zip(self.own, momenta_of_own.amax(0), strict=True):
                 factors[place] = momentum
             self._factors = torch.stack(factors).index_select(0, owner)
         return self._factors
@@ -117,10 +122,10 @@ class LayerGroup:
 
 
 class RunningStatsSnapshot:
-    """Running statistics that layers move themselves, in forward, kept so that they can be put back.
+    """A copy of running statistics that layers update themselves in forward, so that they can be restored.
 
     Args:
-        layers: their buffers are kept.
+        layers: the layers whose buffers are copied.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -129,21 +134,22 @@ class RunningStatsSnapshot:
         self._kept: list[torch.Tensor] = []
 
     def record(self) -> None:
-        """Keep what they are now."""
+        """Copy their current values."""
         self._now = [one for layer in self.layers for one in layer.buffers(recurse=False)]
         self._kept = [one.clone() for one in self._now]
 
     def restore(self, where: torch.Tensor | bool) -> None:
-        """Make them what they were, if `where`, shape ()."""
+        """Restore the copied values if `where`, shape (), is true."""
         for now, kept in zip(self._now, self._kept, strict=True):
             now.copy_(torch.where(where, kept, now) if isinstance(where, torch.Tensor) else kept if where else now)
 
 
 class RecomputeGuard:
-    """Running statistics that layers move themselves in forward, and not again where backward computes it once more.
+    """Keeps the recomputation of forward inside backward from updating running statistics a second time.
 
     Args:
-        layers: their buffers are put back after each backward, as activation checkpointing calls them in it.
+        layers: they update their statistics themselves. Their buffers are restored after each backward, in which
+            activation checkpointing calls them again.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -151,7 +157,7 @@ class RecomputeGuard:
         self._pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None  # now, kept; by dtype
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Copy the buffers before a backward."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for layer in self.layers:
             for one in layer._buffers.values() if layer.training else ():
@@ -163,11 +169,11 @@ class RecomputeGuard:
                 torch._foreach_copy_(kept, now)
 
     def end(self) -> None:
-        """It is over; may be called again."""
+        """Restore the buffers after a backward. A second call does nothing."""
         pairs, self._pairs = self._pairs, None
         if not pairs:
             return
         with torch.no_grad():
             for now, kept in pairs:
-                # Past the version counter: the graph of another backward may hold them.
+                # `.data` bypasses the version counter: the graph of another backward may hold these.
                 torch._foreach_copy_([one.data for one in now], kept)

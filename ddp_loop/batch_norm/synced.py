@@ -6,7 +6,7 @@ meet in one sum, and its header tells them apart.
 
 [Note: Rows of a message] A message has a row for each rank. A rank fills its own and puts -0.0 into all others, which
 leaves every bit as it is. So the sum brings the rows together, and each rank merges them in rank order. A row is `the
-rank's place, the number of values behind each channel | the layer's values`.
+rank's place, the number of values per channel | the layer's values`.
 
 [Note: Late] Reading a header on a GPU would make the host wait. So each rank keeps a digest of its own headers, and the
 hosts compare the digests at the end of a pass, in a small collective of their own. Ranks that called the layers in
@@ -106,7 +106,7 @@ class SyncChannel:
         Args:
             layer: its number among the names.
             call: from `next_call`.
-            count: the values behind each channel on this rank.
+            count: the number of values per channel on this rank.
             kind: FORWARD or BACKWARD.
             values: K tensors, (C,) each.
 
@@ -115,7 +115,7 @@ class SyncChannel:
 
         Raises:
             RuntimeError: the ranks are not at the same place, or the world was left.
-            ValueError: not more than one value is behind a channel, on all ranks together.
+            ValueError: a channel has less than two values, over all ranks together.
             PeerFailed: another rank failed.
         """
         if self._world.is_left:
@@ -194,7 +194,7 @@ class SyncChannel:
         counts = [int(count) for _, count in heads]
         if sum(counts) < 2:
             raise ValueError(
-                f"Expected more than 1 value per channel when training, over all ranks together; got {counts} at "
+                f"Expected more than 1 value per channel when training, over all ranks together. Got {counts} at "
                 f"{self._place(first)}. Use a larger mini-batch, or set the layer to eval()."
             )
 
@@ -237,7 +237,7 @@ class SyncedBatchNorm(_BatchNorm):
         """Normalise by the statistics of all ranks' values, and move the running ones. Every rank must call this.
 
         Raises:
-            ValueError: values that do not fit the layer, or one value behind a channel, or none, on all ranks together.
+            ValueError: values that do not fit the layer, or less than two values per channel, over all ranks together.
         """
         self._check(values, channel)
         values = dense(values)

@@ -1,13 +1,13 @@
 """The arithmetic of synced batch norm: one rank's statistics, and its values normalised by those of all ranks.
 
-[Note: Passes] On the CPU these are torch's own kernels of local batch norm, taken apart where the ranks talk: two
-passes over the values for their statistics and one to normalise, as there; one pass for the sums of backward, and
-two for the gradient, where torch's takes one that cannot be given the sums of others. On a GPU each is one kernel
-of torch's SyncBatchNorm.
+[Note: Passes] On the CPU these are torch's kernels of local batch norm, split where the ranks communicate. Forward
+takes two passes over the values for the statistics and one to normalise, as torch does. Backward takes one pass for the
+sums and two for the gradient; torch takes one for the gradient, but its kernel does not accept the sums of other ranks.
+On a GPU each is one kernel of torch's SyncBatchNorm.
 
-[Note: float32 by columns] Where the channels lie innermost (channels last, or no positions) torch's CPU kernel adds
-float32 values one by one: of 36,864 with mean 1,000 and deviation 1 the mean is off by 5e-3. `refine_statistics` finds
-that, as it finds what is lost in rounding the mean, and the variance around the true one.
+[Note: float32 by columns] If the channels lie innermost (channels last, or no positions), torch's CPU kernel adds
+float32 values one by one. For 36,864 values with mean 1,000 and deviation 1, the mean is off by 5e-3.
+`refine_statistics` corrects this error and that of rounding the mean, and computes the variance around the true mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 
 
 def dense(values: torch.Tensor) -> torch.Tensor:
-    """The values as the kernels take them, (N, C, ...): contiguous or channels last; else a contiguous copy."""
+    """The values, (N, C, ...), as the kernels need them: contiguous or channels last; otherwise a contiguous copy."""
     return values.contiguous(memory_format=_format(values))
 
 
@@ -34,14 +34,14 @@ def _format(values: torch.Tensor) -> torch.memory_format:
 
 
 def statistics_dtype(values: torch.Tensor) -> torch.dtype:
-    """The type in which a channel's statistics are given to the kernels: float64 for float64, else float32."""
+    """The dtype of the statistics passed to the kernels: float64 for float64 values, else float32."""
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 def statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance of each channel of dense values (N, C, ...), both (C,) float64; zeros of no values.
+    """Mean and biased variance of each channel of dense values (N, C, ...), both (C,) float64; zeros without values.
 
-    In float32 good also where the mean lies far from 0 (on a GPU but for the rounding of the mean itself).
+    Also accurate in float32 for a mean far from 0, except on a GPU for the rounding of the mean itself.
     """
     channels = values.shape[1]
     if values.numel() == 0:
@@ -100,13 +100,13 @@ def gradient_of_values(
     sums: torch.Tensor,
     total: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradient with respect to `values`, of the loss of all ranks.
+    """Gradient of the sum of all ranks' losses with respect to `values`.
 
         weight d (gradient - sums[0] / M - (values - mean) d^2 sums[1] / M)          d = deviation_inverse
 
     Args:
-        sums: those of `sums_of_gradient`, added up over all ranks, (2, C) float64.
-        total: M, the values behind a channel on all ranks, (1,) float64.
+        sums: those of `sums_of_gradient`, added over all ranks, (2, C) float64.
+        total: M, the number of values per channel on all ranks, (1,) float64.
 
     Source: Ioffe, Szegedy: Batch Normalization, 2015, section 3.
     """
@@ -136,9 +136,9 @@ def _as(mean: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor | No
 
 
 class Normalisation(torch.autograd.Function):
-    """Values normalised by statistics of all ranks, which depend on the values of all ranks.
+    """Values normalised by the statistics of all ranks, which depend on the values of all ranks.
 
-    The gradient with respect to a rank's values is that of the sum of all ranks' losses; those with respect to
+    The gradient with respect to a rank's values is that of the sum of all ranks' losses. Those with respect to
     weight and bias are the rank's own part, to be summed over the ranks.
     """
 
@@ -151,30 +151,30 @@ class Normalisation(torch.autograd.Function):
         mean: torch.Tensor,
         deviation_inverse: torch.Tensor,
         total: torch.Tensor,
-        tell: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        exchange: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         masked: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """Normalise.
 
         Args:
-            total: the values behind a channel on all ranks, (1,) float64.
-            tell: takes this rank's `sums_of_gradient`, gives those of all, (ranks, 2, C) float64 in rank order.
-            masked: gives what counts of a gradient.
+            total: the number of values per channel on all ranks, (1,) float64.
+            exchange: takes this rank's `sums_of_gradient`; returns those of all, (ranks, 2, C) float64 in rank order.
+            masked: returns a gradient without the parts that do not count.
         """
-        ctx.tell, ctx.masked = tell, masked
+        ctx.exchange, ctx.masked = exchange, masked
         ctx.save_for_backward(values, weight, mean, deviation_inverse, total)
         return normalised(values, weight, bias, mean, deviation_inverse)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Every rank must call this, where the values want a gradient."""
+        """Compute the gradients. Every rank must call this if the values require a gradient."""
         values, weight, mean, deviation_inverse, total = ctx.saved_tensors
         gradient = ctx.masked(gradient).contiguous(memory_format=_format(values))
         alone, by_values = sums_of_gradient(gradient, values, mean, deviation_inverse)
         of_values = None
         if ctx.needs_input_grad[0]:
-            sums = ctx.tell(alone, by_values).sum(0)
+            sums = ctx.exchange(alone, by_values).sum(0)
             of_values = gradient_of_values(gradient, values, weight, mean, deviation_inverse, sums, total)
         of_weight = by_values * deviation_inverse if ctx.needs_input_grad[1] else None
         of_bias = alone if ctx.needs_input_grad[2] else None

@@ -53,11 +53,11 @@ class CheckpointPolicy:
         """Raise ValueError if a value is out of range."""
         for name, value in (("save_every", self.every), ("keep_last", self.keep_last)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}.")
+                raise ValueError(f"{name} must be a whole number of at least 1. Got {value!r}.")
         if not self.every_s > 0:
-            raise ValueError(f"save_every_s must be a positive number of seconds; got {self.every_s!r}.")
+            raise ValueError(f"save_every_s must be a positive number of seconds. Got {self.every_s!r}.")
         if self.on_error not in _ON_SAVE_ERROR:
-            raise ValueError(f"on_save_error must be one of {_ON_SAVE_ERROR}; got {self.on_error!r}.")
+            raise ValueError(f"on_save_error must be one of {_ON_SAVE_ERROR}. Got {self.on_error!r}.")
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ def ask_to_stop(run: Path, why: str) -> None:
         raise ValueError(f"{run} has no run.json. Pass the folder of Loop(run_dir=...).")
     if not is_running(run):
         status = (read_json(run / STATUS) or {}).get("status", "unknown")
-        raise ValueError(f"No run is active in {run} (status: {status}).")
+        raise ValueError(f"No run is active in {run} (status: {status}). Pass the folder of a run that is training.")
     (run / STOP).write_text(why, encoding="utf-8")
 
 

@@ -299,7 +299,7 @@ class _Deserializer:
         shape, strides = [*map(_size, shape)], [*map(_size, strides)]
         if stored.dtype != dtype or math.prod(shape) != stored.numel() or not _is_dense(shape, strides):
             form = f"{word} of shape {shape} and strides {strides}"
-            raise ValueError(f"has {name[:NAME_LETTERS]} as {form}; it is {tuple(stored.shape)} {stored.dtype}")
+            raise ValueError(f"has {name[:NAME_LETTERS]} as {form} instead of {tuple(stored.shape)} {stored.dtype}")
         made = self._made[key] = stored.reshape(-1).as_strided(shape, strides)
         return made
 

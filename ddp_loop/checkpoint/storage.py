@@ -105,7 +105,7 @@ class CheckpointStore:
 
     def __init__(self, run: Path, run_id: str, keep_last: int = 3) -> None:
         if keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1; got {keep_last}.")
+            raise ValueError(f"keep_last must be at least 1. Got {keep_last}.")
         self.folder = Path(os.path.abspath(run)) / CHECKPOINTS
         self.last_warning: str | None = None
         self.refused: list[CorruptCheckpoint] = []
@@ -129,7 +129,7 @@ class CheckpointStore:
         """
         iteration, score = operator.index(iteration), None if score is None else float(score)
         if not 0 <= iteration <= ITERATIONS:
-            raise ValueError(f"An iteration must be from 0 to {ITERATIONS}; got {iteration}.")
+            raise ValueError(f"An iteration must be from 0 to {ITERATIONS}. Got {iteration}.")
         state = _json("The state", packed.structure, STATE_BYTES)
         head = {"format": FORMAT, "version": VERSION, "run": self._run_id, "iteration": iteration}
         head |= {"score": score if score is None or math.isfinite(score) else str(score), "facts": dict(facts)}
@@ -345,7 +345,7 @@ def _json(what: str, value: Any, most: int) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"{what} of a checkpoint must be JSON: numbers, strings, lists, dicts. {error}.") from error
     if len(data) > most:
-        raise ValueError(f"{what} of a checkpoint can have {most} bytes; got {len(data)}. Keep large data in tensors.")
+        raise ValueError(f"{what} of a checkpoint can have {most} bytes. Got {len(data)}. Keep large data in tensors.")
     return data
 
 

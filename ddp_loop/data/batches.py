@@ -98,9 +98,9 @@ def check_end(ranks: int, mini_batch: MiniBatch, world: World) -> None:
     """
     if ranks != world.size:
         raise ValueError(
-            f"A stream must give every rank the same samples; in mini-batch {mini_batch.position + 1} of "
+            f"A stream must give every rank the same samples. In mini-batch {mini_batch.position + 1} of "
             f"epoch {mini_batch.epoch + 1} it ended on {ranks} of {world.size} ranks. Give every rank the whole "
-            "stream; Batches makes the shards."
+            "stream, since Batches makes the shards."
         )
     world.require_equal("the samples of a stream's last mini-batch", mini_batch.samples)
 
@@ -215,14 +215,14 @@ class Batches:
         self.length: int | None = None
         if is_stream(data):
             if length is not None:
-                raise ValueError(f"An epoch of a stream ends with the stream; got length={length}. Remove length=.")
+                raise ValueError(f"An epoch of a stream ends with the stream. Got length={length}. Remove length=.")
             self._reader = self._open_stream(data, places, loader)
         else:
             self._reader, self.length = make_reader(data, self.seed, places, loader)
         self._has_length = self.length is not None
         if self._has_length and length is not None:
             raise ValueError(
-                f"length= is for data without a length; these have {self.length} samples, got {length}. Remove length=."
+                f"length= is for data without a length. These have {self.length} samples. Got {length}. Remove length=."
             )
         if length is not None:
             self.length = check_count("length", length)
@@ -230,7 +230,7 @@ class Batches:
     def _open_stream(self, data: Any, places: Places, loader: dict[str, Any]) -> StreamReader:
         if unknown := sorted(set(loader) - {"collate_fn"}):
             raise TypeError(
-                f"A stream is read in this process and takes only collate_fn of DataLoader's arguments; got {unknown}. "
+                f"A stream is read in this process and takes only collate_fn of DataLoader's arguments. Got {unknown}. "
                 "Remove them."
             )
         collate = loader.get("collate_fn") or default_collate
@@ -242,12 +242,12 @@ class Batches:
 
     def _check_epoch(self) -> None:
         if self.length is not None and self.length < 1:
-            raise ValueError("The data must have at least one sample; they have none. Check where they come from.")
+            raise ValueError("The data must have at least one sample. They have none. Check where they come from.")
         if self.shuffle and not self._has_length:
-            raise ValueError("shuffle needs data with a length; these have none. Pass shuffle=False.")
+            raise ValueError("shuffle needs data with a length. These have none. Pass shuffle=False.")
         if self.steps == 0:
             raise ValueError(
-                f"An epoch must have a mini-batch; {self.length} samples with batch_size={self.batch_size} "
+                f"An epoch must have a mini-batch. {self.length} samples with batch_size={self.batch_size} "
                 "and drop_last=True give none. Use a smaller batch_size or drop_last=False."
             )
 
@@ -369,8 +369,8 @@ class Batches:
         """
         if self.shuffle or not self.ends:
             raise ValueError(
-                "A plain `for` over Batches reads the data once and in order, for evaluation; "
-                + ("these shuffle" if self.shuffle else "these never end")
+                "A plain `for` over Batches reads the data once and in order, for evaluation. "
+                + ("These are shuffled" if self.shuffle else "These never end")
                 + ". Pass shuffle=False and a length, or train with `for step in dl.Loop(batches, ...)`."
             )
         for loaded in self.epoch(0):
@@ -389,7 +389,7 @@ class Batches:
         if isinstance(self._reader, StreamReader):
             raise ValueError(
                 "Synced batch norm gives a rank without samples tensors without rows, which are made from a sample "
-                "read by index; a stream has no index. Use a map-style data set, or larger mini-batches."
+                "read by index. A stream has no index. Use a map-style data set, or larger mini-batches."
             )
         first = Request(mini_batch.epoch, mini_batch.start, self.indices(mini_batch.epoch, mini_batch.start, 1))
         data = self._changed(mini_batch, Shard(0, 0, 1), self._reader.one(first))

@@ -51,7 +51,7 @@ def parse_devices(devices: Any, device: torch.device) -> Places:
         return torch.empty(0, device=devices).device  # with its index; raises if there is no such device
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(
-            f"devices must be a device of this machine, or a tuple or dict of them; got {devices!r} ({error}). Pass "
+            f"devices must be a device of this machine, or a tuple or dict of them. Got {devices!r} ({error}). Pass "
             '"cpu", or None for the device of the world.'
         ) from error
 
@@ -70,7 +70,7 @@ def at_places(change: Callable[[Any, torch.device], Any], data: Any, places: Pla
         parts = [at_places(change, value, place) for value, place in zip(data, places, strict=True)]
         return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
     raise ValueError(
-        f"devices must be one device, or a tuple or dict with the structure of the data; got {places} for "
+        f"devices must be one device, or a tuple or dict with the structure of the data. Got {places} for "
         f"{_shape(data)}."
     )
 

@@ -81,7 +81,7 @@ class LoopPosition:
         """The reason why `state` is not a position in these batches; None if it is."""
         if set(state) != set(_NAMES):
             return (
-                "The state of a Loop has iteration, epoch and position, as its state_dict() returns; got "
+                "The state of a Loop has iteration, epoch and position, as its state_dict() returns. Got "
                 f"{sorted(state)}. Pass that dict."
             )
         steps, numbers = self._batches.steps, [state[name] for name in _NAMES]
@@ -90,7 +90,7 @@ class LoopPosition:
         if not whole or (steps is not None and (position > steps or epoch * steps + position != iteration)):
             extent = "never ends" if steps is None else f"has {steps} mini-batches"
             return (
-                "iteration must be the mini-batches of the completed epochs plus position, those of the current epoch; "
-                f"got {dict(state)} where an epoch {extent}. Use the data and the batch_size of the other loop."
+                "iteration must be the mini-batches of the completed epochs plus position, those of the current epoch. "
+                f"Got {dict(state)} where an epoch {extent}. Use the data and the batch_size of the other loop."
             )
         return None

@@ -67,7 +67,10 @@ class SeededDataset:
                 seed_streams(next_key(epoch_key, index), self.device)
                 samples.append(read(index))
         except StopIteration as error:  # it would end the epoch without an error
-            raise RuntimeError(f"The source ended when sample {index} of epoch {epoch} was read.") from error
+            raise RuntimeError(
+                f"A source must return every sample. Sample {index} of epoch {epoch} raised StopIteration. Raise "
+                "another error, or return the sample."
+            ) from error
         except Exception as error:
             error.add_note(f"while sample {index} of epoch {epoch} was read")
             raise
@@ -184,7 +187,7 @@ def common_length(parts: Any) -> int:
     """
     shapes = [tuple(tensor.shape) for tensor in tensors_in(parts)]
     if any(not shape for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
-        raise ValueError(f"Tensors must have the same first dimension, one row per sample; got shapes {shapes}.")
+        raise ValueError(f"Tensors must have the same first dimension, one row per sample. Got shapes {shapes}.")
     return shapes[0][0]
 
 
@@ -337,7 +340,7 @@ class LoaderReader:
             while True:
                 if self._loader.persistent_workers and this_pass != self._passes:
                     raise RuntimeError(
-                        "Persistent workers read one epoch at a time; another epoch was begun before this one ended. "
+                        "Persistent workers read one epoch at a time. Another epoch was begun before this one ended. "
                         "Iterate over one after the other, make separate Batches, or remove persistent_workers."
                     )
                 with keep():
@@ -389,7 +392,7 @@ def make_reader(data: Any, seed: int, places: Places, options: Mapping[str, Any]
     """
     if unknown := sorted(set(options) - LOADER_OPTIONS):
         raise TypeError(
-            f"Batches takes these arguments of DataLoader: {sorted(LOADER_OPTIONS)}; got {unknown}. Batches itself "
+            f"Batches takes these arguments of DataLoader: {sorted(LOADER_OPTIONS)}. Got {unknown}. Batches itself "
             "makes the order, the mini-batches and the shards."
         )
     parts = as_parts(data)
@@ -401,13 +404,13 @@ def make_reader(data: Any, seed: int, places: Places, options: Mapping[str, Any]
     if parts is None and _is_mixed(data):
         kinds = [type(part).__name__ for part in (data.values() if isinstance(data, dict) else data)]
         raise TypeError(
-            f"The parts of a tuple or dict of data must all be tensors or arrays; got {kinds}. Convert lists by "
+            f"The parts of a tuple or dict of data must all be tensors or arrays. Got {kinds}. Convert lists by "
             "torch.as_tensor(...)."
         )
     if isinstance(data, DataLoader) or not (hasattr(data, "__getitem__") or callable(data)):
         raise TypeError(
             "data must be tensors (one, a tuple, a dict), a map-style data set, a source that returns sample number "
-            f"i as source[i] or source(i), or a stream with __iter__; got {type(data).__name__}."
+            f"i as source[i] or source(i), or a stream with __iter__. Got {type(data).__name__}."
             + (" Pass its dataset." if isinstance(data, DataLoader) else "")
         )
     if parts is None:

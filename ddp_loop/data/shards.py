@@ -31,7 +31,7 @@ def split_sizes(total: int, parts: int) -> tuple[int, ...]:
     """
     total, parts = index(total), index(parts)
     if parts < 1 or total < 0:
-        raise ValueError(f"split_sizes divides 0 or more items into 1 or more parts; got {total} into {parts}.")
+        raise ValueError(f"split_sizes divides 0 or more items into 1 or more parts. Got {total} into {parts}.")
     size, remainder = divmod(total, parts)
     return (size + 1,) * remainder + (size,) * (parts - remainder)
 

@@ -129,7 +129,7 @@ class StreamReader:
         self._cut, self._seed, self._places = cut, seed, places
         if isinstance(cut.source, Iterator):
             raise TypeError(
-                f"A stream must restart in every epoch; got {type(cut.source).__name__}, which can be iterated once. "
+                f"A stream must restart in every epoch. Got {type(cut.source).__name__}, which can be iterated once. "
                 "Pass an object whose __iter__ returns it."
             )
 
@@ -156,6 +156,6 @@ class StreamReader:
         if not found:
             what = "too few samples" if self._cut.drop_last else "no samples"
             raise ValueError(
-                f"A stream must give a mini-batch in every epoch; in epoch {epoch + 1} it gave {what}. Pass an object "
+                f"A stream must give a mini-batch in every epoch. In epoch {epoch + 1} it gave {what}. Pass an object "
                 "whose __iter__ restarts."
             )

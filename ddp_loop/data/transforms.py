@@ -95,7 +95,7 @@ class Draws:
         """
         if not 0 < high - low <= 2**31:
             raise ValueError(
-                f"integers() draws from low .. high - 1, at most 2^31 numbers; got {low=}, {high=}. Note that high "
+                f"integers() draws from low .. high - 1, at most 2^31 numbers. Got {low=}, {high=}. Note that high "
                 "itself is never drawn."
             )
         return low + ((logical_shift(self._bits(shape), 32) * (high - low)) >> 32)
@@ -129,7 +129,7 @@ class Transform:
 
     def __post_init__(self) -> None:
         if not callable(self.change):
-            raise TypeError(f"transform must be a function, transform(data, draws); got {self.change!r}.")
+            raise TypeError(f"transform must be a function, transform(data, draws). Got {self.change!r}.")
 
     def __call__(self, epoch: int, start: int, samples: torch.Tensor, data: Any) -> Any:
         """Transform the data of the shard whose first sample is number `start` of an epoch.
@@ -148,7 +148,7 @@ class Transform:
         after = _first_length(changed)
         if before == len(samples) != after:
             raise ValueError(
-                f"A transform must keep the number of samples, {before} in this shard; it returned "
+                f"A transform must keep the number of samples, {before} in this shard. It returned "
                 f"{'none' if after is None else after}. Give unwanted samples weight 0, or remove them from the data."
             )
         return changed

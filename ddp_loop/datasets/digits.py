@@ -55,14 +55,14 @@ def digits(
     """
     if size < 10 or size % 10:
         raise ValueError(
-            f"size must be a multiple of 10, a tenth for each digit; got {size}. Try {10 * (size // 10 + 1)}."
+            f"size must be a multiple of 10, a tenth for each digit. Got {size}. Try {10 * (size // 10 + 1)}."
         )
     if seed < 0:
-        raise ValueError(f"seed must not be negative; got {seed}. Try {-seed}.")
+        raise ValueError(f"seed must not be negative. Got {seed}. Try {-seed}.")
     known: dict[str, Sequence[str]] = {"usual": drawing.FONTS, "held_out": drawing.HELD_OUT_FONTS}
     names = known.get(fonts) if isinstance(fonts, str) else fonts
     if not names:
-        raise ValueError(f'fonts must be "usual", "held_out" or a list of names; got {fonts!r}. Try ["DejaVuSans"].')
+        raise ValueError(f'fonts must be "usual", "held_out" or a list of names. Got {fonts!r}. Try ["DejaVuSans"].')
     drawn = _kept(seed, size, tuple(names), os.fspath(folder)) if cache else _draw(seed, size, tuple(names))
     # Copies, in 1 ms: a change in place must not reach later callers.
     images, labels, angles = (drawn[name].clone() for name in ("images", "labels", "angles"))

@@ -104,7 +104,7 @@ def library_versions() -> dict[str, str]:
         return {name: version(name) for name in ("pillow", "matplotlib")}
     except PackageNotFoundError as error:
         raise ImportError(
-            f'Drawing digits needs pillow and matplotlib; {error.name} is missing. Run pip install "ddp_loop[digits]".'
+            f'Drawing digits needs pillow and matplotlib. {error.name} is missing. Run pip install "ddp_loop[digits]".'
         ) from error
 
 
@@ -126,7 +126,7 @@ def _draw_glyphs(fonts: Sequence[str]) -> dict[tuple[str, int, int], Image]:
     glyphs = {}
     for name in fonts:
         if not (folder / f"{name}.ttf").is_file():
-            raise ValueError(f"fonts must be fonts of matplotlib; got {name!r}. Try one of {FONTS}.")
+            raise ValueError(f"fonts must be fonts of matplotlib. Got {name!r}. Try one of {FONTS}.")
         # The basic layout; the other one needs a library that not every pillow has.
         font = ImageFont.truetype(folder / f"{name}.ttf", FONT_SIZE, layout_engine=ImageFont.Layout.BASIC)
         for digit in range(10):
@@ -136,6 +136,6 @@ def _draw_glyphs(fonts: Sequence[str]) -> dict[tuple[str, int, int], Image]:
                 glyph = Image.new("L", (GLYPH_SIDE, GLYPH_SIDE))
                 ImageDraw.Draw(glyph).text(corner, str(digit), 255, font, stroke_width=stroke)
                 if glyph.getbbox() is None:
-                    raise ValueError(f"fonts must have all digits; got {name!r} without {digit}. Try one of {FONTS}.")
+                    raise ValueError(f"fonts must have all digits. Got {name!r} without {digit}. Try one of {FONTS}.")
                 glyphs[name, digit, stroke] = glyph
     return glyphs

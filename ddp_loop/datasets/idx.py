@@ -49,7 +49,7 @@ def read_idx(path: str | os.PathLike[str]) -> torch.Tensor:
     except (OSError, EOFError, zlib.error) as error:
         found = f", {path.stat().st_size} bytes" if path.is_file() else ""
         raise ValueError(
-            f"An IDX file must be readable and complete; got {path}{found} ({error}). Download it again."
+            f"An IDX file must be readable and complete. Got {path}{found} ({error}). Download it again."
         ) from error
 
 
@@ -61,13 +61,15 @@ def _read_tensor(path: Path, stream: BufferedIOBase) -> torch.Tensor:
     if torn or found != expected:
         raise ValueError(
             f"{path} must have {'x'.join(map(str, dimensions))} values of {kind.newbyteorder('=')} by its header, "
-            f"{expected} bytes; it has {found}{f' ({torn})' if torn else ''}. Download it again."
+            f"{expected} bytes. It has {found}{f' ({torn})' if torn else ''}. Download it again."
         )
     native = np.frombuffer(values, dtype=kind).astype(kind.newbyteorder("="), copy=False)
     try:
         return torch.from_numpy(native).reshape(dimensions)
     except RuntimeError as error:  # such as 0 x 4 billion x 4 billion values
-        raise ValueError(f"torch has no tensor of size {dimensions}, that of {path}: {error}.") from error
+        raise ValueError(
+            f"torch has no tensor of size {dimensions}, that of {path} ({error}). Use another file."
+        ) from error
 
 
 def _read_header(path: Path, stream: BufferedIOBase) -> tuple[int, tuple[int, ...]]:
@@ -76,12 +78,12 @@ def _read_header(path: Path, stream: BufferedIOBase) -> tuple[int, tuple[int, ..
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES or magic[3] == 0:
         raise ValueError(
             f"An IDX file must begin with 4 bytes: 00 00, a type of {', '.join(f'{code:02x}' for code in _TYPES)}, and "
-            f"a number of dimensions; got {path} with {len(magic)} bytes, {magic.hex(' ')}. Is it another file?"
+            f"a number of dimensions. Got {path} with {len(magic)} bytes, {magic.hex(' ')}. Pass an IDX file."
         )
     sizes = stream.read(4 * magic[3])
     if len(sizes) < 4 * magic[3]:
         raise ValueError(
-            f"An IDX file of {magic[3]} dimensions must have a header of {4 + 4 * magic[3]} bytes; {path} has "
+            f"An IDX file of {magic[3]} dimensions must have a header of {4 + 4 * magic[3]} bytes. {path} has "
             f"{4 + len(sizes)} bytes. Download it again."
         )
     return magic[2], struct.unpack(f">{magic[3]}I", sizes)
@@ -129,13 +131,13 @@ def idx_folder(folder: str | os.PathLike[str]) -> tuple[LabelledImages, Labelled
         images, labels = values[part, "images"], values[part, "labels"]
         if len(images) != len(labels):
             raise ValueError(
-                f"Each image must have a label; got {len(images)} images in {files[part, 'images']} and "
+                f"Each image must have a label. Got {len(images)} images in {files[part, 'images']} and "
                 f"{len(labels)} labels in {files[part, 'labels']}. Take both files from one source."
             )
     sizes = [tuple(values[part, "images"].shape[1:]) for part in ("train", "t10k")]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"Training and test images must have the same size; got {sizes[0]} in {files['train', 'images']} and "
+            f"Training and test images must have the same size. Got {sizes[0]} in {files['train', 'images']} and "
             f"{sizes[1]} in {files['t10k', 'images']}. Take both files from one source."
         )
     largest = max(
@@ -163,8 +165,8 @@ def _read_bytes(path: Path, dimensions: int) -> torch.Tensor:
     values = read_idx(path)
     if values.dtype != torch.uint8 or values.ndim != dimensions:
         raise ValueError(
-            f"{path.name} must have torch.uint8 in {dimensions} dimensions; got {path} with {values.dtype} in "
-            f"{values.ndim}, {tuple(values.shape)}. Is it another file?"
+            f"{path.name} must have torch.uint8 in {dimensions} dimensions. Got {path} with {values.dtype} in "
+            f"{values.ndim}, {tuple(values.shape)}. Pass the right file."
         )
     return values
 
@@ -186,6 +188,6 @@ def _require_idx(folder: Path, part: str, kind: str) -> Path:
             there = f"has {sorted(path.name for path in folder.iterdir())[:12] or 'no files'}"
         first, *others = _names(part, kind)
         raise ValueError(
-            f"A folder of IDX files must have {first}, or one of {', '.join(others)}; {folder} {there}. Add the file."
+            f"A folder of IDX files must have {first}, or one of {', '.join(others)}. {folder} {there}. Add the file."
         )
     return found

@@ -84,7 +84,7 @@ class ImageFolder:
             image, _ = self[i]
             if image.shape != images.shape[1:]:
                 raise ValueError(
-                    f"Images in memory must have the same size; got {self.paths[0]} of {height}x{width} and {path} of "
+                    f"Images in memory must have the same size. Got {self.paths[0]} of {height}x{width} and {path} of "
                     f"{image.shape[1]}x{image.shape[2]} pixels. Try ImageFolder(..., size=({height}, {width}))."
                 )
             images[i] = image
@@ -115,10 +115,10 @@ class ImageFolder:
 
 def _check_form(mode: str, size: tuple[int, int] | None) -> None:
     if mode not in CHANNELS:
-        raise ValueError(f'mode must be "L" (grey) or "RGB" (colour); got {mode!r}. Try mode="RGB".')
+        raise ValueError(f'mode must be "L" (grey) or "RGB" (colour). Got {mode!r}. Try mode="RGB".')
     whole = isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(side, int) for side in size)
     if size is not None and not (whole and min(size) > 0):
-        raise ValueError(f"size must be (height, width) in pixels, each 1 or more; got {size!r}. Try size=(28, 28).")
+        raise ValueError(f"size must be (height, width) in pixels, each 1 or more. Got {size!r}. Try size=(28, 28).")
 
 
 def _require_pillow() -> None:
@@ -133,19 +133,19 @@ def _images_of_classes(folder: Path) -> dict[str, list[Path]]:
     classes, beside = _listed(folder)
     if beside:
         raise ValueError(
-            f"Images must be in sub-folders that name their class; got {len(beside)} beside the class folders, such as "
+            f"Images must be in sub-folders that name their class. Got {len(beside)} beside the class folders, such as "
             f"{min(beside)}. Move them into a class folder, or out of {folder}."
         )
     if not classes:
         raise ValueError(
-            f"A folder of images must have a sub-folder for each class; {folder} has none. Put the images into, for "
+            f"A folder of images must have a sub-folder for each class. {folder} has none. Put the images into, for "
             f"example, {folder / 'cat'} and {folder / 'dog'}."
         )
     found = {path.name: sorted(_images_below(path), key=Path.as_posix) for path in sorted(classes, key=Path.as_posix)}
     for name, paths in found.items():
         if not paths:
             raise ValueError(
-                f"Every class must have an image; {folder / name} has no file that ends in {', '.join(SUFFIXES)}. Add "
+                f"Every class must have an image. {folder / name} has no file that ends in {', '.join(SUFFIXES)}. Add "
                 "images, or remove the folder."
             )
     return found
@@ -154,7 +154,7 @@ def _images_of_classes(folder: Path) -> dict[str, list[Path]]:
 def _images_below(folder: Path, above: tuple[str, ...] = ()) -> list[Path]:
     real = os.path.realpath(folder)
     if real in above:
-        raise ValueError(f"Folders of images must not form a cycle; {folder} is a link up to {real}. Remove the link.")
+        raise ValueError(f"Folders of images must not form a cycle. {folder} is a link up to {real}. Remove the link.")
     folders, images = _listed(folder)
     return [*images, *(path for deeper in folders for path in _images_below(deeper, (*above, real)))]
 
@@ -173,7 +173,7 @@ def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
                     images.append(Path(entry.path))
     except OSError as error:
         raise ValueError(
-            f"A folder of images must be readable; got {error.filename or folder} ({error.strerror}). Check its name "
+            f"A folder of images must be readable. Got {error.filename or folder} ({error.strerror}). Check its name "
             "and permissions."
         ) from error
     return folders, images
@@ -185,7 +185,7 @@ def _decode(path: Path, mode: str, size: tuple[int, int] | None) -> torch.Tensor
 
     if ImageFile.LOAD_TRUNCATED_IMAGES:
         raise ValueError(
-            "PIL.ImageFile.LOAD_TRUNCATED_IMAGES must be False, since pillow fills missing pixels with grey; got True "
+            "PIL.ImageFile.LOAD_TRUNCATED_IMAGES must be False, since pillow fills missing pixels with grey. Got True "
             f"when {path} was read. Set it to False."
         )
     try:
@@ -207,7 +207,7 @@ def _decode(path: Path, mode: str, size: tuple[int, int] | None) -> torch.Tensor
     except Exception as error:  # pillow's formats have their own errors: SyntaxError, struct.error, ...
         reason = "not an image that pillow knows" if isinstance(error, UnidentifiedImageError) else error
         raise ValueError(
-            f"An image must be a complete file with 8 bits per channel that pillow can read; got {path} ({reason}). "
+            f"An image must be a complete file with 8 bits per channel that pillow can read. Got {path} ({reason}). "
             "Replace the file or remove it."
         ) from error
     if size is not None:

@@ -44,17 +44,17 @@ class LabelledImages:
             remedy = "images.to(torch.uint8), followed by [:, None] if there is no channel"
             _refuse("images must be uint8 (N, C, H, W)", self.images, remedy)
         if self.labels.dtype != torch.int64 or self.labels.shape != (n,):
-            _refuse(f"the labels of {n} images must be int64 ({n},)", self.labels, "labels.long().flatten()")
+            _refuse(f"The labels of {n} images must be int64 ({n},)", self.labels, "labels.long().flatten()")
         if self.angles is not None and (self.angles.dtype != torch.float32 or self.angles.shape != (n,)):
-            _refuse(f"the angles of {n} images must be float32 ({n},)", self.angles, "angles.float().flatten()")
+            _refuse(f"The angles of {n} images must be float32 ({n},)", self.angles, "angles.float().flatten()")
         if list(self.class_names) != sorted(set(self.class_names)):
             raise ValueError(
-                "class_names must be sorted and unique, so that ranks and runs number them alike; got "
+                "class_names must be sorted and unique, so that ranks and runs number them alike. Got "
                 f"{self.class_names}. Sort them, and number the labels in that order."
             )
         if n and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.class_names):
             raise ValueError(
-                f"labels must be positions in the {len(self.class_names)} class names, from 0; got "
+                f"labels must be positions in the {len(self.class_names)} class names, from 0. Got "
                 f"{int(self.labels.min())} to {int(self.labels.max())}. Name every class, and count from 0."
             )
 
@@ -101,14 +101,14 @@ def cut_by_class(
     """The parts of `LabelledImages.split` as ascending positions in `labels`, (N,) int64 in 0 .. classes - 1."""
     if not fractions or not all(0 < fraction < 1 for fraction in fractions):
         raise ValueError(
-            f"split takes one or more fractions, each above 0 and below 1; got {fractions}. For example, split(0.9) "
+            f"split takes one or more fractions, each above 0 and below 1. Got {fractions}. For example, split(0.9) "
             "gives two parts, nine tenths and the rest."
         )
     # In floats 0.29 * 100 is 28.999999999999996, whose floor is 28.
     shares = [Fraction(fraction).limit_denominator(1_000_000) for fraction in fractions]
     if sum(shares) >= 1:
         raise ValueError(
-            "The sum of the fractions must be less than 1, since the last part is the rest; got "
+            "The sum of the fractions must be less than 1, since the last part is the rest. Got "
             f"{fractions} with a sum of {float(sum(shares)):g}. Leave out the last one."
         )
     parts: list[list[torch.Tensor]] = [[] for _ in range(len(shares) + 1)]
@@ -123,7 +123,7 @@ def cut_by_class(
 
 
 def _refuse(rule: str, came: torch.Tensor, remedy: str) -> None:
-    raise ValueError(f"{rule}; got {came.dtype} {tuple(came.shape)}. Try {remedy}.")
+    raise ValueError(f"{rule}. Got {came.dtype} {tuple(came.shape)}. Try {remedy}.")
 
 
 SIDE = 32  # pixels of a noisy or clean picture
@@ -158,11 +158,11 @@ def noisy_pairs(
     """
     if images.dtype != torch.uint8 or images.dim() != 4:
         raise ValueError(
-            f"noisy_pairs needs images, uint8 (N, C, H, W); got {images.dtype} {tuple(images.shape)}. Give Batches the "
+            f"noisy_pairs needs images, uint8 (N, C, H, W). Got {images.dtype} {tuple(images.shape)}. Give Batches the "
             "images only, such as datasets.digits().images."
         )
     if not 0 <= density <= 1:
-        raise ValueError(f"density must be a share of the pixels, 0 .. 1; got {density}.")
+        raise ValueError(f"density must be a share of the pixels, 0 .. 1. Got {density}.")
     clean = images / 255
     pictures = _stretched(_resized(torch.cat([_salted(clean, draws, density), clean])))
     if turned:

@@ -29,7 +29,7 @@ def check_count(name: str, value: Any, least: int | None = 1, *, remedy: str = "
         number = None
     if number is None or (least is not None and number < least):
         bound = "" if least is None else f", {least} or more"
-        raise ValueError(f"{name} must be a whole number{bound}; got {value!r}.{f' {remedy}' if remedy else ''}")
+        raise ValueError(f"{name} must be a whole number{bound}. Got {value!r}.{f' {remedy}' if remedy else ''}")
     return number
 
 
@@ -38,4 +38,4 @@ def check_seed(seed: object) -> None:
     if seed is None:
         return
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed must be a whole number of 64 bits, or None to leave the random state; got {seed!r}.")
+        raise ValueError(f"seed must be a whole number of 64 bits, or None to leave the random state. Got {seed!r}.")

@@ -115,7 +115,7 @@ def require_pinned(backends: str) -> None:
     active = strict and _is_set("CUBLAS_WORKSPACE_CONFIG") and any(map(_is_set, _OF_NCCL))
     if active and "nccl" in backends and (found := _deviations()):
         raise RuntimeError(
-            f"In a deterministic block NCCL starts with {_ASSIGNMENTS}; got {found}. Do not change these variables "
+            f"In a deterministic block NCCL starts with {_ASSIGNMENTS}. Got {found}. Do not change these variables "
             "inside the block."
         )
 
@@ -128,7 +128,7 @@ def _check_environment() -> None:
         if os.environ.get(name) and not _is_set(name):
             also = "".join(f" or {other}" for other in others)
             raise ValueError(
-                f"A deterministic block needs {name}={wanted}{also}; got {name}={os.environ[name]}. Unset it: the "
+                f"A deterministic block needs {name}={wanted}{also}. Got {name}={os.environ[name]}. Unset it: the "
                 "block sets it."
             )
 
@@ -144,7 +144,7 @@ def require_unstarted(backends: str) -> None:
     """
     if "nccl" in backends and (found := _deviations()):
         raise RuntimeError(
-            f"NCCL needs {_ASSIGNMENTS} before a group starts; this group ({backends}) started with {found}. Enter "
+            f"NCCL needs {_ASSIGNMENTS} before a group starts. This group ({backends}) started with {found}. Enter "
             "deterministic() before join_world()."
         )
 

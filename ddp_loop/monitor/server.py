@@ -96,9 +96,7 @@ def check_installed() -> None:
         import starlette
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            f"The page needs starlette and uvicorn; {error.name} is missing. Install it: {INSTALL}"
-        ) from error
+        raise ImportError(f"The page needs starlette and uvicorn. {error.name} is missing. Run {INSTALL}") from error
     del starlette
 
 

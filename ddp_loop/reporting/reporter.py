@@ -85,7 +85,7 @@ def all_of(receivers: Receivers) -> list[OnRow]:
     for one in given:
         if not callable(one):
             raise TypeError(
-                f"on_row must be a callable that takes a row, or a list of callables; got {type(one).__name__}. Pass "
+                f"on_row must be a callable that takes a row, or a list of callables. Got {type(one).__name__}. Pass "
                 "on_row=print, or on_row=[csv_sink(path), tensorboard_sink(folder)]."
             )
     return given

@@ -82,7 +82,7 @@ def _split(name: str) -> tuple[str, int, str]:
     """`pass 2, shard 3, loss` as `pass 2, `, 3 and `loss`."""
     found = _OF_A_SHARD.fullmatch(name)
     if found is None:
-        raise ValueError(f"An entry of a shard is named `shard S, NAME`; got {name!r}.")
+        raise ValueError(f"An entry of a shard is named `shard S, NAME`. Got {name!r}.")
     return found[1] or "", int(found[2]), found[3]
 
 

@@ -133,7 +133,7 @@ def read_trace(run: Path) -> Trace:
     head, first = _read(folder / "rank-0.jsonl")
     others = [folder / f"rank-{rank}.jsonl" for rank in range(1, head["ranks"])]  # further files are of an earlier run
     if missing := [path.name for path in others if not path.is_file()]:
-        raise ValueError(f"A trace has one file per rank; {folder} lacks {', '.join(missing)}. Copy all of them.")
+        raise ValueError(f"A trace has one file per rank. {folder} lacks {', '.join(missing)}. Copy all of them.")
     return Trace(folder, head, [first, *(_read(path)[1] for path in others)])
 
 
@@ -149,7 +149,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[int, Entries]]:
             line["step"]: in_order({(stage, name): one for stage, name, one in line["entries"]}) for line in rest
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"A trace has lines of JSON, version {VERSION}; {path} cannot be read ({error}).") from error
+        raise ValueError(
+            f"{path} is not a trace of version {VERSION} ({error}). Run the script again with Loop(trace=True)."
+        ) from error
 
 
 def first_difference(step: int, one: Entries, other: Entries) -> Difference | None:
@@ -180,12 +182,12 @@ def check_comparable(one: Trace, other: Trace) -> None:
     for name in dict.fromkeys([*here, *there]):
         if here.get(name) != there.get(name):
             raise ValueError(
-                f"Two runs must have the same tensors; {name} is {_form(here.get(name))} in {one.folder} and "
+                f"Two runs must have the same tensors. {name} is {_form(here.get(name))} in {one.folder} and "
                 f"{_form(there.get(name))} in {other.folder}. Compare runs of the same model."
             )
     if not set(one.numbers) & set(other.numbers):
         raise ValueError(
-            f"Two runs must have common steps; {one.folder} has {one.extent}, {other.folder} has {other.extent}. "
+            f"Two runs must have common steps. {one.folder} has {one.extent}, {other.folder} has {other.extent}. "
             "Compare runs that overlap."
         )
 

@@ -96,9 +96,9 @@ def run_on(
     traces = [trace for trace in traces if trace.numbers]  # without Loops that were never iterated over
     if not any(trace.numbers[1:] for trace in traces):
         raise CannotVerify(
-            f"verify compares the steps of a Loop; {job.script} made none on {_ranks(ranks)}. Does it need arguments "
-            "(verify SCRIPT -- ARGUMENTS), train without dl.Loop, or start its own ranks (dl.launch)? verify starts "
-            f"them itself.\n{_printed(folder)}"
+            f"verify compares the steps of a Loop. {job.script} made none on {_ranks(ranks)}. Pass the arguments that "
+            "it needs (verify SCRIPT -- ARGUMENTS), train with dl.Loop, and leave out dl.launch, since verify starts "
+            f"the ranks itself.\n{_printed(folder)}"
         )
     return traces
 

@@ -57,7 +57,9 @@ def check_outputs(outputs: tuple[object, ...], samples: int) -> tuple[torch.Tens
         ValueError: no output, or one without a row per sample.
     """
     if not outputs:
-        raise ValueError("step.hold takes the outputs that the loss of the whole mini-batch needs. Got none.")
+        raise ValueError(
+            "step.hold takes the outputs that the loss of the whole mini-batch needs. Got none. Pass at least one."
+        )
     taken: list[torch.Tensor] = []
     for one in outputs:
         if not isinstance(one, torch.Tensor) or one.shape[:1] != (samples,):

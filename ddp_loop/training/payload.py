@@ -244,7 +244,7 @@ def as_metric(name: str, value: Value, samples: int, device: torch.device) -> to
     number = value.value if isinstance(value, Sum) else value
     if not isinstance(number, torch.Tensor):
         if not isinstance(number, Real):
-            raise ValueError(f"A metric must be a number or a tensor. {name} is {number!r}.")
+            raise ValueError(f"A metric must be a number or a tensor. {name} is {number!r}. Convert it.")
         return torch.full((), float(number), dtype=torch.float64, device=device)
     number = number.detach()
     if number.dim() and number.shape != (samples,):

@@ -35,7 +35,7 @@ def read_data(name: str) -> tuple[datasets.LabelledImages, ...]:
     if train.images.shape[2:] != (28, 28):
         height, width = train.images.shape[2:]
         raise ValueError(
-            f"The digit network needs images of 28x28 pixels; got {height}x{width} in {name}. Resize them, or use a "
+            f"The digit network needs images of 28x28 pixels. Got {height}x{width} in {name}. Resize them, or use a "
             "folder of images, which are resized when they are read."
         )
     return train, test

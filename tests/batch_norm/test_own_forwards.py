@@ -217,4 +217,5 @@ def with_a_momentum_for_a_call(world: dl.World, folder: str) -> None:
 
 
 def test_a_momentum_for_one_call_is_refused(refused: Refused) -> None:
-    refused(2, with_a_momentum_for_a_call, kind="RuntimeError", said="was called with another one, and now", by=ALL)
+    said = r"was called with another momentum than it has now, "
+    refused(2, with_a_momentum_for_a_call, kind="RuntimeError", said=said, by=ALL)

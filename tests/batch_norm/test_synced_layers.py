@@ -209,8 +209,8 @@ MISTAKES: dict[str, tuple[Scenario, str, str]] = {
     "another layer": (another_layer, "RuntimeError", "`0` (call 1 of its pass), rank 1 at the forward of layer `2`"),
     "one call fewer": (one_call_fewer, "RuntimeError", "(call 3 of its pass), rank 1 at the end of its pass. Every"),
     "another call": (another_call, "RuntimeError", "(call 2 of its pass), rank 1 at the backward of layer `0` (call 1"),
-    "one value": (too_few, "ValueError", "1 value per channel when training, over all ranks together; got [0, 1, 0]"),
-    "no value": (none_at_all, "ValueError", "got [0, 0, 0] at the forward of layer `0`"),
+    "one value": (too_few, "ValueError", "1 value per channel when training, over all ranks together. Got [0, 1, 0]"),
+    "no value": (none_at_all, "ValueError", "Got [0, 0, 0] at the forward of layer `0`"),
 }
 
 
@@ -280,7 +280,7 @@ def look_late(wrong: int | None, few: int | None) -> tuple[str, str, float]:
         (3, None, "layer `first` (call 4 of its pass), rank 1 at the forward of layer `second`"),
         (599, None, "(call 600 of its pass), rank 1 at"),
         (300, 400, "(call 301 of its pass), rank 1 at"),
-        (400, 300, "got [0, 0] at the forward of layer `first` (call 301 of its pass)"),
+        (400, 300, "Got [0, 0] at the forward of layer `first` (call 301 of its pass)"),
     ],
 )
 def test_the_first_mistake_is_told_late(wrong: int | None, few: int | None, said: str, on_ranks: OnRanks) -> None:

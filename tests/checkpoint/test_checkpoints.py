@@ -252,7 +252,7 @@ def test_old_ones_that_cannot_be_removed_are_a_warning(run: Path, monkeypatch: p
 def test_facts_that_are_no_json_are_refused(checkpoints: CheckpointStore, run: Path, facts: dict[str, object]) -> None:
     with pytest.raises(TypeError, match="The facts of a checkpoint must be JSON: "):
         checkpoints.write(state(1.0), iteration=1, facts=facts)
-    with pytest.raises(ValueError, match=r"The facts of a checkpoint can have \d+ bytes; got"):
+    with pytest.raises(ValueError, match=r"The facts of a checkpoint can have \d+ bytes\. Got"):
         checkpoints.write(state(1.0), iteration=1, facts={"a": "x" * (16 << 20)})
     assert names(run) == []
 
@@ -264,7 +264,7 @@ def test_a_number_that_is_no_iteration_is_refused(checkpoints: CheckpointStore, 
 
 
 def test_at_least_one_is_kept(run: Path) -> None:
-    with pytest.raises(ValueError, match="keep_last must be at least 1; got 0"):
+    with pytest.raises(ValueError, match=r"keep_last must be at least 1\. Got 0"):
         CheckpointStore(run, "r1", keep_last=0)
 
 

@@ -81,12 +81,12 @@ def test_the_order_is_kept_with_parts_on_several_devices(on_ranks: OnRanks) -> N
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        ("gpu 3", "must be a device of this machine.*got 'gpu 3'"),
-        ("cuda:77", "must be a device of this machine.*got 'cuda:77'"),
-        (("cpu", 1.5), "must be a device of this machine.*got 1.5"),
-        (("cpu",), r"a tuple or dict with the structure of the data; got .* for 2 parts"),
-        ({"x": "cpu"}, "a tuple or dict with the structure of the data; got .* for 2 parts"),
-        (("cpu", ("cpu", "cpu")), "with the structure of the data; got .* for Tensor"),
+        ("gpu 3", "must be a device of this machine.*Got 'gpu 3'"),
+        ("cuda:77", "must be a device of this machine.*Got 'cuda:77'"),
+        (("cpu", 1.5), "must be a device of this machine.*Got 1.5"),
+        (("cpu",), r"a tuple or dict with the structure of the data\. Got .* for 2 parts"),
+        ({"x": "cpu"}, "a tuple or dict with the structure of the data. Got .* for 2 parts"),
+        (("cpu", ("cpu", "cpu")), "with the structure of the data. Got .* for Tensor"),
     ],
 )
 def test_devices_that_do_not_exist_or_do_not_fit_the_data_are_refused(devices: Any, said: str) -> None:
@@ -103,7 +103,7 @@ def read_what_collate_made() -> None:
 
 
 def test_data_with_another_structure_than_the_devices_are_refused_on_every_rank(on_ranks: OnRanks) -> None:
-    with pytest.raises(RankFailed, match=r"with the structure of the data; got .* for 2 parts") as failed:
+    with pytest.raises(RankFailed, match=r"with the structure of the data\. Got .* for 2 parts") as failed:
         on_ranks(2, read_what_collate_made)
     assert "rank 0" in str(failed.value)
     assert "rank 1" in str(failed.value)

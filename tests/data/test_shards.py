@@ -55,7 +55,7 @@ def test_the_ranges_follow_each_other_and_have_the_sizes() -> None:
 
 @pytest.mark.parametrize(("total", "parts"), [(-1, 2), (4, 0), (4, -1)])
 def test_no_parts_and_negative_totals_are_refused(total: int, parts: int) -> None:
-    with pytest.raises(ValueError, match=f"got {total} into {parts}"):
+    with pytest.raises(ValueError, match=f"Got {total} into {parts}"):
         split_sizes(total, parts)
 
 

@@ -276,7 +276,7 @@ def predict_a_stream(world: dl.World, folder: str) -> None:
 
 @pytest.mark.covers("D10")
 def test_a_stream_that_does_not_restart_is_refused(refused: Refused) -> None:
-    said = "in every epoch; in epoch 2 it gave no samples. Pass an object whose __iter__ restarts"
+    said = "in every epoch. In epoch 2 it gave no samples. Pass an object whose __iter__ restarts"
     refused(2, go_twice_through_it, kind="ValueError", said=said, by=ALL)
 
 
@@ -284,9 +284,9 @@ def test_a_stream_that_does_not_restart_is_refused(refused: Refused) -> None:
 @pytest.mark.parametrize(
     ("short", "said"),
     [
-        (11, "in mini-batch 2 of epoch 1 it ended on 1 of 3 ranks. Give every rank the whole stream"),
-        (18, "in mini-batch 3 of epoch 1 it ended on 1 of 3 ranks"),
-        (29, "in mini-batch 4 of epoch 1 it ended on 2 of 3 ranks"),
+        (11, "In mini-batch 2 of epoch 1 it ended on 1 of 3 ranks. Give every rank the whole stream"),
+        (18, "In mini-batch 3 of epoch 1 it ended on 1 of 3 ranks"),
+        (29, "In mini-batch 4 of epoch 1 it ended on 2 of 3 ranks"),
         (
             22,
             "a stream's last mini-batch must be the same on every rank. Rank 0 has 5, rank 1 has 4",
@@ -332,13 +332,13 @@ def test_an_error_of_a_stream_is_raised_in_the_step_that_needs_the_sample(tmp_pa
 @pytest.mark.parametrize(
     ("scenario", "kind", "said"),
     [
-        (with_workers, "TypeError", r"A stream is read in this process .* only collate_fn .*; got \['num_workers'\]"),
-        (with_length, "ValueError", "An epoch of a stream ends with the stream; got length=4. Remove length="),
-        (with_shuffle, "ValueError", "shuffle needs data with a length; these have none. Pass shuffle=False"),
-        (with_sampler, "TypeError", r"takes only collate_fn .*; got \['sampler'\]"),
-        (a_generator, "TypeError", "A stream must restart in every epoch; got generator, .* __iter__ returns it"),
-        (a_loader, "TypeError", "data must be .* got DataLoader. Pass its dataset"),
-        (predict_a_stream, "ValueError", r"The length of a stream is unknown\. Pass a data set"),
+        (with_workers, "TypeError", r"A stream is read in this process .* only collate_fn .*\. Got \['num_workers'\]"),
+        (with_length, "ValueError", "An epoch of a stream ends with the stream. Got length=4. Remove length="),
+        (with_shuffle, "ValueError", "shuffle needs data with a length. These have none. Pass shuffle=False"),
+        (with_sampler, "TypeError", r"takes only collate_fn .*\. Got \['sampler'\]"),
+        (a_generator, "TypeError", "A stream must restart in every epoch. Got generator, .* __iter__ returns it"),
+        (a_loader, "TypeError", "data must be .* Got DataLoader. Pass its dataset"),
+        (predict_a_stream, "ValueError", "The length of a stream is unknown. Pass a data set"),
     ],
 )
 def test_invalid_streams_are_refused(scenario: Any, kind: str, said: str, refused: Refused) -> None:

@@ -112,7 +112,7 @@ def test_shapes_and_types_are_those_of_the_documentation() -> None:
     assert draws.chance(0.0, 9).sum() == 0
     assert draws.chance(1.0, 9).sum() == 27
     assert dl.Draws(0, 0, torch.arange(0), torch.device("cpu")).uniform(4).shape == (0, 4)
-    with pytest.raises(ValueError, match=r"got low=3, high=3. Note that high"):
+    with pytest.raises(ValueError, match=r"Got low=3, high=3. Note that high"):
         draws.integers(3, 3)
 
 
@@ -154,11 +154,11 @@ def train_with_a_change(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("fewer", "A transform must keep the number of samples, 4 in this shard; it returned 3"),
-        ("more", "4 in this shard; it returned 8"),
-        ("nothing", "4 in this shard; it returned none"),
+        ("fewer", "A transform must keep the number of samples, 4 in this shard. It returned 3"),
+        ("more", "4 in this shard. It returned 8"),
+        ("nothing", "4 in this shard. It returned none"),
         ("raises", "mat1 and mat2|size mismatch"),
-        ("one rank", "4 in this shard; it returned 3"),
+        ("one rank", "4 in this shard. It returned 3"),
     ],
 )
 def test_a_transform_that_changes_the_number_of_samples_or_raises_ends_all_ranks(
@@ -173,7 +173,7 @@ def test_a_transform_that_changes_the_number_of_samples_or_raises_ends_all_ranks
 
 
 def test_a_transform_that_is_not_a_function_is_refused_at_once(on_ranks: OnRanks) -> None:
-    with pytest.raises(RankFailed, match=r"transform must be a function, transform\(data, draws\); got 'flip'"):
+    with pytest.raises(RankFailed, match=r"transform must be a function, transform\(data, draws\)\. Got 'flip'"):
         on_ranks(2, batches_with, "flip")
 
 

@@ -179,12 +179,12 @@ def test_held_out_fonts_draw_other_digits_from_other_fonts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"size": 15}, "multiple of 10.*got 15.*Try 20"),
-        ({"size": 0}, "multiple of 10.*got 0"),
-        ({"seed": -1}, "must not be negative; got -1"),
-        ({"fonts": "unusual"}, "\"held_out\" or a list of names; got 'unusual'"),
-        ({"fonts": ["Comic"]}, "must be fonts of matplotlib; got 'Comic'"),
-        ({"fonts": ["STIXNonUni"]}, "must have all digits; got 'STIXNonUni' without 0"),
+        ({"size": 15}, "multiple of 10.*Got 15.*Try 20"),
+        ({"size": 0}, "multiple of 10.*Got 0"),
+        ({"seed": -1}, "must not be negative. Got -1"),
+        ({"fonts": "unusual"}, "\"held_out\" or a list of names. Got 'unusual'"),
+        ({"fonts": ["Comic"]}, "must be fonts of matplotlib. Got 'Comic'"),
+        ({"fonts": ["STIXNonUni"]}, "must have all digits. Got 'STIXNonUni' without 0"),
     ],
 )
 def test_bad_arguments_of_digits_are_refused_with_the_remedy(arguments: dict[str, object], message: str) -> None:
@@ -258,9 +258,9 @@ def test_a_split_follows_its_seed_and_is_not_the_order_of_the_data() -> None:
     ("fractions", "message"),
     [
         ((), "one or more fractions"),
-        ((0.0,), r"above 0 and below 1; got \(0.0,\)"),
+        ((0.0,), r"above 0 and below 1\. Got \(0.0,\)"),
         ((0.5, -0.1), "above 0 and below 1"),
-        ((90,), r"got \(90,\)"),
+        ((90,), r"Got \(90,\)"),
         ((math.nan,), "above 0 and below 1"),
         ((0.9, 0.1), "a sum of 1. Leave out the last one"),
         ((0.9, 0.2), "a sum of 1.1"),
@@ -278,7 +278,7 @@ def test_bad_fractions_are_refused(fractions: tuple[float, ...], message: str) -
 def test_class_names_are_sorted_and_number_the_classes(drawn: LabelledImages) -> None:
     assert list(drawn.class_names) == sorted(drawn.class_names)
     assert len(drawn.class_names) == 10
-    with pytest.raises(ValueError, match=r"must be sorted and unique.*got \('b', 'a'\)"):
+    with pytest.raises(ValueError, match=r"must be sorted and unique.*Got \('b', 'a'\)"):
         LabelledImages(drawn.images[:1], torch.tensor([0]), ("b", "a"))
     with pytest.raises(ValueError, match="must be sorted and unique"):
         LabelledImages(drawn.images[:1], torch.tensor([0]), ("a", "a"))
@@ -287,7 +287,7 @@ def test_class_names_are_sorted_and_number_the_classes(drawn: LabelledImages) ->
 @pytest.mark.covers("A4")
 @pytest.mark.parametrize("label", [-1, 2])
 def test_a_label_without_a_name_is_refused(label: int) -> None:
-    with pytest.raises(ValueError, match=f"from 0; got {label} to {label}"):
+    with pytest.raises(ValueError, match=f"from 0. Got {label} to {label}"):
         LabelledImages(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.tensor([label]), ("a", "b"))
 
 

@@ -65,23 +65,23 @@ def test_links_are_followed_and_a_link_upwards_is_refused(tmp_path: Path) -> Non
     (tmp_path / "data" / "a").symlink_to(tmp_path / "elsewhere")
     assert ImageFolder(tmp_path / "data").paths == (tmp_path / "data" / "a" / "1.png",)
     (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"must not form a cycle; .*/a/up is a link up to .*elsewhere. Remove"):
+    with pytest.raises(ValueError, match=r"must not form a cycle\. .*/a/up is a link up to .*elsewhere. Remove"):
         ImageFolder(tmp_path / "data")
 
 
 @pytest.mark.covers("A2")
 def test_a_folder_without_classes_of_images_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"must be readable; got {tmp_path}/none \(No such file or directory\)"):
+    with pytest.raises(ValueError, match=rf"must be readable\. Got {tmp_path}/none \(No such file or directory\)"):
         ImageFolder(tmp_path / "none")
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=rf"must be readable; got {tmp_path}/file \(Not a directory\)"):
+    with pytest.raises(ValueError, match=rf"must be readable\. Got {tmp_path}/file \(Not a directory\)"):
         ImageFolder(tmp_path / "file")
-    with pytest.raises(ValueError, match=rf"a sub-folder for each class; {tmp_path} has none. Put .*/cat"):
+    with pytest.raises(ValueError, match=rf"a sub-folder for each class\. {tmp_path} has none. Put .*/cat"):
         ImageFolder(tmp_path)
     save(tmp_path / "a" / "1.png", noise())
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").touch()
-    with pytest.raises(ValueError, match=rf"Every class must have an image; {tmp_path}/empty has no file"):
+    with pytest.raises(ValueError, match=rf"Every class must have an image\. {tmp_path}/empty has no file"):
         ImageFolder(tmp_path)
 
 
@@ -89,7 +89,7 @@ def test_a_folder_without_classes_of_images_is_refused(tmp_path: Path) -> None:
 def test_images_beside_the_class_folders_are_refused_since_they_have_no_class(tmp_path: Path) -> None:
     for name in ("a/1.png", "x.png", "b.jpg"):
         save(tmp_path / name, noise())
-    with pytest.raises(ValueError, match=rf"name their class; got 2 beside .* such as {tmp_path}/b.jpg"):
+    with pytest.raises(ValueError, match=rf"name their class\. Got 2 beside .* such as {tmp_path}/b.jpg"):
         ImageFolder(tmp_path)
 
 
@@ -97,11 +97,11 @@ def test_images_beside_the_class_folders_are_refused_since_they_have_no_class(tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "RGBA"}, "mode must be .*got 'RGBA'"),
-        ({"size": (28, 0)}, r"size must be \(height, width\).*got \(28, 0\)"),
-        ({"size": 28}, "got 28. Try"),
-        ({"size": (28,)}, r"got \(28,\)"),
-        ({"size": (1.5, 2)}, r"got \(1.5, 2\)"),
+        ({"mode": "RGBA"}, "mode must be .*Got 'RGBA'"),
+        ({"size": (28, 0)}, r"size must be \(height, width\).*Got \(28, 0\)"),
+        ({"size": 28}, "Got 28. Try"),
+        ({"size": (28,)}, r"Got \(28,\)"),
+        ({"size": (1.5, 2)}, r"Got \(1.5, 2\)"),
     ],
 )
 def test_another_mode_or_size_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_truncated_image_is_an_error_and_never_grey(suffix: str, tail: int, tm
     last = len(whole) - tail - 1
     for size in [*range(0, last, len(whole) // 12), last - 1, last]:
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=rf"a complete file.*got {path} \(.*\). Replace the file or remove it"):
+        with pytest.raises(ValueError, match=rf"a complete file.*Got {path} \(.*\). Replace the file or remove it"):
             data[0]
 
 
@@ -196,7 +196,7 @@ def test_a_damaged_file_or_one_that_is_not_an_image_is_named(tmp_path: Path) -> 
         (b"hello" * 100, r"not an image that pillow knows\). Replace the file"),
     ):
         path.write_bytes(ruin)
-        with pytest.raises(ValueError, match=rf"got {path} \({message}"):
+        with pytest.raises(ValueError, match=rf"Got {path} \({message}"):
             data[0]
 
 
@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a" / "2.png").symlink_to("/dev/null")  # not a pipe, whose reading never ends
     data = ImageFolder(tmp_path)
     for i in (0, 1):
-        with pytest.raises(ValueError, match=rf"got {data.paths[i]} \(not a file, or a broken link"):
+        with pytest.raises(ValueError, match=rf"Got {data.paths[i]} \(not a file, or a broken link"):
             data[i]
 
 
@@ -216,7 +216,7 @@ def test_more_than_8_bits_per_channel_are_refused_and_not_clipped(tmp_path: Path
     (tmp_path / "a").mkdir()
     deep = np.array([[0, 256, 65535]], dtype=np.uint16)
     Image.fromarray(deep).save(tmp_path / "a" / "1.png")
-    with pytest.raises(ValueError, match=rf"got {tmp_path}/a/1.png \(its mode I;16 has more than 8 bits per channel"):
+    with pytest.raises(ValueError, match=rf"Got {tmp_path}/a/1.png \(its mode I;16 has more than 8 bits per channel"):
         only_image(tmp_path)
 
 
@@ -224,7 +224,7 @@ def test_more_than_8_bits_per_channel_are_refused_and_not_clipped(tmp_path: Path
 def test_pillows_setting_that_fills_missing_pixels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "a" / "1.png", noise())
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
-    with pytest.raises(ValueError, match=r"PIL.ImageFile.LOAD_TRUNCATED_IMAGES must be False.*got True"):
+    with pytest.raises(ValueError, match=r"PIL.ImageFile.LOAD_TRUNCATED_IMAGES must be False.*Got True"):
         only_image(tmp_path)
 
 
@@ -251,7 +251,7 @@ def test_all_images_in_memory_are_a_labelled_data_set(mode: str, channels: int, 
 def test_images_of_different_sizes_are_refused_in_memory_unless_they_are_resized(tmp_path: Path) -> None:
     save(tmp_path / "a" / "1.png", noise(8, 6))
     save(tmp_path / "b" / "2.png", noise(6, 8))
-    message = r"must have the same size; got .*/a/1.png of 8x6 and .*/b/2.png of 6x8 pixels. Try .*size=\(8, 6\)"
+    message = r"must have the same size\. Got .*/a/1.png of 8x6 and .*/b/2.png of 6x8 pixels. Try .*size=\(8, 6\)"
     with pytest.raises(ValueError, match=message):
         ImageFolder(tmp_path).images()
     assert ImageFolder(tmp_path, size=(5, 4)).images().images.shape == (2, 1, 5, 4)
@@ -311,5 +311,5 @@ def test_a_corrupt_image_in_a_worker_ends_all_ranks_and_is_named(tmp_path: Path,
     results = [raised for _, raised in on_ranks(2, read_by_workers, tmp_path)]
     assert sorted(kind for kind, _, _ in results) == ["PeerFailed", "ValueError"]
     for _, text, took_s in results:
-        assert f"got {corrupt} (" in text
+        assert f"Got {corrupt} (" in text
         assert took_s < FAULT_S

@@ -46,17 +46,17 @@ def test_the_content_shows_whether_an_idx_file_is_gzipped(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\0\1\x08\1\0\0\0\0", "must begin with 4 bytes: 00 00, a type of 08, .* with 4 bytes, 00 01 08 01. Is it"),
+        (b"\0\1\x08\1\0\0\0\0", "must begin with 4 bytes: 00 00, a type of 08, .* with 4 bytes, 00 01 08 01. Pass an"),
         (b"\x89PNG\r\n", "with 4 bytes, 89 50 4e 47"),
         (b"\0\0\x0a\1\0\0\0\0", "with 4 bytes, 00 00 0a 01"),
         (b"\0\0\x08\0\0", "with 4 bytes, 00 00 08 00"),
         (b"\0\0\x08", "with 3 bytes, 00 00 08"),
         (b"", "with 0 bytes, "),
-        (b"\0\0\x08\2\0\0\0\2\0\0", "of 2 dimensions must have a header of 12 bytes; .* has 10 bytes. Download"),
-        (idx_bytes(SIX)[:-1], "must have 2x3 values of uint8 by its header, 6 bytes; it has 5. Download it again"),
-        (idx_bytes(SIX)[:12], ", 6 bytes; it has 0"),
-        (idx_bytes(SIX) + b"\0", ", 6 bytes; it has 7"),
-        (idx_bytes(SIX.astype(np.float64))[:-8], "2x3 values of float64 by its header, 48 bytes; it has 40"),
+        (b"\0\0\x08\2\0\0\0\2\0\0", "of 2 dimensions must have a header of 12 bytes. .* has 10 bytes. Download"),
+        (idx_bytes(SIX)[:-1], "must have 2x3 values of uint8 by its header, 6 bytes. It has 5. Download it again"),
+        (idx_bytes(SIX)[:12], ", 6 bytes. It has 0"),
+        (idx_bytes(SIX) + b"\0", ", 6 bytes. It has 7"),
+        (idx_bytes(SIX.astype(np.float64))[:-8], "2x3 values of float64 by its header, 48 bytes. It has 40"),
         (idx_bytes(SIX[:0], (0, 2**32 - 1, 2**32 - 1, 2**32 - 1)), "torch has no tensor of size .*4294967295"),
     ],
 )
@@ -76,14 +76,14 @@ def test_a_damaged_gzip_is_named_with_its_byte_counts(tmp_path: Path) -> None:
     path = tmp_path / "values.gz"
     for size in (5, 10, 12):
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=rf"readable and complete; got {path}, {size} bytes \(.*\). Download it"):
+        with pytest.raises(ValueError, match=rf"readable and complete\. Got {path}, {size} bytes \(.*\). Download it"):
             read_idx(path)
     damages = [whole[:-9], whole[:-8], whole[:-1], whole[:-8] + b"\1\2\3\4" + whole[-4:], whole + b"rest"]
     damages.append(whole[:1000] + bytes([whole[1000] ^ 255]) + whole[1001:])
     for damaged in damages:
         path.write_bytes(damaged)
         with pytest.raises(
-            ValueError, match=rf"{path} .* 40x50 values of uint8 .*, 2000 bytes; it has \d+ \(.+\). Down"
+            ValueError, match=rf"{path} .* 40x50 values of uint8 .*, 2000 bytes\. It has \d+ \(.+\). Down"
         ):
             read_idx(path)
     path.write_bytes(whole)
@@ -92,9 +92,9 @@ def test_a_damaged_gzip_is_named_with_its_byte_counts(tmp_path: Path) -> None:
 
 @pytest.mark.covers("A5")
 def test_a_missing_idx_file_or_a_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"must be readable .*got {tmp_path}/none \(.*No such file"):
+    with pytest.raises(ValueError, match=rf"must be readable .*Got {tmp_path}/none \(.*No such file"):
         read_idx(tmp_path / "none")
-    with pytest.raises(ValueError, match=rf"must be readable .*got {tmp_path} \(.*directory"):
+    with pytest.raises(ValueError, match=rf"must be readable .*Got {tmp_path} \(.*directory"):
         read_idx(tmp_path)
 
 
@@ -103,8 +103,8 @@ def test_a_missing_idx_file_or_a_folder_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "counts"),
     [
-        (idx_bytes(SIX.astype(np.float64), (2**32 - 1,) * 3), f", {8 * (2**32 - 1) ** 3} bytes; it has 48"),
-        (idx_bytes(SIX, (6,)) + bytes(2**25), f", 6 bytes; it has {6 + 2**25}"),
+        (idx_bytes(SIX.astype(np.float64), (2**32 - 1,) * 3), f", {8 * (2**32 - 1) ** 3} bytes. It has 48"),
+        (idx_bytes(SIX, (6,)) + bytes(2**25), f", 6 bytes. It has {6 + 2**25}"),
     ],
     ids=["more than is there", "less than is there"],
 )
@@ -167,7 +167,7 @@ def test_sets_without_images_are_valid(tmp_path: Path) -> None:
 def test_a_missing_file_is_named_with_the_files_that_exist(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(ValueError, match=r"must have t10k-labels-idx1-ubyte, or .*\.gz; .* has \['t10k-images-"):
+    with pytest.raises(ValueError, match=r"must have t10k-labels-idx1-ubyte, or .*\.gz\. .* has \['t10k-images-"):
         idx_folder(tmp_path)
     assert holds_idx(tmp_path)
     with pytest.raises(ValueError, match=f"must have train-images-idx3-ubyte.*{tmp_path}/none does not exist"):
@@ -185,16 +185,16 @@ def test_a_missing_file_is_named_with_the_files_that_exist(tmp_path: Path) -> No
         (
             "t10k-labels-idx1-ubyte",
             np.zeros(6, np.uint8),
-            "got 7 images in .*/t10k-images-.* and 6 labels in .*/t10k-l",
+            "Got 7 images in .*/t10k-images-.* and 6 labels in .*/t10k-l",
         ),
-        ("train-images-idx3-ubyte", np.zeros((31, 28, 28), np.uint8), "got 31 images in .* and 30 labels in .*/train-"),
-        ("train-images-idx3-ubyte", np.zeros((30, 784), np.uint8), r"uint8 in 3 dimensions; got .* in 2, \(30, 784\)"),
-        ("train-labels-idx1-ubyte", np.zeros((30, 1), np.uint8), r"train-labels.*\.uint8 in 1 dimensions; got .* in 2"),
-        ("train-labels-idx1-ubyte", np.zeros(30, np.int32), "got .*/train-labels-idx1-ubyte with torch.int32 in 1"),
+        ("train-images-idx3-ubyte", np.zeros((31, 28, 28), np.uint8), "Got 31 images in .* and 30 labels in .*/train-"),
+        ("train-images-idx3-ubyte", np.zeros((30, 784), np.uint8), r"uint8 in 3 dimensions\. Got .* in 2, \(30, 784\)"),
+        ("train-labels-idx1-ubyte", np.zeros((30, 1), np.uint8), r"labels.*\.uint8 in 1 dimensions\. Got .* in 2"),
+        ("train-labels-idx1-ubyte", np.zeros(30, np.int32), "Got .*/train-labels-idx1-ubyte with torch.int32 in 1"),
         (
             "t10k-images-idx3-ubyte",
             np.zeros((7, 20, 20), np.uint8),
-            r"the same size; got \(28, 28\) in .* and \(20, 20\) in",
+            r"the same size\. Got \(28, 28\) in .* and \(20, 20\) in",
         ),
     ],
 )

@@ -61,8 +61,8 @@ def end_of_example(data: str) -> tuple[str, str, float]:
 def test_the_digit_example_refuses_bad_data_with_one_line_on_every_rank(tmp_path: Path, on_ranks: OnRanks) -> None:
     write_mnist(tmp_path / "small", side=20)
     for data, message in [
-        (tmp_path / "mnsit", f"got {tmp_path}/mnsit (No such file or directory). Check its name"),
-        (tmp_path / "small", f"needs images of 28x28 pixels; got 20x20 in {tmp_path}/small. Resize them"),
+        (tmp_path / "mnsit", f"Got {tmp_path}/mnsit (No such file or directory). Check its name"),
+        (tmp_path / "small", f"needs images of 28x28 pixels. Got 20x20 in {tmp_path}/small. Resize them"),
     ]:
         for kind, text, took_s in on_ranks(2, end_of_example, str(data)):
             assert kind == "SystemExit"
@@ -79,7 +79,7 @@ def test_the_digit_example_ends_with_one_line_and_an_exit_code() -> None:
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    assert "got mnsit (No such file or directory)" in done.stderr
+    assert "Got mnsit (No such file or directory)" in done.stderr
 
 
 @pytest.mark.covers("A2")

@@ -214,7 +214,8 @@ def test_a_variable_that_contradicts_is_refused_before_anything_is_changed(
 ) -> None:
     monkeypatch.setenv(name, value)
     before, stream = settings(), torch.get_rng_state()
-    with pytest.raises(ValueError, match=rf"needs {name}={VARIABLES[name]}.*; got {name}={re.escape(value)}. Unset it"):
+    message = rf"needs {name}={VARIABLES[name]}.*\. Got {name}={re.escape(value)}. Unset it"
+    with pytest.raises(ValueError, match=message):
         deterministic().__enter__()
     assert settings() == before
     assert torch.equal(torch.get_rng_state(), stream)
@@ -250,7 +251,7 @@ def test_a_group_over_nccl_that_starts_in_the_block_needs_its_variables() -> Non
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("NCCL_PROTO", "LL")
             require_pinned("gloo")
-            with pytest.raises(RuntimeError, match=r"NCCL starts with NCCL_ALGO=Ring, .*; got NCCL_PROTO=LL. Do not"):
+            with pytest.raises(RuntimeError, match=r"NCCL starts with NCCL_ALGO=Ring, .*\. Got NCCL_PROTO=LL. Do not"):
                 require_pinned("cpu:gloo,cuda:nccl")
             torch.use_deterministic_algorithms(True, warn_only=True)
             require_pinned("cpu:gloo,cuda:nccl")

@@ -96,7 +96,7 @@ def test_without_its_libraries_the_command_that_helps_is_said(
     assert "at least one RUN" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["monitor", "--demo"]) == 2
-    assert "uvicorn is missing. Install it: pip install 'ddp_loop[monitor]'" in capsys.readouterr().err
+    assert "uvicorn is missing. Run pip install 'ddp_loop[monitor]'" in capsys.readouterr().err
 
 
 # -- beside training -------------------------------------------------------------------------------------
@@ -179,5 +179,5 @@ def page_without_a_folder() -> None:
 
 
 def test_a_page_without_a_run_folder_is_refused_on_all_ranks(on_ranks: OnRanks) -> None:
-    with pytest.raises(dl.RankFailed, match=r"monitor=True without one\. Pass run_dir="):
+    with pytest.raises(dl.RankFailed, match=r"Got monitor=True without one\. Pass run_dir="):
         on_ranks(2, page_without_a_folder)

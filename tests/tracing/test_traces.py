@@ -169,7 +169,7 @@ def test_a_killed_run_is_compared_up_to_its_last_step(
     path.write_text("no JSON\n")
     code, _, errors = said_of(capsys, tmp_path, tmp_path)
     assert code == 2
-    assert "A trace has lines of JSON" in errors
+    assert "is not a trace of version " in errors
     path.unlink()
     code, _, errors = said_of(capsys, tmp_path, tmp_path)
     assert code == 2
@@ -181,7 +181,7 @@ def trace_nowhere(world: dl.World, folder: str) -> None:
 
 
 def test_a_trace_needs_a_run_folder(refused: Refused) -> None:
-    refused(2, trace_nowhere, kind="ValueError", said="trace=True without one. Pass run_dir=", by=ALL)
+    refused(2, trace_nowhere, kind="ValueError", said="Got trace=True without one. Pass run_dir=", by=ALL)
 
 
 # -- digests -----------------------------------------------------------------------------------------------

@@ -158,5 +158,6 @@ def go_over_endless(world: dl.World, folder: str) -> None:
 
 
 def test_a_plain_for_over_batches_for_training_is_refused(refused: Refused) -> None:
-    refused(2, go_over_shuffled, kind="ValueError", said="for evaluation; these shuffle. Pass shuffle=False", by=ALL)
-    refused(2, go_over_endless, kind="ValueError", said="for evaluation; these never end. Pass shuffle=False", by=ALL)
+    said = "for evaluation. These are shuffled. Pass shuffle=False"
+    refused(2, go_over_shuffled, kind="ValueError", said=said, by=ALL)
+    refused(2, go_over_endless, kind="ValueError", said="for evaluation. These never end. Pass shuffle=False", by=ALL)

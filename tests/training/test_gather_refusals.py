@@ -208,7 +208,7 @@ def gather_streams(world: dl.World, folder: str, count: int, other: int) -> None
             10,
             "a stream's last mini-batch must be the same on every rank. Rank 0 has 5, rank 1 has 4",
         ),
-        (17, 12, "in mini-batch 2 of epoch 1 it ended on 1 of 2 ranks"),
+        (17, 12, "In mini-batch 2 of epoch 1 it ended on 1 of 2 ranks"),
         (5, 4, "the samples of a mini-batch must be the same on every rank. Rank 0 has 5, rank 1 has 4"),
     ],
 )

@@ -235,7 +235,7 @@ def load(world: dl.World, folder: str, state: dict[str, int]) -> None:
     ],
 )
 def test_a_state_that_no_loop_gave_is_refused(state: dict[str, int], refused: Refused) -> None:
-    refused(2, load, state, kind="ValueError", said="got .* (Use the data and the batch_size|Pass that dict)", by=ALL)
+    refused(2, load, state, kind="ValueError", said="Got .* (Use the data and the batch_size|Pass that dict)", by=ALL)
 
 
 def load_twice(world: dl.World, folder: str) -> None:

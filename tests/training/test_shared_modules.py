@@ -187,7 +187,7 @@ def share_one_statistic(world: dl.World, folder: str) -> None:
 
 
 def test_layers_that_share_one_of_their_statistics_are_refused(refused: Refused) -> None:
-    said = "share all of their running statistics or none; model.1 shares running_mean alone"
+    said = "share all of their running statistics or none. model.1 shares only running_mean with another layer"
     refused(2, share_one_statistic, kind="ValueError", said=said, by=ALL)
 
 
