@@ -24,7 +24,7 @@ from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
 from benchmarks.steps import JOBS, MINI_BATCH, SAMPLES, make_data, mlp, our_step
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy
 from ddp_loop.training import fold as folding
-from ddp_loop.training.payload import LENGTH, ControlDecision
+from ddp_loop.training.payload import CONTROL_LENGTH, ControlDecision
 
 GOALS = {"digit network": 1.02, "32-wide MLP": 1.05}
 SAVES = 12  # pairs
@@ -35,7 +35,7 @@ class _Nobody:
     """In place of those who make the control word and read it."""
 
     said = ControlDecision(problem=False, new=False, ends=0, stop=False, save=False, parted=False)
-    values = (0,) * LENGTH
+    values = (0,) * CONTROL_LENGTH
 
     @classmethod
     def word(cls, *values: object, **keywords: object) -> tuple[int, ...]:

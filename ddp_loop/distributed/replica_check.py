@@ -299,7 +299,7 @@ class ReplicaCheck:
 def require_one_model(model: nn.Module, world: World, what: str) -> None:
     """Raise ReplicaMismatch on every rank unless all have the same model. Every rank must call this.
 
-    It compares parameters and persistent buffers, without those that a loop was told may differ between ranks.
+    It compares parameters and persistent buffers, without those that may differ between ranks by a loop's rules.
 
     Args:
         model: to be compared.

@@ -210,7 +210,7 @@ class MonitorApp:
 
 
 def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> AccessControl:
-    """Return the application behind its access control.
+    """Return the application with its access control.
 
     Raises:
         ImportError: starlette is missing.

@@ -100,7 +100,7 @@ class Reporter:
         checkpointer: of the run folder; None without one.
 
     Attributes:
-        rows: takes and hands on the rows, on rank 0; None if nobody wants any.
+        rows: takes and hands on the rows, on rank 0; None where there are none.
     """
 
     def __init__(self, world: World, where: LoopPosition, checkpointer: Checkpointer | None) -> None:
@@ -117,7 +117,7 @@ class Reporter:
         """Open the files and the terminal on rank 0; new rows are appended to those already there.
 
         Returns:
-            The key that `open` needs on every rank; None if nobody wants rows.
+            The key that `open` needs on every rank; None where there are no rows.
 
         Raises:
             ImportError, OSError, ValueError: a file cannot be written.

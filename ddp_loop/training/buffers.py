@@ -157,7 +157,7 @@ class Buffers:
                 buffer.opened = buffer.tensor.detach().clone()
                 buffer.version = buffer.tensor._version
         if late := [buffer for buffer in self.found.values() if buffer.late]:
-            with torch.no_grad():  # past silent writes; a few launches
+            with torch.no_grad():  # also catches silent writes; costs a few kernel launches
                 torch._foreach_copy_([one.opened for one in late], [one.tensor for one in late])
         self._passes += 1
 

@@ -32,7 +32,7 @@ from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.nonfinite import NonFiniteGuard
 from ddp_loop.training.ordered_sum import IDENTITY, rank_order, tree_order
 from ddp_loop.training.payload import (
-    LENGTH,
+    CONTROL_LENGTH,
     NO_REQUEST,
     PROBLEM,
     ControlDecision,
@@ -68,7 +68,7 @@ class StepEvents(Protocol):
         """What this rank asks of all, at a fold."""
 
     def while_reducing(self) -> None:
-        """The sums over the ranks have started; time for other work."""
+        """The sums over the ranks have started. Do other work: rows, the next data, the seeds of what follows."""
 
     def after_fold(self, result: StepResult, mini_batch: MiniBatch, passes: int) -> None:
         """A pass was folded, after so many others of its step. Every rank must call this."""
@@ -131,8 +131,8 @@ class Fold:
         self._loss_scale: torch.Tensor | None = None  # of a GradScaler, in this pass
         # On the CPU a few integers ride in the step's own sum (a group of their own took a small step from 2.65 to
         # 4.34 times local). On a GPU reading them would hold up the host, so they go over gloo.
-        self._rides = not world.accelerator.is_asynchronous
-        self._word_dtype = self.gradients.slot_dtype if self._rides else torch.int32
+        self._word_in_tail = not world.accelerator.is_asynchronous
+        self._word_dtype = self.gradients.slot_dtype if self._word_in_tail else torch.int32
         self._slots = Slots(self._statistics, self._buffers, self.gradients.slot_dtype, world.device)
         self._layout: PayloadLayout | None = None
         self._tails: dict[int, int] = {}  # of the layout, by shards
@@ -197,7 +197,7 @@ class Fold:
         Raises:
             RuntimeError: the gradients of an earlier shard are gone, or a second gradient came too late.
         """
-        record.failed = True  # until it has not
+        record.failed = True  # stays True if backward raises
         self._statistics.discard()
         if self.sync_channels:  # also of a factor of 0: ranks communicate in this backward
             factor = factor if isinstance(factor, torch.Tensor) or factor != 0 else torch.as_tensor(factor)
@@ -295,7 +295,7 @@ class Fold:
         is_bad = self._check(values[0])
         self._slots.apply(slots, layout, mini_batch.sizes, is_bad)
         if layout is not self._layout:
-            # Planned now, while all ranks agree: at the next pass something may be unfrozen.
+            # Plan now: by the next pass one rank may have unfrozen something.
             self._layout, self._tails = layout, {}
             self.gradients.release()
             self.gradients.plan(self._tail(layout, shards))
@@ -325,25 +325,25 @@ class Fold:
 
     def _tail(self, layout: PayloadLayout, shards: int) -> int:
         """The number of values after the gradients: the control word, and a row for each shard."""
-        return (LENGTH + len(layout.parameters)) * self._rides + shards * sum(self._slots.widths(layout))
+        return (CONTROL_LENGTH + len(layout.parameters)) * self._word_in_tail + shards * sum(self._slots.widths(layout))
 
     def _pack(self, layout: PayloadLayout, flags: int, shards: int, *, fill: bool) -> torch.Tensor:
         """The rows of all shards, (S, width), in the tail of the step's sum, with this rank's rows filled in."""
         tail = self.gradients.tail
         tail.fill_(IDENTITY)
-        slots = (tail[LENGTH + flags :] if self._rides else tail).view(shards, -1)
+        slots = (tail[CONTROL_LENGTH + flags :] if self._word_in_tail else tail).view(shards, -1)
         if fill:
             self._slots.fill(slots, self._records, layout)
         return slots
 
     def _send(self, word: torch.Tensor) -> list[bool]:
         """Sum gradients, slots and the word over all ranks; returns for each parameter whether a shard gave one."""
-        work, sums = None, self.gradients.tail[: len(word)] if self._rides else word.clone()
-        if self._rides:
+        work, sums = None, self.gradients.tail[: len(word)] if self._word_in_tail else word.clone()
+        if self._word_in_tail:
             sums.copy_(word)
         if self._world.size > 1:
             self.gradients.start_sums()
-        if not self._rides:  # after all buckets: the number that began during backward differs between ranks
+        if not self._word_in_tail:  # after all buckets: the number that began during backward differs between ranks
             work = self._world.start_sum(sums)
         if self._events is not None:
             self._events.while_reducing()
@@ -364,7 +364,7 @@ class Fold:
         mini_batch: MiniBatch,
         problem: Exception | None,
     ) -> tuple[PayloadLayout, torch.Tensor]:
-        """Raise where the ranks' decision says so; returns layout and rows, new ones where a rank has something new."""
+        """Act on what all ranks decided: raise, or exchange the rows of a new layout; returns layout and rows."""
         said = self.decision
         if said is None:
             return layout, slots
@@ -392,7 +392,7 @@ class Fold:
             self.gradients.sum_unplanned()
 
     def _scale(self, total: torch.Tensor, layout: PayloadLayout, mini_batch: MiniBatch) -> None:
-        """Scale all gradients by R over the weights' sum; an only shard's have its weight already."""
+        """Multiply all gradients by R / sum(w), since backward used w / R; a single shard was not scaled."""
         if len(mini_batch.sizes) > 1 and "loss" not in (layout.sums or ()):
             self.gradients.scale(torch.where(total == 0, 0.0, mini_batch.samples / total))
 
@@ -401,7 +401,7 @@ class Fold:
         guard = self._guard
         if guard is None:
             return False
-        if self._rides and math.isfinite(loss.item()) and (guard.is_scaled or self.gradients.are_finite()):
+        if self._word_in_tail and math.isfinite(loss.item()) and (guard.is_scaled or self.gradients.are_finite()):
             return False
         bad = guard.check(loss, self.gradients)
         if bad is not False:
@@ -417,16 +417,16 @@ class Fold:
 
     def gradient_norm(self, iteration: int) -> torch.Tensor | None:
         """The norm of the whole mini-batch's gradients, shape (), without a GradScaler's factor; None if left out."""
-        norm = self.gradients.norm_if_due(iteration, thinned=self._rides)
+        norm = self.gradients.norm_if_due(iteration, thinned=self._word_in_tail)
         return norm if norm is None or self._loss_scale is None else norm / self._loss_scale
 
-    def leaving(self, shards: int, why: Exception, pass_over: Callable[[Exception], None]) -> Callable[[], None]:
+    def leaving(self, shards: int, why: Exception, send_no_gather: Callable[[Exception], None]) -> Callable[[], None]:
         """A collective that tells the peers, who fold or leave too, that this rank does not fold; also after `release`.
 
         Args:
             shards: of the mini-batch.
             why: raised there, or CallMismatch where all leave and ran synced layers in different orders before.
-            pass_over: tells those who gather.
+            send_no_gather: reports to ranks that gather that this one does not.
         """
         layout = self._layout
         send_nothing = None if layout is None else self.gradients.leaving(self._tail(layout, shards))
@@ -438,10 +438,10 @@ class Fold:
                     channel.send_control(ENDS_LOOP)
             except RuntimeError as error:
                 raise error if isinstance(error, CallMismatch) else why from None  # the other ranks know
-            pass_over(why)
+            send_no_gather(why)
             if layout is not None and send_nothing is not None:
-                word = torch.tensor([1, *[0] * (LENGTH - 1 + len(layout.parameters))], dtype=torch.int32)
-                send_nothing(PROBLEM if self._rides else None, None if self._rides else word)
+                word = torch.tensor([1, *[0] * (CONTROL_LENGTH - 1 + len(layout.parameters))], dtype=torch.int32)
+                send_nothing(PROBLEM if self._word_in_tail else None, None if self._word_in_tail else word)
             self._world.raise_if_any_failed(why)
 
         return tell

@@ -138,7 +138,7 @@ class BatchGather:
         self.whole, self._said = whole, True
         return whole
 
-    def pass_over(self, problem: Exception | None = None) -> None:
+    def send_no_gather(self, problem: Exception | None = None) -> None:
         """Tell the ranks, at the end of a pass, that this one does not gather. Every rank must call this.
 
         Raises:

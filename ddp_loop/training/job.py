@@ -165,7 +165,7 @@ class UnmovedParametersCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class ReductionSettings:
     """How the steps of a job are reduced, as `Loop` was given it."""
 
     ordered: bool
@@ -178,7 +178,7 @@ class Job:
 
     structure: ModuleStructure
 
-    def __init__(self, state: object, batches: Batches, how: Reduction) -> None:
+    def __init__(self, state: object, batches: Batches, how: ReductionSettings) -> None:
         self.state = check_state(state)
         self._batches, self._world, self._how = batches, batches.world, how
         self.rules = under_all_names(find_modules(self.state), how.buffer_reduction)

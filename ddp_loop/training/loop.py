@@ -15,7 +15,7 @@ from ddp_loop.tracing import current_trace_request
 from ddp_loop.training.buffers import BufferReduction
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.gather import BatchGather
-from ddp_loop.training.job import Job, Reduction
+from ddp_loop.training.job import Job, ReductionSettings
 from ddp_loop.training.nonfinite import NonFiniteGuard, OnNonFinite
 from ddp_loop.training.payload import NO_REQUEST, ControlRequest, StepResult
 from ddp_loop.training.recorder import Reporting, RunRecorder, open_trace
@@ -110,12 +110,13 @@ class Loop:
         watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir)
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         is_ordered = batches.fixed_shards if ordered is None else ordered
-        self._job = Job(state, batches, Reduction(is_ordered, bucket_cap_mib, buffer_reduction or {}))
+        self._job = Job(state, batches, ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}))
         self._recorder = self._make_recorder(folder if watched is None else None, policy, on_nonfinite)
         self._gathering = BatchGather(self.world)
         self._stream: Iterator[LoadedBatch] = iter(())
         self._ahead: list[LoadedBatch | Exception | None] = []  # the next mini-batch, once it was read ahead
-        self._asks_stop, self._compares = False, self.world.size > 1  # the script; parameters, between ranks
+        self._asks_stop = False  # by the script
+        self._compares = self.world.size > 1  # parameters, between ranks
         self.world.on_leaving(self._leave)
         with self.world.in_stage("start"):
             problem: Exception | None = None
@@ -183,7 +184,7 @@ class Loop:
     def stop(self) -> None:
         """Ask all ranks to end the loop, with a checkpoint, after the current step. One rank may call this.
 
-        After the step's fold the next one takes the request, and the loop ends after that step.
+        A call after `fold` takes effect at the next fold.
         """
         self._asks_stop = True
 

@@ -104,10 +104,12 @@ class NonFiniteGuard:
     # -- the fold ------------------------------------------------------------------------------------------
 
     def check(self, loss: torch.Tensor, gradients: Gradients) -> torch.Tensor | bool:
-        """Treat a step that is not finite by the rule; the same on every rank, since the values are.
+        """Apply the rule to a step that is not finite; the same on every rank, since the values are.
+
+        On the CPU, call it only for such a step. On a GPU it also finds out whether the step is one.
 
         Args:
-            loss: the mini-batch's, shape (). On a device that is not asynchronous, it or a gradient is not finite.
+            loss: the mini-batch's, shape ().
             gradients: the mini-batch's.
 
         Returns:
@@ -218,7 +220,7 @@ class NonFiniteGuard:
             said = f"In step {look.iteration} the gradient of {name or 'a parameter'} is not"
         return (
             f"A mini-batch's gradients must be finite numbers. {said}, though the loss is, {loss:g}. Look for an "
-            "operation without a slope there (the root of 0, a norm of zeros, 0 / 0 behind a torch.where), and at the "
+            "operation without a slope there (the root of 0, a norm of zeros, 0 / 0 masked by torch.where), and at the "
             f"learning rate. A GradScaler in Loop's state skips such steps itself. {TOLERATE}"
         )
 

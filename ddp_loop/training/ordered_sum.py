@@ -83,7 +83,7 @@ def _added_up(nodes: Sequence[Node], siblings: dict[tuple[Node, Node], Node]) ->
     return merges, left
 
 
-Sum = TypeVar("Sum")
+Item = TypeVar("Item")
 IDENTITY = -0.0  # x + -0.0 is x to the bit, also where x is -0.0
 
 
@@ -93,13 +93,13 @@ def fill_identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def merge(sums: list[Sum | None], times: int, add: Callable[[Sum, Sum], object]) -> list[Sum]:
+def merge(sums: list[Item | None], times: int, add: Callable[[Item, Item], object]) -> list[Item]:
     """Add the last of `sums` into the one before it, `times` times; None stands for an empty shard.
 
     Returns:
         The sums that are free again.
     """
-    freed: list[Sum] = []
+    freed: list[Item] = []
     for _ in range(times):
         right = sums.pop()
         left = sums[-1]

@@ -2,8 +2,8 @@
 
 Ranks decide together on the sums alone, in the same step.
 
-[Note: Slots] Every shard has a row of its own, which adds nothing on every rank but its own. So the sum over ranks
-brings the rows together exactly, and each rank merges them in shard order. A row is `weight, loss, metrics |
+[Note: Slots] Each shard has one row. Its rank fills it in, and all others leave it at -0.0, so the sum over ranks
+copies it exactly. Each rank merges the rows in shard order. A row is `weight, loss, metrics |
 batch-norm statistics | other buffers`. A rank knows the columns only from its own shards, and without samples it knows
 none. So the ranks exchange what they have at the first fold, and again only when the sum itself says that a rank has
 something new.
@@ -24,9 +24,9 @@ from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.batch_norm import BatchStatistics
 from ddp_loop.data import MiniBatch, Shard
 from ddp_loop.training.gradients import Gradients
-from ddp_loop.training.validation import TAKEN_NAMES, Sum, Value, Weight, taken_names
+from ddp_loop.training.validation import RESERVED_NAMES, Sum, Value, Weight, reserved_names
 
-PROBLEM, _NEW, _ENDS, _STOP, _SAVE, _PLACE, _SQUARE, LENGTH = range(8)
+PROBLEM, _NEW, _ENDS, _STOP, _SAVE, _PLACE, _SQUARE, CONTROL_LENGTH = range(8)
 GATHER_EVERYWHERE = (
     "Every rank must call step.gather, or none. Some ranks fold without it. Call it also where a rank has no shard."
 )
@@ -90,10 +90,10 @@ class ControlDecision:
 
 def read_word(sums: Sequence[float], ranks: int) -> tuple[ControlDecision, list[bool]]:
     """The decision that a sum of words is, and for each parameter whether a shard gave it a gradient."""
-    problem, new, ends, stop, save, place, square = sums[:LENGTH]
+    problem, new, ends, stop, save, place, square = sums[:CONTROL_LENGTH]
     parted = ranks * square != place**2
     decision = ControlDecision(problem > 0, new > 0, int(ends), stop > 0, save > 0, parted)
-    return decision, list(map(bool, sums[LENGTH:]))
+    return decision, list(map(bool, sums[CONTROL_LENGTH:]))
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def weighted_mean(values: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     return torch.where(column == 0, torch.zeros_like(products), products).sum(0)
 
 
-def share_of(size: Weight, samples: int, *, alone: bool) -> Weight:
+def loss_factor(size: Weight, samples: int, *, alone: bool) -> Weight:
     """What a shard's loss is multiplied by: w_s / R of a mean, 1 of a sum and of an only shard; 0 where w_s is 0."""
     if not isinstance(size, torch.Tensor):
         return 0.0 if size == 0 else 1.0 if alone else size / samples
@@ -283,8 +283,8 @@ class ShardRecord:
         Raises:
             ValueError: a reserved metric name, or another weight or reduction than the shard's first loss had.
         """
-        if not TAKEN_NAMES.isdisjoint(metrics):
-            raise taken_names(metrics)
+        if not RESERVED_NAMES.isdisjoint(metrics):
+            raise reserved_names(metrics)
         if self.losses and not _is_same(weight, self.weight):
             raise ValueError(
                 f"All losses of a shard must have the same weight. Got {weight} after {self.weight}. Multiply the loss "

@@ -15,8 +15,16 @@ from ddp_loop.distributed import PeerFailed, World
 from ddp_loop.tracing import Tracer
 from ddp_loop.training.fold import Fold, StepEvents
 from ddp_loop.training.gather import BatchGather, HeldOutputs, check_outputs
-from ddp_loop.training.payload import ShardRecord, StepResult, as_metric, share_of
-from ddp_loop.training.validation import TAKEN_NAMES, Reduction, Value, Weight, bad_loss, check_weight, taken_names
+from ddp_loop.training.payload import ShardRecord, StepResult, as_metric, loss_factor
+from ddp_loop.training.validation import (
+    RESERVED_NAMES,
+    Reduction,
+    Value,
+    Weight,
+    bad_loss,
+    check_weight,
+    reserved_names,
+)
 
 
 class _LeftLoop(RuntimeError):
@@ -153,7 +161,7 @@ class Step:
             said: dict[str, Leaf] = {"loss": record.losses[-1], "weight": float(size), **record.metrics}
             self._tracer.forward(record.shard.number, said)
         last = not more_losses and record.shard is mini_batch.shards[-1]
-        factor = share_of(size, self.samples, alone=reduction == "sum" or len(mini_batch.sizes) == 1)
+        factor = loss_factor(size, self.samples, alone=reduction == "sum" or len(mini_batch.sizes) == 1)
         self._fold.backward(record, loss, factor, last=last, more=more_losses)
 
     def hold(self, *outputs: torch.Tensor) -> None:
@@ -230,8 +238,8 @@ class Step:
             )
         if not (isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad):
             raise bad_loss(loss)
-        if not TAKEN_NAMES.isdisjoint(metrics):
-            raise taken_names(metrics)
+        if not RESERVED_NAMES.isdisjoint(metrics):
+            raise reserved_names(metrics)
         value = self._fold.unscaled(loss)
         values = {name: as_metric(name, metric, self.samples, loss.device) for name, metric in metrics.items()}
         self._gathering.backward(loss, self._fold)
@@ -265,7 +273,7 @@ class Step:
         if self.is_broken or self._world.is_left:
             return False
         shards = len(self._loaded.mini_batch.sizes)
-        tell = self._fold.leaving(shards, _LeftLoop(why), self._gathering.pass_over)
+        tell = self._fold.leaving(shards, _LeftLoop(why), self._gathering.send_no_gather)
         if not self._fold.is_open and self._gathering.is_used:
             self._gathering.open()  # the next pass has sent no word yet
 
@@ -318,7 +326,7 @@ class Step:
         self._world.stage = "fold"
         if self._gathering.is_used:
             fold.end_pass()
-            self._gathering.pass_over()
+            self._gathering.send_no_gather()
         result = fold.close(mini_batch, self.iteration, problem)
         self.is_broken = False
         if self._tracer is not None:

@@ -114,7 +114,7 @@ def check_rows(batches: Batches, state: Mapping[str, object]) -> None:
 Weight = float | torch.Tensor
 Number = float | torch.Tensor
 Reduction = Literal["mean", "sum"]
-TAKEN_NAMES = frozenset({"loss", "epoch", "iteration", "samples", "elapsed_s"}) | frozenset(
+RESERVED_NAMES = frozenset({"loss", "epoch", "iteration", "samples", "elapsed_s"}) | frozenset(
     {"skipped", "learning_rate", "gradient_norm", "samples_per_s"}
     | {"retain_graph", "create_graph", "inputs", "gradient"}
 )
@@ -153,11 +153,11 @@ def check_weight(weight: Weight) -> Weight:
     return weight
 
 
-def taken_names(names: Iterable[str]) -> ValueError:
+def reserved_names(names: Iterable[str]) -> ValueError:
     """The error of metrics with reserved names."""
     return ValueError(
-        f"Reserved metric name: {sorted(TAKEN_NAMES.intersection(names))}. Reserved are the columns of every row and "
-        f"the keywords of Tensor.backward, {sorted(TAKEN_NAMES)}."
+        f"Reserved metric name: {sorted(RESERVED_NAMES.intersection(names))}. Reserved are the columns of every row "
+        f"and the keywords of Tensor.backward, {sorted(RESERVED_NAMES)}."
     )
 
 

@@ -17,7 +17,7 @@ from tests.support.paths import DOCS, ROOT
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 # Where prose is held to plain English; `ddp_loop/**/*.py` is checked in its strings and comments.
-SCOPES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "docs/**/*.rst")
+SCOPES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "docs/**/*.rst", "ddp_loop/**/*.py")
 NO_ENGLISH = (  # another language's idiom, and machines that speak
     *(
         r"gone (through|on with)",
