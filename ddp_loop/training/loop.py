@@ -115,8 +115,7 @@ class Loop:
         self._gathering = BatchGather(self.world)
         self._stream: Iterator[LoadedBatch] = iter(())
         self._ahead: list[LoadedBatch | Exception | None] = []  # the next mini-batch, once it was read ahead
-        self._asks_stop = False  # by the script
-        self._compares = self.world.size > 1  # parameters, between ranks
+        self._asks_stop, self._compares = False, self.world.size > 1  # whether the script does, and ranks compare state
         self.world.on_leaving(self._leave)
         with self.world.in_stage("start"):
             problem: Exception | None = None
