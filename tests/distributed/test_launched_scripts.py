@@ -53,7 +53,7 @@ def test_a_script_without_a_guard_gets_an_error_that_says_so(start_python: Start
     out, errors = start_python(write(tmp_path, SCRIPT + "print(launch(place, 1))\n")).communicate(timeout=SCRIPT_S)
     assert out == ""
     assert "A worker process died with exit code 1 before it was ready" in errors.splitlines()[-1]
-    assert 'must stand under `if __name__ == "__main__":`' in errors.splitlines()[-1]
+    assert 'put the code that starts them under `if __name__ == "__main__":`' in errors.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -68,8 +68,8 @@ def test_functions_of_a_notebook_run_with_cloudpickle(start_python: StartPython)
 def test_functions_of_a_notebook_without_cloudpickle_get_the_install_command(start_python: StartPython) -> None:
     without = "import sys; sys.modules['cloudpickle'] = None\n"
     _, errors = start_python("-c", without + SCRIPT + "launch(place, 1)\n").communicate(timeout=SCRIPT_S)
-    assert errors.splitlines()[-1].startswith("TypeError: new processes cannot import what was defined in a notebook")
-    assert errors.splitlines()[-1].endswith("pip install 'ddp_loop[notebook]'")
+    assert errors.splitlines()[-1].startswith("TypeError: New processes cannot import what was defined in a notebook")
+    assert errors.splitlines()[-1].endswith("pip install 'ddp_loop[notebook]'.")
 
 
 @pytest.mark.slow
