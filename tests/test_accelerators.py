@@ -1,4 +1,4 @@
-"""What a device is and can do, and copies to the host that nobody waits for."""
+"""What a device is and can do, and asynchronous copies to the host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_copy_holds_what_the_tensor_held_when_it_was_made(late: bool) -> None:
     assert not copy.wait().requires_grad
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "of what is on its way")
+@pytest.mark.one_mode(ASYNCHRONOUS, "tests copies that are not complete")
 def test_in_the_simulation_a_copy_arrives_behind_two_others_and_holds_nothing_before() -> None:
     first = HostCopy(torch.tensor([1, 2]))
     assert first._values.tolist() == [-1, -1]

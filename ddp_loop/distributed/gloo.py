@@ -125,6 +125,7 @@ def free_kept() -> None:
 
 
 def keeps_a_group() -> bool:
+    """Whether a failed group is still kept."""
     return bool(_kept)
 
 

@@ -118,6 +118,7 @@ def is_of_a_shard(name: str) -> bool:
 
 
 def in_order(entries: Entries) -> Entries:
+    """The entries in the order of their stages."""
     return {key: entries[key] for stage in STAGES for key in entries if key[0] == stage}
 
 

@@ -223,7 +223,7 @@ def make(name: str) -> tuple[str, str, float]:
     return caught(work)
 
 
-@pytest.mark.one_mode(SYNCHRONOUS, "told late only at the end of a pass")
+@pytest.mark.one_mode(SYNCHRONOUS, "an asynchronous device raises at the end of a pass")
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_ranks_that_do_not_call_the_layers_alike_all_raise_the_same(name: str, on_ranks: OnRanks) -> None:
     _, kind, said = MISTAKES[name]
@@ -248,7 +248,7 @@ def go_on_after_a_mistake() -> list[str]:
         return said
 
 
-@pytest.mark.one_mode(SYNCHRONOUS, "a mistake is told late only at the end of a pass")
+@pytest.mark.one_mode(SYNCHRONOUS, "an asynchronous device raises at the end of a pass")
 def test_a_pass_after_a_mistake_that_was_caught_is_as_any_other(on_ranks: OnRanks) -> None:
     assert on_ranks(2, go_on_after_a_mistake) == [["ValueError", "RuntimeError", "RuntimeError"]] * 2
 
@@ -272,7 +272,7 @@ def look_late(wrong: int | None, few: int | None) -> tuple[str, str, float]:
         return result
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "of what is told late")
+@pytest.mark.one_mode(ASYNCHRONOUS, "tests a late error")
 @pytest.mark.parametrize(
     ("wrong", "few", "said"),
     [

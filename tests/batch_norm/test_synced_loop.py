@@ -241,7 +241,7 @@ def other_order(world: dl.World, folder: str, shift: bool = True) -> None:
         assert step.iteration < 2 or not shift
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "at once they are told in the call itself")
+@pytest.mark.one_mode(ASYNCHRONOUS, "a synchronous device raises in the call itself")
 def test_layers_of_one_size_in_another_order_are_told_in_their_step_though_nothing_is_read(refused: Refused) -> None:
     said = r"rank 0 is at the forward of layer `1\.0` \(call 1 .*, rank 1 at the forward of layer `1\.1`"
     refused(2, other_order, kind="RuntimeError", said=said, by=ALL)

@@ -181,7 +181,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
 def test_a_score_of_a_whole_epoch_is_that_of_its_last_step(tmp_path: Path) -> None:
     scores = dict.fromkeys(range(1, 11), 9.0) | {5: 0.25, 10: 0.5}
     whole = train("")
-    for every in (None, 4, 10**6):  # written behind the epoch, before its end, or kept in memory until it has a score
+    for every in (None, 4, 10**6):  # written after the epoch, before its end, or kept in memory until it has a score
         run = tmp_path / str(every)
         train(str(run), keep_last=1, score=scores, save_every=every)
         assert checkpoints_of(run) == [5, 10]

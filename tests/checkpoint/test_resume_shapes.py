@@ -78,7 +78,7 @@ def test_skipped_steps_and_the_epochs_mean_go_on(tmp_path: Path, capsys: pytest.
     assert (again, gone_on.skipped, loop.skipped) == (whole, 2, 2)
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "of what is found late")
+@pytest.mark.one_mode(ASYNCHRONOUS, "tests a late error")
 def test_a_step_that_is_found_bad_one_step_late_is_never_kept(tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match="step 4"):
         run(tmp_path, bad=STEPS)

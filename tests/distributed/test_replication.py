@@ -92,13 +92,13 @@ def test_one_flipped_bit_on_one_rank_is_found_and_named(wrong: str, said: str, r
     refused(3, train, wrong, [2], kind="ReplicaMismatch", said=text, by=ALL)
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "of what is said late")
+@pytest.mark.one_mode(ASYNCHRONOUS, "tests a late error")
 def test_on_a_device_that_nobody_waits_for_it_is_said_one_step_later(refused: Refused) -> None:
     text = "At the fold of step 6, rank 1 of 3 differs from the others in parameter model.1.weight"
     refused(3, train, FLIPPED[0][0], [1], kind="ReplicaMismatch", said=text, by=ALL)
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "of what is said late")
+@pytest.mark.one_mode(ASYNCHRONOUS, "tests a late error")
 def test_what_it_was_still_to_say_is_said_at_the_end_of_the_epoch(refused: Refused) -> None:
     text = "At the fold of step 8, rank 1 of 3 differs from the others in parameter model.1.weight"
     refused(3, train, FLIPPED[0][0], [1], STEPS, kind="ReplicaMismatch", said=text, by=ALL)

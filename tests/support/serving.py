@@ -75,7 +75,7 @@ def ask(page: Served, method: str, target: str, headers: dict[str, str], body: b
     with socket.create_connection(("127.0.0.1", page.port), timeout=WAIT_S) as connection:
         connection.sendall(f"{method} {target} HTTP/1.1\r\n{head}connection: close\r\n\r\n".encode())
         if body:
-            with suppress(OSError):  # it is told so, and sent away
+            with suppress(OSError):  # the server may answer and close before it reads the body
                 connection.sendall(body)
         answer = b""
         with suppress(ConnectionResetError):

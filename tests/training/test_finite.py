@@ -172,7 +172,7 @@ def test_a_parameter_that_is_met_later_is_looked_at(late: bool, on_ranks: OnRank
     assert all(told in one for one in said), said
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "of what is told late")
+@pytest.mark.one_mode(ASYNCHRONOUS, "tests a late error")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_guard_that_waits_for_no_device_says_it_at_the_next_step(device: str) -> None:
     with dl.join_world(device=device) as world:

@@ -277,7 +277,7 @@ def told_of(folder: str) -> tuple[str, str]:
     return str(error.value), said.getvalue()
 
 
-@pytest.mark.one_mode(SYNCHRONOUS, "late, both are not found in one fold")
+@pytest.mark.one_mode(SYNCHRONOUS, "an asynchronous device finds them in different folds")
 def test_the_error_of_a_save_is_not_lost_where_the_state_has_another(on_ranks: OnRanks, tmp_path: Path) -> None:
     ((error, said),) = on_ranks(1, told_of, str(tmp_path / "run"))
     assert "After step 10 buffer model.2.average is" in error
