@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddp_loop.batch_norm import BatchNormStatistics, BatchStatistics, SyncChannel, batch_norm_layers, find_sync_channels
 from ddp_loop.data import Batches, LoadedBatch, MiniBatch
 from ddp_loop.determinism import preserved_streams, seed_shard
-from ddp_loop.distributed import World, each_module
+from ddp_loop.distributed import IDENTITY, World, each_module
 from ddp_loop.evaluation import Forward, forward_first
-from ddp_loop.training import IDENTITY, Buffers, check_synced, find_buffers, refuse_wrapped
+from ddp_loop.training import Buffers, check_synced, find_buffers, refuse_wrapped
 
 _AGAIN = 2**32  # stands for the number of a pass; no loop makes so many
 

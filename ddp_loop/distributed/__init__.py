@@ -6,6 +6,7 @@ from ddp_loop.distributed.encoding import as_real, assemble, columns, decode, en
 from ddp_loop.distributed.failures import PeerFailed, format_error
 from ddp_loop.distributed.join import join_world
 from ddp_loop.distributed.launcher import Pool, RankFailed, launch
+from ddp_loop.distributed.piece_sums import IDENTITY, fill_identity, merge, padded
 from ddp_loop.distributed.processes import children_except, end_daemons
 from ddp_loop.distributed.replica_check import (
     ReplicaCheck,
@@ -32,6 +33,7 @@ from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.world import World
 
 __all__ = [
+    "IDENTITY",
     "FrozenParameters",
     "PeerFailed",
     "Pool",
@@ -55,6 +57,7 @@ __all__ = [
     "encode",
     "end_daemons",
     "ends_of_copies",
+    "fill_identity",
     "find_modules",
     "find_parameters",
     "find_tensors",
@@ -63,7 +66,9 @@ __all__ = [
     "kept_by",
     "launch",
     "make_equal",
+    "merge",
     "own_names",
+    "padded",
     "require_one_model",
     "scale_batch_size",
     "under_all_names",

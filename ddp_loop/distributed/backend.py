@@ -3,20 +3,30 @@
 [Note: A backend] `Collectives` starts the same operations in the same order and with the same sizes on every rank, and
 knows who failed; a backend only moves and adds. An operation returns its `Work` at once, and its tensors stay untouched
 until `wait`. The order in which a sum adds the ranks up is free, but must be one on every rank, so that all have the
-same bits; sums in the order of a tree over the shards are made of an exchange and a gather. What fails raises
-RuntimeError on the ranks that wait for it.
+same bits; a `FlatSum` adds pieces in a given order. What fails raises RuntimeError on the ranks that wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 LOOK_S = 0.5  # how often a wait checks whether it is in vain
+STEP = "a step's sum"
+
+
+class Parted(RuntimeError):
+    """Ranks make different collectives; raised on every rank, with the place of each."""
+
+    def __init__(self, places: Sequence[str]) -> None:
+        super().__init__(
+            "Every rank must make the same collectives in the same order, but "
+            + ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+            + ". Call evaluate, and whatever else is for every rank, on all of them in the same order."
+        )
 
 
 class Work(Protocol):
@@ -29,24 +39,71 @@ class Work(Protocol):
         """Wait for it."""
 
 
+class Numbers(Work, Protocol):
+    """Integers of all ranks under way."""
+
+    def rows(self) -> list[tuple[int, ...]]:
+        """Those of each rank, in rank order, after the wait."""
+
+
+class PieceOrder(Protocol):
+    """In which order the pieces of all ranks are added up.
+
+    Attributes:
+        pieces: for each rank, how many sums it sends; 0 for a rank without a shard.
+        last_merges: for each piece, in rank order, how often the last two sums are added up after it.
+        is_any: whether any order gives the same bits, or no order was asked for.
+    """
+
+    @property
+    def pieces(self) -> tuple[int, ...]: ...
+    @property
+    def last_merges(self) -> tuple[int, ...]: ...
+    @property
+    def is_any(self) -> bool: ...
+
+
+class FlatSum(Protocol):
+    """The sum of one flat tensor over the ranks, in the order of its pieces: three parts, with a wait after each."""
+
+    def empty(self) -> torch.Tensor:
+        """New memory for a row, with any values, from which `arrive` need not copy."""
+
+    def arrive(self, rows: Sequence[torch.Tensor]) -> Work:
+        """Send this rank's pieces, of one length; the sum comes into the first. Every rank must call this."""
+
+    def reduce(self) -> Work | None:
+        """Add up this rank's part of all pieces, once they have arrived. Every rank must call this."""
+
+    def collect(self) -> None:
+        """Bring the sum into the first row, once all parts are added up."""
+
+
 class Backend(Protocol):
-    """A way for tensors to travel between the ranks. See [Note: A backend]. Every rank must call each `start_...`."""
+    """A way for tensors to travel between the ranks. See [Note: A backend]. Every rank must call each `start_...`.
+
+    `what` names an operation where ranks make different ones.
+    """
 
     size: int
 
-    def start_sum(self, tensor: torch.Tensor) -> Work:
+    def start_numbers(self, numbers: Sequence[int], what: str) -> Numbers:
+        """Start to send a few 64-bit integers, as many on every rank, to all ranks."""
+
+    def start_sum(self, tensor: torch.Tensor, what: str) -> Work:
         """Start to add `tensor` up over all ranks, in place."""
 
-    def start_exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, from_each: list[int], to_each: list[int]
-    ) -> Work:
-        """Start to send each rank its rows of `sent`, (rows, K), and to receive what all send here, in rank order."""
-
-    def start_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Work:
+    def start_gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Work:
         """Start to put every rank's `part`, (K,), side by side into `whole`, (size * K,)."""
 
-    def start_broadcast(self, tensor: torch.Tensor) -> Work:
+    def start_broadcast(self, tensor: torch.Tensor, what: str) -> Work:
         """Start to make `tensor` what it is on rank 0, in place."""
+
+    def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> FlatSum:
+        """The sum of a flat tensor of `length`, to be made many times; `length` is `padded`."""
+
+    def start_settling(self) -> Work | None:
+        """Start to wait until no rank reads what the last sums left in this one's memory; None if none can."""
 
     def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
         """Wait for an operation until its values can be used on their device.
@@ -56,6 +113,7 @@ class Backend(Protocol):
             in_vain: whether a rank failed, is elsewhere, or takes too long; called every LOOK_S seconds.
 
         Raises:
+            Parted: ranks make different operations.
             RuntimeError: it failed, or is waited for in vain.
         """
 
@@ -69,36 +127,3 @@ class Backend(Protocol):
             under_way: operations that have not ended.
             failed: whether it was cut off.
         """
-
-
-class TorchBackend:
-    """A process group of torch, as it is with NCCL: it finds failures itself, and `wait` holds up the device alone."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.size = group, group.size()
-
-    def start_sum(self, tensor: torch.Tensor) -> Work:
-        return self._group.allreduce([tensor])
-
-    def start_exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, from_each: list[int], to_each: list[int]
-    ) -> Work:
-        return self._group.alltoall_base(received, sent, from_each, to_each)
-
-    def start_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Work:
-        return self._group._allgather_base(whole, part)
-
-    def start_broadcast(self, tensor: torch.Tensor) -> Work:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        return self._group.broadcast([tensor], options)
-
-    def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
-        work.wait()
-
-    def cut_off(self) -> None:
-        self._group.abort()
-
-    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
-        """Drop the group: its connections are closed with the last reference."""
-        del self._group

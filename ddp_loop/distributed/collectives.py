@@ -5,35 +5,58 @@ from __future__ import annotations
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.distributed.backend import LOOK_S, Backend, Work
+from ddp_loop.distributed.backend import LOOK_S, STEP, Backend, FlatSum, Parted, PieceOrder, Work
 from ddp_loop.distributed.encoding import assign_sum, summable
-from ddp_loop.distributed.failures import PeerFailed, RankStatus
+from ddp_loop.distributed.failures import RankStatus
 from ddp_loop.distributed.store import RankStore
 
 Value = TypeVar("Value")
-Operation = Callable[[Backend], Work]
-STEP = "a step's sum"
+Operation = Callable[[Backend], Work | None]
 _SEEN = 3  # polls in a row that must find the next rank in another wait; a single one may be lag
 _KIND_BYTES = 240  # for the name of a collective, where ranks make different ones
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """The backends of a world.
+
+    Attributes:
+        host, device: of the steps' own operations, on tensors in the host's memory and on all others.
+        others: of all other collectives on the host.
+    """
+
+    host: Backend
+    device: Backend
+    others: Backend
+
+    def of(self, device: torch.device) -> Backend:
+        """The backend for a step's tensors on a device."""
+        return self.host if accelerator_of(device).is_host else self.device
+
+    def each(self) -> list[Backend]:
+        """All of them, each once."""
+        return list({id(one): one for one in (self.others, self.host, self.device)}.values())
 
 
 class Collectives:
     """Starts collectives, waits for them, and finds out who failed where one does not end.
 
-    [Note: Headers] The sums of steps have sizes that all ranks agreed on, and a group of their own. Any other
-    collective begins with a gather of fixed size that names it, in another group. Ranks that make different ones all
-    raise the same error. Where one rank waits in a step's sum and its neighbour in something else, each sees that in
-    the store.
+    [Note: Headers] The sums of steps have sizes that all ranks agreed on. Any other collective begins with integers of
+    all ranks that name it. Ranks that make different ones all raise the same error. Over gloo these have a group of
+    their own; where one rank waits in a step's sum and its neighbour in something else, each sees that in the store. In
+    memory each operation has a header, so ranks that part see it at once.
 
     Args:
-        steps, others: the backends of the steps' collectives and of all others; None in a world of one.
+        backends: of this world; None in a world of one.
         store: of the world.
         timeout_s: of each collective, in seconds.
 
@@ -42,24 +65,24 @@ class Collectives:
         under_way: the steps' operations that have begun and not ended.
     """
 
-    def __init__(self, steps: Backend | None, others: Backend | None, store: RankStore, timeout_s: float) -> None:
-        self._steps, self._others, self._store, self._timeout_s = steps, others, store, timeout_s
+    def __init__(self, backends: Backends | None, store: RankStore, timeout_s: float) -> None:
+        self._backends, self._store, self._timeout_s = backends, store, timeout_s
         self.waits = ""
-        self.under_way: set[Work] = set()
+        self.under_way: dict[Work, Backend] = {}
         self._looks = self._parted = 0  # in this wait; those in a row with the next rank in another one
         self._deadline = 0.0
 
     # -- a step's own --------------------------------------------------------------------------------------
 
-    def start(self, operation: Operation) -> Work | None:
-        """Start one of a step's sums, exchanges or gathers; None in a world of one."""
-        if self._steps is None:
+    def start(self, operation: Operation, device: torch.device) -> Work | None:
+        """Start one of a step's own operations on tensors of a device; None in a world of one."""
+        if self._backends is None:
             return None
-        try:
-            work = operation(self._steps)
-        except RuntimeError as error:
-            raise self._peer_failure(error, STEP) from error
-        self.under_way.add(work)
+        backend = self._backends.of(device)
+        with self._waiting(STEP):
+            work = operation(backend)
+        if work is not None:
+            self.under_way[work] = backend
         return work
 
     def finish(self, work: Work) -> None:
@@ -68,27 +91,35 @@ class Collectives:
         Raises:
             PeerFailed: a rank failed, or did not come in time.
         """
-        if self._steps is None:  # the world was left since
+        if (backend := self.under_way.get(work)) is None:  # the world was left since
             work.wait()
-        else:
-            self._wait(self._steps, work, STEP)
-        self.under_way.discard(work)
+            return
+        self._wait(backend, work, STEP)
+        self.under_way.pop(work, None)
+
+    def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> FlatSum | None:
+        """The sum of a flat tensor, by its backend; None in a world of one."""
+        return None if self._backends is None else self._backends.of(device).flat_sum(order, length, dtype, device)
 
     def _wait(self, backend: Backend, work: Work, waits: str) -> None:
+        with self._waiting(waits):
+            backend.wait(work, self.is_in_vain)
+
+    @contextmanager
+    def _waiting(self, waits: str) -> Iterator[None]:
         self.waits, self._looks, self._parted = waits, 0, 0  # an interrupt may have ended the wait before
         try:
-            backend.wait(work, self._is_in_vain)
+            yield
+        except Parted:
+            raise
         except RuntimeError as error:
-            raise self._peer_failure(error, waits) from error
+            self.waits = waits  # still counts, for the roll call
+            raise self._store.peer_failure(error, self._timeout_s) from error
         self.waits = ""
         if self._looks:
             self._store.set_wait("")
 
-    def _peer_failure(self, error: RuntimeError, waits: str) -> PeerFailed:
-        self.waits = waits  # still counts, for the roll call
-        return self._store.peer_failure(error, self._timeout_s)
-
-    def _is_in_vain(self) -> bool:
+    def is_in_vain(self) -> bool:
         """Whether a rank failed, waits elsewhere, or takes too long; called during a wait."""
         now, kind = time.monotonic(), "step" if self.waits == STEP else "other"
         if not self._looks:
@@ -105,11 +136,12 @@ class Collectives:
 
     def _side_by_side(self, part: torch.Tensor, waits: str) -> torch.Tensor:
         """All ranks' `part`, (K,), as the rows of (size, K)."""
-        if self._others is None:
+        if self._backends is None:
             return part.reshape(1, -1)
-        whole = part.new_empty(self._others.size * part.numel())
-        self._wait(self._others, self._others.start_gather(whole, part), waits)
-        return whole.view(self._others.size, -1)
+        others = self._backends.others
+        whole = part.new_empty(others.size * part.numel())
+        self._wait(others, others.start_gather(whole, part, waits), waits)
+        return whole.view(others.size, -1)
 
     def _check_alignment(self, kind: str, where: RankStatus, size: int = 0) -> list[int]:
         """Check that all ranks make a collective of this kind.
@@ -118,47 +150,47 @@ class Collectives:
             Each rank's `size`.
 
         Raises:
-            RuntimeError: some make another one; on every rank.
+            Parted: some make another one; on every rank.
         """
-        header = torch.tensor([zlib.crc32(kind.encode()), size])
-        told = self._side_by_side(header, kind).tolist()
+        if self._backends is None:
+            return [size]
+        others = self._backends.others
+        numbers = others.start_numbers((zlib.crc32(kind.encode()), size), kind)
+        self._wait(others, numbers, kind)
+        told = numbers.rows()
         if len({crc for crc, _ in told}) > 1:
             room = torch.zeros(_KIND_BYTES, dtype=torch.uint8)
             text = f"{kind}{where}".encode(errors="replace")[:_KIND_BYTES]
             room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            kinds = [
-                bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in self._side_by_side(room, kind)
-            ]
-            raise RuntimeError(
-                "Every rank must make the same collectives in the same order, but "
-                + ", ".join(f"rank {rank} is at {one}" for rank, one in enumerate(kinds))
-                + ". Call evaluate, and whatever else is for every rank, on all of them in the same order."
-            )
+            rows = self._side_by_side(room, kind)
+            raise Parted([bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows])
         return [size for _, size in told]
 
     def _collect(self, tensor: torch.Tensor, operation: Operation, waits: str) -> None:
-        if self._others is None:
+        if self._backends is None:
             return
-        if accelerator_of(tensor.device).is_host:
-            self._wait(self._others, operation(self._others), waits)
-        elif (work := self.start(operation)) is not None:  # this group may have a faster way between GPUs
-            self.finish(work)
+        if not accelerator_of(tensor.device).is_host:  # its backend may have a faster way between GPUs
+            work = self.start(operation, tensor.device)
+            if work is not None:
+                self.finish(work)
+        elif (work := operation(self._backends.others)) is not None:
+            self._wait(self._backends.others, work, waits)
 
     def sum(self, tensor: torch.Tensor, where: RankStatus) -> None:
         """Add `tensor` up over all ranks, in place."""
         kind = f"a sum of {tensor.dtype} {tuple(tensor.shape)}"
         self._check_alignment(kind, where)
         total = summable(tensor)
-        self._collect(total, lambda backend: backend.start_sum(total), kind)
+        self._collect(total, lambda backend: backend.start_sum(total, kind), kind)
         assign_sum(tensor, total)
 
     def numbers(self, number: int, what: str, where: RankStatus) -> list[int]:
         """Every rank's 64-bit integer `number`, in rank order; it travels in the header."""
-        return [number] if self._others is None else self._check_alignment(what, where, number)
+        return self._check_alignment(what, where, number)
 
     def gather(self, value: Value, what: str, where: RankStatus) -> list[Value]:
         """Every rank's `value`, in rank order."""
-        if self._others is None:
+        if self._backends is None:
             return [value]
         kind, word = f"a gather of {what}", pickle.dumps(value)
         lengths = self._check_alignment(kind, where, len(word))
@@ -177,10 +209,10 @@ class Collectives:
             if tensor.numel():
                 whole = tensor.detach().contiguous()
                 raw = whole.reshape(-1).view(torch.uint8)
-                self._collect(raw, partial(_start_broadcast, raw), kind[:_KIND_BYTES])
+                self._collect(raw, partial(_start_broadcast, raw, kind[:_KIND_BYTES]), kind[:_KIND_BYTES])
                 if not tensor.is_contiguous():
                     tensor.copy_(whole)
 
 
-def _start_broadcast(tensor: torch.Tensor, backend: Backend) -> Work:
-    return backend.start_broadcast(tensor)
+def _start_broadcast(tensor: torch.Tensor, what: str, backend: Backend) -> Work:
+    return backend.start_broadcast(tensor, what)

@@ -25,11 +25,41 @@ class PeerFailed(RuntimeError):
         self.rank, self.stage, self.step = rank, stage, step
 
 
+class PeerGone(RuntimeError):
+    """The connection to a rank has ended, while this one waits for it.
+
+    Attributes:
+        rank: the rank at its other end.
+        where: where it was when it sent its last message.
+    """
+
+    def __init__(self, rank: int, where: RankStatus) -> None:
+        super().__init__(f"rank {rank} has closed its connection")
+        self.rank, self.where = rank, where
+
+
 class Stopped(SystemExit):
     """All ranks were asked to stop outside of a step, and the work so far is saved; ends the script with code 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
+
+
+STAGES = (
+    "",
+    "start",
+    "data",
+    "forward",
+    "backward",
+    "gather",
+    "fold",
+    "optimizer",
+    "rows",
+    "save",
+    "evaluate",
+    "predict",
+    "update_bn",
+)  # by their numbers in messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +92,15 @@ class RankReport:
 def format_error(error: BaseException) -> str:
     """The last line of an exception's traceback, even if its `__str__` raises."""
     return "".join(traceback.format_exception_only(error)).strip()
+
+
+def describe_gone(rank: int, where: RankStatus) -> str:
+    """The message of a rank whose connection ended without a word."""
+    last = f" It was last seen{where}." if str(where) else ""
+    return (
+        f"Every rank must take part in every collective. Rank {rank} ended without an error of Python (killed, out of "
+        f"memory, or a crash in compiled code).{last} Read what its launcher and kernel say."
+    )
 
 
 def find_culprit(

@@ -24,7 +24,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ddp_loop.distributed.backend import LOOK_S, TorchBackend, Work
+from ddp_loop.distributed.backend import LOOK_S, Work
+from ddp_loop.distributed.torch_backend import TorchBackend
 
 _DESCRIPTORS = Path("/proc/self/fd")  # only on Linux; elsewhere peers wait for their timeout
 _END_S = 0.5  # for the sums of a failed group: nearly all are woken at once

@@ -10,8 +10,13 @@ from ddp_loop.distributed.devices import choose_device, read_rank_env
 from ddp_loop.distributed.processes import end_with_torchrun
 from ddp_loop.distributed.world import World
 
+EXCHANGES = ("auto", "memory", "gloo")
+_EXCHANGE = "DDP_LOOP_EXCHANGE"
 
-def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout_s: float = 60.0) -> World:
+
+def join_world(
+    *, device: str = "auto", seed: int = 0, threads: int = 1, timeout_s: float = 60.0, exchange: str = "auto"
+) -> World:
     """Join the ranks that torchrun or `launch` started; without a launcher, a world of one. Every rank must call this.
 
     Use it in a `with`: an exception inside ends the other ranks too, and leaving cleans up. Without a `with` the same
@@ -27,6 +32,10 @@ def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout
         threads: CPU threads of torch on each rank. Fixed, since 1 and 2 threads give different bits: torchrun sets
             1, and plain Python takes all cores.
         timeout_s: how long a collective waits for the slowest rank, in seconds.
+        exchange: how the ranks exchange what is in the host's memory. "auto": in shared memory where all ranks are on
+            one machine and can share it, otherwise over gloo; "memory": the former, or an error; "gloo". With fixed
+            shards a step's sums have the same bits both ways. Where it is "auto", the environment variable
+            DDP_LOOP_EXCHANGE replaces it.
 
     Raises:
         ValueError: WORLD_SIZE without RANK or the reverse, no such device, or ranks that disagree.
@@ -36,10 +45,14 @@ def join_world(*, device: str = "auto", seed: int = 0, threads: int = 1, timeout
         raise ValueError(f"seed and threads must be whole numbers, threads 1 or more. Got {seed=}, {threads=}.")
     if not (isfinite(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a finite number of seconds above 0. Got {timeout_s=}.")
+    if exchange == "auto":
+        exchange = os.environ.get(_EXCHANGE, exchange)
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {', '.join(map(repr, EXCHANGES))}. Got {exchange!r}.")
     place = read_rank_env(dict(os.environ))
     end_with_torchrun(os.environ)
     chosen = choose_device(device, gpu_count(), place.local_rank)
     accelerator_of(chosen).activate()
-    world = World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s)
+    world = World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s, exchange=exchange)
     world.leave_at_exit()
     return world

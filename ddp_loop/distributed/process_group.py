@@ -1,14 +1,14 @@
-"""The process groups of a world: one for the sums of steps, one for all else.
+"""The process groups of a world, and the backends of its collectives.
 
-[Note: Two groups] gloo aborts the process when ranks meet in sums of different sizes. The sums of a step have sizes
-that all ranks agreed on; everything else begins with a header of fixed size, in a group of its own. So where one rank
-evaluates and the others fold, all wait, and an error names the rank. The order of all collectives is still the same on
-every rank.
+[Note: Groups] The default group is the script's own, as torchrun scripts expect it; none of ours runs on it. Over gloo
+the steps' sums have a group, and everything else another one: gloo aborts the process when ranks meet in sums of
+different sizes, so what is not of a step begins with a header of fixed size. The order of all collectives is still the
+same on every rank. In memory there is one order and no group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
@@ -17,11 +17,14 @@ import torch.distributed.nn.functional
 from torch.distributed.rendezvous import rendezvous
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.distributed.backend import Backend, TorchBackend, Work
+from ddp_loop.distributed.backend import Backend, Work
+from ddp_loop.distributed.collectives import Backends
 from ddp_loop.distributed.devices import RankEnv
-from ddp_loop.distributed.failures import PeerFailed
+from ddp_loop.distributed.failures import PeerFailed, RankStatus
 from ddp_loop.distributed.gloo import GlooBackend, accepted, cut, free_kept, open_sockets
+from ddp_loop.distributed.machine import NoSharedMemory, meet_in_memory
 from ddp_loop.distributed.store import own_keys
+from ddp_loop.distributed.torch_backend import TorchBackend
 
 
 class ProcessGroups:
@@ -31,19 +34,33 @@ class ProcessGroups:
         place: numbers of this rank.
         device: of this rank.
         timeout_s: of each collective, in seconds.
+        exchange: "auto", "memory" or "gloo", as in `join_world`.
+        where: where this rank is.
+        in_vain: whether a wait is in vain.
 
     Attributes:
-        steps: the backend of the steps' sums, on the default group.
-        others: the backend of all other collectives, over the CPU.
-        backends: torch's description of the default group, such as "cpu:gloo,cuda:nccl".
+        backends: of the collectives.
+        exchange: "memory" or "gloo".
+        why_gloo: why not in memory; empty where nothing prevents it.
+        description: torch's, of the default group, such as "cpu:gloo,cuda:nccl".
         store: the launcher's, with keys of this world alone.
 
     Raises:
         PeerFailed: not all ranks joined.
         ValueError: the script's group is not that of the launcher, or has no backend for the CPU.
+        RuntimeError: the exchange in memory was asked for, and cannot be had.
     """
 
-    def __init__(self, place: RankEnv, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        place: RankEnv,
+        device: torch.device,
+        timeout_s: float,
+        exchange: str,
+        *,
+        where: Callable[[], RankStatus],
+        in_vain: Callable[[], bool],
+    ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._owns = not dist.is_initialized()
         self.connections: dict[int, str] = {}
@@ -57,15 +74,39 @@ class ProcessGroups:
                 f"{dist.get_world_size()}, the environment has {place.rank} of {place.size}. Leave the group to "
                 "join_world."
             )
-        steps = dist.distributed_c10d._get_default_group()
-        self._require_cpu_sums(steps)
-        self.backends = str(dist.get_backend_config(steps))
+        default = dist.distributed_c10d._get_default_group()
+        self._require_cpu_sums(default)
+        self.description = str(dist.get_backend_config(default))
         self.store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
-        self._others = self._make_others(place, timeout_s)
-        waits_itself = steps._get_backend(device).name() == "nccl"
-        self.steps: Backend = TorchBackend(steps) if waits_itself else GlooBackend(steps)
-        self.others: Backend = GlooBackend(self._others)
+        self._made: list[dist.ProcessGroup] = []
+        self.exchange, self.why_gloo = exchange, ""
+        memory: Backend | None = None
+        try:
+            memory = meet_in_memory(self.store, place, exchange, timeout_s, where=where, in_vain=in_vain)
+            self.exchange = "memory"
+        except NoSharedMemory as no:
+            self.exchange, self.why_gloo = "gloo", str(no)
+        except RuntimeError as error:
+            raise _not_all_came(place, timeout_s, error) from error
+        if exchange == "memory" and memory is None:
+            raise RuntimeError(
+                f'exchange="memory" needs shared memory between all ranks. {self.why_gloo} Pass exchange="auto".'
+            )
+        self.backends = self._make_backends(place, device, timeout_s, memory)
         self.connections = {number: name for number, name in open_sockets().items() if self._before.get(number) != name}
+
+    def _make_backends(
+        self, place: RankEnv, device: torch.device, timeout_s: float, memory: Backend | None
+    ) -> Backends:
+        default = dist.distributed_c10d._get_default_group()
+        is_nccl = default._get_backend(device).name() == "nccl"
+        host = memory or GlooBackend(self._make_group(place, timeout_s))
+        others = memory or GlooBackend(self._make_group(place, timeout_s))
+        if is_nccl:
+            return Backends(host, TorchBackend(default), others)
+        if accelerator_of(device).is_host or memory is None:
+            return Backends(host, host, others)
+        return Backends(host, GlooBackend(self._make_group(place, timeout_s)), others)
 
     def store_aside(self) -> dist.Store:
         """The same store through another connection."""
@@ -100,28 +141,36 @@ class ProcessGroups:
         except RuntimeError as error:
             raise _not_all_came(place, timeout_s, error) from error
 
-    def _make_others(self, place: RankEnv, timeout_s: float) -> dist.ProcessGroup:
+    def _make_group(self, place: RankEnv, timeout_s: float) -> dist.ProcessGroup:
         try:
-            others: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+            group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
         except RuntimeError as error:
             raise _not_all_came(place, timeout_s, error) from error
-        return others
+        self._made.append(group)
+        return group
 
     def cut_off(self) -> None:
         """Cut the connections of this rank, which failed, so that no peer waits for the timeout."""
         cut(self.connections)
         if dist.is_initialized():
-            for backend in (self.others, self.steps) if self._owns else (self.others,):
+            for backend in self.backends.each():
                 backend.cut_off()
+            if self._owns:
+                dist.distributed_c10d._get_default_group().abort()
 
-    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
-        """Give the groups up; as `Backend.leave`."""
+    def leave(self, under_way: Mapping[Work, Backend], *, failed: bool) -> None:
+        """Give the groups up; as `Backend.leave`, with the backend of each operation."""
         cut(accepted(self.connections))  # gloo needs up to 10 ms to close an open connection
-        self.others.leave((), failed=False)
-        self.steps.leave(under_way, failed=failed and self._owns)
+        for backend in self.backends.each():
+            backend.leave([work for work, its in under_way.items() if its is backend], failed=failed)
         if dist.is_initialized():
-            dist.destroy_process_group(None if self._owns else self._others)
-        del self._others
+            if self._owns:
+                dist.destroy_process_group()
+            else:
+                for group in self._made:
+                    dist.destroy_process_group(group)
+        self._made.clear()
+        del self.backends
 
 
 def _not_all_came(place: RankEnv, timeout_s: float, error: RuntimeError) -> PeerFailed:

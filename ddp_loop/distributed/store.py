@@ -11,7 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_loop.distributed.failures import PeerFailed, RankReport, RankStatus, find_culprit, format_error
+from ddp_loop.distributed.failures import (
+    PeerFailed,
+    PeerGone,
+    RankReport,
+    RankStatus,
+    describe_gone,
+    find_culprit,
+    format_error,
+)
 
 _FAILURE = "ddp_loop/failure"
 _ENDED = "ddp_loop/ended"
@@ -123,8 +131,12 @@ class RankStore:
         """The exception for a collective that ended with `error`: who failed, the same on all ranks."""
         left = {f"{_ENDED}/{rank}": rank for rank in range(self._size) if rank != self._rank}
         with suppress(RuntimeError):  # the store is gone with the launcher
-            came = self._wait_for((_FAILURE, *left), _FAILURE_WAIT_S)
-            if came != _FAILURE:
+            # A rank notes why it leaves before it closes its connections, so one that did not was killed.
+            came = self._wait_for((_FAILURE, *left), 0.0 if isinstance(error, PeerGone) else _FAILURE_WAIT_S)
+            if came is None and isinstance(error, PeerGone):
+                where = error.where
+                self._set_failure(describe_gone(error.rank, where), rank=error.rank, stage=where.stage, step=where.step)
+            elif came != _FAILURE:
                 self._call_all({left[came]} if came is not None else set(), timeout_s)
         return self.get_failure() or PeerFailed(
             "Every rank must take part in every collective. A rank was killed, or is slower than "

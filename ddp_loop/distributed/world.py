@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.determinism import EVALUATION, require_pinned, seed_everything, stream_key
-from ddp_loop.distributed.backend import Work
+from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
 from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error
@@ -41,12 +41,16 @@ class World:
         accelerator: what that device is and can do.
         seed: of all random streams; the same on every rank.
         timeout_s: how long a collective waits for the slowest rank, in seconds.
+        exchange: how ranks exchange values of the CPU: "memory", "gloo", or "" in a world of one.
+        why_gloo: why not in memory, in words; empty where nothing prevents it.
         ended_by: the exception by which the world is being left.
         stage, step: where this rank is: data, forward, backward, fold, optimizer (all that follows the fold), ...; and
             the iteration. A Loop sets them, and messages about a failed rank contain them.
     """
 
-    def __init__(self, place: RankEnv, device: torch.device, *, seed: int, threads: int, timeout_s: float) -> None:
+    def __init__(
+        self, place: RankEnv, device: torch.device, *, seed: int, threads: int, timeout_s: float, exchange: str = "auto"
+    ) -> None:
         self.rank, self.size = place.rank, place.size
         self.device, self.seed, self.timeout_s = device, seed, timeout_s
         self.accelerator = accelerator_of(device)
@@ -57,9 +61,10 @@ class World:
         self._deferred: list[Callable[[], None]] = []  # to run before the next collective
         self._threads_before = torch.get_num_threads()
         self._groups: ProcessGroups | None = None
+        self.exchange, self.why_gloo = "", ""
         # A world of one has no groups and a store of its own.
         self._store = RankStore(dist.HashStore(), self.rank, self.size)
-        self._collectives = Collectives(None, None, self._store, timeout_s)
+        self._collectives = Collectives(None, self._store, timeout_s)
         self._watchdog: Watchdog | None = None
         self.stage, self.step = "", 0
         self._stop_here: Callable[[str], None] | None = None
@@ -71,7 +76,7 @@ class World:
         self._evaluations: dict[tuple[int, int], int] = {}  # how many outside of steps, and in the current one
         try:
             if place.size > 1 or dist.is_initialized():
-                self._join(place)
+                self._join(place, exchange)
             self._watchdog = Watchdog(self._store_aside(), self.rank, lambda: self.where)
             self._watchdog.start()
             self.require_equal("seed, threads and timeout_s", (seed, threads, timeout_s))
@@ -81,11 +86,19 @@ class World:
             self.__exit__(type(error), error, error.__traceback__)
             raise
 
-    def _join(self, place: RankEnv) -> None:
-        self._groups = ProcessGroups(place, self.device, self.timeout_s)
+    def _join(self, place: RankEnv, exchange: str) -> None:
+        self._groups = ProcessGroups(
+            place,
+            self.device,
+            self.timeout_s,
+            exchange,
+            where=lambda: self.where,
+            in_vain=lambda: self._collectives.is_in_vain(),
+        )
         self._store = RankStore(self._groups.store, self.rank, self.size)
-        self._collectives = Collectives(self._groups.steps, self._groups.others, self._store, self.timeout_s)
-        require_pinned(self._groups.backends)
+        self._collectives = Collectives(self._groups.backends, self._store, self.timeout_s)
+        self.exchange, self.why_gloo = self._groups.exchange, self._groups.why_gloo
+        require_pinned(self._groups.description)
 
     def _store_aside(self) -> RankStore:
         """The same store through another connection: a wait blocks the connection on which it is made."""
@@ -101,33 +114,38 @@ class World:
         """Where this rank is; part of its message when it fails."""
         return RankStatus(self.stage, self.step, self._collectives.waits)
 
+    @property
+    def adds_in_order(self) -> bool:
+        """Whether a step's sums cost the same in any order, so that they always have that of the shards' tree."""
+        return self.exchange == "memory" and self.accelerator.is_host
+
     # -- collectives ---------------------------------------------------------------------------------------
 
     def start_sum(self, tensor: torch.Tensor) -> Work | None:
         """Start to add `tensor` up over all ranks, in place; `finish` waits. Every rank must call this."""
-        return self._start(lambda backend: backend.start_sum(tensor))
+        return self.start(lambda backend: backend.start_sum(tensor, STEP), tensor.device)
 
-    def start_exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, from_each: list[int], to_each: list[int]
-    ) -> Work | None:
-        """Start to send each rank its rows of `sent`, and to receive what all send here. Every rank must call this.
+    def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> FlatSum | None:
+        """The sum of a flat tensor of `length` values, to be made in many steps; None in a world of one.
 
         Args:
-            received, sent: (rows, K) each, contiguous, in the order of the ranks.
-            from_each, to_each: how many rows, for each rank.
+            order: of the ranks' pieces.
+            length: `padded`.
+            dtype, device: of the values.
         """
-        return self._start(lambda backend: backend.start_exchange(received, sent, from_each, to_each))
+        return self._collectives.flat_sum(order, length, dtype, device)
 
-    def start_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Work | None:
-        """Start to put every rank's `part`, (K,), side by side into `whole`, (size * K,). Every rank must call this."""
-        return self._start(lambda backend: backend.start_gather(whole, part))
+    def start(self, operation: Operation, device: torch.device) -> Work | None:
+        """Start a step's own operation on tensors of a device; `finish` waits. Every rank must call this.
 
-    def _start(self, operation: Operation) -> Work | None:
+        Returns:
+            None in a world of one, and where nothing is to be waited for.
+        """
         self._require_allowed(in_step=True)
-        return self._collectives.start(operation)
+        return self._collectives.start(operation, device)
 
     def finish(self, work: Work | None) -> None:
-        """Wait for a sum that `start_sum` began.
+        """Wait for what `start` began.
 
         On a GPU with NCCL only the device waits, not the host.
 
@@ -385,7 +403,7 @@ class World:
                 with suppress(RuntimeError):  # the store is gone with the launcher
                     self._store.set_ended()
             under_way = self._collectives.under_way
-            self._collectives = Collectives(None, None, self._store, self.timeout_s)
+            self._collectives = Collectives(None, self._store, self.timeout_s)
             self._groups.leave(under_way, failed=failed)  # their last references
         self._groups = None
 

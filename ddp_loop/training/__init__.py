@@ -12,13 +12,11 @@ arguments), `state_check` (NaN in parameters and state), `gather` (losses of the
 from ddp_loop.training.buffers import Buffers, find_buffers
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.loop import Loop
-from ddp_loop.training.ordered_sum import IDENTITY
 from ddp_loop.training.payload import StepResult
 from ddp_loop.training.step import Step
 from ddp_loop.training.validation import Sum, check_synced, refuse_wrapped
 
 __all__ = [
-    "IDENTITY",
     "Buffers",
     "Fold",
     "Loop",

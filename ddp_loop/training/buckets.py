@@ -9,10 +9,6 @@ start strictly in bucket order, the same on every rank.
 [Note: Shard by shard] In a tree order each shard's gradients are taken out of the parameters after its backward: copied
 for a left half, added for a right half. So k shards on a rank need at most log2(k) more buffers, and what autograd
 makes for the current shard.
-
-[Note: Two ways] Two pieces, or pieces in any order, take one all-reduce. Otherwise each rank receives a part of every
-piece, adds these up in the tree's order, and sends the result to all: an all-to-all and an all-gather, which carry as
-much as a ring's all-reduce where every rank has one piece.
 """
 
 from __future__ import annotations
@@ -25,8 +21,8 @@ import torch
 from torch.nn import Parameter
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.distributed import Work, World, as_real
-from ddp_loop.training.ordered_sum import ReductionOrder, fill_identity, merge, padded
+from ddp_loop.distributed import Work, World, as_real, fill_identity, merge, padded
+from ddp_loop.training.ordered_sum import ReductionOrder
 
 
 def grouped(parameters: list[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
@@ -66,69 +62,56 @@ class FlatBuffer:
 
 
 class FlatAllReduce:
-    """The sum of one flat tensor of `padded` length over the ranks: `start`, `fold`, `finish`. See [Note: Two ways]."""
+    """The sum of one flat tensor of `padded` length over the ranks: `start`, `fold`, `finish`."""
 
     def __init__(
         self, world: World, order: ReductionOrder, length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._world, self._order = world, order
+        self._world, self._rows = world, max(1, order.pieces[world.rank])
         self._length, self._dtype, self._device = length, dtype, device
-        self._pieces = [max(1, pieces) for pieces in order.pieces]  # a rank without shards sends -0.0, with the tail
+        self._sum = world.flat_sum(order, length, dtype, device)
         self._work: Work | None = None
         self.flat: torch.Tensor | None = None  # where the sum will be, from `start` to `finish`
-        self._sent: torch.Tensor | None = None
-        self._received: torch.Tensor | None = None
+
+    def empty(self) -> torch.Tensor:
+        """New memory for a row, from which the sum is quickest; with any values."""
+        if self._sum is None:
+            return torch.empty(self._length, dtype=self._dtype, device=self._device)
+        return self._sum.empty()
 
     def empty_rows(self) -> list[torch.Tensor]:
         """New rows of this rank that add nothing."""
-        pieces = self._pieces[self._world.rank]
-        return [fill_identity(torch.empty(self._length, dtype=self._dtype, device=self._device)) for _ in range(pieces)]
+        return [fill_identity(self.empty()) for _ in range(self._rows)]
 
     def start(self, rows: Sequence[torch.Tensor]) -> None:
         """Send this rank's pieces; the sum comes into the first of `rows`. Every rank must call this."""
-        rows = [as_real(row).reshape(-1) for row in rows]  # no backend adds complex numbers
-        self.flat = rows[0]
-        if self._order.is_any:
-            self._work = self._world.start_sum(rows[0])
-            return
-        ranks = self._world.size
-        pieces = torch.stack(tuple(rows)) if len(rows) > 1 else rows[0]
-        self._sent = pieces.view(len(rows), ranks, -1).transpose(0, 1).reshape(ranks * len(rows), -1)
-        if self._received is None:
-            self._received = rows[0].new_empty(sum(self._pieces), len(rows[0]) // ranks)
-        self._work = self._world.start_exchange(self._received, self._sent, self._pieces, [len(rows)] * ranks)
+        flat = [as_real(row).reshape(-1) for row in rows]  # no backend adds complex numbers
+        self.flat, whole = flat[0], self._sum
+        if whole is not None:
+            self._work = self._world.start(lambda _: whole.arrive(flat), self._device)
 
     def fold(self) -> None:
         """Add up this rank's part of all pieces, and send it to all ranks. Every rank must call this."""
-        if self._order.is_any or self._received is None or self.flat is None:
-            return
-        self._world.finish(self._work)
-        rows, merges = iter(self._received), iter(self._order.last_merges)
-        sums: list[torch.Tensor | None] = []
-        others: list[torch.Tensor] = []  # of ranks without shards: their tails
-        for pieces in self._order.pieces:
-            if not pieces:
-                others.append(next(rows))
-            for _ in range(pieces):
-                sums.append(next(rows))
-                merge(sums, next(merges), torch.Tensor.add_)
-        whole = self._received[0]  # that of rank 0, which has the first shard
-        for row in others:
-            whole.add_(row)
-        self._work = self._world.start_gather(self.flat, whole)
+        if self._sum is not None:
+            self._world.finish(self._work)
+            whole = self._sum
+            self._work = self._world.start(lambda _: whole.reduce(), self._device)
 
     def finish(self) -> None:
         """Wait until the sum has come."""
-        self._world.finish(self._work)
-        self._work = self.flat = self._sent = None
+        if self._sum is not None:
+            self._world.finish(self._work)
+            self._sum.collect()
+        self._work = self.flat = None
 
 
-def finish_all(sums: Sequence[FlatAllReduce]) -> None:
+def finish_all(sums: Sequence[FlatAllReduce], world: World) -> None:
     """Fold and finish sums that have all been started. Every rank must call this."""
     for one in sums:
         one.fold()
     for one in sums:
         one.finish()
+    world.finish(world.start(lambda backend: backend.start_settling(), world.device))
 
 
 class Bucket:
@@ -171,15 +154,19 @@ class Bucket:
         self._is_collected = False
         self.summing = FlatAllReduce(self._world, self._order, length, self._dtype, self._device)
         self._length, self._spare = length, []
-        sums = [None if one is None else self._moved(one) for one in self._sums]
-        self._sums = sums
-        self.own = next((one for one in sums if one is not None), None) or self._make()
+        own, first = self._flat(self.summing.empty()), next((one for one in self._sums if one is not None), None)
+        if first is not None:
+            own.gradients.copy_(first.gradients)
+        self._sums = [own if one is first and one else one and self._moved(one) for one in self._sums]
+        self.own = own
         self.tail = self.own.whole[self.length : self.length + tail]
         self._show(self.own)
 
     def _make(self) -> FlatBuffer:
-        whole = fill_identity(torch.empty(self._length, dtype=self._dtype, device=self._device))
-        gradients = whole[: self.length]
+        return self._flat(torch.empty(self._length, dtype=self._dtype, device=self._device))
+
+    def _flat(self, whole: torch.Tensor) -> FlatBuffer:
+        gradients = fill_identity(whole)[: self.length]
         return FlatBuffer(whole, gradients, list(self._views(gradients)))
 
     def _moved(self, flat: FlatBuffer) -> FlatBuffer:

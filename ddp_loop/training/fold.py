@@ -26,11 +26,11 @@ from ddp_loop.batch_norm import (
     other_norm_layers,
 )
 from ddp_loop.data import MiniBatch, Shard, check_end, check_first
-from ddp_loop.distributed import World, each_module
+from ddp_loop.distributed import IDENTITY, World, each_module
 from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers
 from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.nonfinite import NonFiniteGuard
-from ddp_loop.training.ordered_sum import IDENTITY, rank_order, tree_order
+from ddp_loop.training.ordered_sum import rank_order, tree_order
 from ddp_loop.training.payload import (
     CONTROL_LENGTH,
     NO_REQUEST,
@@ -118,7 +118,7 @@ class Fold:
         layers = batch_norm_layers(modules) if shards > 1 else {}
         own = custom_norms(each_module(modules))
         others = [*other_norm_layers(modules, layers), *(norm.module for norm in own.values() if shards == 1)]
-        order = (tree_order if ordered else rank_order)(shards, world.size, world.rank)
+        order = (tree_order if ordered or world.adds_in_order else rank_order)(shards, world.size, world.rank)
         self._world, self._events, self._guard, self.scalers = world, events, guard, scalers
         # Synced layers move their running statistics themselves, alike on all ranks.
         self.sync_channels = [channel for channel in find_sync_channels(modules.values()) if channel.size > 1]

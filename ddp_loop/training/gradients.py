@@ -306,7 +306,7 @@ class Gradients:
                     rows[0][length + mark] = 1
                 summing.start(rows)
             work = None if beside is None else self._world.start_sum(beside)
-            finish_all(sums)
+            finish_all(sums, self._world)
             self._world.finish(work)
 
         return send
@@ -323,7 +323,7 @@ class Gradients:
 
     def finish_sums(self) -> None:
         """Wait for all sums. Every rank must call this."""
-        finish_all([bucket.summing for bucket in self.buckets])
+        finish_all([bucket.summing for bucket in self.buckets], self._world)
 
     def sum_unplanned(self) -> None:
         """Sum the gradients of unfrozen parameters, which have no planned bucket. Every rank must call this."""
@@ -332,7 +332,7 @@ class Gradients:
             self._world.sum(given)
             bucket.start()
             if self._world.size > 1:
-                finish_all([bucket.summing])
+                finish_all([bucket.summing], self._world)
             bucket.assign_grads([count > 0 for count in given.tolist()])
 
     def close(self, given: list[bool]) -> None:

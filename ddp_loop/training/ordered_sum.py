@@ -9,15 +9,11 @@ divide S. An empty shard adds -0.0, which also leaves the sign of a zero alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeVar
-
-import torch
 
 from ddp_loop.data import split_range
-from ddp_loop.distributed import as_real
 
 Node = tuple[int, int]
 
@@ -51,7 +47,13 @@ def tree_order(shards: int, ranks: int, rank: int) -> ReductionOrder:
     pieces = [left for _, left in added]
     last_merges, _ = _added_up([node for left in pieces for node in left], siblings)
     counts = tuple(map(len, pieces))
-    return ReductionOrder(tuple(merges), counts, tuple(last_merges), is_any=sum(counts) <= 2 and max(counts) == 1)
+    return ReductionOrder(
+        tuple(merges),
+        counts,
+        tuple(last_merges),
+        is_any=sum(counts) <= 2 and max(counts) == 1,
+        in_place=len(ranges[rank]) <= 1,  # there is nothing to add up
+    )
 
 
 @lru_cache(maxsize=64)
@@ -81,37 +83,3 @@ def _added_up(nodes: Sequence[Node], siblings: dict[tuple[Node, Node], Node]) ->
             left[-2:] = [parent]
             merges[-1] += 1
     return merges, left
-
-
-Item = TypeVar("Item")
-IDENTITY = -0.0  # x + -0.0 is x to the bit, also where x is -0.0
-
-
-def fill_identity(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a tensor with -0.0, in both parts of a complex one, and return it."""
-    as_real(tensor).fill_(IDENTITY)
-    return tensor
-
-
-def merge(sums: list[Item | None], times: int, add: Callable[[Item, Item], object]) -> list[Item]:
-    """Add the last of `sums` into the one before it, `times` times; None stands for an empty shard.
-
-    Returns:
-        The sums that are free again.
-    """
-    freed: list[Item] = []
-    for _ in range(times):
-        right = sums.pop()
-        left = sums[-1]
-        if left is None:
-            sums[-1] = right
-        elif right is not None:
-            add(left, right)
-            freed.append(right)
-    return freed
-
-
-def padded(length: int, order: ReductionOrder) -> int:
-    """The length of a row with room for `length` values; a multiple of the ranks where each is sent a part."""
-    ranks = len(order.pieces)
-    return length if order.is_any else -(-length // ranks) * ranks

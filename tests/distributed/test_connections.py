@@ -92,7 +92,7 @@ def leave_a_sum_behind(wait: bool) -> bool:
         Whether its group is still kept when the sum has ended, with `wait`, or else at once.
     """
     store, before = None, threads()
-    with suppress(LookupError), dl.join_world(timeout_s=SUM_S) as world:
+    with suppress(LookupError), dl.join_world(timeout_s=SUM_S, exchange="gloo") as world:
         store = dist.distributed_c10d._get_default_store()
         assert world._groups is not None
         world._groups.connections = {}  # nothing is shut down
@@ -128,6 +128,9 @@ def test_a_worker_that_keeps_a_group_is_replaced() -> None:
         assert second[1] == first[1]
 
 
+joined = partial(dl.join_world, exchange="gloo")
+
+
 def leave_while_another_thread_has_a_connection() -> tuple[bytes, int]:
     """What comes through a connection that was opened while the ranks joined, and how many sockets all ranks shut."""
     with socket.create_server(("127.0.0.1", 0)) as server:  # there before: it is nothing that joining opened
@@ -138,7 +141,7 @@ def leave_while_another_thread_has_a_connection() -> tuple[bytes, int]:
                 opened.append(socket.create_connection(server.getsockname()))
             return own_keys(store, rank)
 
-        with mock.patch("ddp_loop.distributed.process_group.own_keys", connect_meanwhile), dl.join_world() as world:
+        with mock.patch("ddp_loop.distributed.process_group.own_keys", connect_meanwhile), joined() as world:
             assert world._groups is not None
             ends = sum(world.gather(len(accepted(world._groups.connections))))  # of all, before any of them leaves
         with opened[0] as one, server.accept()[0] as other:
@@ -148,4 +151,4 @@ def leave_while_another_thread_has_a_connection() -> tuple[bytes, int]:
 
 def test_leaving_shuts_one_end_of_each_connection_and_nobody_elses(on_ranks: OnRanks) -> None:
     told = on_ranks(3, leave_while_another_thread_has_a_connection)
-    assert told == [(b"still there", 2 * 3)] * 3  # two groups with three pairs each
+    assert told == [(b"still there", 3 * 3)] * 3  # three groups with three pairs each

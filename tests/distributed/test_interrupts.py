@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_loop.distributed.backend import LOOK_S, TorchBackend, Work
-from ddp_loop.distributed.collectives import Collectives
+from ddp_loop.distributed.backend import LOOK_S, STEP, Work
+from ddp_loop.distributed.collectives import Backends, Collectives
 from ddp_loop.distributed.store import RankStore
+from ddp_loop.distributed.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.covers("D10")
 
@@ -33,9 +34,9 @@ def test_a_wait_after_an_interrupted_one_has_a_time_of_its_own() -> None:
     group: Any = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5))
     backend = Interrupted(group)
     backend.looks = []
-    collectives = Collectives(backend, None, RankStore(store, 0, 2), timeout_s=LOOK_S)
+    collectives = Collectives(Backends(backend, backend, backend), RankStore(store, 0, 2), timeout_s=LOOK_S)
     for error in (KeyboardInterrupt, None):
-        work = collectives.start(lambda one: one.start_sum(torch.ones(1)))
+        work = collectives.start(lambda one: one.start_sum(torch.ones(1), STEP), torch.device("cpu"))
         assert work is not None
         if error is None:
             collectives.finish(work)

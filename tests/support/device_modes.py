@@ -5,11 +5,13 @@ A test, or a file by its `pytestmark`, marked `both_modes` runs in each; the fix
 
 [Note: The simulation] In the mode "asynchronous" the CPU says that it is asynchronous, so the package takes the paths
 of a GPU. A copy to the host holds 0xFF in every byte, which is NaN and -1, until two more copies were started, or
-somebody waits for it. It brings what the tensor held when the copy was started, as on a GPU's stream.
+somebody waits for it. It brings what the tensor held when the copy was started, as on a GPU's stream. Its ranks
+exchange values over gloo, so what runs in both modes runs over both exchanges.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from ddp_loop.accelerators import KINDS, Accelerator, Cpu, accelerator_of
 from tests.support.harness import Result, run_cleanly
 
 SYNCHRONOUS, ASYNCHRONOUS = MODES = ("synchronous", "asynchronous")
+EXCHANGE = "DDP_LOOP_EXCHANGE"
 _LAG = 2  # so many copies that were started later complete one
 
 
@@ -78,9 +81,15 @@ def device_mode_of(mode: str) -> Iterator[None]:
     kind: type[Accelerator] = AsynchronousCpu if mode == ASYNCHRONOUS else Cpu
     former, KINDS["cpu"] = KINDS["cpu"], kind
     accelerator_of.cache_clear()
+    exchange = os.environ.get(EXCHANGE)
+    if mode == ASYNCHRONOUS:
+        os.environ[EXCHANGE] = "gloo"
     try:
         yield
     finally:
+        os.environ.pop(EXCHANGE, None)
+        if exchange is not None:
+            os.environ[EXCHANGE] = exchange
         KINDS["cpu"] = former
         accelerator_of.cache_clear()
         SlowCopy.under_way.clear()

@@ -1,0 +1,280 @@
+"""Unix sockets between the ranks of one machine: who may connect, messages of one header each, file descriptors.
+
+[Note: Who may connect] Each rank listens under a random name in the abstract namespace, which has no file and ends with
+the process, and publishes name and token in the launcher's store. A connection counts if the kernel says that it comes
+from the same user, and its first message holds the token and the number of a rank that is missing. Everything else is
+closed. The listener is closed once all ranks are connected.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import ClassVar, NamedTuple
+
+_GREETING = struct.Struct("<8s16sI")  # magic, token, rank
+_MAGIC = b"ddp_loop"
+_ACCEPTED = b"accepted"
+_PENDING = 64  # connections without a first message; the oldest ones are closed
+_BACKLOG = 128
+_LOOK_S = 0.05
+_RETRY_S = 0.002
+_UID = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
+TEXT_BYTES = 4096
+
+WORDS = 8  # integers that ride in each header
+_FORM = struct.Struct(f"<BBHIQQQQIQ{WORDS}q")
+_NO_WORDS = (0,) * WORDS
+
+
+class Header(NamedTuple):
+    """What a message says.
+
+    Attributes:
+        stage: which meeting of an operation it is, or another of the message's purposes.
+        kind: of the operation.
+        segments: how many file descriptors come with it.
+        digest: of what must be the same on all ranks, such as the layout of a sum.
+        sequence: of the operation, the same on every rank.
+        length: of its values, in bytes.
+        offset: of this rank's values in its arena, in bytes.
+        done: the last operation that its sender completed, with all before it.
+        at, step: where its sender is: the number of its stage, and its iteration.
+        words: integers of the operation's own.
+    """
+
+    stage: int
+    kind: int
+    segments: int
+    digest: int
+    sequence: int
+    length: int
+    offset: int
+    done: int
+    at: int
+    step: int
+    words: tuple[int, ...]
+
+
+class Listener:
+    """Where the other ranks of this machine connect. See [Note: Who may connect].
+
+    Attributes:
+        name, token: to publish in the store, in hexadecimal digits.
+    """
+
+    def __init__(self) -> None:
+        self.name, self.token = secrets.token_hex(16), secrets.token_hex(16)
+        self._socket = _new_socket()
+        self._socket.bind(_address(self.name))
+        self._socket.listen(_BACKLOG)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def accept(self, ranks: Iterable[int], deadline: float) -> dict[int, socket.socket]:
+        """The connections of these ranks; all others are closed.
+
+        Raises:
+            TimeoutError: a rank does not connect before the deadline, on time.monotonic().
+        """
+        missing, found, pending = set(ranks), dict[int, socket.socket](), list[socket.socket]()
+        try:
+            while missing:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"ranks {sorted(missing)} did not connect")
+                ready, _, _ = select.select([self._socket, *pending], [], [], min(left, _LOOK_S))
+                if self._socket in ready:
+                    pending.append(self._socket.accept()[0])
+                for one in [*pending]:
+                    rank = self._greeting(one, missing)
+                    if rank is None and len(pending) <= _PENDING:
+                        continue
+                    pending.remove(one)
+                    if rank is None or rank < 0:
+                        one.close()
+                    else:
+                        found[rank] = one
+                        missing.discard(rank)
+        except BaseException:
+            _close_all(found.values())
+            raise
+        finally:
+            _close_all(pending)
+        return found
+
+    def _greeting(self, one: socket.socket, missing: set[int]) -> int | None:
+        """The rank that greets, -1 for a stranger, None without a message yet."""
+        try:
+            word = one.recv(_GREETING.size + 1, socket.MSG_DONTWAIT)
+            if len(word) != _GREETING.size or not _is_same_user(one):
+                return -1
+            magic, token, rank = _GREETING.unpack(word)
+            if magic != _MAGIC or not hmac.compare_digest(token, bytes.fromhex(self.token)) or rank not in missing:
+                return -1
+            one.send(_ACCEPTED, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return -1
+        return int(rank)
+
+
+def connect(name: str, token: str, rank: int, deadline: float) -> socket.socket:
+    """Connect to a rank's listener as `rank`; `await_accepted` follows.
+
+    Raises:
+        OSError: nobody listens there, such as in another network namespace, or another user does.
+    """
+    one = _new_socket()
+    try:
+        while True:
+            try:
+                one.connect(_address(name))
+                break
+            except BlockingIOError:  # too many connect at once
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_S)
+        if not _is_same_user(one):
+            raise PermissionError("the listener belongs to another user")
+        one.send(_GREETING.pack(_MAGIC, bytes.fromhex(token), rank))
+    except BaseException:
+        one.close()
+        raise
+    return one
+
+
+def await_accepted(one: socket.socket, deadline: float) -> None:
+    """Wait until the listener has accepted this connection.
+
+    Raises:
+        OSError: it has not, in time.
+    """
+    ready, _, _ = select.select([one], [], [], max(deadline - time.monotonic(), 0.0))
+    if not ready or one.recv(len(_ACCEPTED)) != _ACCEPTED:
+        raise ConnectionRefusedError("the connection was refused")
+
+
+def _new_socket() -> socket.socket:
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    one.setblocking(False)
+    return one
+
+
+def _address(name: str) -> str:
+    return f"\0ddp_loop/{name}"
+
+
+def _is_same_user(one: socket.socket) -> bool:
+    _, uid, _ = _UID.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UID.size))
+    return bool(uid == os.geteuid())
+
+
+def _close_all(sockets: Iterable[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
+
+
+class LocalPeers:
+    """Messages to and from the other ranks of this machine.
+
+    A forked process, such as a DataLoader's worker, closes its copies, so that a rank that is killed is noticed.
+
+    Args:
+        sockets: of the other ranks, by rank.
+
+    Attributes:
+        gone: the ranks whose connection has ended.
+    """
+
+    _open: ClassVar[weakref.WeakSet[LocalPeers]] = weakref.WeakSet()
+
+    def __init__(self, sockets: dict[int, socket.socket]) -> None:
+        self._sockets = sockets
+        self._ranks = {one.fileno(): rank for rank, one in sockets.items()}
+        self._poll = select.poll()
+        for descriptor, rank in self._ranks.items():
+            sockets[rank].setblocking(False)  # an accepted one blocks
+            self._poll.register(descriptor, select.POLLIN)
+        self._buffer = bytearray(_FORM.size + TEXT_BYTES)
+        self._room = socket.CMSG_SPACE(8 * 4)  # for descriptors
+        self.gone: set[int] = set()
+        LocalPeers._open.add(self)
+
+    def send(self, header: Header, to: Iterable[int], text: bytes = b"", descriptors: Sequence[int] = ()) -> set[int]:
+        """Send a message; returns the ranks that have no room for it now."""
+        word = _FORM.pack(*header[:-1], *header.words, *_NO_WORDS[len(header.words) :]) + text
+        full = set()
+        for rank in to:
+            try:
+                if descriptors:
+                    socket.send_fds(self._sockets[rank], [word], list(descriptors))
+                else:
+                    self._sockets[rank].send(word)
+            except BlockingIOError:
+                full.add(rank)
+            except OSError:  # what it sent before can still be read
+                pass
+        return full
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """The ranks from which something can be read, or whose connection ended; waits for the first one."""
+        return [self._ranks[descriptor] for descriptor, _ in self._poll.poll(1e3 * timeout_s)]
+
+    def receive(self, rank: int) -> tuple[Header, bytes, list[int]] | None:
+        """The next message of a rank, its text, and its file descriptors; None if there is none, or none will come."""
+        one = self._sockets[rank]
+        try:
+            size, attached, _, _ = one.recvmsg_into([self._buffer], self._room, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None
+        except OSError:
+            size, attached = 0, []
+        descriptors = [number for level, kind, data in attached for number in _descriptors(level, kind, data)]
+        if size < _FORM.size:
+            for number in descriptors:
+                os.close(number)
+            self._forget(rank)
+            return None
+        fields = _FORM.unpack_from(self._buffer)
+        header = Header._make((*fields[:-WORDS], fields[-WORDS:]))
+        return header, bytes(self._buffer[_FORM.size : size]), descriptors
+
+    def _forget(self, rank: int) -> None:
+        """Note that a connection has ended: no more comes from it."""
+        if rank not in self.gone:
+            self.gone.add(rank)
+            with suppress(KeyError, ValueError):
+                self._poll.unregister(self._sockets[rank].fileno())
+
+    def close(self) -> None:
+        """End all connections."""
+        LocalPeers._open.discard(self)
+        self.gone.update(self._sockets)
+        _close_all(self._sockets.values())
+
+    @classmethod
+    def close_in_child(cls) -> None:
+        """Close the copies in a forked process."""
+        for one in list(cls._open):
+            _close_all(one._sockets.values())
+
+
+os.register_at_fork(after_in_child=LocalPeers.close_in_child)
+
+
+def _descriptors(level: int, kind: int, data: bytes) -> list[int]:
+    if (level, kind) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+        return []
+    count = len(data) // 4
+    return list(struct.unpack(f"{count}i", data[: count * 4]))

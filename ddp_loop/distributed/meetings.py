@@ -1,0 +1,333 @@
+"""Meetings of the ranks of one machine: values in shared memory, and a header to every other rank.
+
+[Note: Meetings] Each rank has an *arena* that all ranks have mapped. It puts its values there and sends every other
+rank a header, which states the operation, its length, and where the values lie. Once the headers of all ranks have
+come, it reads their values. So one meeting is enough for a small sum, and all ranks have the same bits.
+
+[Note: Using memory again] A header also states the last operation that its sender completed. A rank writes over values
+in its arena once all others have completed the operation that they belong to. Usually the next headers say so by
+themselves; where they do not, the rank asks.
+
+[Note: Parting] Ranks that meet in different operations see it in each other's headers. Each then sends its place in
+words, and all raise the same error.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from functools import lru_cache
+
+import torch
+
+from ddp_loop.distributed.backend import LOOK_S, Parted
+from ddp_loop.distributed.failures import STAGES, PeerGone, RankStatus
+from ddp_loop.distributed.local_sockets import TEXT_BYTES, Header, LocalPeers
+from ddp_loop.distributed.shared_memory import Segment, aligned
+
+ARRIVED, MAPPED, REDUCED, COPIED, _DONE, _ASK, _PLACE = range(7)  # stages, and other messages
+NUMBERS, SUM, GATHER, BROADCAST, FLAT = range(5)  # kinds
+ARENA_BYTES = 2 * 2**20
+PART_BYTES = ARENA_BYTES // 4  # the most that a rank puts there for one operation
+_PLACE_S = 1.0  # for the places of ranks that make another operation
+_ROOM_S = 0.001  # until a full connection is tried again
+_VIEWS = 4096
+_NUMBER_OF = {name: number for number, name in enumerate(STAGES)}
+
+Then = Callable[["Meeting", Callable[[], bool]], None]
+
+
+@lru_cache(maxsize=1024)
+def _digest(what: str, dtype: torch.dtype | None, layout: object) -> int:
+    return zlib.crc32(f"{what} {dtype} {layout}".encode(errors="replace"))
+
+
+def _note(stage: int, sequence: int = 0, done: int = 0) -> Header:
+    return Header(stage, 0, 0, 0, sequence, 0, 0, done, 0, 0, ())
+
+
+class Meeting:
+    """An operation under way: its ranks' headers of one stage.
+
+    Attributes:
+        sequence, stage, what: of the operation.
+        headers: of the other ranks, by rank, once all have come.
+    """
+
+    __slots__ = ("_then", "header", "headers", "is_over", "stage", "what")
+
+    def __init__(self, header: Header, what: str, then: Then | None = None) -> None:
+        self.header, self.stage, self.what, self._then = header, header.stage, what, then
+        self.headers: dict[int, Header] = {}
+        self.is_over = False
+
+    @property
+    def sequence(self) -> int:
+        return self.header.sequence
+
+    def is_completed(self) -> bool:
+        return self.is_over
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        """Not without its backend, which was left."""
+        raise RuntimeError("The world of this operation was left.")
+
+    def rows(self) -> list[tuple[int, ...]]:
+        """The numbers of all ranks, in rank order."""
+        own = self.header
+        size, count = len(self.headers) + 1, own.length
+        found = {**self.headers, next(rank for rank in range(size) if rank not in self.headers): own}
+        return [found[rank].words[:count] for rank in range(size)]
+
+    def complete(self, headers: dict[int, Header], in_vain: Callable[[], bool]) -> None:
+        """Take the headers, and do what remains of the operation."""
+        self.headers, then = headers, self._then
+        self._then = None
+        if then is not None:
+            then(self, in_vain)
+        self.is_over = True
+
+
+class Meetings:
+    """The meetings of one world's ranks on one machine, in their order. See [Note: Meetings].
+
+    Args:
+        rank: of this process.
+        peers: the connections to the other ranks.
+        arenas: of all ranks, in rank order.
+        where: where this rank is.
+        in_vain: whether a rank failed or takes too long; called every LOOK_S seconds where `start_...` must wait.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peers: LocalPeers,
+        arenas: Sequence[Segment],
+        where: Callable[[], RankStatus],
+        in_vain: Callable[[], bool],
+    ) -> None:
+        self.rank, self.size = rank, len(arenas)
+        self._peers, self._arenas = peers, [one.bytes for one in arenas]
+        self._where, self._in_vain = where, in_vain
+        self.others = [other for other in range(self.size) if other != rank]
+        self._sequence = 0
+        self._open: dict[int, Meeting] = {}  # operations whose values in arenas this rank may still read
+        self._regions: deque[tuple[int, int, int]] = deque()  # sequence, start, end, of values that may be read
+        self._head = 0
+        self._inbox: dict[tuple[int, int], dict[int, Header]] = {}  # by sequence and stage
+        self._attached: dict[tuple[int, int], list[int]] = {}  # descriptors, by sequence and rank
+        self._done = dict.fromkeys(self.others, 0)  # the last operation that each rank has completed
+        self._last: dict[int, RankStatus] = dict.fromkeys(self.others, RankStatus())
+        self._asked: dict[int, int] = {}  # by rank: it waits until this operation is completed here
+        self._places: dict[int, str] = {}
+        self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
+        self.unsettled: Meeting | None = None  # the last operation whose sums other ranks may still read
+
+    # -- meetings ------------------------------------------------------------------------------------------
+
+    def meet(
+        self,
+        kind: int,
+        length: int,
+        what: str,
+        dtype: torch.dtype | None = None,
+        values: Sequence[torch.Tensor] = (),
+        *,
+        layout: object = None,
+        words: tuple[int, ...] = (),
+        descriptors: Sequence[int] = (),
+        then: Then | None = None,
+        reads: bool = False,
+    ) -> Meeting:
+        """Start an operation: put values into the arena, and say so to all ranks. Every rank must call this.
+
+        Args:
+            kind, length, what, dtype, layout: the same on every rank; otherwise all raise.
+            values: (K,) each, of at most PART_BYTES together.
+            words: integers for the others, up to WORDS.
+            descriptors: files for the others; `attached` returns them there.
+            then: what remains to be done once the headers of all ranks have come.
+            reads: whether it reads values from arenas.
+        """
+        offset = self._put(values) if values else 0
+        completed, self._sequence = self._completed, self._sequence + 1
+        digest = _digest(what, dtype, layout)
+        where, number, files = self._where(), self._sequence, len(descriptors)
+        at, step = _NUMBER_OF.get(where.stage, 0), where.step
+        header = Header(ARRIVED, kind, files, digest, number, length, offset, completed, at, step, words)
+        meeting = Meeting(header, what, then)
+        if reads:
+            self._open[self._sequence] = meeting
+        self._send(header, self.others, descriptors=descriptors)
+        return meeting
+
+    def again(self, meeting: Meeting, stage: int, words: tuple[int, ...] = ()) -> Meeting:
+        """The next stage of an operation. Every rank must call this."""
+        header = meeting.header._replace(stage=stage, segments=0, done=self._completed, words=words)
+        self._send(header, self.others)
+        return Meeting(header, meeting.what)
+
+    def finish(self, work: Meeting, in_vain: Callable[[], bool]) -> None:
+        """Wait until the headers of all ranks have come, and complete the operation."""
+        if work.is_over:
+            return
+        key = work.header.sequence, work.stage
+        self._drain(self.others)
+        looked = time.monotonic()
+        while len(headers := self._inbox.get(key, {})) < len(self.others):
+            self._check(work, headers)
+            for rank in self.others:
+                if rank not in headers and rank in self._peers.gone:
+                    raise PeerGone(rank, self._last[rank])
+            self._drain(self._peers.wait(LOOK_S))
+            if (now := time.monotonic()) - looked > LOOK_S:
+                looked = now
+                if in_vain():
+                    raise RuntimeError(f"not every rank came to {work.what}")
+        self._check(work, headers)
+        del self._inbox[key]
+        work.complete(headers, in_vain)
+        if self._open.pop(work.sequence, None) is not None and self._asked:
+            self._answer()
+
+    def finish_now(self, work: Meeting) -> Meeting:
+        """Wait inside of another operation's start; returns the meeting."""
+        self.finish(work, self._in_vain)
+        return work
+
+    def _answer(self) -> None:
+        """Tell the ranks that asked how far this one is."""
+        for rank, sequence in list(self._asked.items()):
+            if self._completed >= sequence:
+                del self._asked[rank]
+                self._send(_note(_DONE, done=self._completed), [rank])
+
+    @property
+    def _completed(self) -> int:
+        """The last operation that is completed here with all before it."""
+        return next(iter(self._open)) - 1 if self._open else self._sequence
+
+    def _check(self, work: Meeting, headers: dict[int, Header]) -> None:
+        """Raise where another rank makes another operation. See [Note: Parting]."""
+        own = work.header
+        for header in headers.values():
+            if (header.kind, header.length, header.digest) != (own.kind, own.length, own.digest):
+                self._part(f"{work.what}{self._where()}", headers.keys())
+
+    def _part(self, own: str, met: Collection[int]) -> None:
+        text = own.encode(errors="replace")[:TEXT_BYTES]
+        self._send(_note(_PLACE), self.others, text)
+        deadline = time.monotonic() + _PLACE_S
+        while any(rank not in self._places and rank not in self._peers.gone for rank in met):
+            if (left := deadline - time.monotonic()) <= 0:
+                break
+            self._drain(self._peers.wait(left))
+        places = {**self._places, self.rank: own}
+        raise Parted([places.get(rank, "another place") for rank in range(self.size)])
+
+    # -- messages ------------------------------------------------------------------------------------------
+
+    def _send(self, header: Header, to: Collection[int], text: bytes = b"", descriptors: Sequence[int] = ()) -> None:
+        """Send a message; where a connection is full, read meanwhile, so that ranks do not wait for each other."""
+        while to := self._peers.send(header, to, text, descriptors):
+            self._drain(self.others)
+            to = [rank for rank in to if rank not in self._peers.gone]
+            if to:
+                time.sleep(_ROOM_S)
+
+    def _drain(self, ranks: Collection[int]) -> None:
+        """Read what has come from these ranks."""
+        for rank in ranks:
+            while (message := self._peers.receive(rank)) is not None:
+                self._read(rank, *message)
+
+    def _read(self, rank: int, header: Header, text: bytes, descriptors: list[int]) -> None:
+        self._done[rank] = max(self._done[rank], header.done)
+        if header.stage <= COPIED:
+            self._last[rank] = RankStatus(STAGES[header.at], header.step)
+            self._inbox.setdefault((header.sequence, header.stage), {})[rank] = header
+            if descriptors:
+                self._attached[header.sequence, rank] = descriptors
+        elif header.stage == _PLACE:
+            self._places[rank] = text.decode(errors="replace")
+        elif header.stage == _ASK:
+            self._asked[rank] = header.sequence
+            self._answer()
+
+    def attached(self, meeting: Meeting, rank: int) -> list[int]:
+        """The descriptors that a rank sent with an operation; whoever takes them closes them."""
+        return self._attached.pop((meeting.sequence, rank), [])
+
+    # -- the arena -----------------------------------------------------------------------------------------
+
+    def values_of(self, meeting: Meeting, rank: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """What a rank put into its arena for an operation, (count,)."""
+        header = meeting.header if rank == self.rank else meeting.headers[rank]
+        return self._view(rank, header.offset, dtype, count)
+
+    def values_of_all(self, meeting: Meeting, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """What all ranks put into their arenas for an operation, in rank order, (count,) each."""
+        return [self.values_of(meeting, rank, dtype, count) for rank in range(self.size)]
+
+    def _view(self, rank: int, offset: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+        key = rank, offset, dtype, count
+        if (view := self._views.get(key)) is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            view = self._views[key] = self._arenas[rank][offset : offset + count * dtype.itemsize].view(dtype)
+        return view
+
+    def _put(self, values: Sequence[torch.Tensor]) -> int:
+        """Copy values into this rank's arena, one after another; returns where, in bytes."""
+        offset = start = self._claim(sum(one.nbytes for one in values))
+        for one in values:
+            self._view(self.rank, offset, one.dtype, len(one)).copy_(one)
+            offset += one.nbytes
+        return start
+
+    def _claim(self, size: int) -> int:
+        """A part of the arena that no rank reads any more. See [Note: Using memory again]."""
+        size = aligned(size)
+        start = self._head if self._head + size <= ARENA_BYTES else 0
+        end = start + size
+        if needed := max((one for one, first, last in self._regions if first < end and start < last), default=0):
+            self._await_completed(needed)
+            while self._regions and self._regions[0][0] <= needed:
+                self._regions.popleft()
+        self._regions.append((self._sequence + 1, start, end))
+        self._head = end
+        return start
+
+    def _await_completed(self, sequence: int) -> None:
+        """Wait until all ranks have completed an operation, with those before it."""
+        for number in [number for number in self._open if number <= sequence]:
+            self.finish_now(self._open[number])
+        late = [rank for rank in self.others if self._done[rank] < sequence]
+        if not late:
+            return
+        self._drain(late)
+        self._send(_note(_ASK, sequence), [rank for rank in late if self._done[rank] < sequence])
+        looked = time.monotonic()
+        while late := [rank for rank in late if self._done[rank] < sequence]:
+            for rank in late:
+                if rank in self._peers.gone:
+                    raise PeerGone(rank, self._last[rank])
+            self._drain(self._peers.wait(LOOK_S))
+            if (now := time.monotonic()) - looked > LOOK_S:
+                looked = now
+                if self._in_vain():
+                    raise RuntimeError("not every rank completed its operations")
+
+    # -- leaving -------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Close the connections; the memory is freed with the last tensor in it."""
+        self._peers.close()
+        for number in [number for numbers in self._attached.values() for number in numbers]:
+            os.close(number)
+        self._attached.clear()

@@ -1,0 +1,91 @@
+"""The exchange in memory, for ranks of one machine that compute on the CPU: a backend.
+
+Small operations take one meeting. Large tensors go in parts, one after another; those of buckets lie in shared memory
+anyway (`memory_sum`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+import torch
+
+from ddp_loop.distributed.backend import PieceOrder, Work
+from ddp_loop.distributed.meetings import BROADCAST, COPIED, GATHER, NUMBERS, PART_BYTES, SUM, Meeting, Meetings, Then
+from ddp_loop.distributed.memory_sum import MemoryFlatSum
+from ddp_loop.distributed.piece_sums import add_pieces
+
+
+class MemoryBackend(Meetings):
+    """Collectives between the ranks of one machine."""
+
+    # -- operations ----------------------------------------------------------------------------------------
+
+    def start_numbers(self, numbers: Sequence[int], what: str) -> Meeting:
+        return self.meet(NUMBERS, len(numbers), what, words=tuple(numbers))
+
+    def start_sum(self, tensor: torch.Tensor, what: str) -> Meeting:
+        flat = tensor.view(-1)
+        if flat.nbytes > PART_BYTES:
+            then = self._in_parts(flat, lambda part: self.start_sum(flat[part], what))
+            return self.meet(SUM, flat.nbytes, what, flat.dtype, then=then)
+        return self.meet(SUM, flat.nbytes, what, flat.dtype, [flat], then=partial(self._add, flat), reads=True)
+
+    def start_gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Meeting:
+        return self._gather(whole.view(self.size, -1), part, what)
+
+    def _gather(self, rows: torch.Tensor, own: torch.Tensor, what: str) -> Meeting:
+        if own.nbytes > PART_BYTES:
+            then = self._in_parts(own, lambda part: self._gather(rows[:, part], own[part], what))
+            return self.meet(GATHER, own.nbytes, what, own.dtype, then=then)
+        return self.meet(GATHER, own.nbytes, what, own.dtype, [own], then=partial(self._fill, rows), reads=True)
+
+    def start_broadcast(self, tensor: torch.Tensor, what: str) -> Meeting:
+        flat = tensor.view(-1)
+        if flat.nbytes > PART_BYTES:
+            then = self._in_parts(flat, lambda part: self.start_broadcast(flat[part], what))
+            return self.meet(BROADCAST, flat.nbytes, what, flat.dtype, then=then)
+        values = [flat] if self.rank == 0 else []
+        return self.meet(BROADCAST, flat.nbytes, what, flat.dtype, values, then=partial(self._take, flat), reads=True)
+
+    def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> MemoryFlatSum:
+        return MemoryFlatSum(self, order, length, dtype)
+
+    def start_settling(self) -> Meeting | None:
+        """Start to wait until no rank reads this one's buckets."""
+        last, self.unsettled = self.unsettled, None
+        return None if last is None else self.again(last, COPIED)
+
+    def _in_parts(self, tensor: torch.Tensor, start: Callable[[slice], Meeting]) -> Then:
+        """Do an operation on all elements of `tensor`, (K,), in parts, one after another."""
+        step = PART_BYTES // tensor.itemsize
+
+        def run(meeting: Meeting, in_vain: Callable[[], bool]) -> None:
+            for first in range(0, len(tensor), step):
+                self.finish(start(slice(first, first + step)), in_vain)
+
+        return run
+
+    def _add(self, flat: torch.Tensor, meeting: Meeting, in_vain: Callable[[], bool]) -> None:
+        if len(flat):
+            pieces = self.values_of_all(meeting, flat.dtype, len(flat))
+            add_pieces(pieces, (0, *(1,) * (self.size - 1)), (), flat)
+
+    def _fill(self, rows: torch.Tensor, meeting: Meeting, in_vain: Callable[[], bool]) -> None:
+        for row, values in zip(rows, self.values_of_all(meeting, rows.dtype, rows.shape[1]), strict=True):
+            row.copy_(values)
+
+    def _take(self, flat: torch.Tensor, meeting: Meeting, in_vain: Callable[[], bool]) -> None:
+        if self.rank != 0:
+            flat.copy_(self.values_of(meeting, 0, flat.dtype, len(flat)))
+
+    def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
+        assert isinstance(work, Meeting)
+        self.finish(work, in_vain)
+
+    def cut_off(self) -> None:
+        self.end()
+
+    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
+        self.end()

@@ -1,0 +1,79 @@
+"""How pieces of a sum are added up in a given order, whatever they are and wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+from ddp_loop.distributed.backend import PieceOrder
+from ddp_loop.distributed.encoding import as_real
+
+Item = TypeVar("Item")
+IDENTITY = -0.0  # x + -0.0 is x to the bit, also where x is -0.0
+
+
+def fill_identity(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor with -0.0, in both parts of a complex one, and return it."""
+    as_real(tensor).fill_(IDENTITY)
+    return tensor
+
+
+def padded(length: int, order: PieceOrder) -> int:
+    """The length of a row with room for `length` values; a multiple of the ranks where each is sent a part."""
+    ranks = len(order.pieces)
+    return length if order.is_any else -(-length // ranks) * ranks
+
+
+def merge(sums: list[Item | None], times: int, add: Callable[[Item, Item], object]) -> list[Item]:
+    """Add the last of `sums` into the one before it, `times` times; None stands for an empty shard.
+
+    Returns:
+        The sums that are free again.
+    """
+    freed: list[Item] = []
+    for _ in range(times):
+        right = sums.pop()
+        left = sums[-1]
+        if left is None:
+            sums[-1] = right
+        elif right is not None:
+            add(left, right)
+            freed.append(right)
+    return freed
+
+
+def add_pieces(
+    pieces: Sequence[torch.Tensor], last_merges: Iterable[int], others: Iterable[torch.Tensor], out: torch.Tensor
+) -> None:
+    """Add up `pieces` in their order, then `others`, into `out`, (K,) each; the pieces are only read.
+
+    Where there are two pieces, or one, `out` may be one of them.
+    """
+    if len(pieces) == 2:
+        torch.add(pieces[0], pieces[1], out=out)
+    else:
+        _add_tree(pieces, last_merges, out)
+    for one in others:
+        out.add_(one)
+
+
+def _add_tree(pieces: Sequence[torch.Tensor], last_merges: Iterable[int], out: torch.Tensor) -> None:
+    sums: list[tuple[torch.Tensor, bool]] = []  # and whether it may be written
+    room: torch.Tensor | None = out  # for the first sum, which all others join
+    for piece, merges in zip(pieces, last_merges, strict=True):
+        sums.append((piece, False))
+        for _ in range(merges):
+            right, is_right_own = sums.pop()
+            left, is_left_own = sums.pop()
+            if is_left_own:
+                total = left.add_(right)
+            elif is_right_own:
+                total = torch.add(left, right, out=right)
+            else:
+                total = torch.add(left, right) if room is None else torch.add(left, right, out=room)
+                room = None
+            sums.append((total, True))
+    if room is not None:  # a single piece
+        out.copy_(sums[0][0])

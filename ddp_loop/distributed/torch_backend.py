@@ -1,0 +1,123 @@
+"""A process group of torch as a backend, as it is with NCCL.
+
+[Note: Two ways] A flat sum of two pieces, or of pieces in any order, takes one all-reduce. Otherwise each rank receives
+a part of every piece, adds these up in their order, and sends the result to all: an all-to-all and an all-gather, which
+carry as much as a ring's all-reduce where every rank has one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ddp_loop.distributed.backend import STEP, PieceOrder, Work
+from ddp_loop.distributed.piece_sums import merge
+
+
+class TorchBackend:
+    """A process group of torch; it finds failures itself, and `wait` holds up the device alone."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.size = group, group.size()
+
+    def start_numbers(self, numbers: Sequence[int], what: str) -> TorchNumbers:
+        part = torch.tensor(numbers)
+        whole = part.new_empty(self.size * len(numbers))
+        return TorchNumbers(self.start_gather(whole, part, what), whole.view(self.size, -1))
+
+    def start_sum(self, tensor: torch.Tensor, what: str) -> Work:
+        return self._group.allreduce([tensor])
+
+    def start_exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, from_each: list[int], to_each: list[int]
+    ) -> Work:
+        """Start to send each rank its rows of `sent`, (rows, K), and to receive what all send here, in rank order."""
+        return self._group.alltoall_base(received, sent, from_each, to_each)
+
+    def start_gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Work:
+        return self._group._allgather_base(whole, part)
+
+    def start_broadcast(self, tensor: torch.Tensor, what: str) -> Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self._group.broadcast([tensor], options)
+
+    def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> TorchFlatSum:
+        return TorchFlatSum(self, order, length, dtype, device)
+
+    def start_settling(self) -> None:
+        return None
+
+    def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
+        work.wait()
+
+    def cut_off(self) -> None:
+        self._group.abort()
+
+    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
+        """Drop the group: its connections are closed with the last reference."""
+        del self._group
+
+
+class TorchNumbers:
+    """Integers of all ranks under way."""
+
+    def __init__(self, work: Work, whole: torch.Tensor) -> None:
+        self._work, self._whole = work, whole
+        self.is_completed = work.is_completed
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        return self._work.wait() if timeout is None else self._work.wait(timeout)
+
+    def rows(self) -> list[tuple[int, ...]]:
+        return list(map(tuple, self._whole.tolist()))
+
+
+class TorchFlatSum:
+    """A flat sum by all-reduce, or by all-to-all and all-gather. See [Note: Two ways]."""
+
+    def __init__(
+        self, backend: TorchBackend, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._backend, self._order = backend, order
+        self._length, self._dtype, self._device = length, dtype, device
+        self._rows = [max(1, pieces) for pieces in order.pieces]  # a rank without shards sends -0.0, with the tail
+        self._flat: torch.Tensor | None = None
+        self._sent: torch.Tensor | None = None
+        self._received: torch.Tensor | None = None
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self._length, dtype=self._dtype, device=self._device)
+
+    def arrive(self, rows: Sequence[torch.Tensor]) -> Work:
+        if self._order.is_any:
+            return self._backend.start_sum(rows[0], STEP)
+        self._flat, ranks = rows[0], self._backend.size
+        pieces = torch.stack(tuple(rows)) if len(rows) > 1 else rows[0]
+        self._sent = pieces.view(len(rows), ranks, -1).transpose(0, 1).reshape(ranks * len(rows), -1)
+        if self._received is None:
+            self._received = rows[0].new_empty(sum(self._rows), len(rows[0]) // ranks)
+        return self._backend.start_exchange(self._received, self._sent, self._rows, [len(rows)] * ranks)
+
+    def reduce(self) -> Work | None:
+        if self._received is None or self._flat is None:
+            return None
+        rows, merges = iter(self._received), iter(self._order.last_merges)
+        sums: list[torch.Tensor | None] = []
+        others: list[torch.Tensor] = []  # of ranks without shards: their tails
+        for pieces in self._order.pieces:
+            if not pieces:
+                others.append(next(rows))
+            for _ in range(pieces):
+                sums.append(next(rows))
+                merge(sums, next(merges), torch.Tensor.add_)
+        whole = self._received[0]  # that of rank 0, which has the first shard
+        for row in others:
+            whole.add_(row)
+        return self._backend.start_gather(self._flat, whole, STEP)
+
+    def collect(self) -> None:
+        self._flat = self._sent = None
