@@ -8,7 +8,7 @@ same bits; a `FlatSum` adds pieces in a given order. What fails raises RuntimeEr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -21,10 +21,10 @@ STEP = "a step's sum"
 class Parted(RuntimeError):
     """Ranks make different collectives; raised on every rank, with the place of each."""
 
-    def __init__(self, places: Sequence[str]) -> None:
+    def __init__(self, places: Mapping[int, str]) -> None:
         super().__init__(
             "Every rank must make the same collectives in the same order, but "
-            + ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+            + ", ".join(f"rank {rank} is at {place}" for rank, place in places.items())
             + ". Call evaluate, and whatever else is for every rank, on all of them in the same order."
         )
 

@@ -163,7 +163,8 @@ class Collectives:
             text = f"{kind}{where}".encode(errors="replace")[:_KIND_BYTES]
             room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             rows = self._side_by_side(room, kind)
-            raise Parted([bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows])
+            places = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+            raise Parted(dict(enumerate(places)))
         return [size for _, size in told]
 
     def _collect(self, tensor: torch.Tensor, operation: Operation, waits: str) -> None:

@@ -42,8 +42,8 @@ def meet_in_memory(
     *,
     where: Callable[[], RankStatus],
     in_vain: Callable[[], bool],
-) -> MemoryBackend:
-    """The exchange in memory. Every rank must call this.
+) -> tuple[MemoryBackend, list[range]]:
+    """The exchange in memory with the ranks of this machine, and the ranks of each machine. Every rank must call this.
 
     Args:
         store: with keys of this world alone.
@@ -70,14 +70,14 @@ def meet_in_memory(
     try:
         every = [json.loads(word) for word in _told_by_all(store, "here", place, json.dumps(said), timeout_s)]
         _refuse([one["why"] for one in every])
-        if len({one["machine"] for one in every}) > 1:
-            raise NoSharedMemory("The ranks are on several machines.")
+        machines = _machines([one["machine"] for one in every])
+        ranks = next(one for one in machines if place.rank in one)
         arenas: list[Segment] = []
         try:
             assert listener is not None
             deadline = time.monotonic() + min(timeout_s, _CONNECT_S)
-            peers = LocalPeers(_connected(listener, every, place, deadline))
-            arenas = _arenas(peers, place, deadline)
+            peers = LocalPeers(_connected(listener, every, place.rank, ranks, deadline))
+            arenas = _arenas(peers, place.rank - ranks.start, len(ranks), deadline)
         except (OSError, ValueError) as error:
             why = f"Rank {place.rank} does not reach the others in memory ({error})."
         _refuse(_told_by_all(store, "ready", place, why, timeout_s))
@@ -89,7 +89,7 @@ def meet_in_memory(
         if listener is not None:
             listener.close()
     assert peers is not None  # otherwise this rank had a reason
-    return MemoryBackend(place.rank, peers, arenas, where, in_vain)
+    return MemoryBackend(place.rank - ranks.start, peers, arenas, ranks.start, where, in_vain), machines
 
 
 def machine_of(place: RankEnv) -> str:
@@ -100,6 +100,21 @@ def machine_of(place: RankEnv) -> str:
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/net")
     return f"{boot or socket.gethostname()} {namespace} {place.rank - place.local_rank}"
+
+
+def _machines(every: list[str]) -> list[range]:
+    """The ranks of each machine, in order.
+
+    Raises:
+        NoSharedMemory: none has two ranks, or those of one are not neighbours.
+    """
+    starts = [rank for rank, one in enumerate(every) if rank == 0 or one != every[rank - 1]]
+    machines = [range(start, end) for start, end in zip(starts, [*starts[1:], len(every)], strict=True)]
+    if len(machines) == len(every):
+        raise NoSharedMemory("Each rank is on a machine, or in a network namespace, of its own.")
+    if len(machines) > len(set(every)):
+        raise NoSharedMemory("The ranks of a machine do not follow each other.")
+    return machines
 
 
 def _told_by_all(store: dist.Store, what: str, place: RankEnv, own: str, timeout_s: float) -> list[str]:
@@ -117,15 +132,19 @@ def _refuse(whys: list[str]) -> None:
 
 
 def _connected(
-    listener: Listener, every: list[dict[str, str]], place: RankEnv, deadline: float
+    listener: Listener, every: list[dict[str, str]], rank: int, ranks: range, deadline: float
 ) -> dict[int, socket.socket]:
-    """The connections to all other ranks: to the lower ones by `connect`, from the higher ones by `accept`."""
+    """The connections to the other `ranks` of this machine, counted on it.
+
+    Those to the lower ones are made by `connect`, those from the higher ones by `accept`.
+    """
     found: dict[int, socket.socket] = {}
     try:
-        for rank in range(place.rank):
-            found[rank] = connect(every[rank]["name"], every[rank]["token"], place.rank, deadline)
+        own = rank - ranks.start
+        for number, lower_rank in enumerate(range(ranks.start, rank)):
+            found[number] = connect(every[lower_rank]["name"], every[lower_rank]["token"], own, deadline)
         lower = list(found.values())
-        found |= listener.accept(range(place.rank + 1, place.size), deadline)
+        found |= listener.accept(range(own + 1, len(ranks)), deadline)
         for one in lower:
             await_accepted(one, deadline)
     except BaseException:
@@ -135,12 +154,12 @@ def _connected(
     return found
 
 
-def _arenas(peers: LocalPeers, place: RankEnv, deadline: float) -> list[Segment]:
-    """The arenas of all ranks, in rank order."""
-    others = [rank for rank in range(place.size) if rank != place.rank]
+def _arenas(peers: LocalPeers, own_rank: int, size: int, deadline: float) -> list[Segment]:
+    """The arenas of all ranks of the machine, in rank order."""
+    others = [rank for rank in range(size) if rank != own_rank]
     found: dict[int, Segment] = {}
     try:
-        own = found[place.rank] = Segment.make(ARENA_BYTES)
+        own = found[own_rank] = Segment.make(ARENA_BYTES)
     except OSError:
         peers.send(_ARENA, others)
         raise
@@ -158,4 +177,4 @@ def _arenas(peers: LocalPeers, place: RankEnv, deadline: float) -> list[Segment]
             found[rank].close()
             if len(found[rank].bytes) != ARENA_BYTES:
                 raise ConnectionError(f"the arena of rank {rank} has another size")
-    return [found[rank] for rank in range(place.size)]
+    return [found[rank] for rank in range(size)]

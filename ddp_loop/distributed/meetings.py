@@ -96,9 +96,10 @@ class Meetings:
     """The meetings of one world's ranks on one machine, in their order. See [Note: Meetings].
 
     Args:
-        rank: of this process.
+        rank: of this process, counted on its machine.
         peers: the connections to the other ranks.
-        arenas: of all ranks, in rank order.
+        arenas: of all ranks of the machine, in rank order.
+        first: the machine's first rank; messages count over all machines.
         where: where this rank is.
         in_vain: whether a rank failed or takes too long; called every LOOK_S seconds where `start_...` must wait.
     """
@@ -108,12 +109,13 @@ class Meetings:
         rank: int,
         peers: LocalPeers,
         arenas: Sequence[Segment],
+        first: int,
         where: Callable[[], RankStatus],
         in_vain: Callable[[], bool],
     ) -> None:
-        self.rank, self.size = rank, len(arenas)
+        self.rank, self.size, self._first = rank, len(arenas), first
         self._peers, self._arenas = peers, [one.bytes for one in arenas]
-        self._where, self._in_vain = where, in_vain
+        self._where, self.in_vain = where, in_vain
         self.others = [other for other in range(self.size) if other != rank]
         self._sequence = 0
         self._open: dict[int, Meeting] = {}  # operations whose values in arenas this rank may still read
@@ -180,30 +182,41 @@ class Meetings:
         self._drain(self.others)
         looked = time.monotonic()
         while len(headers := self._inbox.get(key, {})) < len(self.others):
+            if work.is_over:  # another rank asked for it
+                return
             self._check(work, headers)
             for rank in self.others:
                 if rank not in headers and rank in self._peers.gone:
-                    raise PeerGone(rank, self._last[rank])
+                    raise PeerGone(self._first + rank, self._last[rank])
             self._drain(self._peers.wait(LOOK_S))
             if (now := time.monotonic()) - looked > LOOK_S:
                 looked = now
                 if in_vain():
                     raise RuntimeError(f"not every rank came to {work.what}")
-        self._check(work, headers)
-        del self._inbox[key]
-        work.complete(headers, in_vain)
-        if self._open.pop(work.sequence, None) is not None and self._asked:
+        if not work.is_over:
+            self._complete(work, headers, in_vain)
+        if self._asked:
             self._answer()
+
+    def _complete(self, work: Meeting, headers: dict[int, Header], in_vain: Callable[[], bool]) -> None:
+        self._check(work, headers)
+        self._inbox.pop((work.sequence, work.stage), None)
+        work.complete(headers, in_vain)
+        self._open.pop(work.sequence, None)
 
     def finish_now(self, work: Meeting) -> Meeting:
         """Wait inside of another operation's start; returns the meeting."""
-        self.finish(work, self._in_vain)
+        self.finish(work, self.in_vain)
         return work
 
     def _answer(self) -> None:
-        """Tell the ranks that asked how far this one is."""
+        """Complete what ranks asked for, if it has come, and tell them how far this one is."""
         for rank, sequence in list(self._asked.items()):
-            if self._completed >= sequence:
+            for number in [number for number in self._open if number <= sequence]:
+                headers = self._inbox.get((number, ARRIVED), {})
+                if number in self._open and len(headers) == len(self.others):
+                    self._complete(self._open[number], headers, self.in_vain)  # it only reads what is there
+            if rank in self._asked and self._completed >= sequence:
                 del self._asked[rank]
                 self._send(_note(_DONE, done=self._completed), [rank])
 
@@ -228,7 +241,7 @@ class Meetings:
                 break
             self._drain(self._peers.wait(left))
         places = {**self._places, self.rank: own}
-        raise Parted([places.get(rank, "another place") for rank in range(self.size)])
+        raise Parted({self._first + rank: places.get(rank, "another place") for rank in range(self.size)})
 
     # -- messages ------------------------------------------------------------------------------------------
 
@@ -305,8 +318,8 @@ class Meetings:
 
     def _await_completed(self, sequence: int) -> None:
         """Wait until all ranks have completed an operation, with those before it."""
-        for number in [number for number in self._open if number <= sequence]:
-            self.finish_now(self._open[number])
+        for meeting in [meeting for number, meeting in self._open.items() if number <= sequence]:
+            self.finish_now(meeting)
         late = [rank for rank in self.others if self._done[rank] < sequence]
         if not late:
             return
@@ -316,11 +329,11 @@ class Meetings:
         while late := [rank for rank in late if self._done[rank] < sequence]:
             for rank in late:
                 if rank in self._peers.gone:
-                    raise PeerGone(rank, self._last[rank])
+                    raise PeerGone(self._first + rank, self._last[rank])
             self._drain(self._peers.wait(LOOK_S))
             if (now := time.monotonic()) - looked > LOOK_S:
                 looked = now
-                if self._in_vain():
+                if self.in_vain():
                     raise RuntimeError("not every rank completed its operations")
 
     # -- leaving -------------------------------------------------------------------------------------------

@@ -144,7 +144,8 @@ class MemoryFlatSum:
     def _in_order(self, rows: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The pieces of all ranks, and the rows of ranks without any, (count,) each."""
         pieces = [piece for one, count in zip(rows, self._order.pieces, strict=True) for piece in one[:count]]
-        return pieces, [one[0] for one, count in zip(rows, self._order.pieces, strict=True) if not count]
+        others = [one[0] for one, count in zip(rows, self._order.pieces, strict=True) if not count]
+        return (pieces, others) if pieces else (others[:1], others[1:])
 
     def _add_in_blocks(
         self, pieces: list[torch.Tensor], others: list[torch.Tensor], own: torch.Tensor, first: int, end: int

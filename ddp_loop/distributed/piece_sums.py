@@ -51,7 +51,9 @@ def add_pieces(
 
     Where there are two pieces, or one, `out` may be one of them.
     """
-    if len(pieces) == 2:
+    if len(pieces) == 1:
+        out.copy_(pieces[0])
+    elif len(pieces) == 2:
         torch.add(pieces[0], pieces[1], out=out)
     else:
         _add_tree(pieces, last_merges, out)
@@ -75,5 +77,3 @@ def _add_tree(pieces: Sequence[torch.Tensor], last_merges: Iterable[int], out: t
                 total = torch.add(left, right) if room is None else torch.add(left, right, out=room)
                 room = None
             sums.append((total, True))
-    if room is not None:  # a single piece
-        out.copy_(sums[0][0])

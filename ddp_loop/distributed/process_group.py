@@ -23,8 +23,10 @@ from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.failures import PeerFailed, RankStatus
 from ddp_loop.distributed.gloo import GlooBackend, accepted, cut, free_kept, open_sockets
 from ddp_loop.distributed.machine import NoSharedMemory, meet_in_memory
+from ddp_loop.distributed.memory import MemoryBackend
 from ddp_loop.distributed.store import own_keys
 from ddp_loop.distributed.torch_backend import TorchBackend
+from ddp_loop.distributed.two_levels import TwoLevelBackend
 
 
 class ProcessGroups:
@@ -80,9 +82,10 @@ class ProcessGroups:
         self.store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
         self._made: list[dist.ProcessGroup] = []
         self.exchange, self.why_gloo = exchange, ""
-        memory: Backend | None = None
+        memory: MemoryBackend | None = None
+        machines: list[range] = []
         try:
-            memory = meet_in_memory(self.store, place, exchange, timeout_s, where=where, in_vain=in_vain)
+            memory, machines = meet_in_memory(self.store, place, exchange, timeout_s, where=where, in_vain=in_vain)
             self.exchange = "memory"
         except NoSharedMemory as no:
             self.exchange, self.why_gloo = "gloo", str(no)
@@ -92,16 +95,30 @@ class ProcessGroups:
             raise RuntimeError(
                 f'exchange="memory" needs shared memory between all ranks. {self.why_gloo} Pass exchange="auto".'
             )
-        self.backends = self._make_backends(place, device, timeout_s, memory)
+        self.backends = self._make_backends(place, device, timeout_s, memory, machines)
         self.connections = {number: name for number, name in open_sockets().items() if self._before.get(number) != name}
 
     def _make_backends(
-        self, place: RankEnv, device: torch.device, timeout_s: float, memory: Backend | None
+        self,
+        place: RankEnv,
+        device: torch.device,
+        timeout_s: float,
+        memory: MemoryBackend | None,
+        machines: list[range],
     ) -> Backends:
         default = dist.distributed_c10d._get_default_group()
         is_nccl = default._get_backend(device).name() == "nccl"
-        host = memory or GlooBackend(self._make_group(place, timeout_s))
-        others = memory or GlooBackend(self._make_group(place, timeout_s))
+
+        def make() -> Backend:
+            if memory is not None and len(machines) == 1:
+                return memory
+            if memory is None:
+                return GlooBackend(self._make_group(place, timeout_s))
+            group = self._make_group(place, timeout_s, [ranks.start for ranks in machines])
+            leaders = GlooBackend(group) if any(place.rank == ranks.start for ranks in machines) else None
+            return TwoLevelBackend(memory, leaders, machines, place.rank)
+
+        host, others = make(), make()
         if is_nccl:
             return Backends(host, TorchBackend(default), others)
         if accelerator_of(device).is_host or memory is None:
@@ -141,12 +158,14 @@ class ProcessGroups:
         except RuntimeError as error:
             raise _not_all_came(place, timeout_s, error) from error
 
-    def _make_group(self, place: RankEnv, timeout_s: float) -> dist.ProcessGroup:
+    def _make_group(self, place: RankEnv, timeout_s: float, ranks: list[int] | None = None) -> dist.ProcessGroup:
+        """A new group of these ranks, by default of all. Every rank must call this."""
         try:
-            group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
+            group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=self._timeout)
         except RuntimeError as error:
             raise _not_all_came(place, timeout_s, error) from error
-        self._made.append(group)
+        if ranks is None or place.rank in ranks:
+            self._made.append(group)
         return group
 
     def cut_off(self) -> None:

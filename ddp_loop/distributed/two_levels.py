@@ -1,0 +1,293 @@
+"""Ranks of several machines that compute on the CPU: in memory inside a machine, over gloo between their leaders.
+
+The first rank of each machine is its leader. A sum is added up in memory on each machine, the leaders add up what the
+machines have, and each leader gives the result to its own machine.
+
+[Note: One tree] A flat sum has one order over all ranks, whatever the machines. On its machine a rank adds up the
+largest whole nodes of the tree that lie there; only these travel between the leaders, as the pieces of one rank do
+(`training/ordered_sum`). So the bits do not depend on the machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
+from ddp_loop.distributed.gloo import GlooBackend
+from ddp_loop.distributed.memory import MemoryBackend
+from ddp_loop.distributed.piece_sums import IDENTITY, padded
+
+InVain = Callable[[], bool]
+Rest = Callable[[InVain], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order of pieces; as `PieceOrder`."""
+
+    pieces: tuple[int, ...]
+    last_merges: tuple[int, ...]
+    is_any: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A sum in a tree over pieces: those from `first` to `end`, of its halves; a piece itself without them."""
+
+    first: int
+    end: int
+    halves: tuple[Node, Node] | None = None
+
+
+def tree_of(last_merges: Sequence[int]) -> Node | None:
+    """The tree that adds up pieces; None without any."""
+    nodes: list[Node] = []
+    for piece, merges in enumerate(last_merges):
+        nodes.append(Node(piece, piece + 1))
+        for _ in range(merges):
+            right, left = nodes.pop(), nodes.pop()
+            nodes.append(Node(left.first, right.end, (left, right)))
+    return nodes[0] if nodes else None
+
+
+def nodes_inside(node: Node | None, first: int, end: int) -> Iterator[Node]:
+    """The largest whole nodes among the pieces from `first` to `end`."""
+    if node is None or node.end <= first or end <= node.first:
+        return
+    if first <= node.first and node.end <= end:
+        yield node
+    elif node.halves is not None:
+        for half in node.halves:
+            yield from nodes_inside(half, first, end)
+
+
+def merges_of(node: Node | None, leaves: Collection[Node]) -> list[int]:
+    """For each of the leaves below a node, how often the last two sums are added up after it."""
+    if node is None:
+        return []
+    if node in leaves or node.halves is None:
+        return [0]
+    left, right = (merges_of(half, leaves) for half in node.halves)
+    return [*left, *right[:-1], right[-1] + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineOrder:
+    """How one machine takes part in a flat sum.
+
+    Attributes:
+        nodes: the order of each sum that it sends, over its ranks' pieces.
+        rows: for each of these, the part of each local rank's pieces that it adds up.
+        between: the order of what the machines send.
+    """
+
+    nodes: tuple[Order, ...]
+    rows: tuple[tuple[slice, ...], ...]
+    between: Order
+
+
+def machine_order(order: PieceOrder, machines: Sequence[range], own: int) -> MachineOrder:
+    """Cut an order over all ranks into those inside of machine `own` and between the machines. See [Note: One tree].
+
+    Args:
+        order: over all ranks.
+        machines: the ranks of each, in order.
+        own: the number of a machine.
+    """
+    starts = [sum(order.pieces[:rank]) for rank in range(len(order.pieces) + 1)]
+    tree = tree_of(order.last_merges)
+    sent = [list(nodes_inside(tree, starts[ranks.start], starts[ranks.stop])) for ranks in machines]
+    orders, rows = [], []
+    for node in sent[own]:
+        parts = []
+        for rank in machines[own]:
+            low, high = max(node.first, starts[rank]), min(node.end, starts[rank + 1])
+            parts.append(slice(low - starts[rank], max(low, high) - starts[rank]))
+        counts = tuple(part.stop - part.start for part in parts)
+        orders.append(Order(counts, tuple(merges_of(node, ()))))
+        rows.append(tuple(parts))
+    leaves = [node for nodes in sent for node in nodes]
+    counts = tuple(map(len, sent))
+    is_any = sum(counts) <= 2 and max(counts) == 1
+    return MachineOrder(tuple(orders), tuple(rows), Order(counts, tuple(merges_of(tree, leaves)), is_any))
+
+
+class Stages:
+    """An operation under way: a first part that has begun, and the rest, which is done in the wait."""
+
+    def __init__(self, first: Work, rest: Rest) -> None:
+        self.first, self.rest, self._is_over = first, rest, False
+
+    def is_completed(self) -> bool:
+        return self._is_over
+
+    def wait(self, timeout: timedelta | None = None, /) -> bool:
+        return self.first.wait()
+
+    def complete(self, in_vain: InVain) -> None:
+        if not self._is_over:
+            self.rest(in_vain)
+            self._is_over = True
+
+
+class AllNumbers(Stages):
+    """Integers of all ranks under way, which come into `whole`, (size, count)."""
+
+    def __init__(self, work: Stages, whole: torch.Tensor) -> None:
+        super().__init__(work.first, work.rest)
+        self._whole = whole
+
+    def rows(self) -> list[tuple[int, ...]]:
+        return list(map(tuple, self._whole.tolist()))
+
+
+class TwoLevelBackend:
+    """Collectives in memory inside machines, and over gloo between their leaders.
+
+    Args:
+        local: of this machine's ranks.
+        leaders: of the first ranks of all machines; None on the other ranks.
+        machines: the ranks of each machine, in order.
+        rank: of this process.
+    """
+
+    def __init__(self, local: MemoryBackend, leaders: GlooBackend | None, machines: Sequence[range], rank: int) -> None:
+        self.local, self._leaders, self.machines = local, leaders, machines
+        self.own = next(number for number, ranks in enumerate(machines) if rank in ranks)
+        self.size = machines[-1].stop
+
+    def start_numbers(self, numbers: Sequence[int], what: str) -> AllNumbers:
+        part = torch.tensor(numbers)
+        whole = part.new_empty(self.size * len(numbers))
+        return AllNumbers(self.start_gather(whole, part, what), whole.view(self.size, -1))
+
+    def start_sum(self, tensor: torch.Tensor, what: str) -> Stages:
+        def rest(in_vain: InVain) -> None:
+            if self._leaders is not None:
+                self._leaders.wait(self._leaders.start_sum(tensor, what), in_vain)
+            self.local.finish(self.local.start_broadcast(tensor, what), in_vain)
+
+        return Stages(self.local.start_sum(tensor, what), rest)
+
+    def start_gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Stages:
+        most, count = max(map(len, self.machines)), part.numel()
+        mine = part.new_empty(self.local.size * count)
+
+        def rest(in_vain: InVain) -> None:
+            if self._leaders is not None:
+                padded_mine = part.new_zeros(most * count)
+                padded_mine[: len(mine)] = mine
+                every = part.new_empty(len(self.machines) * most * count)
+                self._leaders.wait(self._leaders.start_gather(every, padded_mine, what), in_vain)
+                rows = every.view(len(self.machines), most, count)
+                torch.cat([rows[n, : len(ranks)].reshape(-1) for n, ranks in enumerate(self.machines)], out=whole)
+            self.local.finish(self.local.start_broadcast(whole, what), in_vain)
+
+        return Stages(self.local.start_gather(mine, part, what), rest)
+
+    def start_broadcast(self, tensor: torch.Tensor, what: str) -> Stages:
+        def rest(in_vain: InVain) -> None:
+            if self._leaders is not None:
+                self._leaders.wait(self._leaders.start_broadcast(tensor, what), in_vain)
+            self.local.finish(self.local.start_broadcast(tensor, what), in_vain)
+
+        return Stages(self.local.start_numbers((), what), rest)
+
+    def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> TwoLevelFlatSum:
+        return TwoLevelFlatSum(self, self._leaders, order, length, dtype)
+
+    def start_settling(self) -> Work | None:
+        return self.local.start_settling()
+
+    def wait(self, work: Work, in_vain: InVain) -> None:
+        if isinstance(work, Stages):
+            self.local.wait(work.first, in_vain)
+            work.complete(in_vain)
+        else:
+            self.local.wait(work, in_vain)
+
+    def cut_off(self) -> None:
+        self.local.cut_off()
+        if self._leaders is not None:
+            self._leaders.cut_off()
+
+    def leave(self, under_way: Collection[Work], *, failed: bool) -> None:
+        self.local.leave((), failed=failed)
+        if self._leaders is not None:
+            self._leaders.leave((), failed=failed)
+            self._leaders = None
+
+
+class TwoLevelFlatSum:
+    """A flat sum in memory inside machines, and over gloo between their leaders. See [Note: One tree].
+
+    Args:
+        backend: of the ranks.
+        leaders: as in `TwoLevelBackend`.
+        order: of the pieces of all ranks.
+        length: of a row, in values.
+        dtype: of the values.
+    """
+
+    def __init__(
+        self, backend: TwoLevelBackend, leaders: GlooBackend | None, order: PieceOrder, length: int, dtype: torch.dtype
+    ) -> None:
+        self._local, self._dtype = backend.local, dtype
+        real, count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
+        cut = machine_order(order, backend.machines, backend.own)
+        ranks = len(backend.machines[backend.own])
+        nodes = cut.nodes or (Order((0,) * ranks, ()),)  # a machine without shards sends -0.0, with its ranks' tails
+        self._parts = [rows[self._local.rank] for rows in cut.rows or ((slice(0),) * ranks,)]
+        host = torch.device("cpu")
+        self._sums = [self._local.flat_sum(node, count, real, host) for node in nodes]
+        self._has_pieces = any(part.stop > part.start for part in self._parts)
+        self._length = padded(count, cut.between)
+        self._between: FlatSum | None = None
+        if leaders is not None:
+            self._leaders = leaders
+            self._between = leaders.flat_sum(cut.between, self._length, real, host)
+        self._sent: list[list[torch.Tensor]] = []
+        self._own = torch.empty(0)
+
+    def empty(self) -> torch.Tensor:
+        return self._sums[0].empty().view(self._dtype)
+
+    def arrive(self, rows: Sequence[torch.Tensor]) -> Work:
+        self._own = rows[0]
+        self._sent = [list(rows[part]) or [torch.full_like(rows[0], IDENTITY)] for part in self._parts]
+        if not self._has_pieces:
+            self._sent[0] = [rows[0]]  # with the tail
+        first, *others = [one.arrive(sent) for one, sent in zip(self._sums, self._sent, strict=True)]
+
+        def rest(in_vain: InVain) -> None:
+            for work in others:
+                self._local.finish(work, in_vain)
+
+        return Stages(first, rest)
+
+    def reduce(self) -> None:
+        """Do all that remains; the ranks of a machine wait for their leader."""
+        for work in [one.reduce() for one in self._sums]:
+            if work is not None:
+                self._local.finish_now(work)
+        for one in self._sums:
+            one.collect()
+        if (settling := self._local.start_settling()) is not None:
+            self._local.finish_now(settling)
+        if self._between is not None:
+            rows = [sent[0].new_zeros(self._length) for sent in self._sent]
+            for row, sent in zip(rows, self._sent, strict=True):
+                row[: len(sent[0])] = sent[0]
+            self._leaders.wait(self._between.arrive(rows), self._local.in_vain)
+            if (gathering := self._between.reduce()) is not None:
+                self._leaders.wait(gathering, self._local.in_vain)
+            self._between.collect()
+            self._own.copy_(rows[0][: len(self._own)])
+        self._local.finish_now(self._local.start_broadcast(self._own, STEP))
+
+    def collect(self) -> None:
+        self._sent = []
