@@ -1,22 +1,134 @@
-"""The benchmark of the cost of the same bits runs, and its table exists."""
+"""The benchmarks of steps and of the cost of the same bits measure what they say."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from benchmarks import order
-from benchmarks.measuring import Ratio
+from benchmarks import __main__ as command
+from benchmarks import order, steps
+from benchmarks.measuring import LEAST_PAIRS, Ratio, compare, exchanges, joined
 from tests.support.harness import OnRanks
 from tests.support.paths import DOCS
 
-TINY = order.Job(
-    lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 10)), (1, 4, 4), 4, 1
+WAYS = ("ours", "DDP", "DDP again", "tuned DDP with a static graph", "tuned DDP", "no communication")
+
+
+def tiny_network() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 10))
+
+
+# -- what all share ----------------------------------------------------------------------------------------
+
+
+def sums(exchange: str | None) -> tuple[list[float], str]:
+    """A sum of our world and one on the default group, and that group's backend."""
+    with joined(exchange) as world:
+        plain = torch.ones(3)
+        dist.all_reduce(plain)
+        return [*world.sum(torch.ones(1)).tolist(), *plain.tolist()], dist.get_backend()
+
+
+@pytest.mark.parametrize("exchange", [None, *exchanges()])
+def test_the_default_group_is_gloo_with_every_exchange(on_ranks: OnRanks, exchange: str | None) -> None:
+    assert on_ranks(2, sums, exchange) == [([2.0, 2.0, 2.0, 2.0], "gloo")] * 2
+
+
+@pytest.mark.parametrize(("within_s", "pairs"), [(None, 40), (60.0, 40), (0.0, LEAST_PAIRS)])
+def test_the_time_limits_the_pairs(within_s: float | None, pairs: int) -> None:
+    matrix = torch.ones(8, 8)
+    ratio = compare(matrix.sum, matrix.sum, pairs=40, steps=1, within_s=within_s)  # type: ignore[arg-type]
+    assert ratio.pairs == pairs
+
+
+# -- steps -------------------------------------------------------------------------------------------------
+
+
+def measure_tiny_steps() -> tuple[dict[str, Ratio], list[list[float]]]:
+    """The ratios, and the last bias of each way's network when all is measured."""
+    built: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        built.append(tiny_network())
+        return built[-1]
+
+    steps.JOBS["tiny"] = steps.Job(build, (1, 4, 4), 4, 1, 0.5)
+    try:
+        ratios = steps.measure("tiny")
+    finally:
+        del steps.JOBS["tiny"]
+    return ratios, [list(model.parameters())[-1].tolist() for model in built]
+
+
+def test_steps_of_all_ways_train_and_all_but_one_communicate(on_ranks: OnRanks) -> None:
+    (ratios, of_rank_0), (_, of_rank_1) = on_ranks(2, measure_tiny_steps)
+    assert {"ours / tuned DDP", "ours / DDP", "DDP / DDP", "ours / no communication"} < ratios.keys()
+    assert all(min(ratio.median, ratio.one_ms, ratio.other_ms) > 0 for ratio in ratios.values())
+    torch.manual_seed(0)
+    untrained = list(tiny_network().parameters())[-1].tolist()
+    assert untrained not in of_rank_0
+    same = {way: one == other for way, one, other in zip(WAYS, of_rank_0, of_rank_1, strict=True)}
+    assert same == {way: way != "no communication" for way in WAYS}
+
+
+def samples_taken(mini_batch: int) -> list[int]:
+    with joined() as world:
+        (numbers,) = steps.mine(world, (torch.arange(steps.SAMPLES),), mini_batch)()
+        return numbers.tolist()
+
+
+def test_the_ranks_of_ddp_share_a_mini_batch_that_they_do_not_divide(on_ranks: OnRanks) -> None:
+    parts = on_ranks(3, samples_taken, 128)
+    assert [len(part) for part in parts] == [43, 43, 42]
+    assert len({number for part in parts for number in part}) == 128
+
+
+def tensors(model: nn.Module) -> int:
+    return len(list(model.parameters()))
+
+
+def millions(model: nn.Module) -> int:
+    return round(sum(parameter.numel() for parameter in model.parameters()) / 1e6)
+
+
+def norms_of_256(model: nn.Module) -> int:
+    return sum(isinstance(layer, nn.BatchNorm1d) and layer.num_features == 256 for layer in model.modules())
+
+
+def encoder_layers(model: nn.Module) -> int:
+    return sum(isinstance(layer, nn.TransformerEncoderLayer) for layer in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "number"),
+    [
+        ("1,000 tensors", tensors, 1000),
+        ("25 M parameters", millions, 25),
+        ("30 batch norms of 256", norms_of_256, 30),
+        ("6-layer transformer", encoder_layers, 6),
+    ],
 )
+def test_networks_are_what_they_are_called(name: str, count: Callable[[nn.Module], int], number: int) -> None:
+    with torch.device("meta"):
+        assert count(steps.JOBS[name].build()) == number
 
 
-def measure_all() -> dict[str, Ratio]:
-    order.JOBS["tiny"] = TINY
+@pytest.mark.parametrize("name", steps.JOBS)
+def test_networks_give_logits_of_ten_classes(name: str) -> None:
+    job = steps.JOBS[name]
+    with torch.device("meta"):
+        assert job.build()(torch.empty(2, *job.shape)).shape == (2, 10)
+
+
+# -- the cost of the same bits -----------------------------------------------------------------------------
+
+
+def measure_order() -> dict[str, Ratio]:
+    order.JOBS["tiny"] = order.Job(tiny_network, (1, 4, 4), 4, 1)
     try:
         return {**order.fold("tiny", 2), **order.accumulate("tiny"), **order.deterministic("tiny"),
                 **order.synced("tiny", 2)}  # fmt: skip
@@ -27,6 +139,34 @@ def measure_all() -> dict[str, Ratio]:
 @pytest.mark.covers("H5")
 def test_every_cost_is_measured_and_in_the_table(on_ranks: OnRanks) -> None:
     table = (DOCS / "benchmarks" / "order.md").read_text()
-    for what, ratio in on_ranks(2, measure_all)[0].items():
+    for what, ratio in on_ranks(2, measure_order)[0].items():
         assert min(ratio.median, ratio.one_ms, ratio.other_ms) > 0  # quartiles of two pairs mean nothing
         assert f" | {what} | " in table
+
+
+# -- the command -------------------------------------------------------------------------------------------
+
+
+def test_a_topic_gets_its_parts_and_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[object, ...]] = []
+    topic = command.Topic(lambda *given, **options: calls.append((*given, options)), ("one", "two"), ("ranks",))
+    monkeypatch.setitem(command.TOPICS, "steps", topic)
+    monkeypatch.setattr("sys.argv", ["benchmarks", "steps", "--ranks", "4", "two", "one"])
+    command.main()
+    assert calls == [(["two", "one"], {"ranks": 4})]
+    assert "Command: `python -m benchmarks steps --ranks 4 two one`" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [(["steps", "none"], "the parts of steps are 32-wide MLP; "), (["calls", "--ranks", "3"], "calls does not take")],
+)
+def test_unknown_parts_and_options_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], error: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmarks", *words])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert error in capsys.readouterr().err
