@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from benchmarks import accuracy, calls, faults, mutants, order, peers, reading, steps, versions, watching
+from benchmarks import accuracy, calls, exchange, faults, mutants, order, peers, reading, steps, versions, watching
 from benchmarks.measuring import RANKS, exchanges, hardware
 
 
@@ -29,6 +29,7 @@ class Topic:
 TOPICS = {
     "steps": Topic(steps.report, steps.JOBS, ("ranks", "exchange")),
     "calls": Topic(calls.report),
+    "exchange": Topic(exchange.report, exchange.PARTS, ("ranks", "exchange")),
     "order": Topic(order.report, order.PARTS, ("exchange",)),
     "faults": Topic(faults.report, faults.PARTS),
     "watching": Topic(watching.report, watching.JOBS),
@@ -55,7 +56,7 @@ def main() -> None:
         metavar="PART",
         help="of a topic, by default all; versions takes another checkout's folder first, mutants their numbers",
     )
-    parser.add_argument("--ranks", type=int, choices=(2, 3, 4), help=f"by default {RANKS}")
+    parser.add_argument("--ranks", type=int, choices=(2, 3, 4), help="of the topics that have a choice")
     parser.add_argument("--exchange", choices=exchanges(), help="between our ranks; by default join_world's own choice")
     arguments = parser.parse_intermixed_args()
     given = {name: getattr(arguments, name) for name in ("ranks", "exchange") if getattr(arguments, name) is not None}

@@ -100,13 +100,16 @@ def compare(
         pairs: the number of pairs of blocks.
         steps: the number of steps of a block.
         clock: `time.thread_time` gives the processor time of the thread that trains, without what it waits for others.
-        within_s: make fewer pairs where all would take longer than so many seconds, but at least LEAST_PAIRS.
+        within_s: where all would take longer than so many seconds, make blocks shorter, down to a step, then pairs
+            fewer, down to LEAST_PAIRS.
     """
     for step in (one, other):
         block(step, steps, clock)
-    pair_s = steps * sum(block(step, steps, time.perf_counter) for step in (one, other))
+    step_s = sum(block(step, steps, time.perf_counter) for step in (one, other))
     if within_s is not None:
-        pairs = min(pairs, max(LEAST_PAIRS, _of_rank_zero(int(within_s / pair_s))))
+        fitting = _of_rank_zero(int(within_s / step_s))
+        steps = min(steps, max(1, fitting // pairs))
+        pairs = min(pairs, max(LEAST_PAIRS, fitting // steps))
     ones: list[float] = []
     others: list[float] = []
     for number in range(pairs):

@@ -1,7 +1,8 @@
-"""The benchmarks of steps and of the cost of the same bits measure what they say."""
+"""The benchmarks of steps, exchanges and the cost of the same bits measure what they say."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -10,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import __main__ as command
-from benchmarks import order, steps
+from benchmarks import exchange, order, steps
 from benchmarks.measuring import LEAST_PAIRS, Ratio, compare, exchanges, joined
-from tests.support.harness import OnRanks
+from tests.support.harness import OnRanks, until
 from tests.support.paths import DOCS
 
 WAYS = ("ours", "DDP", "DDP again", "tuned DDP with a static graph", "tuned DDP", "no communication")
@@ -25,24 +26,29 @@ def tiny_network() -> nn.Module:
 # -- what all share ----------------------------------------------------------------------------------------
 
 
-def sums(exchange: str | None) -> tuple[list[float], str]:
+def sums(name: str | None) -> tuple[list[float], str]:
     """A sum of our world and one on the default group, and that group's backend."""
-    with joined(exchange) as world:
+    with joined(name) as world:
         plain = torch.ones(3)
         dist.all_reduce(plain)
         return [*world.sum(torch.ones(1)).tolist(), *plain.tolist()], dist.get_backend()
 
 
-@pytest.mark.parametrize("exchange", [None, *exchanges()])
-def test_the_default_group_is_gloo_with_every_exchange(on_ranks: OnRanks, exchange: str | None) -> None:
-    assert on_ranks(2, sums, exchange) == [([2.0, 2.0, 2.0, 2.0], "gloo")] * 2
+@pytest.mark.parametrize("name", [None, *exchanges()])
+def test_the_default_group_is_gloo_with_every_exchange(on_ranks: OnRanks, name: str | None) -> None:
+    assert on_ranks(2, sums, name) == [([2.0, 2.0, 2.0, 2.0], "gloo")] * 2
 
 
-@pytest.mark.parametrize(("within_s", "pairs"), [(None, 40), (60.0, 40), (0.0, LEAST_PAIRS)])
-def test_the_time_limits_the_pairs(within_s: float | None, pairs: int) -> None:
-    matrix = torch.ones(8, 8)
-    ratio = compare(matrix.sum, matrix.sum, pairs=40, steps=1, within_s=within_s)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("within_s", "steps", "pairs"), [(None, 5, 40), (60.0, 5, 40), (0.0, 1, LEAST_PAIRS)], ids=["free", "long", "short"]
+)
+def test_a_limit_in_time_makes_blocks_shorter_and_pairs_fewer(within_s: float | None, steps: int, pairs: int) -> None:
+    calls: list[int] = []
+    ratio = compare(lambda: calls.append(1), lambda: calls.append(2), pairs=40, steps=5, within_s=within_s)
     assert ratio.pairs == pairs
+    warm_up = 2 * ([1] * 5 + [2] * 5)
+    turns = ([1] * steps + [2] * steps + [2] * steps + [1] * steps) * (pairs // 2)
+    assert calls == warm_up + turns
 
 
 # -- steps -------------------------------------------------------------------------------------------------
@@ -122,6 +128,76 @@ def test_networks_give_logits_of_ten_classes(name: str) -> None:
     job = steps.JOBS[name]
     with torch.device("meta"):
         assert job.build()(torch.empty(2, *job.shape)).shape == (2, 10)
+
+
+# -- exchanges ---------------------------------------------------------------------------------------------
+
+
+def measure_tiny_sums(name: str) -> dict[str, Ratio]:
+    usual = dict(exchange.SIZES)
+    exchange.SIZES.clear()
+    exchange.SIZES["tiny"] = exchange.Size(51, 4, 2)
+    try:
+        return exchange.measure_sums(name)
+    finally:
+        exchange.SIZES.clear()
+        exchange.SIZES.update(usual)
+
+
+@pytest.mark.parametrize("name", exchanges())
+def test_sums_of_every_exchange_are_measured(on_ranks: OnRanks, name: str) -> None:
+    (ratio,) = on_ranks(2, measure_tiny_sums, name)[0].values()
+    assert min(ratio.median, ratio.one_ms, ratio.other_ms) > 0
+    assert ratio.pairs == 4
+
+
+MIB = 2**18  # values of float32
+
+
+def map_together() -> float:
+    """How much more memory this rank has with 64 MiB that it shares with the other ranks."""
+    descriptor = os.memfd_create("shared")
+    try:
+        with joined() as world:
+            os.truncate(descriptor, 64 * 2**20)
+            name = world.gather(f"/proc/{os.getpid()}/fd/{descriptor}")[0]
+            before = exchange.together()
+            shared = torch.from_file(name, shared=True, size=64 * MIB).fill_(1.0)
+            more = exchange.together() - before
+            del shared
+            return more
+    finally:
+        os.close(descriptor)
+
+
+def test_memory_that_ranks_share_counts_by_its_share(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, map_together) == [pytest.approx(32, abs=4)] * 2
+
+
+def test_the_peak_of_memory_is_that_inside_the_block() -> None:
+    before = exchange.pss_mib()
+    with exchange.PeakMemory() as peak:
+        tensor = torch.ones(64 * MIB)
+        until(lambda: peak.mib > before + 60, "the thread has seen the tensor")
+        del tensor
+    assert exchange.pss_mib() < before + 10
+    assert peak.mib < before + 74
+
+
+def measure_tiny_memory(name: str | None) -> tuple[float, float, float]:
+    job = steps.Job(lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 295_000)), (32,), 1, 1, 1.0, mini_batch=4)
+    steps.JOBS["tiny"] = job
+    try:
+        return exchange.measure_memory("tiny", name)
+    finally:
+        del steps.JOBS["tiny"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, *exchanges()])
+def test_the_memory_of_a_step_has_parameters_gradients_and_momentum(on_ranks: OnRanks, name: str | None) -> None:
+    for before, after, peak in on_ranks(2, measure_tiny_memory, name):
+        assert before + 3 * 36 < after < peak + 8
 
 
 # -- the cost of the same bits -----------------------------------------------------------------------------
