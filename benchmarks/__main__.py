@@ -1,25 +1,43 @@
-"""Run benchmarks and print a report for docs/benchmarks: `python -m benchmarks [TOPIC [PART ...]]`."""
+"""Run benchmarks and print a report for docs/benchmarks.
+
+    python -m benchmarks [TOPIC [--ranks N] [--exchange NAME] [PART ...]]
+
+Each topic's module has its parts and its options.
+"""
 
 from __future__ import annotations
 
 import argparse
 import datetime
-from collections.abc import Callable, Collection, Iterable
+import shlex
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
-from benchmarks import accuracy, calls, faults, mutants, order, peers, reading, steps, versions, watching
-from benchmarks.measuring import RANKS, hardware
+from benchmarks import accuracy, calls, exchange, faults, mutants, order, peers, reading, steps, versions, watching
+from benchmarks.measuring import RANKS, exchanges, hardware
 
-TOPICS: dict[str, tuple[Callable[[Iterable[str]], None], Collection[str]]] = {
-    "steps": (steps.report, steps.JOBS),
-    "calls": (calls.report, ()),
-    "order": (order.report, order.PARTS),
-    "faults": (faults.report, faults.PARTS),
-    "watching": (watching.report, watching.JOBS),
-    "reading": (reading.report, reading.PARTS),
-    "peers": (peers.report, peers.PARTS),
-    "versions": (versions.report, ()),
-    "mutants": (mutants.report, ()),
-    "accuracy": (accuracy.report, accuracy.SETTINGS),
+
+@dataclass(frozen=True)
+class Topic:
+    """Prints its report; its parts, which all run by default; and which of the options it takes."""
+
+    report: Callable[..., None]
+    parts: Collection[str] = ()
+    options: Collection[str] = ()
+
+
+TOPICS = {
+    "steps": Topic(steps.report, steps.JOBS, ("ranks", "exchange")),
+    "calls": Topic(calls.report),
+    "exchange": Topic(exchange.report, exchange.PARTS, ("ranks", "exchange")),
+    "order": Topic(order.report, order.PARTS, ("exchange",)),
+    "faults": Topic(faults.report, faults.PARTS),
+    "watching": Topic(watching.report, watching.JOBS),
+    "reading": Topic(reading.report, reading.PARTS),
+    "peers": Topic(peers.report, peers.PARTS),
+    "versions": Topic(versions.report),
+    "mutants": Topic(mutants.report),
+    "accuracy": Topic(accuracy.report, accuracy.SETTINGS),
 }
 ASKED_FOR = ("versions", "mutants", "accuracy")
 
@@ -38,15 +56,21 @@ def main() -> None:
         metavar="PART",
         help="of a topic, by default all; versions takes another checkout's folder first, mutants their numbers",
     )
-    arguments = parser.parse_args()
-    for topic in [arguments.topic] if arguments.topic else [topic for topic in TOPICS if topic not in ASKED_FOR]:
-        report, parts = TOPICS[topic]
-        if parts and (unknown := set(arguments.parts) - set(parts)):
-            parser.error(f"the parts of {topic} are {', '.join(parts)}; got {', '.join(unknown)}")
-        print(f"Command: `{' '.join(['python -m benchmarks', topic, *arguments.parts])}`  ")
-        print(f"Hardware: {hardware()}; {RANKS} gloo ranks of 1 thread where nothing else is said.  ")
+    parser.add_argument("--ranks", type=int, choices=(2, 3, 4), help="of the topics that have a choice")
+    parser.add_argument("--exchange", choices=exchanges(), help="between our ranks; by default join_world's own choice")
+    arguments = parser.parse_intermixed_args()
+    given = {name: getattr(arguments, name) for name in ("ranks", "exchange") if getattr(arguments, name) is not None}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    for name in [arguments.topic] if arguments.topic else [name for name in TOPICS if name not in ASKED_FOR]:
+        topic = TOPICS[name]
+        if topic.parts and (unknown := set(arguments.parts) - set(topic.parts)):
+            parser.error(f"the parts of {name} are {'; '.join(topic.parts)}. Got {'; '.join(unknown)}.")
+        if unknown := given.keys() - topic.options:
+            parser.error(f"{name} does not take --{' or --'.join(sorted(unknown))}.")
+        print(f"Command: `{shlex.join(['python', '-m', 'benchmarks', name, *words, *arguments.parts])}`  ")
+        print(f"Hardware: {hardware()}; {arguments.ranks or RANKS} ranks of 1 thread unless stated otherwise.  ")
         print(f"Date: {datetime.date.today()}.\n")
-        report(arguments.parts)
+        topic.report(arguments.parts, **given)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,8 @@ from torch import nn
 
 import ddp_loop as dl
 from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
-from benchmarks.steps import JOBS, MINI_BATCH, SAMPLES, make_data, mlp, our_step
+from benchmarks.models import mlp
+from benchmarks.steps import JOBS, MINI_BATCH, SAMPLES, make_data, our_step
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy
 from ddp_loop.training import fold as folding
 from ddp_loop.training.payload import CONTROL_LENGTH, ControlDecision
@@ -67,7 +69,7 @@ def guard(name: str) -> dict[str, Ratio]:
     with tempfile.TemporaryDirectory() as folder, dl.join_world(seed=0) as world:
         data = make_data(job)
         guarded, again = (our_step(job, world, data, str(Path(folder, one))) for one in ("1", "2"))
-        off = {"on_nonfinite": "allow", "check_replicas_every": 0}
+        off: dict[str, Any] = {"on_nonfinite": "allow", "check_replicas_every": 0}
         bare = unguarded(our_step(job, world, data, str(Path(folder, "3")), **off))
         pairs, steps, own = job.pairs, job.steps, time.thread_time
         return {

@@ -6,19 +6,24 @@ pair of blocks lies within a second, and the order is turned round so that drift
 
 from __future__ import annotations
 
+import inspect
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import ddp_loop as dl
+
 Step = Callable[[], None]
 Clock = Callable[[], float]
 RANKS = 2
+LEAST_PAIRS = 10
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,30 @@ class Ratio:
         return f"{self.median:.3f}", f"{self.lower:.3f} to {self.upper:.3f}", times, str(self.pairs)
 
 
+def exchanges() -> tuple[str, ...]:
+    """The exchanges between the ranks of one machine that this version's `join_world` has."""
+    return ("memory", "gloo") if "exchange" in inspect.signature(dl.join_world).parameters else ("gloo",)
+
+
+@contextmanager
+def joined(exchange: str | None = None) -> Iterator[dl.World]:
+    """A world of CPU ranks, and a default process group of gloo for DDP, made here if the world has made none.
+
+    Args:
+        exchange: one of `exchanges()`; None is `join_world`'s default.
+    """
+    options = {"exchange": exchange} if exchange is not None and len(exchanges()) > 1 else {}
+    with dl.join_world(device="cpu", seed=0, **options) as world:  # type: ignore[arg-type]
+        makes = world.size > 1 and not dist.is_initialized()
+        if makes:
+            dist.init_process_group("gloo")
+        try:
+            yield world
+        finally:
+            if makes:
+                dist.destroy_process_group()
+
+
 def block(step: Step, steps: int, clock: Clock) -> float:
     """Seconds for each of `steps` steps after all ranks have met."""
     if dist.is_initialized():
@@ -55,19 +84,46 @@ def block(step: Step, steps: int, clock: Clock) -> float:
     return (clock() - began) / steps
 
 
-def compare(one: Step, other: Step, *, pairs: int, steps: int, clock: Clock = time.perf_counter) -> Ratio:
-    """Time `one` against `other` over `pairs` pairs of blocks of `steps` steps each, ordered A B B A.
+def compare(
+    one: Step,
+    other: Step,
+    *,
+    pairs: int,
+    steps: int,
+    clock: Clock = time.perf_counter,
+    within_s: float | None = None,
+) -> Ratio:
+    """Time `one` against `other` over pairs of blocks of steps, ordered A B B A. Every rank must call this.
 
-    By `time.thread_time` it is the processor time of the thread that trains, without what it waits for the others.
+    Args:
+        one, other: a step of each.
+        pairs: the number of pairs of blocks.
+        steps: the number of steps of a block.
+        clock: `time.thread_time` gives the processor time of the thread that trains, without what it waits for others.
+        within_s: where all would take longer than so many seconds, make blocks shorter, down to a step, then pairs
+            fewer, down to LEAST_PAIRS.
     """
     for step in (one, other):
         block(step, steps, clock)
+    step_s = sum(block(step, steps, time.perf_counter) for step in (one, other))
+    if within_s is not None:
+        fitting = _of_rank_zero(int(within_s / step_s))
+        steps = min(steps, max(1, fitting // pairs))
+        pairs = min(pairs, max(LEAST_PAIRS, fitting // steps))
     ones: list[float] = []
     others: list[float] = []
     for number in range(pairs):
         for step, times in ((one, ones), (other, others))[:: 1 if number % 2 == 0 else -1]:
             times.append(block(step, steps, clock))
     return Ratio.of(ones, others)
+
+
+def _of_rank_zero(number: int) -> int:
+    """Rank 0's number, on every rank."""
+    told = torch.tensor(number)
+    if dist.is_initialized():
+        dist.broadcast(told, 0)
+    return int(told)
 
 
 def print_table(head: str, rows: Iterable[Iterable[object]], words: int = 1) -> None:

@@ -1,6 +1,6 @@
 """What the same bits cost: the ordered fold, several shards a rank, a deterministic block, synced batch norm.
 
-    python -m benchmarks order [PART ...]
+    python -m benchmarks order [--exchange NAME] [PART ...]
 
 Each ratio is of two whole steps of `Loop` in one process group, which differ in the one thing that is named. The plain
 accumulation is DDP's own, `no_sync` for all but the last piece, with the same pieces of the same mini-batch.
@@ -19,27 +19,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_loop as dl
-from benchmarks.measuring import Ratio, Step, compare, print_table
-from benchmarks.steps import mlp
+from benchmarks.measuring import Ratio, Step, compare, joined, print_table
+from benchmarks.models import CLASSES, Transformer, mlp
 from ddp_loop import networks
 
-CLASSES = 10
 SAMPLES = 1280
 MINI_BATCH = 128
-
-
-class Transformer(nn.Module):
-    """A mean over the positions of four layers of width 128; 0.8 million parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(16, 128)
-        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.out = nn.Linear(128, CLASSES)
-
-    def forward(self, sequences: torch.Tensor) -> torch.Tensor:
-        return self.out(self.encoder(self.into(sequences)).mean(1))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -53,9 +38,10 @@ class Job:
 
 
 JOBS = {
+    "32-wide MLP": Job(lambda: mlp(32, 2), (32,), 100, 20),
     "digit network": Job(networks.digit_classifier, (1, 28, 28), 60, 2),
     "512-wide MLP": Job(lambda: mlp(512, 2), (32,), 100, 5),
-    "transformer": Job(Transformer, (32, 16), 30, 1),
+    "transformer": Job(lambda: Transformer(4), (32, 16), 30, 1),
 }
 
 
@@ -125,13 +111,11 @@ def accumulating_step(job: Job, world: dl.World, pieces: int) -> Step:
     return step
 
 
-def fold(name: str, ranks: int) -> dict[str, Ratio]:
-    """The ordered fold against the plain sum, one shard per rank."""
+def fold(name: str, ranks: int, exchange: str | None = None) -> dict[str, Ratio]:
+    """The ordered fold of fixed shards against the fold of shards that are not, one shard per rank."""
     job = JOBS[name]
-    with ExitStack() as ending, dl.join_world(seed=0) as world:
-        ordered, plain, again = (
-            loop_step(job, world, ending, shards=ranks, ordered=one) for one in (True, False, False)
-        )
+    with ExitStack() as ending, joined(exchange) as world:
+        ordered, plain, again = (loop_step(job, world, ending, shards=shards) for shards in (ranks, None, None))
         pairs = job.pairs if ranks == 2 else job.pairs // 2
         return {
             f"{ranks} ranks: ordered / plain": compare(ordered, plain, pairs=pairs, steps=job.steps),
@@ -139,10 +123,10 @@ def fold(name: str, ranks: int) -> dict[str, Ratio]:
         }
 
 
-def accumulate(name: str) -> dict[str, Ratio]:
+def accumulate(name: str, exchange: str | None = None) -> dict[str, Ratio]:
     """Eight shards on two ranks against an accumulation of four pieces on each."""
     job = JOBS[name]
-    with ExitStack() as ending, dl.join_world(seed=0) as world:
+    with ExitStack() as ending, joined(exchange) as world:
         ordered = loop_step(job, world, ending, shards=8)
         plain = loop_step(job, world, ending, shards=8, ordered=False)
         by_ddp = accumulating_step(job, world, 4)
@@ -154,37 +138,41 @@ def accumulate(name: str) -> dict[str, Ratio]:
         }
 
 
-def deterministic(name: str) -> dict[str, Ratio]:
+def deterministic(name: str, exchange: str | None = None) -> dict[str, Ratio]:
     """A step in a deterministic block against one outside."""
     job = JOBS[name]
-    with ExitStack() as ending, dl.join_world(seed=0) as world:
+    with ExitStack() as ending, joined(exchange) as world:
         inside, outside = (loop_step(job, world, ending, block=one) for one in (True, False))
         return {"2 ranks: deterministic / not": compare(inside, outside, pairs=job.pairs // 2, steps=job.steps)}
 
 
-def synced(name: str, ranks: int) -> dict[str, Ratio]:
+def synced(name: str, ranks: int, exchange: str | None = None) -> dict[str, Ratio]:
     """Synced batch norm against local."""
     job = JOBS[name]
-    with ExitStack() as ending, dl.join_world(seed=0) as world:
+    with ExitStack() as ending, joined(exchange) as world:
         one, other = (loop_step(job, world, ending, synced=synced) for synced in (True, False))
         ratio = compare(one, other, pairs=job.pairs // 2, steps=job.steps)
         return {f"{ranks} ranks: synced batch norm / local": ratio}
 
 
-PARTS: dict[str, Callable[[], Iterator[tuple[str, dict[str, Ratio]]]]] = {
-    "fold": lambda: ((name, dl.launch(fold, ranks, name, ranks)[0]) for ranks in (2, 4) for name in JOBS),
-    "accumulation": lambda: ((name, dl.launch(accumulate, 2, name)[0]) for name in JOBS),
-    "deterministic": lambda: ((name, dl.launch(deterministic, 2, name)[0]) for name in JOBS),
-    "synced": lambda: (("digit network", dl.launch(synced, ranks, "digit network", ranks)[0]) for ranks in (2, 4)),
+PARTS: dict[str, Callable[[str | None], Iterator[tuple[str, dict[str, Ratio]]]]] = {
+    "fold": lambda exchange: (
+        (name, dl.launch(fold, ranks, name, ranks, exchange)[0]) for ranks in (2, 3, 4) for name in JOBS
+    ),
+    "accumulation": lambda exchange: ((name, dl.launch(accumulate, 2, name, exchange)[0]) for name in JOBS),
+    "deterministic": lambda exchange: ((name, dl.launch(deterministic, 2, name, exchange)[0]) for name in JOBS),
+    "synced": lambda exchange: (
+        (name, dl.launch(synced, ranks, name, ranks, exchange)[0]) for ranks in (2, 4) for name in ("digit network",)
+    ),
 }
 
 
-def report(parts: Iterable[str]) -> None:
+def report(parts: Iterable[str], exchange: str | None = None) -> None:
     """Print the table of these parts, by default of all."""
     rows = (
         (name, what, *ratio.columns())
         for part in list(parts) or PARTS
-        for name, ratios in PARTS[part]()
+        for name, ratios in PARTS[part](exchange)
         for what, ratio in ratios.items()
     )
     print_table("network | what | median | quartiles | ms | pairs", rows, words=2)

@@ -20,7 +20,7 @@ import ddp_loop as dl
 from benchmarks.jobs import NETWORKS, Job, Material, make_material
 from benchmarks.jobs.variants import installed, mean_over_ranks, set_up, set_up_peer
 from benchmarks.meaning import WEIGHTED, meaning
-from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
+from benchmarks.measuring import RANKS, Ratio, Step, compare, joined, print_table
 from benchmarks.scripts import lines_of_code, peak_memory, start_up
 from benchmarks.steps import JOBS, SAMPLES, ddp_step, make, mine, our_step
 
@@ -36,7 +36,7 @@ def epoch_of(job: Job) -> Step:
 
 def measure_epochs(names: list[str], pairs: int, samples: int | None = None) -> dict[str, Ratio]:
     """Epochs of ours over those of each other, on every rank; run by `launch`. Fewer samples for a trial."""
-    with dl.join_world(device="cpu") as world:
+    with joined() as world:
         with world.rank_zero_first():  # drawn and cached once
             whole = make_material("digits")
         material = Material(whole.model, TensorDataset(*whole.train[:samples]), whole.test)
@@ -65,7 +65,7 @@ def logged_step(name: str, world: dl.World, material: Material) -> Step:
 def measure_steps(names: list[str], pairs: int, steps: int) -> dict[str, Ratio]:
     """Steps of ours over those of each other, on the same tensors, on every rank; run by `launch`."""
     job = JOBS["digit network"]
-    with dl.join_world(device="cpu", seed=0) as world, tempfile.TemporaryDirectory() as folder:
+    with joined() as world, tempfile.TemporaryDirectory() as folder:
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(SAMPLES, *job.shape, generator=generator)
         data = inputs, torch.randint(10, (SAMPLES,), generator=generator)

@@ -29,7 +29,8 @@ import torch
 
 import ddp_loop as dl
 from benchmarks.measuring import RANKS, Ratio, Step, block, compare, print_table
-from benchmarks.steps import Job, mlp, steps_of
+from benchmarks.models import mlp
+from benchmarks.steps import Job, steps_of
 from ddp_loop import networks
 from ddp_loop.monitor import start_page
 from ddp_loop.monitor.app import TOKEN_HEADER
