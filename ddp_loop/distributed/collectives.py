@@ -5,8 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -78,9 +77,14 @@ class Collectives:
         """Start one of a step's own operations on tensors of a device; None in a world of one."""
         if self._backends is None:
             return None
-        backend = self._backends.of(device)
-        with self._waiting(STEP):
+        backend, self.waits, self._looks = self._backends.of(device), STEP, 0
+        try:
             work = operation(backend)
+        except Parted:
+            raise
+        except RuntimeError as error:
+            raise self._failure(error, STEP) from error
+        self._end_wait()
         if work is not None:
             self.under_way[work] = backend
         return work
@@ -102,22 +106,24 @@ class Collectives:
         return None if self._backends is None else self._backends.of(device).flat_sum(order, length, dtype, device)
 
     def _wait(self, backend: Backend, work: Work, waits: str) -> None:
-        with self._waiting(waits):
-            backend.wait(work, self.is_in_vain)
-
-    @contextmanager
-    def _waiting(self, waits: str) -> Iterator[None]:
         self.waits, self._looks, self._parted = waits, 0, 0  # an interrupt may have ended the wait before
         try:
-            yield
+            backend.wait(work, self.is_in_vain)
         except Parted:
             raise
         except RuntimeError as error:
-            self.waits = waits  # still counts, for the roll call
-            raise self._store.peer_failure(error, self._timeout_s) from error
+            raise self._failure(error, waits) from error
+        self._end_wait()
+
+    def _end_wait(self) -> None:
         self.waits = ""
         if self._looks:
             self._store.set_wait("")
+
+    def _failure(self, error: RuntimeError, waits: str) -> PeerFailed:
+        """The exception for an operation that ended with `error`."""
+        self.waits = waits  # still counts, for the roll call
+        return self._store.peer_failure(error, self._timeout_s)
 
     def is_in_vain(self) -> bool:
         """Whether a rank failed, waits elsewhere, or takes too long; called during a wait."""

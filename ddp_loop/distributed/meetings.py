@@ -36,6 +36,7 @@ PART_BYTES = ARENA_BYTES // 4  # the most that a rank puts there for one operati
 _PLACE_S = 1.0  # for the places of ranks that make another operation
 _ROOM_S = 0.001  # until a full connection is tried again
 _VIEWS = 4096
+SPIN = float(os.environ.get("SPIN", "0")) * 1e-6
 _NUMBER_OF = {name: number for number, name in enumerate(STAGES)}
 
 Then = Callable[["Meeting", Callable[[], bool]], None]
@@ -181,6 +182,9 @@ class Meetings:
         key = work.header.sequence, work.stage
         self._drain(self.others)
         looked = time.monotonic()
+        while SPIN and len(self._inbox.get(key, {})) < len(self.others) and time.monotonic() < looked + SPIN:
+            os.sched_yield()
+            self._drain(self.others)
         while len(headers := self._inbox.get(key, {})) < len(self.others):
             if work.is_over:  # another rank asked for it
                 return
@@ -305,14 +309,16 @@ class Meetings:
 
     def _claim(self, size: int) -> int:
         """A part of the arena that no rank reads any more. See [Note: Using memory again]."""
-        size = aligned(size)
+        size, regions = aligned(size), self._regions
         start = self._head if self._head + size <= ARENA_BYTES else 0
-        end = start + size
-        if needed := max((one for one, first, last in self._regions if first < end and start < last), default=0):
+        end, known = start + size, min(self._done.values(), default=self._completed)
+        while regions and regions[0][0] <= known:
+            regions.popleft()
+        if needed := max((one for one, first, last in regions if first < end and start < last), default=0):
             self._await_completed(needed)
-            while self._regions and self._regions[0][0] <= needed:
-                self._regions.popleft()
-        self._regions.append((self._sequence + 1, start, end))
+            while regions and regions[0][0] <= needed:
+                regions.popleft()
+        regions.append((self._sequence + 1, start, end))
         self._head = end
         return start
 
