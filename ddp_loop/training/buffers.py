@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Literal
 
 import torch
@@ -23,6 +24,7 @@ from ddp_loop.distributed import assemble, columns, decode, each_buffer, encode
 from ddp_loop.training.payload import weighted_mean
 
 BufferReduction = Literal["mean", "same", "first", "local"]
+_holders = methodcaller("_use_count")  # of a tensor: Python, saved tensors of graphs, views
 BUFFER_REDUCTIONS = ("mean", "same", "first", "local")
 
 
@@ -45,11 +47,15 @@ class Buffer:
     version: int = field(init=False)
     late: bool = field(init=False)  # whether reading it makes the host wait
     travels: bool = False  # whether it was found written silently
+    unseen: bool = False  # whether a shard of this pass wrote it past torch's version counter
+    home: torch.Tensor = field(init=False)  # the script's own, which `tensor` is unless a graph holds it
+    holders: int = field(init=False)  # how many hold that one without a graph: Python, and views
 
     def __post_init__(self) -> None:
         self.opened = self.tensor.detach().clone()
         self.version = self.tensor._version
         self.late = is_asynchronous(self.tensor)
+        self.home, self.holders = self.tensor, _holders(self.tensor)
 
     @property
     def silent(self) -> bool:
@@ -95,10 +101,29 @@ class Buffer:
 
     @torch.no_grad()
     def restore(self, value: torch.Tensor) -> None:
-        """Make it `value`, in its own tensor."""
+        """Make it `value`, in its own tensor unless a graph holds that one. See [Note: Graphs]."""
+        if self.unseen:
+            self.tensor.data.copy_(value)
+        elif _holders(self.tensor) > self.holders:
+            self.tensor = value.clone()
+        else:
+            self.tensor.copy_(value)
         self._stand(self.tensor)
-        self.tensor.copy_(value)
         self.version = self.tensor._version
+
+    @torch.no_grad()
+    def open(self) -> None:
+        """Begin a step: record what it holds, if it was written since the last one."""
+        self.unseen = False
+        if self.tensor is not self.home and self.now is self.tensor and _holders(self.home) <= self.holders:
+            self._stand(self.home.copy_(self.tensor))
+        if self.changed:
+            if (tensor := self.now) is not None and tensor is not self.tensor:
+                self.tensor = tensor
+                if tensor is not self.home:  # the script replaced it
+                    self.home, self.holders = tensor, _holders(tensor)
+            self.opened = self.tensor.detach().clone()
+            self.version = self.tensor._version
 
 
 def find_buffers(
@@ -150,12 +175,7 @@ class Buffers:
         """
         self._settle()
         for buffer in self.found.values():
-            if buffer.changed:
-                tensor = buffer.now
-                if tensor is not None and tensor is not buffer.tensor:
-                    buffer.tensor = tensor
-                buffer.opened = buffer.tensor.detach().clone()
-                buffer.version = buffer.tensor._version
+            buffer.open()
         if late := [buffer for buffer in self.found.values() if buffer.late]:
             with torch.no_grad():  # also catches silent writes; costs a few kernel launches
                 torch._foreach_copy_([one.opened for one in late], [one.tensor for one in late])
@@ -187,6 +207,7 @@ class Buffers:
                     f'F.batch_norm in its forward, or pass Loop buffer_reduction={{"{buffer.name}": "mean"}}.'
                 )
             taken[buffer.name] = value.detach().clone()
+            buffer.unseen = value is buffer.tensor and value._version == buffer.version
             if graph_goes_on:
                 buffer.replace()
             else:

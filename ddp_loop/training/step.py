@@ -34,7 +34,8 @@ class _LeftLoop(RuntimeError):
 class Step:
     """One step of a `Loop`: iterate over it for this rank's shards, call `backward` for each, then `fold`.
 
-    Iterating again after `fold` is another pass over the same shards, for a closure or a second network.
+    Iterating again after `fold` is another pass over the same shards, for a closure or a second network. A graph may
+    cross a fold, as in DCGAN: one forward of the generator serves the passes of both networks.
 
     Attributes:
         epoch, iteration: counted from 1; the iteration counts on from epoch to epoch.
