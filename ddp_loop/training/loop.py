@@ -236,8 +236,8 @@ class Loop:
         finally:
             if self._begun or self._is_over:
                 self.close()
-            if self._is_over and not self._begun:
-                self._recorder.end()  # else the reason for leaving is known when the world is left
+                if not (self._begun and self._recorder.keeps):  # the reason is known when the world is left
+                    self._end()
 
     def _begin_epoch(self) -> bool:
         where = self._where
@@ -407,4 +407,8 @@ class Loop:
 
     def _leave(self) -> None:
         self.close()
+        self._end()
+
+    def _end(self) -> None:
         self._recorder.end()
+        self.world.forget(self._leave)  # so that the loop can be freed, with model, optimizer and data
