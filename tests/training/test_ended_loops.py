@@ -34,7 +34,7 @@ def size_of(outputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def options_of(way: str, folder: str) -> dict[str, object]:
-    return {
+    options: dict[str, dict[str, object]] = {
         "run folder": {"run_dir": folder, "save_every": 1, "progress": True},
         "rows": {"on_row": [lambda row: None], "progress": True},
         "evaluation": {"run_dir": folder},
@@ -42,7 +42,8 @@ def options_of(way: str, folder: str) -> dict[str, object]:
         "nothing left": {"run_dir": folder},
         "refused": {"steps": -1},
         "skip": {"on_nonfinite": "skip"},
-    }.get(way, {})
+    }
+    return options.get(way, {})
 
 
 def train_once(world: dl.World, way: str, folder: str, *, in_memory: bool) -> dict[str, weakref.ref[object]]:
