@@ -23,9 +23,9 @@ from ddp_loop.determinism import same_bits
 from ddp_loop.distributed import assemble, columns, decode, each_buffer, encode
 from ddp_loop.training.payload import weighted_mean
 
-BufferReduction = Literal["mean", "same", "first", "local"]
+BufferReduction = Literal["mean", "same", "first", "min", "max", "local"]
 _holders = methodcaller("_use_count")  # of a tensor: Python, saved tensors of graphs, views
-BUFFER_REDUCTIONS = ("mean", "same", "first", "local")
+BUFFER_REDUCTIONS = ("mean", "same", "first", "min", "max", "local")
 
 
 @dataclass(slots=True)
@@ -33,7 +33,8 @@ class Buffer:
     """One buffer: its owner, its tensor, its value when the step opened, and its rule.
 
     The rules are "mean" (weighted by the shards' samples, the default of floating buffers), "same" (every shard must
-    change it alike, the default of others), "first" (the first shard's), and "local" (each rank keeps its own).
+    change it alike, the default of others), "first" (the first shard's), "min" and "max" (the extreme of the shards',
+    for observers), and "local" (each rank keeps its own).
     """
 
     name: str
@@ -148,6 +149,9 @@ def find_buffers(
         found.append(Buffer(shared.names[0], owner, key, shared.tensor, policy, others, bool(given)))
         names.update(dict.fromkeys(shared.names, found[-1]))
     for name, policy in buffer_reduction.items():
+        is_ordered = name not in names or not names[name].tensor.is_complex()
+        if policy in ("min", "max") and not is_ordered:
+            raise ValueError(f'"{policy}" needs values with an order. {name} is complex. Pass "mean" or "first".')
         if name not in names or policy not in BUFFER_REDUCTIONS:
             raise ValueError(
                 f"buffer_reduction must map a buffer's name to one of {BUFFER_REDUCTIONS}. Got {name!r}: {policy!r}. "
@@ -291,9 +295,7 @@ class Buffers:
                 doubts = values[full]
                 doubts = doubts if keep is None else torch.where(keep, doubts[:1], doubts)
                 self._doubts.append((buffer, doubts, buffer.opened.clone()))
-            mixes = buffer.policy == "mean" and len(full) > 1
-            merged = _mean_of(values, buffer, share, full) if mixes else values[full[0]]
-            merged = assemble(merged, buffer.opened)
+            merged = assemble(_merged(values, buffer, share, full), buffer.opened)
             buffer.restore(merged if keep is None else torch.where(keep, buffer.opened, merged))
             buffer.opened.copy_(buffer.tensor)
         if not is_asynchronous(rows):
@@ -306,6 +308,13 @@ class Buffers:
             unlike = (values != values[0]) & ((values == values) | (values[0] == values[0]))  # NaN is like NaN
             if bool(unlike.any()):
                 raise ValueError(_differs(buffer, values, opened, int(unlike.any(0).nonzero()[0])))
+
+
+def _merged(values: torch.Tensor, buffer: Buffer, share: torch.Tensor, full: list[int]) -> torch.Tensor:
+    """What a buffer's rule makes of the values of the shards that have samples, (S, K) to (K,)."""
+    if buffer.policy in ("min", "max"):
+        return values[full].amin(0) if buffer.policy == "min" else values[full].amax(0)  # exact; NaN where one is
+    return _mean_of(values, buffer, share, full) if buffer.policy == "mean" and len(full) > 1 else values[full[0]]
 
 
 def _mean_of(values: torch.Tensor, buffer: Buffer, share: torch.Tensor, full: list[int]) -> torch.Tensor:

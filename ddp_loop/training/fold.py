@@ -139,7 +139,7 @@ class Fold:
         self._tails: dict[int, int] = {}  # of the layout, by shards
         self._records: list[ShardRecord] = []
         self._empty: ShardRecord | None = None  # of a rank without a shard, under synced batch norm
-        self.is_open = False  # between a pass's first shard and its fold
+        self.opened_by: object = None  # the step of the pass between its first shard and its fold
         self.had_gradients = False  # whether the last fold left any
         self.decision: ControlDecision | None = None  # of all ranks at the last fold
         self.waited_s: float = 0.0 if former is None else former.waited_s  # for the sums, in all folds so far
@@ -151,11 +151,11 @@ class Fold:
 
     # -- a pass over the shards ----------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Begin a pass over the shards of a mini-batch."""
+    def open(self, step: object) -> None:
+        """Begin a pass of `step` over the shards of its mini-batch."""
         self._world.require_collectives_allowed()
         self._world.block_collectives(_OPEN)
-        self._records, self._empty, self._loss_scale, self.is_open = [], None, None, True
+        self._records, self._empty, self._loss_scale, self.opened_by = [], None, None, step
         self.gradients.open()
         if self._buffers.found:
             self._buffers.open()
@@ -263,7 +263,7 @@ class Fold:
 
     def end_pass(self) -> None:
         """Allow collectives again; raises where synced layers ran in different orders. Every rank must call this."""
-        self.is_open = False
+        self.opened_by = None
         self._world.block_collectives(None)
         for channel in self.sync_channels:
             channel.send_control()
@@ -280,7 +280,7 @@ class Fold:
             ValueError: shards that differ in metrics or in the change of a buffer; a sparse gradient.
             PeerFailed: another rank has a problem.
         """
-        if self.is_open:
+        if self.opened_by is not None:
             self.end_pass()
         shards, asked = len(mini_batch.sizes), NO_REQUEST if self._events is None else self._events.requests()
         layout, seen, given, problem = self._collect(shards, problem or asked.problem)

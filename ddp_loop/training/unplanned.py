@@ -4,7 +4,7 @@
 of the sums, and no bucket would be complete before backward ends. So after the first fold, what no shard of any rank
 gave a gradient is left out of the plan. When a shard gives it one, the control word says so. All ranks then agree on
 these parameters, sum them apart in that step, and plan them from the next one on. The parameters of an `AveragedModel`
-that no optimizer has stay out: a gradient that they get is nobody's, and becomes None.
+that no optimizer has stay out: a gradient that they get updates nothing, and becomes None.
 """
 
 from __future__ import annotations
