@@ -86,7 +86,8 @@ class LayerGroup:
         # A layer that no shard called keeps its values to the bit.
         factor = torch.where(used, self._factor(owner, momenta), 0.0)
         for name, new in (("running_mean", mean), ("running_var", variance)):
-            olds: list[torch.Tensor] = [getattr(layer, name) for layer in layers]
+            # Past the version counter, as torch's kernels: a graph that crosses the fold may hold them.
+            olds: list[torch.Tensor] = [getattr(layer, name).data for layer in layers]
             old = torch.cat(olds).double()
             now = (1 - factor) * old + factor * new
             if keep is not None:
@@ -141,7 +142,8 @@ class RunningStatsSnapshot:
     def restore(self, where: torch.Tensor | bool) -> None:
         """Restore the copied values if `where`, shape (), is true."""
         for now, kept in zip(self._now, self._kept, strict=True):
-            now.copy_(torch.where(where, kept, now) if isinstance(where, torch.Tensor) else kept if where else now)
+            value = torch.where(where, kept, now) if isinstance(where, torch.Tensor) else kept if where else now
+            now.data.copy_(value)  # past the version counter, like the layers
 
 
 class RecomputeGuard:

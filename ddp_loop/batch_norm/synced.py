@@ -269,7 +269,7 @@ class SyncedBatchNorm(_BatchNorm):
             )
 
     def _move(self, mean: torch.Tensor, unbiased: torch.Tensor) -> None:
-        """Move the running statistics as torch does."""
+        """Move the running statistics as torch does, past the version counter: other graphs may hold them."""
         if not self.track_running_stats:
             return
         factor: float | torch.Tensor = 0.0 if self.momentum is None else self.momentum
@@ -280,7 +280,7 @@ class SyncedBatchNorm(_BatchNorm):
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
             if running is not None:
                 share = factor.to(running.dtype) if isinstance(factor, torch.Tensor) else factor
-                running.lerp_(new.to(running.dtype), share)
+                running.data.lerp_(new.to(running.dtype), share)
 
 
 def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:

@@ -90,6 +90,7 @@ class Checkpointer:
         newest: the name of the newest durable checkpoint, on rank 0; empty without one.
         asked: whether a checkpoint was asked for after the current step; equal on all ranks.
         score: of the next checkpoint.
+        say: prints a line about the run, on rank 0; it does not keep the state alive.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Checkpointer:
         refuses: Callable[[int], Exception | None] = lambda iteration: None,
     ) -> None:
         self.folder, self._world, self._policy, self._refuses = folder, world, policy, refuses
+        self.say = world.say
         self._state, self._local, self._parts = state, local, parts or {}
         self._run: RunFolder | None = None
         self._store: CheckpointStore | None = None  # on rank 0
@@ -165,10 +167,6 @@ class Checkpointer:
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error
         self._world.raise_if_any_failed(problem)
-
-    def say(self, line: str) -> None:
-        """Print a line about the run, on rank 0."""
-        self._world.print(f"ddp_loop: {line}")
 
     def asked_to_stop(self) -> str | None:
         """Why a file in the run folder asks the run to stop, on rank 0; None if there is no such file."""

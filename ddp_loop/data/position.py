@@ -24,14 +24,15 @@ class LoopPosition:
     """
 
     def __init__(self, batches: Batches, epochs: int | None, steps: int | None) -> None:
-        self._batches, self._most_epochs, self.most_steps = batches, epochs, steps
+        # Not the batches themselves: a report that is kept longer than its loop has the position, and not the data.
+        self._steps, self._most_epochs, self.most_steps = batches.steps, epochs, steps
         self.iteration = self.epochs = self.at = self.resumed_at = 0
         self.is_folded = True
 
     @property
     def extent(self) -> dict[str, int | None]:
         """The epochs and steps asked for, and the steps of an epoch."""
-        return {"epochs": self._most_epochs, "steps_per_epoch": self._batches.steps, "steps": self.most_steps}
+        return {"epochs": self._most_epochs, "steps_per_epoch": self._steps, "steps": self.most_steps}
 
     @property
     def epoch(self) -> int:
@@ -60,7 +61,7 @@ class LoopPosition:
     def has_no_step_left(self) -> bool:
         """Whether no step is left. The script's code after the last epoch may still run."""
         last = self._most_epochs is not None and self.epochs + 1 >= self._most_epochs
-        return self.is_done or (last and self.at == self._batches.steps)
+        return self.is_done or (last and self.at == self._steps)
 
     def ends_all(self, mini_batch: MiniBatch) -> bool:
         """Whether the loop ends with this mini-batch."""
@@ -84,7 +85,7 @@ class LoopPosition:
                 "The state of a Loop has iteration, epoch and position, as its state_dict() returns. Got "
                 f"{sorted(state)}. Pass that dict."
             )
-        steps, numbers = self._batches.steps, [state[name] for name in _NAMES]
+        steps, numbers = self._steps, [state[name] for name in _NAMES]
         whole = all(isinstance(number, int) and number >= 0 for number in numbers)
         iteration, epoch, position = numbers
         if not whole or (steps is not None and (position > steps or epoch * steps + position != iteration)):

@@ -235,6 +235,10 @@ class World:
             with suppress(OSError):
                 print(*values, flush=True)
 
+    def say(self, line: str) -> None:
+        """Print a line of the package's own, on rank 0."""
+        self.print(f"ddp_loop: {line}")
+
     @contextmanager
     def rank_zero_first(self, timeout_s: float = 1800.0) -> Iterator[None]:
         """Run the block on rank 0 first; the others wait, then run it too. Every rank must call this.
@@ -334,6 +338,11 @@ class World:
     def on_leaving(self, close: Callable[[], None]) -> None:
         """Call `close` when the world is left, also after an exception; the last one given is called first."""
         self._closers.append(close)
+
+    def forget(self, close: Callable[[], None]) -> None:
+        """Do not call `close` when the world is left: what it would close has ended, and can be freed."""
+        with suppress(ValueError):
+            self._closers.remove(close)
 
     def __enter__(self) -> Self:
         self.require_collectives_allowed()

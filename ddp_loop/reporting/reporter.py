@@ -72,6 +72,27 @@ def _is_close(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and isclose(one, other, rel_tol=_REDONE, abs_tol=_REDONE**2)
 
 
+class EvaluationRecorder:
+    """Records the evaluations of a loop, also after its end; it keeps the loop's position alive, and not its state.
+
+    Args:
+        log: to write to; None without a run folder, and on other ranks than 0.
+        folder: of the run.
+        where: the loop's position.
+        began: when the run began, by the monotonic clock.
+    """
+
+    def __init__(self, log: EvaluationLog | None, folder: Path | None, where: LoopPosition, began: float) -> None:
+        self._log, self._folder, self._where, self._began = log, folder, where, began
+        self.has_ended = False
+
+    def __call__(self, result: Mapping[str, float]) -> None:
+        """Record an evaluation; after the loop's end only if no other process runs in the folder."""
+        if self._log is None or self._folder is None or (self.has_ended and is_running(self._folder)):
+            return
+        self._log.record(self._where.epoch, self._where.iteration, result, time.monotonic() - self._began)
+
+
 Receivers = OnRow | Sequence[OnRow] | None
 
 
@@ -110,8 +131,9 @@ class Reporter:
         self._terminal: Terminal | None = None
         self._timings: RankTimings | None = None
         self._evaluations: EvaluationLog | None = None
+        self._evaluated: EvaluationRecorder | None = None
         self._ranks: JsonlWriter | None = None
-        self._draws = self._has_ended = self._must_gather = False
+        self._draws = self._must_gather = False
 
     def begin(self, receivers: list[OnRow], *, progress: bool) -> str | None:
         """Open the files and the terminal on rank 0; new rows are appended to those already there.
@@ -139,7 +161,8 @@ class Reporter:
         world = self._world
         if key is not None:
             self._timings = RankTimings(world.store, key, world.rank, world.size, world.device)
-        world.on_evaluated = self._record_evaluation
+        folder = None if self._checkpointer is None else self._checkpointer.folder
+        world.on_evaluated = self._evaluated = EvaluationRecorder(self._evaluations, folder, self._where, self._began)
 
     def _open_files(self, checkpointer: Checkpointer, after: int, epoch: EpochMeans) -> JsonlWriter:
         folder, say = checkpointer.folder, checkpointer.say
@@ -197,13 +220,6 @@ class Reporter:
         if self._terminal is not None:
             self._terminal.take_ranks(ranks)
 
-    def _record_evaluation(self, result: Mapping[str, float]) -> None:
-        """Record an evaluation; after the loop's end only if no other process runs in the folder."""
-        log, checkpointer = self._evaluations, self._checkpointer
-        if log is None or checkpointer is None or (self._has_ended and is_running(checkpointer.folder)):
-            return
-        log.record(self._where.epoch, self._where.iteration, result, time.monotonic() - self._began)
-
     # -- the end -------------------------------------------------------------------------------------------
 
     def close(self, last_words: str | None) -> None:
@@ -218,7 +234,9 @@ class Reporter:
 
     def end(self) -> None:
         """Draw the run's curves, at its end."""
-        draws, self._draws, self._has_ended = self._draws, False, True
+        draws, self._draws = self._draws, False
+        if self._evaluated is not None:
+            self._evaluated.has_ended = True
         checkpointer = self._checkpointer
         if draws and checkpointer is not None and checkpointer.has_folder and self._world.ended_by is None:
             try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Literal
 
 import torch
@@ -22,8 +23,9 @@ from ddp_loop.determinism import same_bits
 from ddp_loop.distributed import assemble, columns, decode, each_buffer, encode
 from ddp_loop.training.payload import weighted_mean
 
-BufferReduction = Literal["mean", "same", "first", "local"]
-BUFFER_REDUCTIONS = ("mean", "same", "first", "local")
+BufferReduction = Literal["mean", "same", "first", "min", "max", "local"]
+_holders = methodcaller("_use_count")  # of a tensor: Python, saved tensors of graphs, views
+BUFFER_REDUCTIONS = ("mean", "same", "first", "min", "max", "local")
 
 
 @dataclass(slots=True)
@@ -31,7 +33,8 @@ class Buffer:
     """One buffer: its owner, its tensor, its value when the step opened, and its rule.
 
     The rules are "mean" (weighted by the shards' samples, the default of floating buffers), "same" (every shard must
-    change it alike, the default of others), "first" (the first shard's), and "local" (each rank keeps its own).
+    change it alike, the default of others), "first" (the first shard's), "min" and "max" (the extreme of the shards',
+    for observers), and "local" (each rank keeps its own).
     """
 
     name: str
@@ -45,11 +48,15 @@ class Buffer:
     version: int = field(init=False)
     late: bool = field(init=False)  # whether reading it makes the host wait
     travels: bool = False  # whether it was found written silently
+    unseen: bool = False  # whether a shard of this pass wrote it past torch's version counter
+    home: torch.Tensor = field(init=False)  # the script's own, which `tensor` is unless a graph holds it
+    holders: int = field(init=False)  # how many hold that one without a graph: Python, and views
 
     def __post_init__(self) -> None:
         self.opened = self.tensor.detach().clone()
         self.version = self.tensor._version
         self.late = is_asynchronous(self.tensor)
+        self.home, self.holders = self.tensor, _holders(self.tensor)
 
     @property
     def silent(self) -> bool:
@@ -95,10 +102,29 @@ class Buffer:
 
     @torch.no_grad()
     def restore(self, value: torch.Tensor) -> None:
-        """Make it `value`, in its own tensor."""
+        """Make it `value`, in its own tensor unless a graph holds that one. See [Note: Graphs]."""
+        if self.unseen:
+            self.tensor.data.copy_(value)
+        elif _holders(self.tensor) > self.holders:
+            self.tensor = value.clone()
+        else:
+            self.tensor.copy_(value)
         self._stand(self.tensor)
-        self.tensor.copy_(value)
         self.version = self.tensor._version
+
+    @torch.no_grad()
+    def open(self) -> None:
+        """Begin a step: record what it holds, if it was written since the last one."""
+        self.unseen = False
+        if self.tensor is not self.home and self.now is self.tensor and _holders(self.home) <= self.holders:
+            self._stand(self.home.copy_(self.tensor))
+        if self.changed:
+            if (tensor := self.now) is not None and tensor is not self.tensor:
+                self.tensor = tensor
+                if tensor is not self.home:  # the script replaced it
+                    self.home, self.holders = tensor, _holders(tensor)
+            self.opened = self.tensor.detach().clone()
+            self.version = self.tensor._version
 
 
 def find_buffers(
@@ -123,6 +149,9 @@ def find_buffers(
         found.append(Buffer(shared.names[0], owner, key, shared.tensor, policy, others, bool(given)))
         names.update(dict.fromkeys(shared.names, found[-1]))
     for name, policy in buffer_reduction.items():
+        is_ordered = name not in names or not names[name].tensor.is_complex()
+        if policy in ("min", "max") and not is_ordered:
+            raise ValueError(f'"{policy}" needs values with an order. {name} is complex. Pass "mean" or "first".')
         if name not in names or policy not in BUFFER_REDUCTIONS:
             raise ValueError(
                 f"buffer_reduction must map a buffer's name to one of {BUFFER_REDUCTIONS}. Got {name!r}: {policy!r}. "
@@ -150,12 +179,7 @@ class Buffers:
         """
         self._settle()
         for buffer in self.found.values():
-            if buffer.changed:
-                tensor = buffer.now
-                if tensor is not None and tensor is not buffer.tensor:
-                    buffer.tensor = tensor
-                buffer.opened = buffer.tensor.detach().clone()
-                buffer.version = buffer.tensor._version
+            buffer.open()
         if late := [buffer for buffer in self.found.values() if buffer.late]:
             with torch.no_grad():  # also catches silent writes; costs a few kernel launches
                 torch._foreach_copy_([one.opened for one in late], [one.tensor for one in late])
@@ -187,6 +211,7 @@ class Buffers:
                     f'F.batch_norm in its forward, or pass Loop buffer_reduction={{"{buffer.name}": "mean"}}.'
                 )
             taken[buffer.name] = value.detach().clone()
+            buffer.unseen = value is buffer.tensor and value._version == buffer.version
             if graph_goes_on:
                 buffer.replace()
             else:
@@ -270,9 +295,7 @@ class Buffers:
                 doubts = values[full]
                 doubts = doubts if keep is None else torch.where(keep, doubts[:1], doubts)
                 self._doubts.append((buffer, doubts, buffer.opened.clone()))
-            mixes = buffer.policy == "mean" and len(full) > 1
-            merged = _mean_of(values, buffer, share, full) if mixes else values[full[0]]
-            merged = assemble(merged, buffer.opened)
+            merged = assemble(_merged(values, buffer, share, full), buffer.opened)
             buffer.restore(merged if keep is None else torch.where(keep, buffer.opened, merged))
             buffer.opened.copy_(buffer.tensor)
         if not is_asynchronous(rows):
@@ -285,6 +308,13 @@ class Buffers:
             unlike = (values != values[0]) & ((values == values) | (values[0] == values[0]))  # NaN is like NaN
             if bool(unlike.any()):
                 raise ValueError(_differs(buffer, values, opened, int(unlike.any(0).nonzero()[0])))
+
+
+def _merged(values: torch.Tensor, buffer: Buffer, share: torch.Tensor, full: list[int]) -> torch.Tensor:
+    """What a buffer's rule makes of the values of the shards that have samples, (S, K) to (K,)."""
+    if buffer.policy in ("min", "max"):
+        return values[full].amin(0) if buffer.policy == "min" else values[full].amax(0)  # exact; NaN where one is
+    return _mean_of(values, buffer, share, full) if buffer.policy == "mean" and len(full) > 1 else values[full[0]]
 
 
 def _mean_of(values: torch.Tensor, buffer: Buffer, share: torch.Tensor, full: list[int]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Protocol
@@ -53,8 +53,6 @@ _OPEN = (
     "Between a step's first shard and its fold the ranks are not at the same place. Run this collective after "
     "step.fold()."
 )
-
-
 _DONE = attrgetter("done")
 
 
@@ -91,6 +89,7 @@ class Fold:
         guard: judges steps that are not finite; None allows them.
         scalers: by which losses may be multiplied; results and rows are without their factor.
         events: called around each fold.
+        averaged: parameters that never need a gradient, those of averaged copies.
         watch: called with each shard's number on this rank and its gradients by name.
         former: the fold that this one replaces, released.
 
@@ -111,6 +110,7 @@ class Fold:
         guard: NonFiniteGuard | None = None,
         scalers: Sequence[GradScaler] = (),
         events: StepEvents | None = None,
+        averaged: Collection[Parameter] = (),
         watch: Callable[[int, dict[str, torch.Tensor]], None] | None = None,
         former: Fold | None = None,
     ) -> None:
@@ -123,8 +123,9 @@ class Fold:
         # Synced layers move their running statistics themselves, alike on all ranks.
         self.sync_channels = [channel for channel in find_sync_channels(modules.values()) if channel.size > 1]
         synced = {layer for layer in each_module(modules).values() if is_synced(layer)}
-        is_synced_model = bool(self.sync_channels)
-        self.gradients = Gradients(parameters, world, bucket_bytes, order, synced=is_synced_model, watch=watch)
+        self.gradients = Gradients(
+            parameters, world, bucket_bytes, order, averaged=averaged, synced=bool(self.sync_channels), watch=watch
+        )
         self._statistics = BatchNormStatistics(layers, own if shards > 1 else {}, others)
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
         self._buffers = Buffers(find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {}), shards)
@@ -138,7 +139,7 @@ class Fold:
         self._tails: dict[int, int] = {}  # of the layout, by shards
         self._records: list[ShardRecord] = []
         self._empty: ShardRecord | None = None  # of a rank without a shard, under synced batch norm
-        self.is_open = False  # between a pass's first shard and its fold
+        self.opened_by: object = None  # the step of the pass between its first shard and its fold
         self.had_gradients = False  # whether the last fold left any
         self.decision: ControlDecision | None = None  # of all ranks at the last fold
         self.waited_s: float = 0.0 if former is None else former.waited_s  # for the sums, in all folds so far
@@ -150,11 +151,11 @@ class Fold:
 
     # -- a pass over the shards ----------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Begin a pass over the shards of a mini-batch."""
+    def open(self, step: object) -> None:
+        """Begin a pass of `step` over the shards of its mini-batch."""
         self._world.require_collectives_allowed()
         self._world.block_collectives(_OPEN)
-        self._records, self._empty, self._loss_scale, self.is_open = [], None, None, True
+        self._records, self._empty, self._loss_scale, self.opened_by = [], None, None, step
         self.gradients.open()
         if self._buffers.found:
             self._buffers.open()
@@ -262,7 +263,7 @@ class Fold:
 
     def end_pass(self) -> None:
         """Allow collectives again; raises where synced layers ran in different orders. Every rank must call this."""
-        self.is_open = False
+        self.opened_by = None
         self._world.block_collectives(None)
         for channel in self.sync_channels:
             channel.send_control()
@@ -279,7 +280,7 @@ class Fold:
             ValueError: shards that differ in metrics or in the change of a buffer; a sparse gradient.
             PeerFailed: another rank has a problem.
         """
-        if self.is_open:
+        if self.opened_by is not None:
             self.end_pass()
         shards, asked = len(mini_batch.sizes), NO_REQUEST if self._events is None else self._events.requests()
         layout, seen, given, problem = self._collect(shards, problem or asked.problem)
@@ -288,13 +289,13 @@ class Fold:
         word = control_word(mini_batch, problem=problem is not None, new=is_new, asked=asked)
         given_anywhere = self._send(word_tensor((*word, *given), self._word_dtype))
         layout, slots = self._decide(layout, seen, slots, mini_batch, problem)
-        self._assign(given_anywhere)
+        replans = self._assign(given_anywhere, layout)
         total, share, values = self._slots.merge(slots, layout, mini_batch.sizes)
         if total is not None:
             self._scale(total, layout, mini_batch)
         is_bad = self._check(values[0])
         self._slots.apply(slots, layout, mini_batch.sizes, is_bad)
-        if layout is not self._layout:
+        if replans:
             # Plan now: by the next pass one rank may have unfrozen something.
             self._layout, self._tails = layout, {}
             self.gradients.release()
@@ -306,7 +307,8 @@ class Fold:
         self, shards: int, problem: Exception | None
     ) -> tuple[PayloadLayout, PayloadLayout, list[bool], Exception | None]:
         """The agreed layout, that of this rank's shards, which parameters got gradients here, and what is wrong."""
-        seen, differing = layout_of(self._records, len(self._statistics.layers), self.gradients.wanted)
+        wanted = self.gradients.wanted, self.gradients.unplanned.names
+        seen, differing = layout_of(self._records, len(self._statistics.layers), *wanted)
         problem = problem or differing or self._statistics.problem
         if problem is None and (name := self.gradients.changed_since_opened()) is not None:
             problem = RuntimeError(
@@ -325,7 +327,7 @@ class Fold:
 
     def _tail(self, layout: PayloadLayout, shards: int) -> int:
         """The number of values after the gradients: the control word, and a row for each shard."""
-        return (CONTROL_LENGTH + len(layout.parameters)) * self._word_in_tail + shards * sum(self._slots.widths(layout))
+        return (CONTROL_LENGTH + self.gradients.planned) * self._word_in_tail + shards * sum(self._slots.widths(layout))
 
     def _pack(self, layout: PayloadLayout, flags: int, shards: int, *, fill: bool) -> torch.Tensor:
         """The rows of all shards, (S, width), in the tail of the step's sum, with this rank's rows filled in."""
@@ -384,12 +386,13 @@ class Fold:
         self._slots.fill(slots, self._records, layout)
         return layout, self._world.sum(slots)
 
-    def _assign(self, given: list[bool]) -> None:
-        """Make the sums `.grad` where a shard gave one."""
+    def _assign(self, given: list[bool], layout: PayloadLayout) -> bool:
+        """Make the sums `.grad` where a shard gave one; returns whether the next pass needs another plan."""
         self.gradients.close(given)
-        self.had_gradients = any(given)
-        if self.decision is not None and self.decision.new:
-            self.gradients.sum_unplanned()
+        self.had_gradients, is_new = any(given), layout is not self._layout
+        if is_new:
+            self.gradients.unplanned.sum(layout.unplanned, self._world)
+        return (is_new or not self.gradients.is_chosen) and (self.gradients.leave_out() or is_new)
 
     def _scale(self, total: torch.Tensor, layout: PayloadLayout, mini_batch: MiniBatch) -> None:
         """Multiply all gradients by R / sum(w), since backward used w / R; a single shard was not scaled."""
@@ -440,7 +443,7 @@ class Fold:
                 raise error if isinstance(error, CallMismatch) else why from None  # the other ranks know
             send_no_gather(why)
             if layout is not None and send_nothing is not None:
-                word = torch.tensor([1, *[0] * (CONTROL_LENGTH - 1 + len(layout.parameters))], dtype=torch.int32)
+                word = torch.tensor([1, *[0] * (CONTROL_LENGTH - 1 + self.gradients.planned)], dtype=torch.int32)
                 send_nothing(PROBLEM if self._word_in_tail else None, None if self._word_in_tail else word)
             self._world.raise_if_any_failed(why)
 

@@ -7,7 +7,7 @@ as in the loop on one device. Where only some shards did, the others count as ze
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain, compress
 from operator import attrgetter, ne
 
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_loop.distributed import World
 from ddp_loop.training.buckets import Bucket, finish_all, grouped
 from ddp_loop.training.ordered_sum import ReductionOrder
+from ddp_loop.training.unplanned import UnplannedGradients
 
 _FLOAT32_BYTES = 4
 _NORM_EACH = 2**20  # gradients that a step's norm may read
@@ -41,6 +42,7 @@ class Gradients:
         world: from `join_world`.
         bucket_bytes: a bucket's size; a network that fits into one is summed in one collective.
         order: in which shards are added up.
+        averaged: parameters that never need one; see [Note: Left out] in `unplanned`.
         synced: whether backward contains other collectives, those of synced batch norm.
         watch: called with each shard's number on this rank and its gradients by name; then no sum starts early.
     """
@@ -52,14 +54,16 @@ class Gradients:
         bucket_bytes: int,
         order: ReductionOrder,
         *,
+        averaged: Collection[Parameter] = (),
         synced: bool = False,
         watch: Callable[[int, dict[str, torch.Tensor]], None] | None = None,
     ) -> None:
         self.buckets: list[Bucket] = []
-        self._later: list[Bucket] = []  # of parameters that were unfrozen after the buckets were planned
         self._world = world
         self._bucket_bytes, self._order = bucket_bytes, order
         self._names: dict[Parameter, str] = {parameter: name for name, parameter in parameters.items()}
+        self.unplanned = UnplannedGradients(self._names, averaged, bucket_bytes, self._bucket_of)
+        self.is_chosen = False  # whether the plan is without what the first fold gave nothing
         self._asks: list[bool] = []  # whether each parameter wants a gradient, in this pass
         self._planned_asks: list[bool] = []  # and when the buckets were planned
         self._versions: list[int] = []  # of the parameters, when the pass opened
@@ -87,7 +91,7 @@ class Gradients:
             self.tail = self.buckets[-1].tail
             return
         self._planned_asks = list(map(_WANTS, self._names))
-        wanted = list(compress(self._names, self._planned_asks))
+        wanted = self._choice()
         device, dtype = self._world.device, self.slot_dtype
         groups = grouped(wanted[::-1], self._bucket_bytes)
         if not groups or (groups[-1][0].dtype, groups[-1][0].device) != (dtype, device):
@@ -107,8 +111,16 @@ class Gradients:
         """Drop the buckets and the hooks; assigned gradients stay."""
         for hook in self._hooks:
             hook.remove()
-        self.buckets, self._later, self._hooks, self._home, self._planned = [], [], [], {}, {}
+        self.buckets, self._hooks, self._home, self._planned = [], [], {}, {}
+        self.unplanned.release()
         self._holds_sums = False
+
+    def _choice(self) -> list[Parameter]:
+        """The parameters to plan."""
+        return [one for one in self._names if one.requires_grad and one not in self.unplanned.left_out]
+
+    def _bucket_of(self, group: list[Parameter]) -> Bucket:
+        return Bucket(group, 0, group[0].dtype, group[0].device, self._world, self._order)
 
     # -- one pass over the shards --------------------------------------------------------------------------
 
@@ -133,22 +145,13 @@ class Gradients:
         if asks != self._asks:
             self._asks = asks
             self.wanted = tuple(f"{name} {tuple(p.shape)}" for p, name in self._names.items() if p.requires_grad)
-        if self._later or asks != self._planned_asks:
-            self._plan_later()
+        if self.unplanned.buckets or asks != self._planned_asks:
+            self.unplanned.open(self._planned)
         self._next = self._shards = 0
         self._is_pass_open = True
         self.known_norm = None
-        for bucket in (*self.buckets, *self._later):
+        for bucket in (*self.buckets, *self.unplanned.buckets):
             bucket.open()
-
-    def _plan_later(self) -> None:
-        """Make buckets for parameters that want a gradient and have no bucket; they are sent once all ranks agree."""
-        later = [parameter for parameter in self._names if parameter.requires_grad and parameter not in self._planned]
-        if later != [parameter for bucket in self._later for parameter in bucket.parameters]:
-            self._later = [
-                Bucket(group, 0, group[0].dtype, group[0].device, self._world, self._order)
-                for group in grouped(later, self._bucket_bytes)
-            ]
 
     def backward(self, loss: torch.Tensor, factor: float | torch.Tensor, *, last: bool, more: bool = False) -> None:
         """Backpropagate `factor` times the loss of one shard.
@@ -167,7 +170,7 @@ class Gradients:
             RuntimeError: the gradients of an earlier shard are gone, or a second gradient came too late.
         """
         self._check_kept()
-        for bucket in (*self.buckets[self._next :], *self._later):
+        for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
             bucket.begin_backward()
         if isinstance(factor, torch.Tensor) or (factor != 1 and loss.dtype.itemsize < _FLOAT32_BYTES):
             self._backward_apart(loss, factor, more)
@@ -179,10 +182,12 @@ class Gradients:
                 loss.backward(loss.new_full((), factor), retain_graph=more)
             finally:
                 self._in_backward = self._in_last = False
+        if self.unplanned.left_out:
+            self.unplanned.adopt(self._shards)
         if self._watch is not None and not more:
             self._show(self._watch)
         self._shards += not more
-        for bucket in (*self.buckets[self._next :], *self._later):
+        for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
             bucket.end_backward() if more else bucket.finish_shard(self._shards)
 
     def backward_empty(self, loss: torch.Tensor, *, more: bool) -> None:
@@ -199,18 +204,20 @@ class Gradients:
         if self._watch is not None:
             self._show(self._watch)
         self._shards += 1
-        for bucket in (*self.buckets[self._next :], *self._later):
+        for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
             bucket.finish_shard(self._shards)
 
     def _show(self, watch: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
         fresh: dict[str, torch.Tensor] = {}
-        for bucket in (*self.buckets[self._next :], *self._later):
+        for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
             for place, gradient in zip(*bucket.fresh(), strict=True):
                 fresh[self._names[bucket.parameters[place]]] = gradient
         watch(self._shards, fresh)
 
     def _check_kept(self) -> None:
-        for bucket in (*self.buckets, *self._later):
+        for parameter in self.unplanned.foreign() if self.unplanned.left_out else ():
+            raise RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
+        for bucket in (*self.buckets, *self.unplanned.buckets):
             if (lost := bucket.tampered()) is not None:
                 if not bucket.gave(lost):
                     raise RuntimeError(_OWN_BACKWARD.format(self._names[lost]))
@@ -282,8 +289,10 @@ class Gradients:
         finally:  # the length of the sums is the same where something is wrong
             if tail != self._tail:
                 self.plan(tail)
-            for bucket in (*self.buckets[self._next :], *self._later):
+            for bucket in self.buckets[self._next :]:
                 bucket.finish_shards()
+            if self.unplanned.buckets or self.unplanned.left_out:
+                self.unplanned.finish_shards()
         return list(chain.from_iterable(map(_GIVEN, self.buckets)))
 
     def leaving(self, tail: int) -> Callable[[int | None, torch.Tensor | None], None]:
@@ -313,8 +322,8 @@ class Gradients:
 
     @property
     def planned(self) -> int:
-        """The number of parameters in buckets."""
-        return len(self._planned)
+        """The number of parameters in planned buckets, or in those that `plan` would make."""
+        return len(self._planned) if self.buckets else len(self._choice())
 
     def start_sums(self) -> None:
         """Start the sums of gradients and tail over all ranks that have not begun. Every rank must call this."""
@@ -325,15 +334,12 @@ class Gradients:
         """Wait for all sums. Every rank must call this."""
         finish_all([bucket.summing for bucket in self.buckets], self._world)
 
-    def sum_unplanned(self) -> None:
-        """Sum the gradients of unfrozen parameters, which have no planned bucket. Every rank must call this."""
-        for bucket in self._later:
-            given = torch.tensor(bucket.given, dtype=torch.int32)
-            self._world.sum(given)
-            bucket.start()
-            if self._world.size > 1:
-                finish_all([bucket.summing], self._world)
-            bucket.assign_grads([count > 0 for count in given.tolist()])
+    def leave_out(self) -> bool:
+        """Leave what no fold gave a gradient out of the next plan; returns whether there is such a parameter."""
+        if all(parameter.grad is None for parameter in self._names):
+            return False  # the mini-batch had no weight
+        planned, self.is_chosen = self._planned if self.is_chosen else (), True
+        return self.unplanned.leave_out(planned)
 
     def close(self, given: list[bool]) -> None:
         """End a pass: assign the sums to `.grad`. See [Note: None stays None]."""
@@ -346,7 +352,7 @@ class Gradients:
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients by `factor`, shape ()."""
-        for bucket in (*self.buckets, *self._later):
+        for bucket in (*self.buckets, *self.unplanned.buckets):
             bucket.own.gradients.mul_(factor)
 
     # -- after the fold ------------------------------------------------------------------------------------
@@ -356,14 +362,14 @@ class Gradients:
 
         Finite exactly if all gradients are: NaN propagates, and nothing overflows. None counts as zeros.
         """
-        found = [bucket.extremes() for bucket in (*self.buckets, *self._later) if bucket.length]
+        found = [bucket.extremes() for bucket in (*self.buckets, *self.unplanned.buckets) if bucket.length]
         dtype = self.slot_dtype if len(found) > 1 else None
         return [one if dtype is None else one.to(self._world.device, dtype) for pair in found for one in pair]
 
     def folded_norm(self) -> torch.Tensor:
         """The Euclidean norm of all gradients, shape (); computed from the buckets once in a fold."""
         if self.known_norm is None:
-            norms = [bucket.norm() for bucket in (*self.buckets, *self._later) if bucket.length]
+            norms = [bucket.norm() for bucket in (*self.buckets, *self.unplanned.buckets) if bucket.length]
             if len(norms) != 1:
                 norms = [norm.to(self._world.device, torch.float64) for norm in norms]
                 norms = [torch.linalg.vector_norm(torch.stack(norms))] if norms else [torch.zeros(())]
@@ -384,14 +390,14 @@ class Gradients:
 
     def are_finite(self) -> bool:
         """Whether all gradients are; the host waits. A finite norm proves it in half the time that `extremes` takes."""
-        if all(map(_PRECISE, (*self.buckets, *self._later))) and math.isfinite(self.folded_norm().item()):
+        if all(map(_PRECISE, (*self.buckets, *self.unplanned.buckets))) and math.isfinite(self.folded_norm().item()):
             return True
         return all(math.isfinite(one.item()) for one in self.extremes())
 
     @property
     def elements(self) -> int:
         """The number of gradients."""
-        return sum(bucket.length for bucket in (*self.buckets, *self._later))
+        return sum(bucket.length for bucket in (*self.buckets, *self.unplanned.buckets))
 
     def first_not_finite(self, *, written: bool) -> str | None:
         """The first parameter whose gradient is not finite, by name; with `written`, the first not finite itself."""
@@ -413,7 +419,7 @@ class Gradients:
 
     def fill_with_nan(self, where: torch.Tensor | bool) -> None:
         """Make all gradients NaN, if `where`, shape ()."""
-        for bucket in (*self.buckets, *self._later):
+        for bucket in (*self.buckets, *self.unplanned.buckets):
             flat = bucket.own.gradients
             flat.masked_fill_(torch.as_tensor(where, device=flat.device), torch.nan)
 

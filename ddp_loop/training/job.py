@@ -18,6 +18,7 @@ from operator import attrgetter, is_, methodcaller
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from ddp_loop.data import Batches
 from ddp_loop.determinism import checksum_all
@@ -164,6 +165,13 @@ class UnmovedParametersCheck:
         warnings.warn(ACCUMULATION_LEFT.format(step=step - 1), stacklevel=2)
 
 
+def _averaged(state: Mapping[str, object], optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
+    """The parameters of the averaged models in a state that no optimizer has."""
+    trained = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    models = [one for one in each_module(find_modules(state)).values() if isinstance(one, AveragedModel)]
+    return [one for model in models for one in model.parameters() if one not in trained]
+
+
 @dataclass(frozen=True, slots=True)
 class ReductionSettings:
     """How the steps of a job are reduced, as `Loop` was given it."""
@@ -210,6 +218,7 @@ class Job:
             guard=None if guard.allows else guard,
             scalers=self._scalers,
             events=events,
+            averaged=_averaged(self.state, optimizers),
             watch=watch,
             former=former,
         )

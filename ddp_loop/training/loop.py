@@ -55,7 +55,8 @@ class Loop:
             such callables (see `sinks`).
         progress: show progress in the terminal, from rank 0, and draw curves in the run folder at the end.
         monitor: serve a page of the run folder from another process; needs `pip install 'ddp_loop[monitor]'`.
-        buffer_reduction: rules for single buffers, such as "model.0.counter": "mean", "same", "first", "local".
+        buffer_reduction: rules for single buffers, such as "model.0.counter": "mean", "same" (all shards change it
+            alike), "first" (that of the first shard), "min" and "max" (for observers), "local" (each rank its own).
         bucket_cap_mib: size of the buckets in which gradients are summed, in MiB.
         allow_single_sample_shards: accept shards of one sample although the model has BatchNorm1d layers, which
             cannot normalise one value (but can, if their inputs have positions).
@@ -236,8 +237,8 @@ class Loop:
         finally:
             if self._begun or self._is_over:
                 self.close()
-            if self._is_over and not self._begun:
-                self._recorder.end()  # else the reason for leaving is known when the world is left
+                if not (self._begun and self._recorder.keeps):  # the reason is known when the world is left
+                    self._end()
 
     def _begin_epoch(self) -> bool:
         where = self._where
@@ -286,7 +287,7 @@ class Loop:
             if step.leave(f"it left the loop in step {iteration}, by a break or an error that was caught"):
                 self._replicas.leave(iteration, folded=where.is_folded)
             raise
-        if step.passes == 0 or self.fold.is_open:
+        if step.passes == 0 or self.fold.opened_by is not None:
             step.require_folded()
         if self._recorder.tracer is not None and step.passes:
             self._recorder.end_trace(iteration)
@@ -407,4 +408,8 @@ class Loop:
 
     def _leave(self) -> None:
         self.close()
+        self._end()
+
+    def _end(self) -> None:
         self._recorder.end()
+        self.world.forget(self._leave)  # so that the loop can be freed, with model, optimizer and data

@@ -107,6 +107,7 @@ class PayloadLayout:
         calls: the most calls of each batch-norm layer in a shard.
         buffers: the other buffers that a shard changed.
         parameters: those that want a gradient.
+        unplanned: those that got a gradient and had been left out of the plan.
     """
 
     metrics: tuple[str, ...] | None
@@ -115,6 +116,7 @@ class PayloadLayout:
     calls: tuple[int, ...]
     buffers: frozenset[str]
     parameters: tuple[str, ...]
+    unplanned: frozenset[str]
 
     def covers(self, seen: PayloadLayout) -> bool:
         """Whether a row of this layout has room for what was `seen`."""
@@ -125,6 +127,7 @@ class PayloadLayout:
             and all(map(le, seen.calls, self.calls))
             and seen.buffers <= self.buffers
             and seen.parameters == self.parameters
+            and not seen.unplanned
         )
 
 
@@ -159,6 +162,7 @@ def agreed(seen: Sequence[PayloadLayout], former: PayloadLayout | None) -> Paylo
         calls=tuple(max(calls) for calls in zip(*(one.calls for one in all_seen), strict=True)),
         buffers=frozenset().union(*(one.buffers for one in all_seen)),
         parameters=seen[0].parameters,
+        unplanned=frozenset().union(*(one.unplanned for one in seen)),
     )
 
 
@@ -180,7 +184,7 @@ def sums_differ(where: str, names: frozenset[str], elsewhere: str, others: froze
 
 
 def layout_of(
-    records: Iterable[ShardRecord], layers: int, parameters: tuple[str, ...]
+    records: Iterable[ShardRecord], layers: int, parameters: tuple[str, ...], unplanned: frozenset[str] = frozenset()
 ) -> tuple[PayloadLayout, Exception | None]:
     """The layout that a rank's shards need under so many batch-norm `layers`, and the error where they differ."""
     metrics: tuple[str, ...] | None = None
@@ -196,7 +200,7 @@ def layout_of(
         metrics, sums = names, record.sums
         weighted, buffers = weighted or record.weight is not None, buffers.union(record.taken)
         calls = tuple(map(max, calls, map(len, record.captures)))
-    return PayloadLayout(metrics, sums, weighted, calls, buffers, parameters), problem
+    return PayloadLayout(metrics, sums, weighted, calls, buffers, parameters, unplanned), problem
 
 
 def shares(weights: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,8 @@ class _LeftLoop(RuntimeError):
 class Step:
     """One step of a `Loop`: iterate over it for this rank's shards, call `backward` for each, then `fold`.
 
-    Iterating again after `fold` is another pass over the same shards, for a closure or a second network.
+    Iterating again after `fold` is another pass over the same shards, for a closure or a second network. A graph may
+    cross a fold, as in DCGAN: one forward of the generator serves the passes of both networks.
 
     Attributes:
         epoch, iteration: counted from 1; the iteration counts on from epoch to epoch.
@@ -67,7 +68,7 @@ class Step:
         self.is_broken = False
 
     def __iter__(self) -> Iterator[Any]:
-        if self._fold.is_open:
+        if self.is_open:
             raise RuntimeError(
                 f"Each pass over the shards must end with fold(). Step {self.iteration} was iterated again before it. "
                 "Call step.fold() first."
@@ -96,9 +97,19 @@ class Step:
                 finally:
                     self._record = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a pass of this step, and not of another one, is between its first shard and its fold."""
+        return self._fold.opened_by is self
+
     def _begin(self) -> None:
         self._fold = self._events.before_pass(self.passes)
-        self._fold.open()
+        if self._fold.opened_by not in (None, self):
+            raise RuntimeError(
+                f"Only the newest step of a loop can be iterated and folded. Step {self.iteration} is over, and a pass "
+                "of another one is open. Use the step that the loop gave last."
+            )
+        self._fold.open(self)
         if self._gathering.is_used:
             self._gathering.open()
         if self._tracer is not None:
@@ -209,7 +220,7 @@ class Step:
             PeerFailed: another rank has such a problem, or failed.
         """
         mini_batch = self._loaded.mini_batch
-        is_open = self._fold.is_open
+        is_open = self.is_open
         if self._record is not None or self._gathering.whole is not None or (mini_batch.shards and not is_open):
             raise RuntimeError(
                 "step.gather must be called once, between the shards and the fold. Call it after `for ... in step`, "
@@ -274,7 +285,7 @@ class Step:
             return False
         shards = len(self._loaded.mini_batch.sizes)
         tell = self._fold.leaving(shards, _LeftLoop(why), self._gathering.send_no_gather)
-        if not self._fold.is_open and self._gathering.is_used:
+        if not self.is_open and self._gathering.is_used:
             self._gathering.open()  # the next pass has sent no word yet
 
         def tell_quietly() -> None:
@@ -286,7 +297,7 @@ class Step:
 
     def require_folded(self) -> None:
         """Raise on every rank if this one has not folded the step. Every rank must call this or `fold`."""
-        if not self.is_broken and (self._fold.is_open or not self.passes):
+        if not self.is_broken and (self.is_open or not self.passes):
             self._close(
                 RuntimeError(
                     f"Every step must end with step.fold(), before the next one begins. Step {self.iteration} was left "
@@ -296,7 +307,7 @@ class Step:
 
     def _incomplete(self) -> Exception | None:
         shards = self._loaded.mini_batch.shards
-        if not self._fold.is_open:
+        if not self.is_open:
             if not shards and not self.passes:
                 return None
             return RuntimeError(
@@ -319,7 +330,7 @@ class Step:
 
     def _close(self, problem: Exception | None = None) -> StepResult:
         problem = problem or self._incomplete()
-        if not self._fold.is_open:
+        if not self.is_open:
             self._begin()
         fold, mini_batch = self._fold, self._loaded.mini_batch
         self.is_broken = True

@@ -45,6 +45,31 @@ def misuse(world: dl.World, folder: str, how: str, culprit: int, shards: int | N
             step.fold()
 
 
+def use_an_old_step(world: dl.World, folder: str, how: str, culprit: int) -> None:
+    """Inside the second step's pass, some ranks use the first step."""
+    model, old = network(), None
+    for step in loop_over(world, folder, model):
+        for rows in step:
+            step.backward(loss_of(model, rows))
+            if old is not None and does_it(world, culprit):
+                if how == "fold":
+                    old.fold()
+                if how == "iterate":
+                    next(iter(old))
+        step.fold()
+        old = step
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", ["fold", "iterate"])
+@pytest.mark.parametrize("culprit", [0, ALL])
+def test_an_old_step_does_not_close_the_pass_of_the_next_one(
+    how: str, culprit: int, ranks: int, refused: Refused
+) -> None:
+    said = r"Only the newest step of a loop can be iterated and folded\. Step 1 is over"
+    refused(ranks, use_an_old_step, how, culprit, kind="RuntimeError", said=said, by=culprit)
+
+
 def go_through(step: dl.Step, model: nn.Module, wrong: str) -> None:
     for rows in step if wrong != "no pass" else ():
         if wrong == "continue":
