@@ -22,7 +22,7 @@ import torch
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files, write_atomic
 from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, STATUS, RunFolder, read_json
 from ddp_loop.checkpoint.serialization import SerializedState, StagingBuffers
-from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable
+from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, settings_of
 from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
 from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error
 
@@ -123,7 +123,7 @@ class Checkpointer:
         """Lock the run folder, and restore the newest valid checkpoint. Every rank must call this.
 
         Args:
-            facts: of the loop, for the run's fingerprint.
+            facts: what makes a run another one.
             resume: of `Loop`.
             extent: the run's length, for status.json.
 
@@ -137,11 +137,13 @@ class Checkpointer:
             PeerFailed: another rank raised one of these.
         """
         self._extent = extent
+        of_state = settings_of(self._state)
+        settings = {name: one for name, one in extent.items() if name != "steps_per_epoch"} | of_state
 
         def take() -> None:
             self._policy.check()
             check_restorable(self._state)
-            self._run = RunFolder(self.folder, facts, resume)
+            self._run = RunFolder(self.folder, facts, resume, settings)
             self._store = CheckpointStore(self.folder, self._run.id, self._policy.keep_last)
             self._store.clean()
             for line in (*self._run.news, *([self._store.last_warning] if self._store.last_warning else [])):
@@ -154,8 +156,22 @@ class Checkpointer:
         self._number = self._world.store.number()  # two Checkpointers of a world can save at the same iteration
         self._on_all_ranks(self._job.serialize)
         position = self._restore()
-        self.write_status("running", iteration=position["iteration"] if position else 0)
+        if self._run is not None:
+            self._begin_run(self._run, position, of_state)
         return position
+
+    def _begin_run(self, run: RunFolder, position: Mapping[str, int] | None, settings: Collection[str]) -> None:
+        """Say what changed since the last start, and record this one, on rank 0."""
+        if position is not None and run.notice:
+            old = any(one.startswith(f"{name}: ") for one in run.changed for name in settings)
+            used = " The settings in the checkpoint are used. To use the new ones, assign them after the Loop is made."
+            self.say(f"{run.notice}{used if old else ''}")
+        iteration = position["iteration"] if position else 0
+        try:
+            run.record_start(iteration=iteration, ranks=self._world.size, device=str(self._world.device))
+        except OSError as error:
+            self.say(format_error(error))
+        self.write_status("running", iteration=iteration)
 
     def _on_all_ranks(self, work: Callable[[], object]) -> None:
         """Do some work on every rank, and raise on all ranks if it fails on one."""

@@ -1,4 +1,10 @@
-"""The run folder: its lock, the run's fingerprint and status, and requests to stop."""
+"""The run folder: its lock, the run's fingerprint and status, and requests to stop.
+
+[Note: Another run] What a position in an epoch depends on must be the same when a run goes on: the samples, the size of
+a mini-batch. What the bits depend on must be too, but `resume=True` accepts other shards or another seed. Everything
+else may change, such as the script, its arguments, learning rates and epochs. One notice lists the changes, and every
+start is a line of starts.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +27,18 @@ from ddp_loop.checkpoint.atomic_files import explained, write_atomic
 
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
 EVALUATIONS, RANKS, PICTURES, TABLE = "evaluations.jsonl", "ranks.jsonl", "pictures", "rows.csv"
-_MOVED = ("checkpoints", ROWS, EVALUATIONS, RANKS, PICTURES, TABLE, STATUS, RUN)
+STARTS = "starts.jsonl"
+_MOVED = ("checkpoints", ROWS, EVALUATIONS, RANKS, STARTS, PICTURES, TABLE, STATUS, RUN)
 _DAMAGED = "*.damaged*.jsonl"  # their damaged lines
+_OF_POSITIONS = ("samples", "batch_size", "drop_last")  # no run goes on when these change
+_SHOWN = 6  # changes in a notice
 _LOOK_S = 0.2
 _FLOCK = "hhqqi4x"  # Linux's struct flock: kind, whence, start, length, process
 _open_here: set[Path] = set()  # the kernel does not refuse a second lock of the same process
 
 
 def fingerprint(facts: Mapping[str, object]) -> dict[str, object]:
-    """Return what identifies a run: its script's name and content, its arguments, and these facts."""
+    """Return what describes a run: its script's name and content, its arguments, and these facts."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     script, content = ("", "") if main is None else (Path(main).name, "")
     if main is not None:
@@ -53,30 +62,37 @@ class RunFolder:
 
     Args:
         folder: created if it is missing.
-        facts: of the loop, for the fingerprint.
-        resume: what to do with a run that is in the folder. None resumes it if script, arguments and facts are the
-            same, and refuses it otherwise. True resumes it in any case. False starts over, and moves its files to
-            `before/`.
+        facts: what makes a run another one. See [Note: Another run].
+        resume: what to do with a run that is in the folder. None resumes it if the facts are the same. True resumes it
+            also with other shards or another seed. False starts over, and moves its files to `before/`.
+        settings: facts that may change.
 
     Attributes:
         id: of the run, stored in its checkpoints.
-        news: messages for the user about changed facts and moved files.
+        news: messages for the user about locks and moved files.
+        changed: what changed since the run's last start.
 
     Raises:
         OSError: the folder cannot be created or written.
         RuntimeError: another process has locked it.
-        ValueError: it has a run of another script, or with other arguments or facts.
+        ValueError: it has another run.
     """
 
-    def __init__(self, folder: Path, facts: Mapping[str, object], resume: bool | None) -> None:
-        self.folder, self.news = folder.absolute(), list[str]()
+    def __init__(
+        self,
+        folder: Path,
+        facts: Mapping[str, object],
+        resume: bool | None,
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        self.folder, self.news, self.changed = folder.absolute(), list[str](), list[str]()
         self._directory: str | None = None
         with suppress(OSError):  # the directory was removed
             self._directory = os.getcwd()
         self._lock = self._take_lock()
         try:
             with self._explaining():
-                self._open(fingerprint(facts), resume)
+                self._open(facts, settings or {}, resume)
         except BaseException:
             self.close()
             raise
@@ -106,7 +122,7 @@ class RunFolder:
         _open_here.add(self._place)
         return lock
 
-    def _open(self, now: dict[str, object], resume: bool | None) -> None:
+    def _open(self, facts: Mapping[str, object], settings: Mapping[str, object], resume: bool | None) -> None:
         self.forget_stop()
         before = read_json(self.folder / RUN)
         known = before is not None and isinstance(before.get("id"), str)
@@ -118,24 +134,55 @@ class RunFolder:
                 f"{self.folder} has checkpoints, but its run.json is missing or damaged. Restore it, or pass "
                 "resume=False to start over, which moves them away."
             )
+        now = fingerprint({**facts, **settings})
         if known and before is not None:
-            self.id: str = before["id"]
-            changed = _changed(before.get("fingerprint") or {}, now)
-            if changed and resume is None:
-                status = (read_json(self.folder / STATUS) or {}).get("status", "not ended")
-                raise ValueError(
-                    f"{self.folder} has a run (status: {status}) that is not the same: {'; '.join(changed)}. Pass "
-                    "resume=True to resume it anyway, resume=False to start over (its files move to before/), or "
-                    "another run_dir=."
-                )
-            self.news += [f"{self.folder} is resumed although it changed: {one}" for one in changed]
-            now = now if changed else before.get("fingerprint", now)
+            former = before.get("fingerprint") or {}
+            self._check_same(_changed(former, facts), resume)
+            self.changed = list(_changed(former, now).values())
+            self._run = {**before, "fingerprint": {**former, **now}}
         else:
-            self.id = secrets.token_hex(8)
-        began = before["began"] if known and before is not None and "began" in before else time.time()
-        run = {"id": self.id, "began": began, "fingerprint": now}
-        if run != before:  # the disk may be full until the files of a killed save are removed
-            write_atomic(self.folder / RUN, run)
+            self._run = {"id": secrets.token_hex(8), "began": time.time(), "fingerprint": now}
+            write_atomic(self.folder / RUN, self._run)
+        self.id: str = self._run["id"]
+
+    def _check_same(self, changed: Mapping[str, str], resume: bool | None) -> None:
+        """Raise ValueError if these facts make the run another one. See [Note: Another run]."""
+        lost = [name for name in changed if name in _OF_POSITIONS]
+        if not changed or (resume and not lost):
+            return
+        status = (read_json(self.folder / STATUS) or {}).get("status", "not ended")
+        remedy = "Pass resume=True to go on with it, with other bits,"
+        if lost:
+            remedy = "Its checkpoints count an epoch's mini-batches, which are others now. Restore these values, pass"
+        raise ValueError(
+            f"{self.folder} has another run (status: {status}): {'; '.join(changed.values())}. {remedy} resume=False "
+            "to start over (its files move to before/), or another run_dir=."
+        )
+
+    @property
+    def notice(self) -> str:
+        """What changed, as a message for the user; empty if nothing did."""
+        if not self.changed:
+            return ""
+        more = len(self.changed) - _SHOWN
+        shown = [*self.changed[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        return f"{self.folder} goes on with changes: {'; '.join(shown)}."
+
+    def record_start(self, **facts: object) -> None:
+        """Record in starts.jsonl that training begins here, and in run.json what it begins with.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        line = {"at": time.time(), **facts, "process": os.getpid(), "command": sys.argv, "directory": self._directory}
+        line |= {"changed": self.changed, "fingerprint": self._run["fingerprint"]}
+        path = self.folder / STARTS
+        with explained(f"{path} could not be written", "Training continues."), path.open("a+b") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            ending = b"" if file.read() in (b"", b"\n") else b"\n"  # a killed process may leave half a line
+            file.write(ending + json.dumps(line).encode() + b"\n")
+        if self.changed:
+            write_atomic(self.folder / RUN, self._run)
 
     def _move_away(self) -> None:
         number = 1
@@ -185,14 +232,15 @@ def _locked(folder: Path, who: str) -> str:
     )
 
 
-def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    return [
-        "the script's content has changed"
+def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
+    """What differs between two fingerprints, in words, by name."""
+    return {
+        name: "the script's content has changed"
         if name == "the script's content"
-        else f"{name}: was {before.get(name)!r}, is {now.get(name)!r}"
-        for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name)
-    ]
+        else f"{name}: was {before[name]!r}, is {now[name]!r}"
+        for name in now
+        if name in before and before[name] != now[name]
+    }
 
 
 # -- from outside ------------------------------------------------------------------------------------------

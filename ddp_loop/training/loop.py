@@ -45,8 +45,8 @@ class Loop:
         state: the parts of the job by name: modules and optimizers, whose parameters are folded, and a GradScaler.
         run_dir: a folder for checkpoints, from the newest of which a restart resumes on any number of ranks, for
             rows.jsonl with a line per update, and for status.json.
-        resume: whether to resume the run in the folder: None if its script, arguments and data are the same, else
-            raise; True always; False to start over, which moves the old files to `before/`.
+        resume: whether to resume the run in the folder: None if its data, shards and seed are the same, else raise;
+            True also with other shards or another seed; False to start over, which moves the old files to `before/`.
         save_every: checkpoint every N steps (default: every epoch), and always on stop and at the end.
         save_every_s: also checkpoint when this many seconds have passed since the last one.
         keep_last: the number of newest checkpoints that stay, beside the best (see `save`).

@@ -104,9 +104,16 @@ class RunRecorder:
                 called, or no page be shown.
             PeerFailed: then on the others.
         """
-        if reporting.progress and self.checkpointer is not None and self._where.iteration:
-            what = "nothing is left to do" if self._where.has_no_step_left else "resumes"
-            self._world.print(f"{self.checkpointer.folder}: {what} after step {self._where.iteration}")
+        where = self._where
+        if self.checkpointer is not None and where.iteration and where.has_no_step_left:
+            bound = "steps" if where.has_made_all else "epochs"
+            self.checkpointer.say(
+                f"{self.checkpointer.folder} is finished: it has made the {where.iteration} steps of "
+                f"{bound}={where.extent[bound]}. Raise {bound}= to go on, or pass resume=False to start over (its "
+                "files move to before/)."
+            )
+        elif self.checkpointer is not None and where.iteration and reporting.progress:
+            self._world.print(f"{self.checkpointer.folder}: resumes after step {where.iteration}")
         key = self._world.on_rank_zero(lambda: self._begin_rows(reporting))
         self._report.open(key)
         self.has_rows = key is not None
