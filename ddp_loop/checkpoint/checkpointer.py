@@ -303,6 +303,7 @@ class Checkpointer:
                 sync_files(self.folder, (ROWS, EVALUATIONS, RANKS))
             iteration = snapshot.position["iteration"]
             self.newest = store.write(copied, iteration=iteration, facts=facts, score=score).name
+            self.write_status("running", iteration=iteration)
             if store.last_warning:
                 self.say(store.last_warning)
         except Exception as error:

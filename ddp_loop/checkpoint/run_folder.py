@@ -37,15 +37,21 @@ _FLOCK = "hhqqi4x"  # Linux's struct flock: kind, whence, start, length, process
 _open_here: set[Path] = set()  # the kernel does not refuse a second lock of the same process
 
 
-def fingerprint(facts: Mapping[str, object]) -> dict[str, object]:
+def fingerprint(facts: Mapping[str, object], folder: Path) -> dict[str, object]:
     """Return what describes a run: its script's name and content, its arguments, and these facts."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     script, content = ("", "") if main is None else (Path(main).name, "")
     if main is not None:
         with suppress(OSError):
             content = hashlib.sha256(Path(main).read_bytes()).hexdigest()
-    arguments = " ".join(sys.argv[1:])
+    arguments = " ".join(_without_path(one, os.path.realpath(folder)) for one in sys.argv[1:])
     return {"script": script, "the script's content": content, "arguments": arguments, **facts}
+
+
+def _without_path(argument: str, folder: str) -> str:
+    """Replace the run folder's path: it may be spelled differently, and a folder may be moved."""
+    option, equals, path = argument.rpartition("=")
+    return f"{option}{equals}RUN_DIR" if path and os.path.realpath(path) == folder else argument
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -134,10 +140,11 @@ class RunFolder:
                 f"{self.folder} has checkpoints, but its run.json is missing or damaged. Restore it, or pass "
                 "resume=False to start over, which moves them away."
             )
-        now = fingerprint({**facts, **settings})
+        now = fingerprint({**facts, **settings}, self.folder)
         if known and before is not None:
             former = before.get("fingerprint") or {}
             self._check_same(_changed(former, facts), resume)
+            self._check_checkpoints()
             self.changed = list(_changed(former, now).values())
             self._run = {**before, "fingerprint": {**former, **now}}
         else:
@@ -158,6 +165,16 @@ class RunFolder:
             f"{self.folder} has another run (status: {status}): {'; '.join(changed.values())}. {remedy} resume=False "
             "to start over (its files move to before/), or another run_dir=."
         )
+
+    def _check_checkpoints(self) -> None:
+        """Raise ValueError if the run had checkpoints that are gone; starting over would cut its rows to nothing."""
+        newest = (read_json(self.folder / STATUS) or {}).get("checkpoint")
+        folder = self.folder / "checkpoints"
+        if newest and not any(folder.glob("step-*")):
+            raise ValueError(
+                f"{self.folder} had the checkpoint {newest}, but {folder} has none. Put it back, or pass resume=False "
+                "to start over (the other files move to before/)."
+            )
 
     @property
     def notice(self) -> str:

@@ -107,7 +107,7 @@ class Loop:
         self.batches, self.world, self.epochs = batches, batches.world, epochs
         self._where, self._cut_short = LoopPosition(batches, epochs, steps), False
         self._begun: str | None = None  # the epoch under way, or the one that was left
-        watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir)
+        watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir).absolute()
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         is_ordered = batches.fixed_shards if ordered is None else ordered
         self._job = Job(state, batches, ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}))

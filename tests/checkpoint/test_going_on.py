@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.resuming import EPOCHS, STEPS, different, train
-from tests.support.runs import digests, lines_of, rows_of, status_of
+from tests.support.runs import checkpoints_of, digests, lines_of, rows_of, status_of
 
 # torch does not know that the optimizer stepped in another process, where a run goes on at the first epoch's end.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -23,8 +27,9 @@ STARTS = "starts.jsonl"
 
 
 def small(
-    folder: Path, *, lr: float = 0.1, period: int = 10, width: int = 4, stop_at: int | None = None, **extent: Any
-) -> tuple[list[int], dict[str, str], float]:
+    folder: Path, *, lr: float = 0.1, period: int = 10, width: int = 4, stop_at: int | None = None,
+    after_step: Callable[[], None] = lambda: None, **options: Any,
+) -> tuple[list[int], dict[str, str], float]:  # fmt: skip
     """The steps that a small job makes, its weights, and its learning rate at the end."""
     with dl.join_world(seed=1) as world:
         model = nn.Linear(3, width)
@@ -32,7 +37,7 @@ def small(
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, period)
         batches = dl.Batches(torch.randn(20, 3, generator=torch.Generator().manual_seed(2)), 4, world, shards=2)
         state = {"model": model, "optimizer": optimizer, "schedule": schedule}
-        loop = dl.Loop(batches, state=state, run_dir=folder, progress=False, **extent)
+        loop = dl.Loop(batches, state=state, run_dir=folder, **{"progress": False, **options})
         made = []
         for step in loop:
             for rows in step:
@@ -43,6 +48,7 @@ def small(
             optimizer.step()
             schedule.step()
             made.append(step.iteration)
+            after_step()
         return made, digests({"model": model}), optimizer.param_groups[0]["lr"]
 
 
@@ -199,6 +205,77 @@ def test_another_structure_of_the_state_is_refused_and_changes_nothing(tmp_path:
         small(tmp_path, epochs=2, width=5, lr=0.3)
     assert {name: (tmp_path / name).read_text() for name in before} == before
     assert small(tmp_path, epochs=2)[0][0] == 4
+
+
+# -- its folder ----------------------------------------------------------------------------------------------
+
+
+def test_a_relative_path_stays_that_folder_when_the_script_changes_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    _, whole, _ = small(tmp_path / "whole", epochs=2, save_every=2, progress=True)
+    small(Path("run"), epochs=2, save_every=2, progress=True, after_step=lambda: os.chdir(tmp_path / "elsewhere"))
+    assert os.listdir(tmp_path / "elsewhere") == []
+    assert sorted(os.listdir(tmp_path / "run")) == sorted(os.listdir(tmp_path / "whole"))  # pictures, too
+    assert rows_of(tmp_path / "run") == list(range(1, 11))
+    assert checkpoints_of(tmp_path / "run") == [6, 8, 10]
+    assert status_of(tmp_path / "run")["status"] == "done"
+    monkeypatch.chdir(tmp_path)
+    assert small(Path("run"), epochs=2)[:2] == ([], whole)
+
+
+@pytest.mark.parametrize("spelled", ["./run", "other/../run/", "link"])
+def test_a_path_spelled_differently_is_the_same_run(
+    spelled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    monkeypatch.setattr(sys, "argv", ["train.py", "run"])
+    small(tmp_path / "run", epochs=2, stop_at=3)
+    monkeypatch.setattr(sys, "argv", ["train.py", spelled])
+    assert small(Path(spelled), epochs=2)[0][0] == 4
+    assert notices(capsys) == []  # the path is no change
+    assert rows_of(tmp_path / "run") == list(range(1, 11))
+
+
+@pytest.mark.parametrize("removed", ["the folder", "its checkpoints"])
+@pytest.mark.parametrize("ended", ["stopped", "killed", "resumed and killed"])
+def test_a_run_whose_checkpoints_were_removed_is_refused(removed: str, ended: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    if ended == "stopped":
+        small(run, epochs=2, stop_at=3)
+    else:
+        if ended == "resumed and killed":
+            small(run, epochs=2, stop_at=2)
+        with pytest.raises(KilledHere):
+            small(run, epochs=2, save_every=1, after_step=partial(copy_of_a_killed_run, run, tmp_path / "copy"))
+        shutil.rmtree(run)
+        (tmp_path / "copy").rename(run)
+    for path in [run / "checkpoints"] if removed == "the folder" else (run / "checkpoints").glob("step-*"):
+        shutil.rmtree(path)
+    before = {name: (run / name).read_text() for name in ("run.json", STARTS, "status.json", "rows.jsonl")}
+    for resume in (None, True):
+        with pytest.raises(ValueError, match=r"had the checkpoint step-0000000\d, but .*/checkpoints has none\. .*"):
+            small(run, epochs=2, resume=resume)
+    assert {name: (run / name).read_text() for name in before} == before
+    assert small(run, epochs=2, resume=False)[0][0] == 1
+    assert small(run, epochs=3)[0][0] == 11
+
+
+class KilledHere(Exception):
+    """Ends a run whose folder was copied as a killed process would leave it."""
+
+
+def copy_of_a_killed_run(run: Path, copy: Path) -> None:
+    """A copy without the tensors, since a thread may be saving."""
+    if status_of(run)["iteration"] >= 4:
+        (copy / "checkpoints" / "step-00000004").mkdir(parents=True)
+        for name in ("run.json", STARTS, "status.json", "rows.jsonl"):
+            shutil.copy(run / name, copy)
+        raise KilledHere
 
 
 # -- a finished run ------------------------------------------------------------------------------------------
