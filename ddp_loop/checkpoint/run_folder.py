@@ -4,6 +4,9 @@
 a mini-batch. What the bits depend on must be too, but `resume=True` accepts other shards or another seed. Everything
 else may change, such as the script, its arguments, learning rates and epochs. One notice lists the changes, and every
 start is a line of starts.jsonl.
+
+[Note: The lock] A lock of the process (`lockf`) is given up when any part of it opens and closes the file, as
+`shutil.copytree` does. This one belongs to the open file. A forked process would keep it, so it closes its copy.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,31 @@ _OF_POSITIONS = ("samples", "batch_size", "drop_last")  # no run goes on when th
 _SHOWN = 6  # changes in a notice
 _LOOK_S = 0.2
 _FLOCK = "hhqqi4x"  # Linux's struct flock: kind, whence, start, length, process
-_open_here: set[Path] = set()  # the kernel does not refuse a second lock of the same process
+_open_here: dict[Path, int] = {}  # the descriptors of this process's locks; a file system may have no locks
+
+
+def _lock_file(descriptor: int) -> None:
+    """Lock an open file. See [Note: The lock].
+
+    Raises:
+        BlockingIOError, PermissionError: it is locked.
+        OSError: the file system has no locks.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@cache
+def _close_in_forked_processes() -> None:
+    """Let processes that are forked from now on close their copies of this process's locks."""
+
+    def close() -> None:
+        while _open_here:
+            os.close(_open_here.popitem()[1])
+
+    os.register_at_fork(after_in_child=close)
 
 
 def fingerprint(facts: Mapping[str, object], folder: Path) -> dict[str, object]:
@@ -115,7 +143,7 @@ class RunFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_file(lock)
         except (BlockingIOError, PermissionError):
             who = os.pread(lock, 200, 0).decode(errors="replace").strip()
             os.close(lock)
@@ -125,7 +153,8 @@ class RunFolder:
         with suppress(OSError):  # a full disk has no room for a name
             os.truncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        _open_here.add(self._place)
+        _close_in_forked_processes()
+        _open_here[self._place] = lock
         return lock
 
     def _open(self, facts: Mapping[str, object], settings: Mapping[str, object], resume: bool | None) -> None:
@@ -238,8 +267,8 @@ class RunFolder:
     def close(self) -> None:
         """Unlock the folder."""
         if self._lock >= 0:
-            _open_here.discard(self._place)
-            os.close(self._lock)
+            if _open_here.pop(self._place, None) is not None:  # else this is a forked process
+                os.close(self._lock)
             self._lock = -1
 
 
@@ -266,7 +295,7 @@ def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> dict[st
 def is_running(run: Path) -> bool:
     """Whether a process has locked the run folder."""
     if Path(os.path.realpath(run)) in _open_here:
-        return True  # this process would lose its lock by opening and closing the file
+        return True
     try:
         lock = os.open(run / LOCK, os.O_RDWR)
     except OSError:
@@ -280,13 +309,13 @@ def is_running(run: Path) -> bool:
 
 
 def _is_locked(lock: int) -> bool:
-    """Whether another process has the lock. Only Linux can tell without taking it, which could refuse a new run."""
+    """Whether a run has the lock. Only Linux can tell without taking it, which could refuse a new run."""
     if sys.platform == "linux":
         query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind: int = struct.unpack(_FLOCK, fcntl.fcntl(lock, fcntl.F_GETLK, query))[0]
+        kind: int = struct.unpack(_FLOCK, fcntl.fcntl(lock, fcntl.F_OFD_GETLK, query))[0]
         return kind != fcntl.F_UNLCK
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_file(lock)
     except (BlockingIOError, PermissionError):
         return True
     return False
