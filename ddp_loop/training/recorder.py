@@ -193,6 +193,9 @@ class RunRecorder:
         """
         where = self._where
         if self.checkpointer is not None:
+            if self._held not in (-1, where.iteration):
+                self._held = -1
+                self.checkpointer.drop_held()
             is_due = self.checkpointer.is_due_after(where.iteration, is_last_of_epoch=is_last_of_epoch)
             if stops or ends or saves or is_due:
                 self._save()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from tests.support.harness import OnRanks
+from ddp_loop.checkpoint import atomic_files, storage
+from tests.support.harness import OnRanks, caught
 from tests.support.resuming import EPOCHS, STEPS, different, train
 from tests.support.runs import checkpoints_of, digests, lines_of, rows_of, status_of
 
@@ -200,7 +202,7 @@ def test_another_run_is_refused_with_the_remedy(
 @pytest.mark.covers("J10")
 def test_another_structure_of_the_state_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     small(tmp_path, epochs=2, stop_at=3)
-    before = {name: (tmp_path / name).read_text() for name in ("run.json", STARTS, "rows.jsonl")}
+    before = {name: (tmp_path / name).read_text() for name in ("run.json", STARTS, "status.json", "rows.jsonl")}
     with pytest.raises(ValueError, match=r"(?s)does not fit the checkpoint .*resume=False to start over"):
         small(tmp_path, epochs=2, width=5, lr=0.3)
     assert {name: (tmp_path / name).read_text() for name in before} == before
@@ -278,13 +280,38 @@ def copy_of_a_killed_run(run: Path, copy: Path) -> None:
         raise KilledHere
 
 
+def go_on_unreadable(folder: str) -> None:
+    usual = atomic_files.bytes_of
+
+    def fail(*arguments: Any) -> bytes:
+        if "tensors" in arguments[1]:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return usual(*arguments)
+
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(storage, "bytes_of", fail)
+        small(Path(folder), epochs=2)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_gone_back_from(on_ranks: OnRanks, tmp_path: Path) -> None:
+    small(tmp_path, epochs=2, stop_at=7, save_every=3)
+    before = {name: (tmp_path / name).read_text() for name in ("run.json", STARTS, "status.json", "rows.jsonl")}
+    first, second = on_ranks(2, caught, go_on_unreadable, str(tmp_path))
+    assert (first[0], second[0]) == ("OSError", "PeerFailed")
+    for _, text, _ in (first, second):
+        assert "step-00000007 cannot be read now (Stale file handle)" in text
+    assert {name: (tmp_path / name).read_text() for name in before} == before
+    assert checkpoints_of(tmp_path) == [3, 6, 7]
+    assert small(tmp_path, epochs=2)[0] == [8, 9, 10]
+
+
 # -- a finished run ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.covers("J10")
 @pytest.mark.parametrize("extent", [{"epochs": 2}, {"steps": 7}, {"epochs": 4, "steps": 7}])
 def test_a_finished_run_says_that_it_is_finished_and_how_to_go_on(
-    extent: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    extent: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made, weights, _ = small(tmp_path, **extent)
     assert notices(capsys) == []
