@@ -32,7 +32,7 @@ from ddp_loop.checkpoint.atomic_files import explained, write_atomic
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
 EVALUATIONS, RANKS, PICTURES, TABLE = "evaluations.jsonl", "ranks.jsonl", "pictures", "rows.csv"
 STARTS = "starts.jsonl"
-_MOVED = ("checkpoints", ROWS, EVALUATIONS, RANKS, STARTS, PICTURES, TABLE, STATUS, RUN)
+_MOVED = ("checkpoints", "trace", ROWS, EVALUATIONS, RANKS, STARTS, PICTURES, TABLE, STATUS, RUN)
 _DAMAGED = "*.damaged*.jsonl"  # their damaged lines
 _OF_POSITIONS = ("samples", "batch_size", "drop_last")  # no run goes on when these change
 _SHOWN = 6  # changes in a notice

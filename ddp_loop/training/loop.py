@@ -23,7 +23,7 @@ from ddp_loop.training.state_check import NonFiniteStateCheck
 from ddp_loop.training.step import Step
 from ddp_loop.training.validation import check_extent, check_rows, check_rules
 
-_SAME = "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every"
+_SAME = "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every, trace"
 
 
 class Loop:
@@ -130,12 +130,12 @@ class Loop:
                 self._replicas = ReplicaCheck(self._job.state, self.world, check_replicas_every, self._job.rules)
                 if watched is not None:
                     self._where.most_steps, self._cut_short = min(watched.steps, steps or watched.steps), True
-            except (ValueError, OSError) as error:
+            except ValueError as error:
                 problem = error
             try:
                 self.world.raise_if_any_failed(problem)
                 facts = epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir is None
-                self.world.require_equal(_SAME, (*facts, resume, save_every))
+                self.world.require_equal(_SAME, (*facts, resume, save_every, trace))
                 self._begin(resume, Reporting(on_row, progress, monitor and watched is None))
             except BaseException:
                 self._leave()
@@ -161,6 +161,7 @@ class Loop:
         self._job.make_equal()
         if (position := self._recorder.open(self.batches.facts, resume)) is not None:
             self.load_state_dict(position)
+        self._recorder.open_trace_files()
         self._recorder.open_rows(reporting)
 
     # -- the steps -----------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ def open_trace(
 
     Raises:
         ValueError: there is no folder for it.
-        OSError: it cannot be written.
     """
     if trace and run is None:
         raise ValueError("A trace is written into the run folder. Got trace=True without one. Pass run_dir=.")
@@ -177,6 +176,22 @@ class RunRecorder:
         """Of each group of the first optimizer."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return {f"{RATE}_{n}" if n else RATE: group["lr"] for n, group in enumerate(groups) if "lr" in group}
+
+    def open_trace_files(self) -> None:
+        """Open the files of the trace, where there is one. Every rank must call this.
+
+        Raises:
+            OSError: one cannot be written.
+            PeerFailed: then on the other ranks.
+        """
+        if self.tracer is None:
+            return
+        problem: Exception | None = None
+        try:
+            self.tracer.open(self._where.iteration)
+        except OSError as error:
+            problem = error
+        self._world.raise_if_any_failed(problem)
 
     def end_trace(self, iteration: int) -> None:
         """Write the trace of a step."""
