@@ -22,7 +22,7 @@ import torch
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files, write_atomic
 from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, STATUS, RunFolder, read_json
 from ddp_loop.checkpoint.serialization import SerializedState, StagingBuffers
-from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable
+from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, settings_of
 from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
 from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error
 
@@ -30,6 +30,7 @@ OnSaveError = Literal["raise", "warn"]
 _ON_SAVE_ERROR = ("raise", "warn")
 _LOOK_S = 0.005
 _READ_S = 1800.0  # for rank 0 to read and verify a checkpoint
+_GRACE_S = 0.5  # for other ranks' checksums after this rank left; a rank whose peer failed is ended after 1.6
 _WHY_LETTERS = 2000  # of the error in status.json
 
 
@@ -116,6 +117,7 @@ class Checkpointer:
         self._error: Exception | None = None
         self._found: Checkpoint | None = None  # on rank 0, during `_restore`
         self._began, self._ended = time.monotonic(), False
+        self._is_refused = True  # until it is restored; what its status said then stays
         self.newest, self.asked = "", False
         self.score: float | None = None
 
@@ -125,7 +127,7 @@ class Checkpointer:
         """Lock the run folder, and restore the newest valid checkpoint. Every rank must call this.
 
         Args:
-            facts: of the loop, for the run's fingerprint.
+            facts: what makes a run another one.
             resume: of `Loop`.
             extent: the run's length, for status.json.
 
@@ -139,11 +141,13 @@ class Checkpointer:
             PeerFailed: another rank raised one of these.
         """
         self._extent = extent
+        of_state = settings_of(self._state)
+        settings = {name: one for name, one in extent.items() if name != "steps_per_epoch"} | of_state
 
         def take() -> None:
             self._policy.check()
             check_restorable(self._state)
-            self._run = RunFolder(self.folder, facts, resume)
+            self._run = RunFolder(self.folder, facts, resume, settings)
             self._store = CheckpointStore(self.folder, self._run.id, self._policy.keep_last)
             self._store.clean()
             for line in (*self._run.news, *([self._store.last_warning] if self._store.last_warning else [])):
@@ -156,8 +160,23 @@ class Checkpointer:
         self._number = self._world.store.number()  # two Checkpointers of a world can save at the same iteration
         self._on_all_ranks(self._job.serialize)
         position = self._restore()
-        self.write_status("running", iteration=position["iteration"] if position else 0)
+        self._is_refused = False
+        if self._run is not None:
+            self._begin_run(self._run, position, of_state)
         return position
+
+    def _begin_run(self, run: RunFolder, position: Mapping[str, int] | None, settings: Collection[str]) -> None:
+        """Say what changed since the last start, and record this one, on rank 0."""
+        if position is not None and run.notice:
+            old = any(one.startswith(f"{name}: ") for one in run.changed for name in settings)
+            used = " The settings in the checkpoint are used. To use the new ones, assign them after the Loop is made."
+            self.say(f"{run.notice}{used if old else ''}")
+        iteration = position["iteration"] if position else 0
+        try:
+            run.record_start(iteration=iteration, ranks=self._world.size, device=str(self._world.device))
+        except OSError as error:
+            self.say(format_error(error))
+        self.write_status("running", iteration=iteration)
 
     def _on_all_ranks(self, work: Callable[[], object]) -> None:
         """Do some work on every rank, and raise on all ranks if it fails on one."""
@@ -219,6 +238,11 @@ class Checkpointer:
             self._buffers, self._held_buffers = self._held_buffers, self._buffers  # the next `hold` needs other memory
             self._begin(held, score)
 
+    def drop_held(self) -> None:
+        """Forget the state of the last `hold`."""
+        self._held = None
+        self._held_buffers.free_if_large()
+
     def give_score(self, score: float) -> None:
         """Write the score of the newest checkpoint, on rank 0. An error is raised on all ranks in the next step."""
         self.wait()
@@ -256,8 +280,10 @@ class Checkpointer:
     def _begin(self, snapshot: _Snapshot, score: float | None) -> None:
         self._began = time.monotonic()
         store, copied, started = self._store, snapshot.copied, threading.Event()
+        buffers = self._buffers
         if snapshot.problem is not None:
             self._take_error(snapshot.problem, "No checkpoint was written")
+            buffers.free_if_large()
         if store is None or copied is None:
             self._world.store.put(f"{self._key(snapshot)}/{self._world.rank}", snapshot.checksums)
             return
@@ -267,6 +293,7 @@ class Checkpointer:
         def work() -> None:
             started.wait()  # otherwise this thread would hold the interpreter while the caller waits for its start
             self._write(store, snapshot, copied, score)
+            buffers.free_if_large()
 
         self._thread = threading.Thread(target=work, name="ddp_loop save")
         self._thread.start()
@@ -278,13 +305,15 @@ class Checkpointer:
     def _write(self, store: CheckpointStore, snapshot: _Snapshot, copied: SerializedState, score: float | None) -> None:
         try:
             names, sums = self._job.checksums(copied)
-            self._compare(self._key(snapshot), names, sums)
+            self._compare(snapshot, names, sums)
             facts = {"position": snapshot.position, "ranks": self._world.size}
             facts |= {"checksums": dict(zip(names, sums.tolist(), strict=True))}
-            with explained(f"The rows in {self.folder} could not be flushed before their checkpoint", REPAIR):
-                sync_files(self.folder, (ROWS, EVALUATIONS, RANKS))
             iteration = snapshot.position["iteration"]
+            what = f"The rows in {self.folder} could not be flushed before the checkpoint of step {iteration}"
+            with explained(what, REPAIR):
+                sync_files(self.folder, (ROWS, EVALUATIONS, RANKS))
             self.newest = store.write(copied, iteration=iteration, facts=facts, score=score).name
+            self.write_status("running", iteration=iteration)
             if store.last_warning:
                 self.say(store.last_warning)
         except Exception as error:
@@ -296,20 +325,23 @@ class Checkpointer:
         elif self._error is None:  # the first error is the cause
             self._error = error
 
-    def _compare(self, key: str, names: list[str], sums: torch.Tensor) -> None:
+    def _compare(self, snapshot: _Snapshot, names: list[str], sums: torch.Tensor) -> None:
         """Wait for the other ranks' checksums, and compare them.
 
         Raises:
             ReplicaMismatch: a tensor differs between ranks.
             RuntimeError: a rank sent no checksums.
         """
-        deadline = time.monotonic() + self._world.timeout_s
+        key, which = self._key(snapshot), f"the checkpoint of step {snapshot.position['iteration']}"
+        deadline, is_left = time.monotonic() + self._world.timeout_s, False
         rows = [sums]
         for rank in range(1, self._world.size):
             while (word := self._world.store.take(f"{key}/{rank}")) is None:
-                if time.monotonic() > deadline or self._world.is_left:
+                if self._world.is_left and not is_left:
+                    deadline, is_left = min(deadline, time.monotonic() + _GRACE_S), True
+                if time.monotonic() > deadline:
                     raise RuntimeError(
-                        f"Rank {rank} did not take part in a save. Call loop.save() on every rank, not in an "
+                        f"Rank {rank} did not take part in {which}. Call loop.save() on every rank, not in an "
                         "`if world.rank == 0`."
                     )
                 time.sleep(_LOOK_S)
@@ -317,13 +349,13 @@ class Checkpointer:
             if theirs != names:
                 odd = sorted(set(theirs) ^ set(names))
                 raise ReplicaMismatch(
-                    f"The state of rank {rank} and that of rank 0 have different tensors: {odd[:3]}. Pass a state= "
-                    "with the same tensors on all ranks."
+                    f"At {which}, the state of rank {rank} and that of rank 0 have different tensors: {odd[:3]}. Pass "
+                    "a state= with the same tensors on all ranks."
                 )
             rows.append(torch.tensor(values, dtype=sums.dtype))
         different = describe_difference(rows, names)
         if different is not None:
-            raise ReplicaMismatch(different)
+            raise ReplicaMismatch(f"At {which}, {different}")
 
     # -- resuming ------------------------------------------------------------------------------------------
 
@@ -380,6 +412,7 @@ class Checkpointer:
             return
         self._ended = True
         self.wait()
+        self._held, self._buffers, self._held_buffers = None, StagingBuffers(), StagingBuffers()
         if (problem := self.problem()) is not None:  # the loop was left before its next step
             self.say(f"No checkpoint was written. {format_error(problem)}")
         facts: dict[str, object] = {"iteration": iteration} | ({"why": why} if why else {})
@@ -394,7 +427,8 @@ class Checkpointer:
                 with suppress(OSError):
                     before = read_json(self.folder / STATUS) or {}
                     write_atomic(self.folder / STATUS, {**before, "status": status, "at": time.time(), **facts})
-        self.write_status(status, **facts)
+        if not self._is_refused:
+            self.write_status(status, **facts)
         if self._run is not None:
             if status != "failed":
                 self._run.forget_stop()

@@ -1,4 +1,13 @@
-"""The run folder: its lock, the run's fingerprint and status, and requests to stop."""
+"""The run folder: its lock, the run's fingerprint and status, and requests to stop.
+
+[Note: Another run] What a position in an epoch depends on must be the same when a run goes on: the samples, the size of
+a mini-batch. What the bits depend on must be too, but `resume=True` accepts other shards or another seed. Everything
+else may change, such as the script, its arguments, learning rates and epochs. One notice lists the changes, and every
+start is a line of starts.jsonl.
+
+[Note: The lock] A lock of the process (`lockf`) is given up when any part of it opens and closes the file, as
+`shutil.copytree` does. This one belongs to the open file. A forked process would keep it, so it closes its copy.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +31,55 @@ from ddp_loop.checkpoint.atomic_files import explained, write_atomic
 
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
 EVALUATIONS, RANKS, PICTURES, TABLE = "evaluations.jsonl", "ranks.jsonl", "pictures", "rows.csv"
-_MOVED = ("checkpoints", ROWS, EVALUATIONS, RANKS, PICTURES, TABLE, STATUS, RUN)
+STARTS = "starts.jsonl"
+_MOVED = ("checkpoints", "trace", ROWS, EVALUATIONS, RANKS, STARTS, PICTURES, TABLE, STATUS, RUN)
 _DAMAGED = "*.damaged*.jsonl"  # their damaged lines
+_OF_POSITIONS = ("samples", "batch_size", "drop_last")  # no run goes on when these change
+_SHOWN = 6  # changes in a notice
 _LOOK_S = 0.2
 _FLOCK = "hhqqi4x"  # Linux's struct flock: kind, whence, start, length, process
-_open_here: set[Path] = set()  # the kernel does not refuse a second lock of the same process
+_open_here: dict[Path, int] = {}  # the descriptors of this process's locks; a file system may have no locks
 
 
-def fingerprint(facts: Mapping[str, object]) -> dict[str, object]:
-    """Return what identifies a run: its script's name and content, its arguments, and these facts."""
+def _lock_file(descriptor: int) -> None:
+    """Lock an open file. See [Note: The lock].
+
+    Raises:
+        BlockingIOError, PermissionError: it is locked.
+        OSError: the file system has no locks.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@cache
+def _close_in_forked_processes() -> None:
+    """Let processes that are forked from now on close their copies of this process's locks."""
+
+    def close() -> None:
+        while _open_here:
+            os.close(_open_here.popitem()[1])
+
+    os.register_at_fork(after_in_child=close)
+
+
+def fingerprint(facts: Mapping[str, object], folder: Path) -> dict[str, object]:
+    """Return what describes a run: its script's name and content, its arguments, and these facts."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     script, content = ("", "") if main is None else (Path(main).name, "")
     if main is not None:
         with suppress(OSError):
             content = hashlib.sha256(Path(main).read_bytes()).hexdigest()
-    arguments = " ".join(sys.argv[1:])
+    arguments = " ".join(_without_path(one, os.path.realpath(folder)) for one in sys.argv[1:])
     return {"script": script, "the script's content": content, "arguments": arguments, **facts}
+
+
+def _without_path(argument: str, folder: str) -> str:
+    """Replace the run folder's path: it may be spelled differently, and a folder may be moved."""
+    option, equals, path = argument.rpartition("=")
+    return f"{option}{equals}RUN_DIR" if path and os.path.realpath(path) == folder else argument
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -53,30 +96,37 @@ class RunFolder:
 
     Args:
         folder: created if it is missing.
-        facts: of the loop, for the fingerprint.
-        resume: what to do with a run that is in the folder. None resumes it if script, arguments and facts are the
-            same, and refuses it otherwise. True resumes it in any case. False starts over, and moves its files to
-            `before/`.
+        facts: what makes a run another one. See [Note: Another run].
+        resume: what to do with a run that is in the folder. None resumes it if the facts are the same. True resumes it
+            also with other shards or another seed. False starts over, and moves its files to `before/`.
+        settings: facts that may change.
 
     Attributes:
         id: of the run, stored in its checkpoints.
-        news: messages for the user about changed facts and moved files.
+        news: messages for the user about locks and moved files.
+        changed: what changed since the run's last start.
 
     Raises:
         OSError: the folder cannot be created or written.
         RuntimeError: another process has locked it.
-        ValueError: it has a run of another script, or with other arguments or facts.
+        ValueError: it has another run.
     """
 
-    def __init__(self, folder: Path, facts: Mapping[str, object], resume: bool | None) -> None:
-        self.folder, self.news = folder.absolute(), list[str]()
+    def __init__(
+        self,
+        folder: Path,
+        facts: Mapping[str, object],
+        resume: bool | None,
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        self.folder, self.news, self.changed = folder.absolute(), list[str](), list[str]()
         self._directory: str | None = None
         with suppress(OSError):  # the directory was removed
             self._directory = os.getcwd()
         self._lock = self._take_lock()
         try:
             with self._explaining():
-                self._open(fingerprint(facts), resume)
+                self._open(facts, settings or {}, resume)
         except BaseException:
             self.close()
             raise
@@ -93,7 +143,7 @@ class RunFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_file(lock)
         except (BlockingIOError, PermissionError):
             who = os.pread(lock, 200, 0).decode(errors="replace").strip()
             os.close(lock)
@@ -103,10 +153,11 @@ class RunFolder:
         with suppress(OSError):  # a full disk has no room for a name
             os.truncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        _open_here.add(self._place)
+        _close_in_forked_processes()
+        _open_here[self._place] = lock
         return lock
 
-    def _open(self, now: dict[str, object], resume: bool | None) -> None:
+    def _open(self, facts: Mapping[str, object], settings: Mapping[str, object], resume: bool | None) -> None:
         self.forget_stop()
         before = read_json(self.folder / RUN)
         known = before is not None and isinstance(before.get("id"), str)
@@ -118,24 +169,66 @@ class RunFolder:
                 f"{self.folder} has checkpoints, but its run.json is missing or damaged. Restore it, or pass "
                 "resume=False to start over, which moves them away."
             )
+        now = fingerprint({**facts, **settings}, self.folder)
         if known and before is not None:
-            self.id: str = before["id"]
-            changed = _changed(before.get("fingerprint") or {}, now)
-            if changed and resume is None:
-                status = (read_json(self.folder / STATUS) or {}).get("status", "not ended")
-                raise ValueError(
-                    f"{self.folder} has a run (status: {status}) that is not the same: {'; '.join(changed)}. Pass "
-                    "resume=True to resume it anyway, resume=False to start over (its files move to before/), or "
-                    "another run_dir=."
-                )
-            self.news += [f"{self.folder} is resumed although it changed: {one}" for one in changed]
-            now = now if changed else before.get("fingerprint", now)
+            former = before.get("fingerprint") or {}
+            self._check_same(_changed(former, facts), resume)
+            self._check_checkpoints()
+            self.changed = list(_changed(former, now).values())
+            self._run = {**before, "fingerprint": {**former, **now}}
         else:
-            self.id = secrets.token_hex(8)
-        began = before["began"] if known and before is not None and "began" in before else time.time()
-        run = {"id": self.id, "began": began, "fingerprint": now}
-        if run != before:  # the disk may be full until the files of a killed save are removed
-            write_atomic(self.folder / RUN, run)
+            self._run = {"id": secrets.token_hex(8), "began": time.time(), "fingerprint": now}
+            write_atomic(self.folder / RUN, self._run)
+        self.id: str = self._run["id"]
+
+    def _check_same(self, changed: Mapping[str, str], resume: bool | None) -> None:
+        """Raise ValueError if these facts make the run another one. See [Note: Another run]."""
+        lost = [name for name in changed if name in _OF_POSITIONS]
+        if not changed or (resume and not lost):
+            return
+        status = (read_json(self.folder / STATUS) or {}).get("status", "not ended")
+        remedy = "Pass resume=True to go on with it, with other bits,"
+        if lost:
+            remedy = "Its checkpoints count an epoch's mini-batches, which are others now. Restore these values, pass"
+        raise ValueError(
+            f"{self.folder} has another run (status: {status}): {'; '.join(changed.values())}. {remedy} resume=False "
+            "to start over (its files move to before/), or another run_dir=."
+        )
+
+    def _check_checkpoints(self) -> None:
+        """Raise ValueError if the run had checkpoints that are gone; starting over would cut its rows to nothing."""
+        newest = (read_json(self.folder / STATUS) or {}).get("checkpoint")
+        folder = self.folder / "checkpoints"
+        if newest and not any(folder.glob("step-*")):
+            raise ValueError(
+                f"{self.folder} had the checkpoint {newest}, but {folder} has none. Put it back, or pass resume=False "
+                "to start over (the other files move to before/)."
+            )
+
+    @property
+    def notice(self) -> str:
+        """What changed, as a message for the user; empty if nothing did."""
+        if not self.changed:
+            return ""
+        more = len(self.changed) - _SHOWN
+        shown = [*self.changed[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        return f"{self.folder} goes on with changes: {'; '.join(shown)}."
+
+    def record_start(self, **facts: object) -> None:
+        """Record in starts.jsonl that training begins here, and in run.json what it begins with.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        line = {"at": time.time(), **facts, "process": os.getpid(), "command": sys.argv, "directory": self._directory}
+        line |= {"changed": self.changed, "fingerprint": self._run["fingerprint"]}
+        path = self.folder / STARTS
+        with explained(f"{path} could not be written", "Training continues."), path.open("a+b") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            ending = b"" if file.read() in (b"", b"\n") else b"\n"  # a killed process may leave half a line
+            file.write(ending + json.dumps(line).encode() + b"\n")
+        if self.changed:
+            write_atomic(self.folder / RUN, self._run)
 
     def _move_away(self) -> None:
         number = 1
@@ -174,8 +267,8 @@ class RunFolder:
     def close(self) -> None:
         """Unlock the folder."""
         if self._lock >= 0:
-            _open_here.discard(self._place)
-            os.close(self._lock)
+            if _open_here.pop(self._place, None) is not None:  # else this is a forked process
+                os.close(self._lock)
             self._lock = -1
 
 
@@ -185,14 +278,15 @@ def _locked(folder: Path, who: str) -> str:
     )
 
 
-def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    return [
-        "the script's content has changed"
+def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
+    """What differs between two fingerprints, in words, by name."""
+    return {
+        name: "the script's content has changed"
         if name == "the script's content"
-        else f"{name}: was {before.get(name)!r}, is {now.get(name)!r}"
-        for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name)
-    ]
+        else f"{name}: was {before[name]!r}, is {now[name]!r}"
+        for name in now
+        if name in before and before[name] != now[name]
+    }
 
 
 # -- from outside ------------------------------------------------------------------------------------------
@@ -201,7 +295,7 @@ def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> list[st
 def is_running(run: Path) -> bool:
     """Whether a process has locked the run folder."""
     if Path(os.path.realpath(run)) in _open_here:
-        return True  # this process would lose its lock by opening and closing the file
+        return True
     try:
         lock = os.open(run / LOCK, os.O_RDWR)
     except OSError:
@@ -215,13 +309,13 @@ def is_running(run: Path) -> bool:
 
 
 def _is_locked(lock: int) -> bool:
-    """Whether another process has the lock. Only Linux can tell without taking it, which could refuse a new run."""
+    """Whether a run has the lock. Only Linux can tell without taking it, which could refuse a new run."""
     if sys.platform == "linux":
         query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind: int = struct.unpack(_FLOCK, fcntl.fcntl(lock, fcntl.F_GETLK, query))[0]
+        kind: int = struct.unpack(_FLOCK, fcntl.fcntl(lock, fcntl.F_OFD_GETLK, query))[0]
         return kind != fcntl.F_UNLCK
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_file(lock)
     except (BlockingIOError, PermissionError):
         return True
     return False

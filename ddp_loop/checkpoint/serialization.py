@@ -24,6 +24,7 @@ from ddp_loop.accelerators import accelerator_of
 LEVELS = 100  # of nesting; Python's own stack ends at 1,000 frames
 JSON_LEVELS = 4 * LEVELS + 10  # a level of the state takes up to 4 of JSON
 NAME_LETTERS = 200
+KEPT_BYTES = 64 << 20  # of a copy whose memory waits for the next one
 
 # The dtypes that every version of safetensors knows; tensors of other dtypes are stored as bytes.
 NATIVE = (
@@ -78,7 +79,7 @@ def from_tree(packed: SerializedState) -> Any:
     try:
         state = deserializer.unpack(packed.structure, 0)
         deserializer.check_all_used()
-    except ValueError:
+    except (ValueError, MemoryError):
         raise
     except Exception as error:  # a damaged file can raise anything
         raise ValueError(f"is malformed ({type(error).__name__}: {error})") from error
@@ -101,7 +102,10 @@ def parse(data: bytes) -> Any:
 
 
 class StagingBuffers:
-    """Copies serialized states into memory that it reuses: mapping fresh pages takes longer than the copy."""
+    """Copies serialized states into memory that it reuses: mapping fresh pages takes longer than the copy.
+
+    A large state's copy is not kept beyond its use.
+    """
 
     def __init__(self) -> None:
         self._memory: dict[str, torch.Tensor] = {}
@@ -125,6 +129,11 @@ class StagingBuffers:
                 event.synchronize()
         self._memory = memory
         return SerializedState(packed.structure, dict(memory))
+
+    def free_if_large(self) -> None:
+        """Free the memory of the last copy, unless it is small enough to wait for the next one."""
+        if sum(one.nbytes for one in self._memory.values()) > KEPT_BYTES:
+            self._memory = {}
 
 
 class _Serializer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, MutableMapping
-from itertools import zip_longest
+from itertools import islice, zip_longest
+from math import isfinite
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,10 +15,11 @@ from torch.optim import Optimizer
 
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
-from ddp_loop.determinism import checksum_all
+from ddp_loop.determinism import checksum_all, leaves
 from ddp_loop.distributed import ReplicaMismatch, ends_of_copies, own_names
 
 _JOB, _GENERATORS, _PARTS = "job", "generators", "parts"
+_MOST_SETTINGS, _LETTERS = 200, 80
 
 
 class Stateful(Protocol):
@@ -102,6 +104,18 @@ def check_restorable(state: Mapping[str, object]) -> None:
                 f"state[{name!r}] is a {type(value).__name__}, which a checkpoint cannot keep. Give it state_dict and "
                 "load_state_dict, put it into a dict, or remove run_dir=."
             )
+
+
+def settings_of(state: Mapping[str, object]) -> dict[str, object]:
+    """The numbers and words that a script gave its optimizers, schedules and the like, by name; for JSON."""
+    found = {
+        leaf: one if isinstance(one, int | None) or (isinstance(one, float) and isfinite(one)) else str(one)[:_LETTERS]
+        for name, value in state.items()
+        if hasattr(value, "state_dict") and not isinstance(value, nn.Module)
+        for leaf, one in leaves(name, value.state_dict())
+        if not isinstance(one, torch.Tensor) and "._" not in leaf and ".params." not in leaf
+    }
+    return dict(islice(found.items(), _MOST_SETTINGS))
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

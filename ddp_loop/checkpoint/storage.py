@@ -39,6 +39,10 @@ from ddp_loop.checkpoint.serialization import NATIVE, SerializedState, from_tree
 # itself included, reveal later changes: torch.load accepted 996 of 1,000 files with a flipped bit. Each file is opened
 # once, so the bytes that are summed are those that are parsed.
 
+# [Note: Corrupt or unreadable] A wrong sum, size or form is damage, and the checkpoint before it is used. An error
+# while reading (EIO, ESTALE, no memory, no permission) may be gone at the next start, and going back would overwrite a
+# checkpoint that is intact. So it ends the start.
+
 CHECKPOINTS = "checkpoints"  # in a run folder
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
 FORMAT, VERSION = "ddp_loop checkpoint", 1
@@ -49,6 +53,9 @@ HEADER_BYTES = 100_000_000  # the limit of safetensors
 
 NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,12})(?:-([2-9]|[1-9][0-9]{1,8}))?")
 WORDS = dict(zip(NATIVE, ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"), strict=True))
+
+
+_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV}  # other kinds of files
 
 
 class CorruptCheckpoint(ValueError):
@@ -135,7 +142,8 @@ class CheckpointStore:
         head |= {"score": score if score is None or math.isfinite(score) else str(score), "facts": dict(facts)}
         temporary = self.folder / f"{SAVING}{iteration}-{secrets.token_hex(4)}"
         self.last_warning = None
-        with explained(f"A checkpoint could not be written to {self.folder}", REPAIR), ExitStack() as ending:
+        what = f"The checkpoint of step {iteration} could not be written to {self.folder}"
+        with explained(what, REPAIR), ExitStack() as ending:
             ending.callback(shutil.rmtree, temporary, ignore_errors=True)
             self._check_run()
             if not is_folder(self.folder):
@@ -187,6 +195,7 @@ class CheckpointStore:
 
         Raises:
             CorruptCheckpoint: it is damaged, or belongs to another run.
+            OSError, MemoryError: it cannot be read now. See [Note: Corrupt or unreadable].
         """
         from safetensors.torch import load
 
@@ -209,13 +218,25 @@ class CheckpointStore:
         return Checkpoint(path, said["iteration"], said["facts"], _score_of(said["score"]), packed)
 
     def newest(self) -> Checkpoint | None:
-        """Read the newest intact checkpoint; `refused` then has the newer ones."""
+        """Read the newest intact checkpoint; `refused` then has the newer ones.
+
+        Raises:
+            OSError: it cannot be read now.
+        """
         self.refused = []
         for name in self._names():
             try:
                 return self.read(self.folder / name)
             except CorruptCheckpoint as error:
                 self.refused.append(error)
+            except (OSError, MemoryError) as error:
+                number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno
+                why = os.strerror(number) if number else error
+                raise OSError(
+                    number,
+                    f"The newest checkpoint {self.folder / name} cannot be read now ({why}). Start again when it can "
+                    "be read. If it never can, move it away; the one before it is then used.",
+                ) from error
         return None
 
     def entries(self, *, verify: bool = False) -> list[CheckpointInfo]:
@@ -271,6 +292,8 @@ class CheckpointStore:
                 self.read(path)
         except CorruptCheckpoint as error:
             problem = f"{error.path.name} {error.what}"
+        except (OSError, MemoryError) as error:
+            problem = f"{name} cannot be read now ({type(error).__name__}: {error})"
         return CheckpointInfo(path, _numbers_in(name)[0], score, size, written, problem)
 
     def _prune(self, written: Path) -> None:
@@ -308,12 +331,18 @@ def _numbers_in(name: str) -> tuple[int, int]:
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Raise every error of the block as CorruptCheckpoint."""
+    """Raise every error of the block as CorruptCheckpoint, but not one of reading."""
     try:
         yield
-    except CorruptCheckpoint:
+    except (CorruptCheckpoint, MemoryError):
         raise
+    except OSError as error:
+        if error.errno not in _DAMAGE:
+            raise
+        raise CorruptCheckpoint(path, f"cannot be read ({type(error).__name__}: {error})") from error
     except Exception as error:
+        if "can't allocate memory" in str(error):  # torch's own error
+            raise MemoryError(str(error)) from error
         what = f"{error}" if type(error) is ValueError else f"cannot be read ({type(error).__name__}: {error})"
         raise CorruptCheckpoint(path, what) from error
 

@@ -46,7 +46,8 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, list[str]]:
         f"{run.folder}: {counted(run.head['ranks'], 'rank')}, {counted(run.head['shards'], 'shard')}, {run.extent}"
         for run in traces
     ]
-    if traces[0].head["shards"] != traces[1].head["shards"]:
+    alike = all(traces[0].forms[step][1] == traces[1].forms[step][1] for step, _ in found)
+    if not alike:
         lines.append("Their mini-batches have different shards, so only values of the whole mini-batch are compared.")
     first = next((difference for _, difference in found if difference is not None), None)
     if first is None:
@@ -54,7 +55,7 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, list[str]]:
     before = [step for step, _ in found if step < first.step]
     if before:
         lines.append(f"The same bits from step {before[0]} to step {before[-1]}.")
-    lines += [describe(first, traces[0].head["shards"] == traces[1].head["shards"]), *_afterwards(found, first.step)]
+    lines += [describe(first, alike), *_afterwards(found, first.step)]
     return False, lines
 
 
@@ -71,7 +72,9 @@ def describe(difference: Difference, same_shards: bool = True) -> str:
         more = len(difference.others) - _SHOWN
         others = f" (in the same stage also {shown}{f' and {more} more' if more > 0 else ''})"
     if difference.stage == "start":
-        return f"Before the first step: `{difference.name}` differs first{others}: {MEANING['start']}."
+        when = f"After step {difference.step}, where a run resumed" if difference.step else "Before the first step"
+        meaning = "the restored state differs" if difference.step else MEANING["start"]
+        return f"{when}: `{difference.name}` differs first{others}: {meaning}."
     verb = "is the first difference, in one run only" if difference.is_missing else "differs first"
     where = f"Step {difference.step}, {difference.stage}: `{difference.name}` {verb}{others}."
     return f"{where}\nEverything before it is the same: {_meaning(difference, same_shards)}."

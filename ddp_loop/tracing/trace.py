@@ -1,9 +1,14 @@
-"""Reading of traces, and the first difference between two of them."""
+"""Reading of traces, and the first difference between two of them.
+
+[Note: Resumed] A run that resumes keeps the lines up to its checkpoint, and adds one of the stage `start` for that
+step: its restored state. It is compared with the state at the end of the same step in a run that was not interrupted.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,7 @@ import torch
 
 # The stages of a step, in order; step 0 has only `start`. See [Note: Stages].
 STAGES = ("start", "data", "forward", "backward", "fold", "optimizer")
-VERSION = 1
+VERSION = 2
 TRACE = "trace"  # the folder in a run folder
 EVALUATIONS = "evaluations.jsonl"  # of rank 0, in a trace with values
 
@@ -40,16 +45,22 @@ class Trace:
         folder: from which it was read.
         head: the first line of rank 0, with the numbers of ranks and shards, the tensors and so on.
         steps: for each rank a dict, step -> (stage, name) -> digest, in the order of the stages.
+        forms: the numbers of ranks and shards in each step, which a resumed run may change.
     """
 
     folder: Path
     head: Mapping[str, Any]
     steps: list[dict[int, Entries]]
+    forms: Mapping[int, tuple[int, int]]
 
     @property
     def numbers(self) -> list[int]:
-        """The steps that all ranks wrote."""
-        return [number for number in self.steps[0] if all(number in rank for rank in self.steps)]
+        """The steps that all of their ranks wrote."""
+        return [number for number in self.steps[0] if all(number in rank for rank in self._ranks(number))]
+
+    def _ranks(self, step: int) -> list[dict[int, Entries]]:
+        """Those that made a step; further files may have it from before a resume on fewer ranks."""
+        return self.steps[: self.forms[step][0]]
 
     @property
     def extent(self) -> str:
@@ -78,7 +89,7 @@ class Trace:
     def whole(self, step: int) -> Entries:
         """The entries of all ranks for a step."""
         merged: Entries = {}
-        for rank in self.steps:
+        for rank in self._ranks(step):
             merged.update({key: one for key, one in rank[step].items() if key not in merged})
         return in_order(merged)
 
@@ -131,14 +142,28 @@ def read_trace(run: Path) -> Trace:
     folder = run / TRACE if (run / TRACE).is_dir() else run
     if not (folder / "rank-0.jsonl").is_file():
         raise ValueError(f"{run} has no trace. Run the script again with Loop(trace=True).")
-    head, first = _read(folder / "rank-0.jsonl")
-    others = [folder / f"rank-{rank}.jsonl" for rank in range(1, head["ranks"])]  # further files are of an earlier run
+    head, first, forms = _read(folder / "rank-0.jsonl")
+    most = max([head["ranks"], *(ranks for ranks, _ in forms.values())])
+    others = [folder / f"rank-{rank}.jsonl" for rank in range(1, most)]  # further files are of an earlier run
     if missing := [path.name for path in others if not path.is_file()]:
         raise ValueError(f"A trace has one file per rank. {folder} lacks {', '.join(missing)}. Copy all of them.")
-    return Trace(folder, head, [first, *(_read(path)[1] for path in others)])
+    return Trace(folder, head, [first, *(_read(path)[1] for path in others)], forms)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[int, Entries]]:
+_STEP = b'{"step": '  # the beginning of a line
+
+
+def lines_up_to(path: Path, step: int) -> Iterator[bytes]:
+    """The lines of a trace's file up to a step, without its head; none if it is not a trace of this version."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.readline().startswith(b'{"version": %d,' % VERSION):
+            for line in file:
+                number = line.removeprefix(_STEP).partition(b",")[0]
+                if line.endswith(b"\n") and number.isdigit() and int(number) <= step:
+                    yield line
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[int, Entries], dict[int, tuple[int, int]]]:
     try:
         whole, _, _ = path.read_bytes().rpartition(b"\n")  # without an incomplete last line
         if not whole:
@@ -146,9 +171,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[int, Entries]]:
         head, *rest = [json.loads(line) for line in whole.decode().split("\n")]
         if head["version"] != VERSION or not {"ranks", "shards", "ordered", "tensors"} <= set(head):
             raise ValueError(f"version {head['version']}")
-        return head, {
-            line["step"]: in_order({(stage, name): one for stage, name, one in line["entries"]}) for line in rest
-        }
+        found: dict[int, Entries] = {}
+        forms: dict[int, tuple[int, int]] = {}
+        for line in rest:
+            found.setdefault(line["step"], {}).update({(stage, name): one for stage, name, one in line["entries"]})
+            forms.setdefault(line["step"], (line["ranks"], line["shards"]))  # of the step, before a resume after it
+        return head, {step: in_order(entries) for step, entries in found.items()}, forms
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a trace of version {VERSION} ({error}). Run the script again with Loop(trace=True)."
@@ -157,6 +185,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[int, Entries]]:
 
 def first_difference(step: int, one: Entries, other: Entries) -> Difference | None:
     """The first entry, in the order of the stages, that differs."""
+    one, other = _resumed_like(one, other), _resumed_like(other, one)
     for stage in STAGES:
         keys = dict.fromkeys(key for entries in (one, other) for key in entries if key[0] == stage)
         differing = [name for _, name in (key for key in keys if one.get(key) != other.get(key))]
@@ -166,12 +195,21 @@ def first_difference(step: int, one: Entries, other: Entries) -> Difference | No
     return None
 
 
+def _resumed_like(entries: Entries, other: Entries) -> Entries:
+    """A step's entries with a `start`, or with that alone, if the other run has it so. See [Note: Resumed]."""
+    stages, others = {stage for stage, _ in entries}, {stage for stage, _ in other}
+    if "start" in others and "start" not in stages:
+        end = {("start", name): one for (stage, name), one in entries.items() if stage == "optimizer"}
+        return end if others == {"start"} else {**end, **entries}
+    return {key: one for key, one in entries.items() if key[0] == "start"} if others == {"start"} else entries
+
+
 def differences(one: Trace, other: Trace) -> Iterator[tuple[int, Difference | None]]:
     """For each common step, its first difference: with different shards, among the values of whole mini-batches."""
-    alike = one.head["shards"] == other.head["shards"]
+    there = set(other.numbers)
     for step in one.numbers:
-        if step in set(other.numbers):
-            if alike:
+        if step in there:
+            if one.forms[step][1] == other.forms[step][1]:
                 yield step, first_difference(step, one.whole(step), other.whole(step))
             else:
                 yield step, first_difference(step, one.common(step), other.common(step))

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ddp_loop.distributed import find_parameters, find_tensors, kept_by
 from ddp_loop.tracing.compare import gradient_scale, largest_of
 from ddp_loop.tracing.diagnosis import sparse_part
 from ddp_loop.tracing.sample_sums import sums_of_samples
-from ddp_loop.tracing.trace import EVALUATIONS, VERSION
+from ddp_loop.tracing.trace import EVALUATIONS, VERSION, lines_up_to
 
 _AMPLE = 10  # tolerances within which an element of a gradient is replaced
 
@@ -117,10 +118,10 @@ class Tracer:
         self._mini_batch: MiniBatch | None = None
         self._pass = ""
         self.is_new = True  # nothing is written yet
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"rank-{world.rank}.jsonl").open("w", encoding="utf-8")
+        self._path = folder / f"rank-{world.rank}.jsonl"
+        self._file: FileIO | None = None
         tensors = {name: [str(one.dtype), list(one.shape)] for name, one in find_tensors(state).items()}
-        head = {
+        self._head = {
             "version": VERSION,
             "ranks": world.size,
             "rank": world.rank,
@@ -128,7 +129,21 @@ class Tracer:
             "ordered": ordered,
             "tensors": tensors,
         }
-        self._file.write(json.dumps(head) + "\n")
+
+    def open(self, iteration: int) -> None:
+        """Open the file; its lines up to this step stay, see [Note: Resumed] in `trace`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_name(f".{self._path.name}")
+        with temporary.open("wb") as file:
+            file.write(json.dumps(self._head).encode() + b"\n")
+            if iteration:
+                file.writelines(lines_up_to(self._path, iteration))
+        temporary.replace(self._path)
+        self._file = self._path.open("ab", buffering=0)  # a killed run has its last step
 
     def _record(self, stage: str, name: str, value: Leaf, *, keep: bool = False) -> None:
         self._entries.append((stage, f"{self._pass}{name}", digest(value)))
@@ -244,8 +259,9 @@ class Tracer:
     # -- files ---------------------------------------------------------------------------------------------
 
     def _write(self, iteration: int) -> None:
-        line = {"step": iteration, "entries": self._entries}
-        self._file.write(json.dumps(line) + "\n")
+        form = {"ranks": self._head["ranks"], "shards": self._head["shards"]}
+        if self._file is not None:
+            self._file.write(json.dumps({"step": iteration, **form, "entries": self._entries}).encode() + b"\n")
         self._entries = []
         if self._of_shards is not None:
             from safetensors.torch import save_file
@@ -257,4 +273,5 @@ class Tracer:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

@@ -23,7 +23,7 @@ from ddp_loop.training.state_check import NonFiniteStateCheck
 from ddp_loop.training.step import Step
 from ddp_loop.training.validation import check_extent, check_rows, check_rules
 
-_SAME = "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every"
+_SAME = "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every, trace"
 
 
 class Loop:
@@ -45,8 +45,8 @@ class Loop:
         state: the parts of the job by name: modules and optimizers, whose parameters are folded, and a GradScaler.
         run_dir: a folder for checkpoints, from the newest of which a restart resumes on any number of ranks, for
             rows.jsonl with a line per update, and for status.json.
-        resume: whether to resume the run in the folder: None if its script, arguments and data are the same, else
-            raise; True always; False to start over, which moves the old files to `before/`.
+        resume: whether to resume the run in the folder: None if its data, shards and seed are the same, else raise;
+            True also with other shards or another seed; False to start over, which moves the old files to `before/`.
         save_every: checkpoint every N steps (default: every epoch), and always on stop and at the end.
         save_every_s: also checkpoint when this many seconds have passed since the last one.
         keep_last: the number of newest checkpoints that stay, beside the best (see `save`).
@@ -108,7 +108,7 @@ class Loop:
         self.batches, self.world, self.epochs = batches, batches.world, epochs
         self._where, self._cut_short = LoopPosition(batches, epochs, steps), False
         self._begun: str | None = None  # the epoch under way, or the one that was left
-        watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir)
+        watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir).absolute()
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         is_ordered = batches.fixed_shards if ordered is None else ordered
         self._job = Job(state, batches, ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}))
@@ -131,12 +131,12 @@ class Loop:
                 self._replicas = ReplicaCheck(self._job.state, self.world, check_replicas_every, self._job.rules)
                 if watched is not None:
                     self._where.most_steps, self._cut_short = min(watched.steps, steps or watched.steps), True
-            except (ValueError, OSError) as error:
+            except ValueError as error:
                 problem = error
             try:
                 self.world.raise_if_any_failed(problem)
                 facts = epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir is None
-                self.world.require_equal(_SAME, (*facts, resume, save_every))
+                self.world.require_equal(_SAME, (*facts, resume, save_every, trace))
                 self._begin(resume, Reporting(on_row, progress, monitor and watched is None))
             except BaseException:
                 self._leave()
@@ -162,6 +162,7 @@ class Loop:
         self._job.make_equal()
         if (position := self._recorder.open(self.batches.facts, resume)) is not None:
             self.load_state_dict(position)
+        self._recorder.open_trace_files()
         self._recorder.open_rows(reporting)
 
     # -- the steps -----------------------------------------------------------------------------------------

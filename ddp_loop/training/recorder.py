@@ -34,7 +34,6 @@ def open_trace(
 
     Raises:
         ValueError: there is no folder for it.
-        OSError: it cannot be written.
     """
     if trace and run is None:
         raise ValueError("A trace is written into the run folder. Got trace=True without one. Pass run_dir=.")
@@ -104,9 +103,16 @@ class RunRecorder:
                 called, or no page be shown.
             PeerFailed: then on the others.
         """
-        if reporting.progress and self.checkpointer is not None and self._where.iteration:
-            what = "nothing is left to do" if self._where.has_no_step_left else "resumes"
-            self._world.print(f"{self.checkpointer.folder}: {what} after step {self._where.iteration}")
+        where = self._where
+        if self.checkpointer is not None and where.iteration and where.has_no_step_left:
+            bound = "steps" if where.has_made_all else "epochs"
+            self.checkpointer.say(
+                f"{self.checkpointer.folder} is finished: it has made the {where.iteration} steps of "
+                f"{bound}={where.extent[bound]}. Raise {bound}= to go on, or pass resume=False to start over (its "
+                "files move to before/)."
+            )
+        elif self.checkpointer is not None and where.iteration and reporting.progress:
+            self._world.print(f"{self.checkpointer.folder}: resumes after step {where.iteration}")
         key = self._world.on_rank_zero(lambda: self._begin_rows(reporting))
         self._report.open(key)
         self.has_rows = key is not None
@@ -171,6 +177,22 @@ class RunRecorder:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return {f"{RATE}_{n}" if n else RATE: group["lr"] for n, group in enumerate(groups) if "lr" in group}
 
+    def open_trace_files(self) -> None:
+        """Open the files of the trace, where there is one. Every rank must call this.
+
+        Raises:
+            OSError: one cannot be written.
+            PeerFailed: then on the other ranks.
+        """
+        if self.tracer is None:
+            return
+        problem: Exception | None = None
+        try:
+            self.tracer.open(self._where.iteration)
+        except OSError as error:
+            problem = error
+        self._world.raise_if_any_failed(problem)
+
     def end_trace(self, iteration: int) -> None:
         """Write the trace of a step."""
         if self.tracer is not None:
@@ -186,6 +208,9 @@ class RunRecorder:
         """
         where = self._where
         if self.checkpointer is not None:
+            if self._held not in (-1, where.iteration):
+                self._held = -1
+                self.checkpointer.drop_held()
             is_due = self.checkpointer.is_due_after(where.iteration, is_last_of_epoch=is_last_of_epoch)
             if stops or ends or saves or is_due:
                 self._save()

@@ -193,7 +193,7 @@ def test_a_file_or_a_link_in_the_place_of_the_folder_is_refused(
         (run / "checkpoints").write_text("x")
     else:
         (run / "checkpoints").symlink_to(elsewhere)
-    with pytest.raises(FileExistsError, match="A checkpoint could not be written to "):
+    with pytest.raises(FileExistsError, match="The checkpoint of step 1 could not be written to "):
         write(checkpoints, 1)
     assert os.listdir(elsewhere) == []
     assert checkpoints.newest() is None

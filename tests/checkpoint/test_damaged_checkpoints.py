@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_loop.checkpoint import CheckpointStore
+from ddp_loop.checkpoint import CheckpointStore, storage
 from ddp_loop.checkpoint.serialization import from_tree, to_tree
 from ddp_loop.checkpoint.storage import MANIFEST, STATE, TENSORS, CorruptCheckpoint
 from tests.faults.flip_bits import cut, flip_checkpoints, flipped
@@ -325,6 +326,38 @@ def test_a_path_that_is_no_checkpoint_of_the_run_is_refused(
     assert found is not None
     assert found.path == newest
     assert len(checkpoints.entries()) == 2
+
+
+UNREADABLE = [
+    OSError(errno.EIO, "Input/output error"),
+    OSError(errno.ESTALE, "Stale file handle"),
+    PermissionError(errno.EACCES, "Permission denied"),
+    MemoryError(),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+]
+
+
+@pytest.mark.parametrize("place", ["bytes_of", "opened", "from_tree"])
+@pytest.mark.parametrize("error", UNREADABLE, ids=lambda error: f"{type(error).__name__} {getattr(error, 'errno', '')}")
+def test_a_checkpoint_that_cannot_be_read_now_ends_the_start_and_stays(
+    error: Exception, place: str, checkpoints: CheckpointStore, newest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only damage goes back to the one before, which would then be overwritten by other steps."""
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(storage, place, fail)
+        said = rf"The newest checkpoint {newest} cannot be read now \(.*\)\. Start again .* move it away; the one"
+        with pytest.raises(OSError, match=said):
+            checkpoints.newest()
+        assert checkpoints.refused == []
+        (problem, _) = [one.problem for one in checkpoints.entries(verify=True)]
+        assert "cannot be read now" in (problem or "")
+    found = checkpoints.newest()
+    assert found is not None
+    assert found.iteration == 2
 
 
 def test_where_none_is_good_all_are_named(checkpoints: CheckpointStore) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.checkpoint import CheckpointStore, run_id_of
@@ -90,46 +87,8 @@ def test_a_finished_run_makes_no_step_and_says_so(tmp_path: Path, capsys: pytest
     assert again.made == []
     assert different(whole, again) == []
     assert status_of(tmp_path)["status"] == "done"
-    with dl.join_world(seed=3) as world:
-        model = nn.Linear(1, 1)
-        for _ in range(2):
-            for step in dl.Loop(
-                dl.Batches(torch.ones(4, 1), 2, world), 1, state={"m": model}, run_dir=tmp_path / "other"
-            ):
-                for rows in step:
-                    step.backward(model(rows).mean())
-                step.fold()
-    assert f"{tmp_path / 'other'}: nothing is left to do after step 2\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("keywords", "said"),
-    [
-        ({"number": 100}, "samples: was 113, is 100"),
-        ({"batch_size": 12}, "batch_size: was 24, is 12"),
-        ({"shards": 3}, "shards: was 6, is 3"),
-    ],
-)
-def test_a_run_of_something_else_is_refused_with_the_difference(
-    keywords: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    train(str(tmp_path), 3)
-    with pytest.raises(ValueError, match=said):
-        train(str(tmp_path), **keywords)
-    assert status_of(tmp_path)["status"] == "stopped"  # it is as it was
-    assert train(str(tmp_path)).made[0] == 4
-
-
-def test_another_argument_of_the_script_is_refused_unless_told_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.1"])
-    train(str(tmp_path), 3)
-    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.2"])
-    with pytest.raises(ValueError, match=r"arguments: was '--lr 0.1', is '--lr 0.2'.*resume=True.*resume=False"):
-        train(str(tmp_path))
-    assert train(str(tmp_path), 5, resume=True).made == [4, 5]
-    assert train(str(tmp_path)).made[0] == 6  # the new arguments are the run's now
+    said = f"ddp_loop: {tmp_path} is finished: it has made the 10 steps of epochs=2. Raise epochs= to go on, or "
+    assert said in capsys.readouterr().out
 
 
 def test_a_run_begun_anew_keeps_the_old_one(tmp_path: Path) -> None:

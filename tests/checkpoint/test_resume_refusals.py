@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
+from ddp_loop.checkpoint import RunFolder, is_running
 from ddp_loop.checkpoint import state as restoring
 from ddp_loop.data import position as positions
 from ddp_loop.distributed import ReplicaMismatch
@@ -43,6 +45,56 @@ def test_a_second_process_is_refused_and_told_who_holds_the_folder(on_ranks: OnR
             assert kind in ("RuntimeError", "PeerFailed")
             assert f"{folder} is held by process {os.getpid()} on " in text
     assert on_ranks(1, caught, train, folder, 1)[0][0] == "ValueError"  # it is free, and a run of something else
+
+
+def look(folder: str) -> bool:
+    return is_running(Path(folder))
+
+
+@pytest.mark.parametrize("use", ["copied", "read", "forked"])
+def test_the_lock_is_kept_when_the_script_opens_and_closes_its_file(
+    use: str, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with dl.join_world() as world:
+        loop_over(world, str(folder), network())
+        if use == "copied":
+            shutil.copytree(folder, tmp_path / "copy")
+            assert not is_running(tmp_path / "copy")
+        elif use == "read":
+            (folder / "lock").read_bytes()
+        else:
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+        assert on_ranks(1, look, str(folder)) == [True]
+        ((kind, text, _),) = on_ranks(1, caught, train, str(folder))
+        assert (kind, f"held by process {os.getpid()} on " in text) == ("RuntimeError", True)
+        assert on_ranks(1, look, str(folder)) == [True]
+    assert on_ranks(1, look, str(folder)) == [False]
+
+
+def test_a_forked_process_holds_no_lock(on_ranks: OnRanks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    held = RunFolder(folder, {}, None)
+    (reading, writing), (there, here) = os.pipe(), os.pipe()
+    child = os.fork()  # as a DataLoader's worker, which may outlive a killed rank
+    if child == 0:
+        os.close(writing)
+        os.write(here, b".")
+        os.read(reading, 1)
+        os._exit(0)
+    try:
+        os.read(there, 1)
+        assert str(folder / "lock") not in [os.readlink(one) for one in Path(f"/proc/{child}/fd").iterdir()]
+        held.close()
+        assert on_ranks(1, look, str(folder)) == [False]
+        RunFolder(folder, {}, None).close()
+    finally:
+        for descriptor in (reading, writing, there, here):
+            os.close(descriptor)
+        os.waitpid(child, 0)
 
 
 def begin(folder: str) -> None:

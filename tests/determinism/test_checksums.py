@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from ddp_loop.determinism import checksum, checksum_all
+from ddp_loop.determinism import checksum, checksum_all, digests
 from ddp_loop.determinism.digests import _odd, words
 
 pytestmark = pytest.mark.covers("D10")
@@ -115,6 +119,42 @@ def test_strides_and_offsets_do_not_matter() -> None:
     complex_one = drawn((5,), torch.complex64)
     assert checksum(complex_one.conj()).item() == checksum(complex_one.conj().resolve_conj()).item()
     assert checksum(torch.ones(3).expand(3)).item() == checksum(torch.ones(1).expand(3)).item()
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations, and the elements that they take and give."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        is_view = any(one.alias_info is not None for one in function._schema.returns)
+        self.operations += 1
+        for one in () if is_view else tree_leaves((args, result)):
+            self.elements += one.numel() if isinstance(one, torch.Tensor) else 0
+        return result
+
+
+@pytest.mark.parametrize("words_of_a_piece", [2**14 - 1, 2**22 - 1])  # of the CPU, and of a GPU
+@pytest.mark.parametrize("large", [False, True])
+def test_the_work_is_linear_in_the_number_of_small_tensors(
+    large: bool, words_of_a_piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "_WORDS", words_of_a_piece)
+
+    def count(tensors: int) -> Counted:
+        given = [torch.ones(7) for _ in range(tensors)] + [torch.ones(2**18)] * large
+        counted = Counted()
+        with counted:
+            checksum_all(given)
+        return counted
+
+    none, few, many = count(0 if large else 1), count(100), count(1600)
+    for name in ("operations", "elements"):
+        own, other = (getattr(one, name) - getattr(none, name) for one in (few, many))
+        assert 16 * own * 0.9 <= other <= 16 * own * 1.1, name
 
 
 def test_checksums_of_many_tensors_are_those_of_each() -> None:

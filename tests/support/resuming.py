@@ -76,9 +76,9 @@ class Ended:
     stopped: str | None
 
 
-def train(folder: str, stop_at: int | None = None, build: str = "usual", **keywords: Any) -> Ended:
+def train(folder: str, stop_at: int | None = None, build: str = "usual", seed: int = 3, **keywords: Any) -> Ended:
     """The run, with everything in its state; left by `loop.stop()` at a step."""
-    with dl.join_world(seed=3) as world:
+    with dl.join_world(seed=seed) as world:
         return train_in(world, folder, stop_at, build, **keywords)
 
 
@@ -97,10 +97,10 @@ def train_in(world: dl.World, folder: str, stop_at: int | None, build: str, **ke
         "model": model, "optimizer": optimizer, "average": average, "schedule": schedule, "scaler": scaler,
         "patience": patience, "notes": notes,
     }  # fmt: skip
-    score = keywords.pop("score", None)
-    loop = dl.Loop(batches, EPOCHS, state=state, run_dir=folder or None, progress=False, **keywords)
+    score, epochs = keywords.pop("score", None), keywords.pop("epochs", EPOCHS)
+    loop = dl.Loop(batches, epochs, state=state, run_dir=folder or None, progress=False, **keywords)
     made = []
-    for _ in range(loop.epochs_completed, EPOCHS):
+    for _ in range(loop.epochs_completed, epochs):
         for step in loop.epoch():
             made.append(step.iteration)
             notes["drawn"].append([random.random(), float(np.random.rand()), float(torch.rand(()))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,82 @@ def test_a_trace_is_lines_of_json(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(1, train, str(tmp_path), steps=1)
     head, *steps = map(json.loads, (tmp_path / "trace" / "rank-0.jsonl").read_text().splitlines())
     assert (head["ranks"], head["shards"], [step["step"] for step in steps]) == (1, 4, [0, 1])
+
+
+# -- a run that was killed and resumed -----------------------------------------------------------------------
+
+
+def train_in_parts(folder: str, until: int, *, fails: bool) -> None:
+    """Steps of a run with a checkpoint after every third one, left by an exception after a step, or stopped."""
+    with suppress(ZeroDivisionError), dl.join_world(seed=5) as world:
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        inputs, labels = make_data((6,), 60)
+        batches = dl.Batches((inputs.float(), labels), 12, world, shards=4)
+        state = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(batches, steps=until, state=state, run_dir=folder, progress=False, trace=True, save_every=3)
+        for step in loop:
+            for inputs, labels in step:
+                step.backward(cross_entropy(model(inputs), labels))
+            step.fold()
+            optimizer.step()
+            if fails and step.iteration == until - 1:
+                raise ZeroDivisionError
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()[1:]]
+
+
+@pytest.mark.covers("H10")
+@pytest.mark.parametrize("ranks", [(2, 2, 2), (2, 1, 3), (1, 3, 2)])
+def test_a_killed_and_resumed_run_has_the_trace_of_the_undisturbed_one(
+    ranks: tuple[int, int, int], on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third = ranks
+    on_ranks(1, train_in_parts, str(tmp_path / "whole"), 12, fails=False)
+    on_ranks(
+        first, train_in_parts, str(tmp_path / "parts"), 6, fails=True
+    )  # it left steps 4 and 5 without a checkpoint
+    assert steps_in(tmp_path / "parts" / "trace" / "rank-0.jsonl")[-1] in (4, 5)
+    on_ranks(second, train_in_parts, str(tmp_path / "parts"), 7, fails=False)
+    on_ranks(third, train_in_parts, str(tmp_path / "parts"), 12, fails=False)
+    assert steps_in(tmp_path / "parts" / "trace" / "rank-0.jsonl") == [0, 1, 2, 3, 3, 4, 5, 6, 7, 7, 8, 9, 10, 11, 12]
+    code, out, _ = said_of(capsys, tmp_path / "whole", tmp_path / "parts")
+    assert (code, out.splitlines()[-1]) == (0, "The same bits in all 13 steps that both have.")
+    code, out, _ = said_of(capsys, tmp_path / "parts", tmp_path / "whole")
+    assert code == 0
+
+
+@pytest.mark.covers("H10")
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_restored_state_that_differs_is_found_where_the_run_resumed(
+    kept: bool, on_ranks: OnRanks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_ranks(1, train_in_parts, str(tmp_path / "whole"), 6, fails=False)
+    on_ranks(1, train_in_parts, str(tmp_path / "parts"), 3, fails=False)
+    path = tmp_path / "parts" / "trace" / "rank-0.jsonl"
+    if not kept:
+        path.unlink()
+    on_ranks(1, train_in_parts, str(tmp_path / "parts"), 6, fails=False)
+    assert said_of(capsys, tmp_path / "whole", tmp_path / "parts")[0] == 0
+    lines = path.read_text().splitlines()
+    place = next(number for number, line in enumerate(lines) if '"step": 3' in line and '["start"' in line)
+    start = json.loads(lines[place])
+    start["entries"][-1][2] = "0" * 32
+    path.write_text("\n".join([*lines[:place], json.dumps(start), *lines[place + 1 :]]) + "\n")
+    code, out, _ = said_of(capsys, tmp_path / "whole", tmp_path / "parts")
+    assert code == 1
+    name = start["entries"][-1][1]
+    assert f"After step 3, where a run resumed: `{name}` differs first: the restored state differs." in out
+
+
+def test_a_run_that_starts_over_moves_its_trace(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(1, train, str(tmp_path), steps=2)
+    with dl.join_world() as world:
+        loop = dl.Loop(
+            dl.Batches(torch.ones(4, 1), 2, world), 1, state={"m": nn.Linear(1, 1)}, run_dir=tmp_path, resume=False
+        )
+        assert loop.iteration == 0
+    assert steps_in(tmp_path / "before" / "1" / "trace" / "rank-0.jsonl") == [0, 1, 2]
+    assert not (tmp_path / "trace").exists()

@@ -1,0 +1,344 @@
+"""Going on with a run: more epochs or steps, a changed script or argument; what is refused as another run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop.checkpoint import atomic_files, storage
+from tests.support.harness import OnRanks, caught
+from tests.support.resuming import EPOCHS, STEPS, different, train
+from tests.support.runs import checkpoints_of, digests, lines_of, rows_of, status_of
+
+# torch does not know that the optimizer stepped in another process, where a run goes on at the first epoch's end.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+
+STARTS = "starts.jsonl"
+
+
+def small(
+    folder: Path, *, lr: float = 0.1, period: int = 10, width: int = 4, stop_at: int | None = None,
+    after_step: Callable[[], None] = lambda: None, **options: Any,
+) -> tuple[list[int], dict[str, str], float]:  # fmt: skip
+    """The steps that a small job makes, its weights, and its learning rate at the end."""
+    with dl.join_world(seed=1) as world:
+        model = nn.Linear(3, width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, period)
+        batches = dl.Batches(torch.randn(20, 3, generator=torch.Generator().manual_seed(2)), 4, world, shards=2)
+        state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        loop = dl.Loop(batches, state=state, run_dir=folder, **{"progress": False, **options})
+        made = []
+        for step in loop:
+            for rows in step:
+                step.backward(model(rows).square().mean())
+            if step.iteration == stop_at:
+                loop.stop()
+            step.fold()
+            optimizer.step()
+            schedule.step()
+            made.append(step.iteration)
+            after_step()
+        return made, digests({"model": model}), optimizer.param_groups[0]["lr"]
+
+
+def notices(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("ddp_loop: ")]
+
+
+@pytest.mark.covers("J10")
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
+def test_more_epochs_go_on_from_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = train("", epochs=EPOCHS + 1)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "2"])
+    train(str(tmp_path))
+    assert notices(capsys) == []
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "3"])
+    again = train(str(tmp_path), epochs=EPOCHS + 1)
+    assert again.made == whole.made[EPOCHS * STEPS :]
+    assert different(whole, again) == []
+    assert rows_of(tmp_path) == whole.made
+    assert (status_of(tmp_path)["status"], status_of(tmp_path)["epochs"]) == ("done", EPOCHS + 1)
+    assert notices(capsys) == [
+        f"ddp_loop: {tmp_path} goes on with changes: arguments: was '--epochs 2', is '--epochs 3'; epochs: was 2, is 3."
+    ]
+
+
+@pytest.mark.covers("J10")
+@pytest.mark.parametrize("first", [3, 5, 7])  # inside an epoch of 5 steps, and at its end
+def test_more_steps_go_on_from_the_end(first: int, tmp_path: Path) -> None:
+    _, whole, _ = small(tmp_path / "whole", steps=9)
+    assert small(tmp_path / "parts", steps=first)[0] == list(range(1, first + 1))
+    made, weights, _ = small(tmp_path / "parts", steps=9)
+    assert (made, weights) == (list(range(first + 1, 10)), whole)
+
+
+@pytest.mark.covers("J10")
+def test_more_epochs_go_on_on_any_number_of_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
+    whole = train("", epochs=EPOCHS + 1)
+    on_ranks(2, train, str(tmp_path))
+    for ended in on_ranks(3, train, str(tmp_path), epochs=EPOCHS + 1):
+        assert different(whole, ended) == []
+
+
+@pytest.mark.covers("J10")
+def test_a_changed_script_goes_on_with_one_notice_and_every_start_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, script = tmp_path / "run", tmp_path / "train.py"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    script.write_text("a = 1\n")
+    small(run, epochs=3, stop_at=2)
+    script.write_text("a = 1  # a comment\n")
+    small(run, epochs=3, stop_at=4)
+    assert notices(capsys) == [f"ddp_loop: {run} goes on with changes: the script's content has changed."]
+    small(run, epochs=3)
+    assert notices(capsys) == []  # the run is that of the new script now
+    starts = lines_of(run / STARTS)
+    assert [one["iteration"] for one in starts] == [0, 2, 4]
+    assert [one["changed"] for one in starts] == [[], ["the script's content has changed"], []]
+    assert [(one["ranks"], one["command"], one["device"]) for one in starts] == [(1, ["train.py"], "cpu")] * 3
+    first, second, third = (one["fingerprint"]["the script's content"] for one in starts)
+    assert (first != second, second == third) == (True, True)
+
+
+@pytest.mark.covers("J10")
+def test_a_changed_learning_rate_is_said_and_that_of_the_checkpoint_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small(tmp_path, epochs=2, stop_at=3)
+    _, _, rate = small(tmp_path, epochs=2, lr=0.5, period=7)
+    (notice,) = notices(capsys)
+    assert "optimizer.param_groups.0.lr: was 0.1, is 0.5; " in notice
+    assert "schedule.step_size: was 10, is 7" in notice
+    assert notice.endswith(
+        " The settings in the checkpoint are used. To use the new ones, assign them after the Loop is made."
+    )
+    assert rate == pytest.approx(0.01)  # 0.1, divided by 10 after 10 steps
+
+
+def test_many_changes_are_one_short_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def train_groups(rate: float) -> None:
+        with dl.join_world() as world:
+            model = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1))
+            groups = [{"params": [one], "lr": rate, "weight_decay": rate} for one in model.parameters()]
+            state = {"m": model, "o": torch.optim.SGD(groups)}
+            loop = dl.Loop(dl.Batches(torch.ones(8, 3), 4, world), 1, state=state, run_dir=tmp_path, progress=False)
+            for step in loop:
+                for rows in step:
+                    step.backward(model(rows).mean())
+                loop.stop()
+                step.fold()
+
+    train_groups(0.1)
+    train_groups(0.2)
+    (notice,) = notices(capsys)
+    assert "; and 2 more. The settings in" in notice
+
+
+@pytest.mark.covers("J10")
+def test_what_changed_is_not_said_where_nothing_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "1"])
+    with dl.join_world() as world:  # left before the first checkpoint
+        dl.Loop(dl.Batches(torch.ones(4, 3), 4, world), 1, state={"m": nn.Linear(3, 1)}, run_dir=tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "2"])
+    with dl.join_world() as world:
+        dl.Loop(dl.Batches(torch.ones(4, 3), 4, world), 1, state={"m": nn.Linear(3, 1)}, run_dir=tmp_path)
+    assert notices(capsys) == []
+    assert [one["iteration"] for one in lines_of(tmp_path / STARTS)] == [0, 0]
+
+
+# -- another run ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("J10")
+@pytest.mark.parametrize(
+    ("keywords", "said", "resumes"),
+    [
+        ({"number": 100}, "samples: was 113, is 100", False),
+        ({"batch_size": 12}, "batch_size: was 24, is 12", False),
+        ({"shards": 3}, "shards: was 6, is 3", True),
+        ({"seed": 4}, "seed: was 3, is 4", True),
+    ],
+)
+def test_another_run_is_refused_with_the_remedy(
+    keywords: dict[str, Any], said: str, resumes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(str(tmp_path), 3)
+    before = {name: (tmp_path / name).read_text() for name in ("run.json", STARTS, "status.json", "rows.jsonl")}
+    with pytest.raises(ValueError, match=said) as refused:
+        train(str(tmp_path), **keywords)
+    assert f"{tmp_path} has another run (status: stopped)" in str(refused.value)
+    assert ("resume=True" in str(refused.value)) == resumes
+    assert "resume=False to start over (its files move to before/), or another run_dir=." in str(refused.value)
+    if resumes:
+        assert train(str(tmp_path), 5, resume=True, **keywords).made == [4, 5]
+        assert f"ddp_loop: {tmp_path} goes on with changes: {said}." in capsys.readouterr().out
+    else:  # the position in an epoch means nothing there
+        with pytest.raises(ValueError, match=said):
+            train(str(tmp_path), resume=True, **keywords)
+        assert {name: (tmp_path / name).read_text() for name in before} == before
+        assert train(str(tmp_path)).made[0] == 4
+
+
+@pytest.mark.covers("J10")
+def test_another_structure_of_the_state_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    small(tmp_path, epochs=2, stop_at=3)
+    before = {name: (tmp_path / name).read_text() for name in ("run.json", STARTS, "status.json", "rows.jsonl")}
+    with pytest.raises(ValueError, match=r"(?s)does not fit the checkpoint .*resume=False to start over"):
+        small(tmp_path, epochs=2, width=5, lr=0.3)
+    assert {name: (tmp_path / name).read_text() for name in before} == before
+    assert small(tmp_path, epochs=2)[0][0] == 4
+
+
+# -- its folder ----------------------------------------------------------------------------------------------
+
+
+def test_a_relative_path_stays_that_folder_when_the_script_changes_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    _, whole, _ = small(tmp_path / "whole", epochs=2, save_every=2, progress=True)
+    small(Path("run"), epochs=2, save_every=2, progress=True, after_step=lambda: os.chdir(tmp_path / "elsewhere"))
+    assert os.listdir(tmp_path / "elsewhere") == []
+    assert sorted(os.listdir(tmp_path / "run")) == sorted(os.listdir(tmp_path / "whole"))  # pictures, too
+    assert rows_of(tmp_path / "run") == list(range(1, 11))
+    assert checkpoints_of(tmp_path / "run") == [6, 8, 10]
+    assert status_of(tmp_path / "run")["status"] == "done"
+    monkeypatch.chdir(tmp_path)
+    assert small(Path("run"), epochs=2)[:2] == ([], whole)
+
+
+@pytest.mark.parametrize("spelled", ["./run", "other/../run/", "link"])
+def test_a_path_spelled_differently_is_the_same_run(
+    spelled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    monkeypatch.setattr(sys, "argv", ["train.py", "run"])
+    small(tmp_path / "run", epochs=2, stop_at=3)
+    monkeypatch.setattr(sys, "argv", ["train.py", spelled])
+    assert small(Path(spelled), epochs=2)[0][0] == 4
+    assert notices(capsys) == []  # the path is no change
+    assert rows_of(tmp_path / "run") == list(range(1, 11))
+
+
+@pytest.mark.parametrize("removed", ["the folder", "its checkpoints"])
+@pytest.mark.parametrize("ended", ["stopped", "killed", "resumed and killed"])
+def test_a_run_whose_checkpoints_were_removed_is_refused(removed: str, ended: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    if ended == "stopped":
+        small(run, epochs=2, stop_at=3)
+    else:
+        if ended == "resumed and killed":
+            small(run, epochs=2, stop_at=2)
+        with pytest.raises(KilledHere):
+            small(run, epochs=2, save_every=1, after_step=partial(copy_of_a_killed_run, run, tmp_path / "copy"))
+        shutil.rmtree(run)
+        (tmp_path / "copy").rename(run)
+    for path in [run / "checkpoints"] if removed == "the folder" else (run / "checkpoints").glob("step-*"):
+        shutil.rmtree(path)
+    before = {name: (run / name).read_text() for name in ("run.json", STARTS, "status.json", "rows.jsonl")}
+    for resume in (None, True):
+        with pytest.raises(ValueError, match=r"had the checkpoint step-0000000\d, but .*/checkpoints has none\. .*"):
+            small(run, epochs=2, resume=resume)
+    assert {name: (run / name).read_text() for name in before} == before
+    assert small(run, epochs=2, resume=False)[0][0] == 1
+    assert small(run, epochs=3)[0][0] == 11
+
+
+class KilledHere(Exception):
+    """Ends a run whose folder was copied as a killed process would leave it."""
+
+
+def copy_of_a_killed_run(run: Path, copy: Path) -> None:
+    """A copy without the tensors, since a thread may be saving."""
+    if status_of(run)["iteration"] >= 4:
+        (copy / "checkpoints" / "step-00000004").mkdir(parents=True)
+        for name in ("run.json", STARTS, "status.json", "rows.jsonl"):
+            shutil.copy(run / name, copy)
+        raise KilledHere
+
+
+def go_on_unreadable(folder: str) -> None:
+    usual = atomic_files.bytes_of
+
+    def fail(*arguments: Any) -> bytes:
+        if "tensors" in arguments[1]:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return usual(*arguments)
+
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(storage, "bytes_of", fail)
+        small(Path(folder), epochs=2)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_gone_back_from(on_ranks: OnRanks, tmp_path: Path) -> None:
+    small(tmp_path, epochs=2, stop_at=7, save_every=3)
+    before = {name: (tmp_path / name).read_text() for name in ("run.json", STARTS, "status.json", "rows.jsonl")}
+    first, second = on_ranks(2, caught, go_on_unreadable, str(tmp_path))
+    assert (first[0], second[0]) == ("OSError", "PeerFailed")
+    for _, text, _ in (first, second):
+        assert "step-00000007 cannot be read now (Stale file handle)" in text
+    assert {name: (tmp_path / name).read_text() for name in before} == before
+    assert checkpoints_of(tmp_path) == [3, 6, 7]
+    assert small(tmp_path, epochs=2)[0] == [8, 9, 10]
+
+
+# -- a finished run ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("J10")
+@pytest.mark.parametrize("extent", [{"epochs": 2}, {"steps": 7}, {"epochs": 4, "steps": 7}])
+def test_a_finished_run_says_that_it_is_finished_and_how_to_go_on(
+    extent: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, weights, _ = small(tmp_path, **extent)
+    assert notices(capsys) == []
+    assert small(tmp_path, **extent)[:2] == ([], weights)
+    bound = "steps=7" if "steps" in extent else "epochs=2"
+    name = bound.partition("=")[0]
+    assert notices(capsys) == [
+        f"ddp_loop: {tmp_path} is finished: it has made the {len(made)} steps of {bound}. Raise {name}= to go on, or "
+        "pass resume=False to start over (its files move to before/)."
+    ]
+
+
+def test_a_start_that_cannot_be_recorded_is_said_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small(tmp_path, epochs=2, stop_at=3)
+    (tmp_path / STARTS).unlink()
+    (tmp_path / STARTS).mkdir()
+    assert small(tmp_path, epochs=2)[0][0] == 4
+    (said,) = notices(capsys)
+    assert f"{tmp_path / STARTS} could not be written" in said
+
+
+def test_half_a_line_of_a_killed_start_stays_alone(tmp_path: Path) -> None:
+    small(tmp_path, epochs=2, stop_at=3)
+    with (tmp_path / STARTS).open("a") as file:
+        file.write('{"at": 1')
+    small(tmp_path, epochs=2)
+    first, half, last = (tmp_path / STARTS).read_text().splitlines()
+    assert (json.loads(first)["iteration"], half, json.loads(last)["iteration"]) == (0, '{"at": 1', 3)

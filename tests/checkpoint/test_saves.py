@@ -1,0 +1,151 @@
+"""A save under way: the memory that it takes, the step that its messages name, and a world that is left meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop.checkpoint import serialization
+from ddp_loop.checkpoint.checkpointer import Checkpointer
+from tests.support.harness import FAULT_S, OnRanks, caught, until
+from tests.support.refusals import loss_of, network
+from tests.support.runs import checkpoints_of
+
+WIDTH = 1009  # a size that no other tensor has
+
+
+def copies() -> int:
+    """The pieces of memory that hold a tensor of this size."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter) and one.numel() == WIDTH]
+    return len({one.untyped_storage().data_ptr() for one in found})
+
+
+def steps_and_copies(folder: Path, **options: Any) -> list[int]:
+    """The copies that are in memory in each step of two epochs, once its save has ended, and at the end."""
+    with dl.join_world() as world:
+        model = nn.Linear(WIDTH, 1, bias=False)
+        batches = dl.Batches(torch.randn(8, WIDTH), 2, world)
+        loop = dl.Loop(batches, 2, state={"model": model}, run_dir=folder, progress=False, **options)
+        checkpointer = loop._recorder.checkpointer
+        assert checkpointer is not None
+        counted = []
+        for _ in range(2):
+            for step in loop.epoch():
+                for rows in step:
+                    step.backward(model(rows).mean())
+                step.fold()
+                model.zero_grad()
+                checkpointer.wait()
+                counted.append(copies())
+        return [*counted, copies()]
+
+
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
+@pytest.mark.parametrize("options", [{"save_every": 1}, {"save_every": 100}, {}])
+def test_a_large_state_is_in_memory_once_after_a_save(
+    options: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serialization, "KEPT_BYTES", 4 * WIDTH - 1)
+    counted = steps_and_copies(tmp_path, **options)
+    once = counted[0]
+    assert [one - once for one in counted] == (
+        # Without a checkpoint at an epoch's end, its state is held until the next step is made.
+        [0, 0, 0, 0, 1, 0, 0, 0, -1] if options.get("save_every") == 100 else [0, 0, 0, 0, 0, 0, 0, 0, -1]
+    )  # the loop's bucket is freed with it
+
+
+@pytest.mark.both_modes
+def test_a_small_state_keeps_its_memory_until_the_end(tmp_path: Path) -> None:
+    counted = steps_and_copies(tmp_path, save_every=1)
+    assert [one - counted[0] for one in counted] == [0, 1, 1, 1, 1, 1, 1, 1, -1]
+
+
+# -- messages ------------------------------------------------------------------------------------------------
+
+
+def save_wrongly(folder: str, fault: str) -> None:
+    with dl.join_world() as world:
+        model = network()
+        batches = dl.Batches(torch.randn(24, 4, dtype=torch.float64), 6, world)
+        state: dict[str, Any] = {"model": model, "notes": {}}
+        loop = dl.Loop(batches, 2, state=state, run_dir=folder, progress=False, check_replicas_every=0)
+        for step in loop:
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            if step.iteration == 3 and world.rank == 1 and fault == "differs":
+                state["notes"]["more"] = torch.ones(3)
+            step.fold()
+            if step.iteration == 3 and world.rank == 1 and fault == "has other values":
+                with torch.no_grad():
+                    next(model.parameters()).add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("differs", "At the checkpoint of step 4, the state of rank 1 and that of rank 0 have different tensors"),
+        (
+            "has other values",
+            "At the checkpoint of step 4, rank 0 and rank 1 of 2 differ from each other in job.model.",
+        ),
+    ],
+)
+def test_replicas_that_differ_at_a_checkpoint_are_named_with_its_step(
+    fault: str, said: str, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    for _, text, _ in on_ranks(2, caught, save_wrongly, str(tmp_path), fault):
+        assert said in text
+
+
+# -- a world that is left ------------------------------------------------------------------------------------
+
+
+def leave_in_a_save(folder: str, comes: bool) -> None:
+    """Rank 0 fails while its save waits for rank 1, whose checksums come after that, or never."""
+    usual, threads = Checkpointer._begin, list[threading.Thread]()
+
+    def later(self: Checkpointer, *arguments: Any) -> None:
+        def begin() -> None:
+            until(self._world.store.has_failure, "rank 0 fails")
+            usual(self, *arguments)
+
+        if comes:
+            threads.append(threading.Thread(target=begin))
+            threads[0].start()
+
+    try:
+        with dl.join_world() as world:
+            if world.rank == 1:
+                Checkpointer._begin = later  # type: ignore[method-assign, assignment]
+            model = network()
+            batches = dl.Batches(torch.randn(24, 4, dtype=torch.float64), 6, world)
+            loop = dl.Loop(batches, 2, state={"m": model}, run_dir=folder, progress=False, save_every=2)
+            for step in loop:
+                if step.iteration == 3 and world.rank == 0:
+                    raise ZeroDivisionError
+                for rows in step:
+                    step.backward(loss_of(model, rows))
+                step.fold()
+    finally:
+        Checkpointer._begin = usual  # type: ignore[method-assign]
+        for one in threads:
+            one.join()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_save_under_way_is_completed_when_an_exception_leaves_the_world(
+    comes: bool, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    first, second = on_ranks(2, caught, leave_in_a_save, str(tmp_path), comes)
+    assert (first[0], second[0]) == ("ZeroDivisionError", "PeerFailed")
+    assert checkpoints_of(tmp_path) == ([2] if comes else [])
+    assert max(first[2], second[2]) < FAULT_S  # a grace, not the world's timeout
