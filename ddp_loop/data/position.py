@@ -64,7 +64,7 @@ class LoopPosition:
 
     def ends_all(self, mini_batch: MiniBatch) -> bool:
         """Whether the loop ends with this mini-batch."""
-        last = self._most_epochs is not None and mini_batch.epoch + 1 >= self._most_epochs
+        last = self._most_epochs is not None and mini_batch.epoch >= self._most_epochs
         return self.has_made_all or (last and self.is_last_of_epoch(mini_batch))
 
     def state_dict(self) -> dict[str, int]:

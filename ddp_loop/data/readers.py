@@ -68,11 +68,11 @@ class SeededDataset:
                 samples.append(read(index))
         except StopIteration as error:  # it would end the epoch without an error
             raise RuntimeError(
-                f"A source must return every sample. Sample {index} of epoch {epoch} raised StopIteration. Raise "
+                f"A source must return every sample. Sample {index} of epoch {epoch + 1} raised StopIteration. Raise "
                 "another error, or return the sample."
             ) from error
         except Exception as error:
-            error.add_note(f"while sample {index} of epoch {epoch} was read")
+            error.add_note(f"while sample {index} of epoch {epoch + 1} was read")
             raise
         return samples
 

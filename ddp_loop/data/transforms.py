@@ -31,13 +31,13 @@ class Draws:
 
     Args:
         seed: of the batches.
-        epoch: counted from 0.
+        epoch: counted from 1.
         samples: (n,) int64, the samples' positions in the data.
         device: where the numbers are made.
     """
 
     def __init__(self, seed: int, epoch: int, samples: torch.Tensor, device: torch.device) -> None:
-        self._seed, self._epoch, self._calls = seed, epoch, 0
+        self._seed, self._epoch, self._calls = seed, epoch - 1, 0
         self._samples, self._device = samples, device
 
     def _bits(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -141,7 +141,7 @@ class Transform:
             ValueError: the transform changed the number of samples.
         """
         before = _first_length(data)
-        draws = Draws(self.seed, epoch, samples, self.device)
+        draws = Draws(self.seed, epoch + 1, samples, self.device)
         with preserved_streams(self.device):
             seed_transform(self.seed, epoch, start, self.device)
             changed = self.change(data, draws)

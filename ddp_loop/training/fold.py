@@ -299,7 +299,7 @@ class Fold:
             self._layout, self._tails = layout, {}
             self.gradients.release()
             self.gradients.plan(self._tail(layout, shards))
-        place, losses = (mini_batch.epoch + 1, iteration, mini_batch.samples), slots[:, 1]
+        place, losses = (mini_batch.epoch, iteration, mini_batch.samples), slots[:, 1]
         return StepResult(*place, layout.metrics or (), values, total, losses, share, is_bad, self.gradients)
 
     def _collect(

@@ -221,7 +221,7 @@ class Loop:
         if not self._begin_epoch():
             return
         try:
-            with closing(self.batches.epoch(where.epochs, where.at, held=False)) as self._stream:
+            with closing(self.batches.epoch(where.epochs + 1, where.at, held=False)) as self._stream:
                 while (loaded := self._take_next()) is not None:
                     yield from self._one_step(loaded)
                     if self.stopped is not None or where.iteration == where.most_steps:

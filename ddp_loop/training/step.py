@@ -56,7 +56,7 @@ class Step:
         is_last_of_epoch: bool,
         tracer: Tracer | None = None,
     ) -> None:
-        self.epoch = loaded.mini_batch.epoch + 1
+        self.epoch = loaded.mini_batch.epoch
         self.iteration = iteration
         self.samples = loaded.mini_batch.samples
         self.is_last_of_epoch = is_last_of_epoch

@@ -159,7 +159,7 @@ def test_a_sample_that_cannot_be_read_is_named(kind: type[Exception], workers: i
 
         def read() -> None:
             nonlocal position
-            for loaded in batches.epoch(0):
+            for loaded in batches.epoch(1):
                 loaded.data(0)
                 position = loaded.mini_batch.position
 
@@ -167,7 +167,7 @@ def test_a_sample_that_cannot_be_read_is_named(kind: type[Exception], workers: i
         with pytest.raises(expected) as caught:
             read()
         said = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
-        place = "Sample 7 of epoch 0 raised" if kind is StopIteration else "sample 7 of epoch 0 was read"
+        place = "Sample 7 of epoch 1 raised" if kind is StopIteration else "sample 7 of epoch 1 was read"
         assert place in said
         assert position == 0  # the mini-batches before it were read
 
@@ -177,7 +177,7 @@ def read_all(data: Any, workers: int) -> None:
         options: dict[str, Any] = {"num_workers": workers}
         if workers:
             options["multiprocessing_context"] = "fork"  # a spawned worker imports torch first: 3 s on two cores
-        for loaded in dl.Batches(data, 4, world, shuffle=False, **options).epoch(0):
+        for loaded in dl.Batches(data, 4, world, shuffle=False, **options).epoch(1):
             total = sum(loaded.data(number).sum() for number, _ in enumerate(loaded.mini_batch.shards))
             world.sum(torch.as_tensor(total))
 
@@ -189,7 +189,7 @@ def test_a_sample_that_cannot_be_read_on_one_rank_ends_all_ranks(workers: int, o
         on_ranks(3, read_all, Broken(6), workers)
     # 0..3, 4..7 over 3 ranks: 4 and 5 to rank 0, 6 to rank 1, 7 to rank 2.
     assert caught.value.rank == 1
-    assert "sample 6 of epoch 0 was read" in caught.value.traceback
+    assert "sample 6 of epoch 1 was read" in caught.value.traceback
     assert time.monotonic() - start < FAULT_S  # includes joining and the start of workers
 
 
@@ -223,7 +223,7 @@ class Ragged(Dataset[torch.Tensor]):
 
 
 def read_ragged(world: dl.World, folder: str, data: Any) -> None:
-    for loaded in dl.Batches(data, 6, world, shuffle=False).epoch(0):
+    for loaded in dl.Batches(data, 6, world, shuffle=False).epoch(1):
         loaded.finish_reading()
     world.raise_if_any_failed(None)
 
