@@ -24,6 +24,7 @@ from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, STATUS, Run
 from ddp_loop.checkpoint.serialization import SerializedState, StagingBuffers
 from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable
 from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
+from ddp_loop.determinism import check_count
 from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error
 
 OnSaveError = Literal["raise", "warn"]
@@ -52,8 +53,8 @@ class CheckpointPolicy:
     def check(self) -> None:
         """Raise ValueError if a value is out of range."""
         for name, value in (("save_every", self.every), ("keep_last", self.keep_last)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1. Got {value!r}.")
+            if value is not None:
+                check_count(name, value)
         if not self.every_s > 0:
             raise ValueError(f"save_every_s must be a positive number of seconds. Got {self.every_s!r}.")
         if self.on_error not in _ON_SAVE_ERROR:
@@ -136,7 +137,7 @@ class Checkpointer:
             ReplicaMismatch: restored values differ from those saved.
             PeerFailed: another rank raised one of these.
         """
-        self._extent = extent
+        self._extent, self._has_fixed_shards = extent, facts.get("shards") is not None
 
         def take() -> None:
             self._policy.check()
@@ -335,6 +336,12 @@ class Checkpointer:
         if found is None:
             return None
         name, structure, facts, forms = found
+        if facts.get("ranks") not in (None, self._world.size) and not self._has_fixed_shards:
+            self.say(
+                f"{self.folder} ran on {facts['ranks']} ranks and resumes on {self._world.size}. Without shards= each "
+                "rank computes one shard, so the numbers are equal but for rounding, and the bits differ. Pass Batches "
+                f"shards={facts['ranks']} to keep them."
+            )
         if self._found is not None:
             tensors = self._found.packed.tensors
         else:

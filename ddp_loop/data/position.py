@@ -24,7 +24,8 @@ class LoopPosition:
     """
 
     def __init__(self, batches: Batches, epochs: int | None, steps: int | None) -> None:
-        self._batches, self._most_epochs, self.most_steps = batches, epochs, steps
+        self._batches = batches
+        self._most_epochs, self.most_steps = (one if isinstance(one, int) else None for one in (epochs, steps))
         self.iteration = self.epochs = self.at = self.resumed_at = 0
         self.is_folded = True
 
@@ -32,6 +33,13 @@ class LoopPosition:
     def extent(self) -> dict[str, int | None]:
         """The epochs and steps asked for, and the steps of an epoch."""
         return {"epochs": self._most_epochs, "steps_per_epoch": self._batches.steps, "steps": self.most_steps}
+
+    @property
+    def length(self) -> int | None:
+        """The number of steps of the whole run; None if it is unknown."""
+        if self._most_epochs is None or (steps := self._batches.steps) is None:
+            return self.most_steps
+        return min(self._most_epochs * steps, self.most_steps or self._most_epochs * steps)
 
     @property
     def epoch(self) -> int:

@@ -140,20 +140,25 @@ class Transform:
         Raises:
             ValueError: the transform changed the number of samples.
         """
-        before = _first_length(data)
+        before = _lengths(data)
         draws = Draws(self.seed, epoch + 1, samples, self.device)
         with preserved_streams(self.device):
             seed_transform(self.seed, epoch, start, self.device)
             changed = self.change(data, draws)
-        after = _first_length(changed)
-        if before == len(samples) != after:
-            raise ValueError(
-                f"A transform must keep the number of samples, {before} in this shard. It returned "
-                f"{'none' if after is None else after}. Give unwanted samples weight 0, or remove them from the data."
-            )
+        after = _lengths(changed)
+        if len(after) != len(before):  # then only the first parts are comparable
+            before, after = before[:1], after[:1] or [None]
+        for part, (length, now) in enumerate(zip(before, after, strict=False)):
+            if length == len(samples) != now:
+                where = f" in part {part + 1}" if part else ""
+                raise ValueError(
+                    f"A transform must keep the number of samples, {length} in this shard. It returned "
+                    f"{'none' if now is None else now}{where}. Give unwanted samples weight 0, or remove them from the "
+                    "data."
+                )
         return changed
 
 
-def _first_length(data: Any) -> int | None:
-    """The first dimension of the first tensor in the data; None without a tensor."""
-    return next((len(tensor) for tensor in tensors_in(data) if isinstance(tensor, torch.Tensor) and tensor.dim()), None)
+def _lengths(data: Any) -> list[int | None]:
+    """The first dimensions of the tensors in the data."""
+    return [len(tensor) for tensor in tensors_in(data) if isinstance(tensor, torch.Tensor) and tensor.dim()]

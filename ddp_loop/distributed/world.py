@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,6 +17,7 @@ from ddp_loop.determinism import EVALUATION, require_pinned, seed_everything, st
 from ddp_loop.distributed.backend import Work
 from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
+from ddp_loop.distributed.encoding import check_plain
 from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error
 from ddp_loop.distributed.process_group import ProcessGroups
 from ddp_loop.distributed.store import RankStore
@@ -65,6 +65,7 @@ class World:
         self._stop_here: Callable[[str], None] | None = None
         self.ended_by: BaseException | None = None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # set by a loop
+        self.remedy: Callable[[BaseException], str | None] = lambda error: None  # of an error, by a loop that was left
         # Set by loops: the class and name of buffers that differ between ranks, and modules that are not compared.
         self.own_buffers: set[tuple[type, str]] = set()
         self.uncompared: WeakSet[object] = WeakSet()
@@ -138,8 +139,22 @@ class World:
             self._collectives.finish(work)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add `tensor` up over all ranks, in place, and return it. Every rank must call this."""
+        """Add `tensor` up over all ranks, in place, and return it. Every rank must call this.
+
+        Args:
+            tensor: dense, of one shape and dtype on all ranks, outside of any graph.
+
+        Raises:
+            TypeError, ValueError: a number, an array, or a tensor that is sparse or needs a gradient.
+            PeerFailed: another rank failed.
+        """
         self.require_collectives_allowed()
+        check_plain(tensor, "world.sum")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "world.sum has no gradient: it would lack the other ranks' parts. Got a tensor that needs one. Pass "
+                "tensor.detach(), or use step.hold and step.gather for a loss of the whole mini-batch."
+            )
         self._collectives.sum(tensor, self.where)
         return tensor
 
@@ -166,7 +181,12 @@ class World:
         return self._collectives.numbers(number, what, self.where)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make `tensor` on every rank what it is on rank 0, in place. Every rank must call this."""
+        """Make `tensor` on every rank what it is on rank 0, in place, and return it. Every rank must call this.
+
+        Args:
+            tensor: dense, of one shape and dtype on all ranks.
+        """
+        check_plain(tensor, "world.broadcast")
         self.broadcast_all([tensor])
         return tensor
 
@@ -194,7 +214,8 @@ class World:
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
-                    f"{what} must be the same on every rank. Rank 0 has {values[0]}, rank {rank} has {other}."
+                    f"{what} must be the same on every rank. Rank 0 has {values[0]}, rank {rank} has {other}. Pass "
+                    "the same, in the same order, on all ranks."
                 )
 
     def begin_evaluation(self, stage: str) -> int:
@@ -330,6 +351,8 @@ class World:
         if self._watchdog is not None:
             self._watchdog.leaving(failed=error is not None)
         if error is not None and not isinstance(error, PeerFailed):
+            if (note := self.remedy(error)) is not None:
+                error.add_note(note)
             self._store.set_failure(error, self.where)
         try:
             if error is None:
@@ -337,28 +360,6 @@ class World:
         finally:
             self.leave(failed=error is not None)
             self.ended_by = None  # its traceback keeps all local variables alive
-
-    def leave_at_exit(self) -> None:
-        """Leave when the interpreter ends, unless it was left before; an uncaught exception ends all ranks."""
-        usual = sys.excepthook
-
-        def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if not self.is_left:
-                self.__exit__(kind, error, trace)
-            usual(kind, error, trace)
-
-        def end() -> None:
-            if not self.is_left:
-                self.__exit__(None, None, None)
-
-        def forget() -> None:
-            atexit.unregister(end)
-            if sys.excepthook is tell:
-                sys.excepthook = usual
-
-        sys.excepthook = tell
-        atexit.register(end)
-        self.on_leaving(forget)
 
     def leave(self, *, failed: bool = False) -> None:
         """Close everything that was opened, leave the groups, and restore the thread count.
