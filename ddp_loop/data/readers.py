@@ -149,9 +149,9 @@ def as_parts(data: Any) -> Any | None:
         data = getattr(data, "tensors", data)
     if isinstance(data, torch.Tensor):
         if data.layout is not torch.strided or data.is_nested:
-            kind = "a nested tensor" if data.is_nested else data.layout
+            form = "a nested tensor" if data.is_nested else data.layout
             raise TypeError(
-                f"Tensors of data must be dense. Got {kind}. Convert it by to_dense() or to_padded_tensor(), or pass a "
+                f"Tensors of data must be dense. Got {form}. Convert it by to_dense() or to_padded_tensor(), or pass a "
                 "data set whose collate_fn makes such a tensor."
             )
         return data.detach()  # data are not parameters; a step's graph ends here

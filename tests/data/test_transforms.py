@@ -141,6 +141,42 @@ def change(kind: str, rank: int, rows: torch.Tensor) -> torch.Tensor | None:
     return changed[kind]()
 
 
+def change_labels(kind: str, rank: int, data: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    rows, labels = data
+    changed = {
+        "labels": (rows, labels[1:]),
+        "labels of one rank": (rows, labels if rank else labels[1:]),
+        "a table of another length": (rows, labels, torch.ones(2)),
+    }
+    return changed[kind]
+
+
+def train_with_changed_labels(kind: str) -> None:
+    with dl.join_world() as world:
+        model = nn.Linear(4, 1)
+        data = ROWS, torch.arange(len(ROWS))
+        batches = dl.Batches(data, 8, world, transform=lambda data, draws: change_labels(kind, world.rank, data))
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for rows, *_ in step:
+                step.backward(model(rows).mean())
+            step.fold()
+
+
+@pytest.mark.parametrize("kind", ["labels", "labels of one rank"])
+def test_a_transform_that_changes_the_number_of_labels_alone_ends_all_ranks(kind: str, on_ranks: OnRanks) -> None:
+    results = on_ranks(2, caught, train_with_changed_labels, kind)
+    for name, text, took_s in results:
+        assert name in ("ValueError", "PeerFailed")
+        assert "4 in this shard. It returned 3 in part 2. Give unwanted samples weight 0" in text
+        assert took_s < FAULT_S
+    assert results[0][0] == "ValueError"
+
+
+def test_a_transform_may_add_a_part_of_another_length(on_ranks: OnRanks) -> None:
+    results = on_ranks(2, caught, train_with_changed_labels, "a table of another length")
+    assert [name for name, _, _ in results] == ["", ""]
+
+
 def train_with_a_change(kind: str) -> None:
     with dl.join_world() as world:
         model = nn.Linear(4, 1)

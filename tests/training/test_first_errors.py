@@ -120,8 +120,8 @@ def test_the_losss_own_backward_names_that_of_the_step(culprit: int, shards: int
 def lengths(world: dl.World) -> list[int | None]:
     batches, state = dl.Batches(samples(10), 4, world), {"model": network()}
     loops = [
-        dl.Loop(batches, *arguments, state=state, progress=False, **keywords)
-        for arguments, keywords in (((2,), {}), ((2,), {"steps": 5}), ((2,), {"steps": 50}), ((), {"steps": 7}))
+        dl.Loop(batches, epochs, steps=steps, state=state, progress=False)
+        for epochs, steps in ((2, None), (2, 5), (2, 50), (None, 7))
     ]
     assert all(loop.batches is batches for loop in loops)
     return [batches.length, len(loops[0].batches), *map(len, loops)]
@@ -166,9 +166,10 @@ def test_the_length_of_a_resumed_loop_is_that_of_the_whole_run(tmp_path: Path) -
 
 
 def with_numpys_numbers(world: dl.World, folder: str) -> list[int]:
-    one, model = np.int64, network()
+    one: Any = np.int64
+    model = network()
     batches = dl.Batches(samples(24), one(6), world, shards=one(2), seed=one(1))
-    keywords = {"steps": one(3), "save_every": one(2), "keep_last": one(2), "check_replicas_every": one(2)}
+    keywords: Any = {"steps": one(3), "save_every": one(2), "keep_last": one(2), "check_replicas_every": one(2)}
     loop = dl.Loop(batches, one(2), state={"model": model}, progress=False, run_dir=folder, **keywords)
     for step in loop:
         for rows in step:
