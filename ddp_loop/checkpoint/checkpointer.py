@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ from typing import Any, Literal
 import torch
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files, write_atomic
-from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, STATUS, RunFolder, read_json
+from ddp_loop.checkpoint.run_folder import ERROR, EVALUATIONS, RANKS, ROWS, STATUS, RunFolder, read_json
 from ddp_loop.checkpoint.serialization import SerializedState, StagingBuffers
 from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable
 from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
 from ddp_loop.determinism import check_count
-from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error
+from ddp_loop.distributed import MOST_LETTERS, PeerFailed, ReplicaMismatch, World, describe_difference, format_error
 
 OnSaveError = Literal["raise", "warn"]
 _ON_SAVE_ERROR = ("raise", "warn")
@@ -397,6 +398,9 @@ class Checkpointer:
             rank, stage, step = self._world.rank, where.stage, where.step
             if isinstance(error, PeerFailed):
                 rank, stage, step = (-1 if error.rank is None else error.rank), error.stage, error.step
+            elif len(text := "".join(traceback.format_exception(error))) > MOST_LETTERS and self.has_folder:
+                with suppress(OSError):
+                    (self.folder / ERROR.format(rank=rank)).write_text(text, encoding="utf-8", errors="replace")
             status = "failed"
             facts |= {"rank": rank, "stage": stage, "step": step, "why": format_error(error)[:_WHY_LETTERS]}
             if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed

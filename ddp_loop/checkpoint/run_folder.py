@@ -23,6 +23,7 @@ RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop
 EVALUATIONS, RANKS, PICTURES, TABLE = "evaluations.jsonl", "ranks.jsonl", "pictures", "rows.csv"
 _MOVED = ("checkpoints", ROWS, EVALUATIONS, RANKS, PICTURES, TABLE, STATUS, RUN)
 _DAMAGED = "*.damaged*.jsonl"  # their damaged lines
+ERROR = "error.rank-{rank}.txt"  # the whole of an error's text that was too long for the ranks' messages
 _LOOK_S = 0.2
 _FLOCK = "hhqqi4x"  # Linux's struct flock: kind, whence, start, length, process
 _open_here: set[Path] = set()  # the kernel does not refuse a second lock of the same process
@@ -142,7 +143,8 @@ class RunFolder:
         while (target := self.folder / BEFORE / str(number)).exists():
             number += 1
         target.mkdir(parents=True)
-        for name in (*_MOVED, *(path.name for path in self.folder.glob(_DAMAGED))):
+        others = [path.name for pattern in (_DAMAGED, ERROR.format(rank="*")) for path in self.folder.glob(pattern)]
+        for name in (*_MOVED, *others):
             if (self.folder / name).exists():
                 (self.folder / name).rename(target / name)
         self.news.append(f"{self.folder} starts over; its earlier files are in {target}")

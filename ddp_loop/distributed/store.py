@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_loop.distributed.failures import PeerFailed, RankReport, RankStatus, find_culprit, format_error
+from ddp_loop.distributed.failures import PeerFailed, RankReport, RankStatus, cut_text, find_culprit, format_error
 
 _FAILURE = "ddp_loop/failure"
 _ENDED = "ddp_loop/ended"
@@ -86,7 +86,7 @@ class RankStore:
 
     def set_failure(self, error: BaseException, where: RankStatus) -> None:
         """Note that this rank failed, unless another one failed before."""
-        text = "".join(traceback.format_exception(error))
+        text = cut_text("".join(traceback.format_exception(error)))
         self._set_failure(
             f"rank {self._rank} failed{where}: {format_error(error)}\n\n{text}",
             rank=self._rank,

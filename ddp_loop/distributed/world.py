@@ -18,8 +18,9 @@ from ddp_loop.distributed.backend import Work
 from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.encoding import check_plain
-from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error
+from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error, shorten
 from ddp_loop.distributed.process_group import ProcessGroups
+from ddp_loop.distributed.processes import report_to_torchrun
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.watchdog import Watchdog
 
@@ -353,7 +354,10 @@ class World:
         if error is not None and not isinstance(error, PeerFailed):
             if (note := self.remedy(error)) is not None:
                 error.add_note(note)
+            report_to_torchrun(error)
             self._store.set_failure(error, self.where)
+        elif error is not None:
+            shorten(error)
         try:
             if error is None:
                 self._run_deferred()

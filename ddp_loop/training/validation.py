@@ -19,7 +19,7 @@ from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.batch_norm import SyncChannel, batch_norm_layers
 from ddp_loop.data import Batches
 from ddp_loop.determinism import check_count
-from ddp_loop.distributed import each_module, find_modules
+from ddp_loop.distributed import each_module, find_modules, format_error
 from ddp_loop.training.nonfinite import ON_NONFINITE
 
 _OF_DATA = (TypeError, AttributeError, ValueError, LookupError)  # raised by a list of shards in place of tensors
@@ -43,7 +43,7 @@ def remedy_for(error: BaseException, *, taken_for_data: bool, all_read: bool, sk
         all_read: whether all its shards were read.
         skips: whether steps are skipped without a GradScaler.
     """
-    text = str(error)
+    text = format_error(error)
     if taken_for_data and isinstance(error, _OF_DATA) and (all_read or _OF_STEPS.search(text)):
         return _INNER_LOOP
     return _SCALER if skips and "No inf checks were recorded" in text else None
