@@ -66,7 +66,7 @@ class World:
         self._stop_here: Callable[[str], None] | None = None
         self.ended_by: BaseException | None = None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # set by a loop
-        self.remedy: Callable[[BaseException], str | None] = lambda error: None  # of an error, by a loop that was left
+        self.explain: Callable[[BaseException], None] = lambda error: None  # adds a remedy; set by a loop that was left
         # Set by loops: the class and name of buffers that differ between ranks, and modules that are not compared.
         self.own_buffers: set[tuple[type, str]] = set()
         self.uncompared: WeakSet[object] = WeakSet()
@@ -147,7 +147,6 @@ class World:
 
         Raises:
             TypeError, ValueError: a number, an array, or a tensor that is sparse or needs a gradient.
-            PeerFailed: another rank failed.
         """
         self.require_collectives_allowed()
         check_plain(tensor, "world.sum")
@@ -200,6 +199,9 @@ class World:
         """Raise on every rank if one has a problem: that rank its own exception, the others `PeerFailed`.
 
         Every rank must call this.
+
+        Args:
+            problem: of this rank; None without one.
         """
         told = self.gather(None if problem is None else (format_error(problem), self.where), "problems")
         if problem is not None:
@@ -210,7 +212,11 @@ class World:
                 raise PeerFailed(f"rank {rank} failed{where}: {text}", rank, where.stage, where.step)
 
     def require_equal(self, what: str, value: Value) -> None:
-        """Raise ValueError on every rank unless `value` is the same on all. Every rank must call this."""
+        """Raise ValueError on every rank unless `value` is the same on all. Every rank must call this.
+
+        Args:
+            what, value: the value in words, for the error, and this rank's value.
+        """
         values = self.gather(value, what)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -227,14 +233,17 @@ class World:
         """
         place = self.step, int(self.step > 0 and stage != "")
         before = self._evaluations.get(place, 0)
-        outside = (0, 0)
-        self._evaluations = {outside: self._evaluations.get(outside, 0), place: before + 1}
+        self._evaluations = {(0, 0): self._evaluations.get((0, 0), 0), place: before + 1}
         return stream_key(self.seed, EVALUATION, *place, before)
 
     # -- one rank, or one after the other ------------------------------------------------------------------
 
     def print(self, *values: object) -> None:
-        """Print on rank 0 alone, at once; an OSError, such as that of a full disk, is ignored."""
+        """Print on rank 0 alone, at once; an OSError, such as that of a full disk, is ignored.
+
+        Args:
+            values: as for Python's `print`.
+        """
         if self.rank == 0:
             with suppress(OSError):
                 print(*values, flush=True)
@@ -352,8 +361,7 @@ class World:
         if self._watchdog is not None:
             self._watchdog.leaving(failed=error is not None)
         if error is not None and not isinstance(error, PeerFailed):
-            if (note := self.remedy(error)) is not None:
-                error.add_note(note)
+            self.explain(error)
             report_to_torchrun(error)
             self._store.set_failure(error, self.where)
         elif error is not None:
@@ -369,6 +377,9 @@ class World:
         """Close everything that was opened, leave the groups, and restore the thread count.
 
         After a failure the connections are cut at once, so that no peer waits for the timeout.
+
+        Args:
+            failed: whether this rank failed.
         """
         if self._refusal is _LEFT:
             return

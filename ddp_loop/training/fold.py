@@ -53,8 +53,6 @@ _OPEN = (
     "Between a step's first shard and its fold the ranks are not at the same place. Run this collective after "
     "step.fold()."
 )
-
-
 _DONE = attrgetter("done")
 
 
@@ -123,8 +121,7 @@ class Fold:
         # Synced layers move their running statistics themselves, alike on all ranks.
         self.sync_channels = [channel for channel in find_sync_channels(modules.values()) if channel.size > 1]
         synced = {layer for layer in each_module(modules).values() if is_synced(layer)}
-        is_synced_model = bool(self.sync_channels)
-        self.gradients = Gradients(parameters, world, bucket_bytes, order, synced=is_synced_model, watch=watch)
+        self.gradients = Gradients(parameters, world, bucket_bytes, order, synced=bool(self.sync_channels), watch=watch)
         self._statistics = BatchNormStatistics(layers, own if shards > 1 else {}, others)
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
         self._buffers = Buffers(find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {}), shards)
@@ -192,7 +189,11 @@ class Fold:
     def backward(
         self, record: ShardRecord, loss: torch.Tensor, factor: Weight, *, last: bool, more: bool = False
     ) -> None:
-        """Backpropagate `factor` times a shard's loss; a factor of 0 adds exactly 0. The Args are those of `Gradients`.
+        """Backpropagate `factor` times a shard's loss; a factor of 0 adds exactly 0.
+
+        Args:
+            record, loss, factor: of the shard; shape (); its share of the mini-batch.
+            last, more: whether the rank has no further shard; whether the shard has another loss.
 
         Raises:
             RuntimeError: the gradients of an earlier shard are gone, or a second gradient came too late.
@@ -329,8 +330,7 @@ class Fold:
 
     def _pack(self, layout: PayloadLayout, flags: int, shards: int, *, fill: bool) -> torch.Tensor:
         """The rows of all shards, (S, width), in the tail of the step's sum, with this rank's rows filled in."""
-        tail = self.gradients.tail
-        tail.fill_(IDENTITY)
+        tail = self.gradients.tail.fill_(IDENTITY)
         slots = (tail[CONTROL_LENGTH + flags :] if self._word_in_tail else tail).view(shards, -1)
         if fill:
             self._slots.fill(slots, self._records, layout)
@@ -398,8 +398,7 @@ class Fold:
 
     def _check(self, loss: torch.Tensor) -> torch.Tensor | bool:
         """Whether the step is not finite and moves nothing; a tensor of shape () where only the device knows."""
-        guard = self._guard
-        if guard is None:
+        if (guard := self._guard) is None:
             return False
         if self._word_in_tail and math.isfinite(loss.item()) and (guard.is_scaled or self.gradients.are_finite()):
             return False
@@ -416,7 +415,11 @@ class Fold:
         return self.gradients.named()
 
     def gradient_norm(self, iteration: int) -> torch.Tensor | None:
-        """The norm of the whole mini-batch's gradients, shape (), without a GradScaler's factor; None if left out."""
+        """The norm of the whole mini-batch's gradients, shape (), without a GradScaler's factor; None if left out.
+
+        Args:
+            iteration: of the step.
+        """
         norm = self.gradients.norm_if_due(iteration, thinned=self._word_in_tail)
         return norm if norm is None or self._loss_scale is None else norm / self._loss_scale
 

@@ -300,7 +300,7 @@ class Loop:
         except GeneratorExit:
             if step.passes:
                 self._recorder.end_trace(iteration)
-            self.world.remedy = step.remedy(skips=self._guard.skips and not self._guard.is_scaled)
+            self.world.explain = step.explainer(skips=self._guard.skips and not self._guard.is_scaled)
             if step.leave(f"it left the loop in step {iteration}, by a break or an error that was caught"):
                 self._replicas.leave(iteration, folded=where.is_folded)
             raise
@@ -332,7 +332,11 @@ class Loop:
     # -- StepEvents: what happens around a fold ------------------------------------------------------------
 
     def before_pass(self, passes: int) -> Fold:
-        """The fold of the next pass: a new one if modules or parameters were replaced. Every rank must call this."""
+        """The fold of the next pass: a new one if modules or parameters were replaced. Every rank must call this.
+
+        Args:
+            passes: the number of folded passes of the step.
+        """
         if self._job.structure.has_changed():
             self._job.structure.make_new_equal(self.world)
             self.fold = self._make_fold(self.fold)
@@ -367,7 +371,12 @@ class Loop:
         self._ahead.append(loaded)
 
     def after_fold(self, result: StepResult, mini_batch: MiniBatch, passes: int) -> None:
-        """Record the step, and check what the fold computed. Every rank must call this."""
+        """Record the step, and check what the fold computed. Every rank must call this.
+
+        Args:
+            result, mini_batch: of the step.
+            passes: the number of its folded passes before this one.
+        """
         self._where.is_folded = True
         if passes == 0 and self._recorder.has_rows:
             self._recorder.add_row(mini_batch, result, self.fold, skips=self._guard.skips)

@@ -23,7 +23,7 @@ from ddp_loop.training.validation import (
     Weight,
     bad_loss,
     check_weight,
-    remedy_for,
+    explain,
     reserved_names,
 )
 
@@ -269,10 +269,14 @@ class Step:
         """
         return self._close()
 
-    def remedy(self, *, skips: bool) -> Callable[[BaseException], str | None]:
-        """What to change after an error by which the script leaves this step; see `remedy_for`."""
+    def explainer(self, *, skips: bool) -> Callable[[BaseException], None]:
+        """Adds the remedy to an error by which the script leaves this step; see `explain`.
+
+        Args:
+            skips: whether steps are skipped without a GradScaler.
+        """
         taken_for_data = not self._has_begun and (self._is_read or self._shards_read != 1)
-        return partial(remedy_for, taken_for_data=taken_for_data, all_read=self._is_read, skips=skips)
+        return partial(explain, taken_for_data=taken_for_data, all_read=self._is_read, skips=skips)
 
     def leave(self, why: str) -> bool:
         """Tell the peers, before this rank's next collective, that it makes no further step; returns whether it will.

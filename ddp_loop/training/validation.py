@@ -34,8 +34,8 @@ _SCALER = (
 )
 
 
-def remedy_for(error: BaseException, *, taken_for_data: bool, all_read: bool, skips: bool) -> str | None:
-    """What to change after an error by which a script left a step, if that is known.
+def explain(error: BaseException, *, taken_for_data: bool, all_read: bool, skips: bool) -> None:
+    """Add a note with the remedy to an error by which a script left a step, if it is known.
 
     Args:
         error: of the script.
@@ -45,8 +45,9 @@ def remedy_for(error: BaseException, *, taken_for_data: bool, all_read: bool, sk
     """
     text = format_error(error)
     if taken_for_data and isinstance(error, _OF_DATA) and (all_read or _OF_STEPS.search(text)):
-        return _INNER_LOOP
-    return _SCALER if skips and "No inf checks were recorded" in text else None
+        error.add_note(_INNER_LOOP)
+    elif skips and "No inf checks were recorded" in text:
+        error.add_note(_SCALER)
 
 
 def check_batches(batches: object) -> None:
