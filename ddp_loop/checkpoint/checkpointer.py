@@ -340,8 +340,8 @@ class Checkpointer:
         if facts.get("ranks") not in (None, self._world.size) and not self._has_fixed_shards:
             self.say(
                 f"{self.folder} ran on {facts['ranks']} ranks and resumes on {self._world.size}. Without shards= each "
-                "rank computes one shard, so the numbers are equal but for rounding, and the bits differ. Pass Batches "
-                f"shards={facts['ranks']} to keep them."
+                "rank computes one shard, so the numbers are equal but for rounding, and the bits differ. Begin runs "
+                f"with Batches(shards={facts['ranks']}) for the same bits on any number of ranks."
             )
         if self._found is not None:
             tensors = self._found.packed.tensors

@@ -325,7 +325,8 @@ def _run(task: Task, threads: int) -> Answer:
         _leave_group(failed=False)
     except BaseException as error:
         # SystemExit and KeyboardInterrupt too: no task may end a worker of the pool.
-        leave_open_worlds(error)
+        with suppress(Exception):  # what ended the task counts
+            leave_open_worlds(error)
         _leave_group(failed=True)
         answer = _raised(error)
         end_daemons(children_except(children))

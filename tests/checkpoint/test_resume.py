@@ -97,7 +97,7 @@ def test_a_run_that_resumes_on_other_ranks_with_their_own_shards_says_that_the_b
     assert "resumes on" not in on_ranks(2, said_on_rank_0, str(tmp_path), shards, 5)[0]
     said = on_ranks(1, said_on_rank_0, str(tmp_path), shards)[0]
     assert said.count("ran on 2 ranks and resumes on 1. Without shards= each rank computes one shard") == told
-    assert said.count("and the bits differ. Pass Batches shards=2 to keep them.") == told
+    assert said.count("and the bits differ. Begin runs with Batches(shards=2) for the same bits") == told
 
 
 # -- which one is gone on from ---------------------------------------------------------------------------------
