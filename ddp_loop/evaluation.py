@@ -81,7 +81,7 @@ def _shards(batches: Batches, key: int) -> Generator[tuple[MiniBatch, Shard, Any
     world = batches.world
     if not batches.ends:
         raise ValueError("Evaluation passes over the data once. These data never end. Give Batches a length.")
-    for loaded in batches.epoch(0):
+    for loaded in batches.epoch(1):
         for number, shard in enumerate(loaded.mini_batch.shards):
             data = loaded.data(number)
             seed_evaluated(key, loaded.mini_batch.position, shard.number, world.device)
@@ -224,7 +224,7 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
             if whole is None:
                 whole = _zeros(batches, form)
             if form == forms[0]:  # copied at once: a model may use one buffer for all its outputs
-                at = batches.indices(0, mini_batch.start + shard.start, shard.samples)
+                at = batches.indices(1, mini_batch.start + shard.start, shard.samples)
                 whole[at.to(world.device)] = output.to(world.device)
             if world.stop_asked is not None:
                 break

@@ -65,7 +65,7 @@ def _recompute(
     others = Buffers(find_buffers({"model": model}, {*layers.values(), *_norms(model)}, {}))
     statistics = BatchNormStatistics(layers)
     try:
-        with _anew(model), preserved_streams(world.device), torch.no_grad(), closing(batches.epoch(0)) as stream:
+        with _anew(model), preserved_streams(world.device), torch.no_grad(), closing(batches.epoch(1)) as stream:
             for loaded in stream:
                 captures = _forward_shards(model, loaded, statistics, others, forward, sync_channels, world)
                 if not _move(statistics, captures, loaded.mini_batch, world):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,11 +21,12 @@ from typing import Any, Literal
 import torch
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files, write_atomic
-from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, STATUS, RunFolder, read_json
+from ddp_loop.checkpoint.run_folder import ERROR, EVALUATIONS, RANKS, ROWS, STATUS, RunFolder, read_json
 from ddp_loop.checkpoint.serialization import SerializedState, StagingBuffers
 from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, settings_of
 from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
-from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error
+from ddp_loop.determinism import check_count
+from ddp_loop.distributed import MOST_LETTERS, PeerFailed, ReplicaMismatch, World, describe_difference, format_error
 
 OnSaveError = Literal["raise", "warn"]
 _ON_SAVE_ERROR = ("raise", "warn")
@@ -53,8 +55,8 @@ class CheckpointPolicy:
     def check(self) -> None:
         """Raise ValueError if a value is out of range."""
         for name, value in (("save_every", self.every), ("keep_last", self.keep_last)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1. Got {value!r}.")
+            if value is not None:
+                check_count(name, value)
         if not self.every_s > 0:
             raise ValueError(f"save_every_s must be a positive number of seconds. Got {self.every_s!r}.")
         if self.on_error not in _ON_SAVE_ERROR:
@@ -140,7 +142,7 @@ class Checkpointer:
             ReplicaMismatch: restored values differ from those saved.
             PeerFailed: another rank raised one of these.
         """
-        self._extent = extent
+        self._extent, self._has_fixed_shards = extent, facts.get("shards") is not None
         of_state = settings_of(self._state)
         settings = {name: one for name, one in extent.items() if name != "steps_per_epoch"} | of_state
 
@@ -365,6 +367,12 @@ class Checkpointer:
         if found is None:
             return None
         name, structure, facts, forms = found
+        if facts.get("ranks") not in (None, self._world.size) and not self._has_fixed_shards:
+            self.say(
+                f"{self.folder} ran on {facts['ranks']} ranks and resumes on {self._world.size}. Without shards= each "
+                "rank computes one shard, so the numbers are equal but for rounding, and the bits differ. Begin runs "
+                f"with Batches(shards={facts['ranks']}) for the same bits on any number of ranks."
+            )
         if self._found is not None:
             tensors = self._found.packed.tensors
         else:
@@ -421,6 +429,9 @@ class Checkpointer:
             rank, stage, step = self._world.rank, where.stage, where.step
             if isinstance(error, PeerFailed):
                 rank, stage, step = (-1 if error.rank is None else error.rank), error.stage, error.step
+            elif len(text := "".join(traceback.format_exception(error))) > MOST_LETTERS and self.has_folder:
+                with suppress(OSError):
+                    (self.folder / ERROR.format(rank=rank)).write_text(text, encoding="utf-8", errors="replace")
             status = "failed"
             facts |= {"rank": rank, "stage": stage, "step": step, "why": format_error(error)[:_WHY_LETTERS]}
             if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed

@@ -34,6 +34,7 @@ EVALUATIONS, RANKS, PICTURES, TABLE = "evaluations.jsonl", "ranks.jsonl", "pictu
 STARTS = "starts.jsonl"
 _MOVED = ("checkpoints", "trace", ROWS, EVALUATIONS, RANKS, STARTS, PICTURES, TABLE, STATUS, RUN)
 _DAMAGED = "*.damaged*.jsonl"  # their damaged lines
+ERROR = "error.rank-{rank}.txt"  # the whole of an error's text that was too long for the ranks' messages
 _OF_POSITIONS = ("samples", "batch_size", "drop_last")  # no run goes on when these change
 _SHOWN = 6  # changes in a notice
 _LOOK_S = 0.2
@@ -235,7 +236,8 @@ class RunFolder:
         while (target := self.folder / BEFORE / str(number)).exists():
             number += 1
         target.mkdir(parents=True)
-        for name in (*_MOVED, *(path.name for path in self.folder.glob(_DAMAGED))):
+        others = [path.name for pattern in (_DAMAGED, ERROR.format(rank="*")) for path in self.folder.glob(pattern)]
+        for name in (*_MOVED, *others):
             if (self.folder / name).exists():
                 (self.folder / name).rename(target / name)
         self.news.append(f"{self.folder} starts over; its earlier files are in {target}")

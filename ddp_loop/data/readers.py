@@ -68,11 +68,11 @@ class SeededDataset:
                 samples.append(read(index))
         except StopIteration as error:  # it would end the epoch without an error
             raise RuntimeError(
-                f"A source must return every sample. Sample {index} of epoch {epoch} raised StopIteration. Raise "
+                f"A source must return every sample. Sample {index} of epoch {epoch + 1} raised StopIteration. Raise "
                 "another error, or return the sample."
             ) from error
         except Exception as error:
-            error.add_note(f"while sample {index} of epoch {epoch} was read")
+            error.add_note(f"while sample {index} of epoch {epoch + 1} was read")
             raise
         return samples
 
@@ -148,6 +148,12 @@ def as_parts(data: Any) -> Any | None:
     if getattr(type(data), "__getitem__", None) in (None, TensorDataset.__getitem__):
         data = getattr(data, "tensors", data)
     if isinstance(data, torch.Tensor):
+        if data.layout is not torch.strided or data.is_nested:
+            form = "a nested tensor" if data.is_nested else data.layout
+            raise TypeError(
+                f"Tensors of data must be dense. Got {form}. Convert it by to_dense() or to_padded_tensor(), or pass a "
+                "data set whose collate_fn makes such a tensor."
+            )
         return data.detach()  # data are not parameters; a step's graph ends here
     if isinstance(data, np.ndarray):
         return _as_tensor(data)
@@ -165,6 +171,11 @@ def as_parts(data: Any) -> Any | None:
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """The array as a tensor in the same memory, which may be a file mapped for reading only."""
+    if array.dtype.kind not in "biufc":
+        raise TypeError(
+            f"Arrays of data must hold numbers. Got {array.dtype}. Turn text and objects into numbers first, such as "
+            "token ids, or pass a data set that returns them for collate_fn to convert."
+        )
     if min(array.strides, default=0) < 0:
         array = array.copy()  # array[::-1]; torch has no negative strides
     with warnings.catch_warnings():
@@ -394,6 +405,10 @@ def make_reader(data: Any, seed: int, places: Places, options: Mapping[str, Any]
         raise TypeError(
             f"Batches takes these arguments of DataLoader: {sorted(LOADER_OPTIONS)}. Got {unknown}. Batches itself "
             "makes the order, the mini-batches and the shards."
+        )
+    if isinstance(data, str | bytes):
+        raise TypeError(
+            f"data must be samples, not text. Got {data[:40]!r}. Read the file first, or pass a data set of its lines."
         )
     parts = as_parts(data)
     if parts is not None:

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+MOST_LETTERS = 100_000  # of an error's text; JSON writes up to 12 bytes for one
+
 
 class PeerFailed(RuntimeError):
     """Another rank failed, so this one cannot continue.
@@ -36,6 +38,16 @@ class PeerGone(RuntimeError):
     def __init__(self, rank: int, where: RankStatus) -> None:
         super().__init__(f"rank {rank} has closed its connection")
         self.rank, self.where = rank, where
+
+
+def shorten(error: PeerFailed) -> None:
+    """Leave the script's own lines in the traceback of a rank whose peer failed, and nothing that gloo raised."""
+    error.__cause__, error.__suppress_context__ = None, True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        if trace.tb_next.tb_frame.f_globals.get("__name__", "").startswith("ddp_loop."):
+            trace.tb_next = None
+        trace = trace.tb_next
 
 
 class Stopped(SystemExit):
@@ -90,8 +102,17 @@ class RankReport:
 
 
 def format_error(error: BaseException) -> str:
-    """The last line of an exception's traceback, even if its `__str__` raises."""
-    return "".join(traceback.format_exception_only(error)).strip()
+    """The last line of an exception's traceback, even if its `__str__` raises; shortened as `cut_text` does."""
+    return cut_text("".join(traceback.format_exception_only(error)).strip())
+
+
+def cut_text(text: str) -> str:
+    """The text without its middle if it is too long for the store, which refuses values above 8 MiB."""
+    if len(text) <= MOST_LETTERS:
+        return text
+    half = MOST_LETTERS // 2
+    left_out = f"[{len(text) - MOST_LETTERS} characters are left out. The run folder, if there is one, has the whole.]"
+    return f"{text[:half]}\n{left_out}\n{text[-half:]}"
 
 
 def describe_gone(rank: int, where: RankStatus) -> str:

@@ -182,9 +182,7 @@ class Meetings:
         key = work.header.sequence, work.stage
         self._drain(self.others)
         looked = time.monotonic()
-        while SPIN and len(self._inbox.get(key, {})) < len(self.others) and time.monotonic() < looked + SPIN:
-            os.sched_yield()
-            self._drain(self.others)
+        self._spin(key, looked + SPIN)
         while len(headers := self._inbox.get(key, {})) < len(self.others):
             if work.is_over:  # another rank asked for it
                 return
@@ -201,6 +199,12 @@ class Meetings:
             self._complete(work, headers, in_vain)
         if self._asked:
             self._answer()
+
+    def _spin(self, key: tuple[int, int], until: float) -> None:
+        """Look for the headers of all ranks without sleeping, until a time on the monotonic clock."""
+        while SPIN and len(self._inbox.get(key, {})) < len(self.others) and time.monotonic() < until:
+            os.sched_yield()
+            self._drain(self.others)
 
     def _complete(self, work: Meeting, headers: dict[int, Header], in_vain: Callable[[], bool]) -> None:
         self._check(work, headers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,8 +17,10 @@ from ddp_loop.determinism import EVALUATION, require_pinned, seed_everything, st
 from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
 from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
-from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error
+from ddp_loop.distributed.encoding import check_plain
+from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error, shorten
 from ddp_loop.distributed.process_group import ProcessGroups
+from ddp_loop.distributed.processes import report_to_torchrun
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.watchdog import Watchdog
 
@@ -70,6 +71,7 @@ class World:
         self._stop_here: Callable[[str], None] | None = None
         self.ended_by: BaseException | None = None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # set by a loop
+        self.explain: Callable[[BaseException], None] = lambda error: None  # adds a remedy; set by a loop that was left
         # Set by loops: the class and name of buffers that differ between ranks, and modules that are not compared.
         self.own_buffers: set[tuple[type, str]] = set()
         self.uncompared: WeakSet[object] = WeakSet()
@@ -156,8 +158,21 @@ class World:
             self._collectives.finish(work)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add `tensor` up over all ranks, in place, and return it. Every rank must call this."""
+        """Add `tensor` up over all ranks, in place, and return it. Every rank must call this.
+
+        Args:
+            tensor: dense, of one shape and dtype on all ranks, outside of any graph.
+
+        Raises:
+            TypeError, ValueError: a number, an array, or a tensor that is sparse or needs a gradient.
+        """
         self.require_collectives_allowed()
+        check_plain(tensor, "world.sum")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "world.sum has no gradient: it would lack the other ranks' parts. Got a tensor that needs one. Pass "
+                "tensor.detach(), or use step.hold and step.gather for a loss of the whole mini-batch."
+            )
         self._collectives.sum(tensor, self.where)
         return tensor
 
@@ -184,7 +199,12 @@ class World:
         return self._collectives.numbers(number, what, self.where)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make `tensor` on every rank what it is on rank 0, in place. Every rank must call this."""
+        """Make `tensor` on every rank what it is on rank 0, in place, and return it. Every rank must call this.
+
+        Args:
+            tensor: dense, of one shape and dtype on all ranks.
+        """
+        check_plain(tensor, "world.broadcast")
         self.broadcast_all([tensor])
         return tensor
 
@@ -197,6 +217,9 @@ class World:
         """Raise on every rank if one has a problem: that rank its own exception, the others `PeerFailed`.
 
         Every rank must call this.
+
+        Args:
+            problem: of this rank; None without one.
         """
         told = self.gather(None if problem is None else (format_error(problem), self.where), "problems")
         if problem is not None:
@@ -207,12 +230,17 @@ class World:
                 raise PeerFailed(f"rank {rank} failed{where}: {text}", rank, where.stage, where.step)
 
     def require_equal(self, what: str, value: Value) -> None:
-        """Raise ValueError on every rank unless `value` is the same on all. Every rank must call this."""
+        """Raise ValueError on every rank unless `value` is the same on all. Every rank must call this.
+
+        Args:
+            what, value: the value in words, for the error, and this rank's value.
+        """
         values = self.gather(value, what)
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
-                    f"{what} must be the same on every rank. Rank 0 has {values[0]}, rank {rank} has {other}."
+                    f"{what} must be the same on every rank. Rank 0 has {values[0]}, rank {rank} has {other}. Pass "
+                    "the same, in the same order, on all ranks."
                 )
 
     def begin_evaluation(self, stage: str) -> int:
@@ -223,14 +251,17 @@ class World:
         """
         place = self.step, int(self.step > 0 and stage != "")
         before = self._evaluations.get(place, 0)
-        outside = (0, 0)
-        self._evaluations = {outside: self._evaluations.get(outside, 0), place: before + 1}
+        self._evaluations = {(0, 0): self._evaluations.get((0, 0), 0), place: before + 1}
         return stream_key(self.seed, EVALUATION, *place, before)
 
     # -- one rank, or one after the other ------------------------------------------------------------------
 
     def print(self, *values: object) -> None:
-        """Print on rank 0 alone, at once; an OSError, such as that of a full disk, is ignored."""
+        """Print on rank 0 alone, at once; an OSError, such as that of a full disk, is ignored.
+
+        Args:
+            values: as for Python's `print`.
+        """
         if self.rank == 0:
             with suppress(OSError):
                 print(*values, flush=True)
@@ -357,7 +388,11 @@ class World:
         if self._watchdog is not None:
             self._watchdog.leaving(failed=error is not None)
         if error is not None and not isinstance(error, PeerFailed):
+            self.explain(error)
+            report_to_torchrun(error)
             self._store.set_failure(error, self.where)
+        elif error is not None:
+            shorten(error)
         try:
             if error is None:
                 self._run_deferred()
@@ -365,32 +400,13 @@ class World:
             self.leave(failed=error is not None)
             self.ended_by = None  # its traceback keeps all local variables alive
 
-    def leave_at_exit(self) -> None:
-        """Leave when the interpreter ends, unless it was left before; an uncaught exception ends all ranks."""
-        usual = sys.excepthook
-
-        def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if not self.is_left:
-                self.__exit__(kind, error, trace)
-            usual(kind, error, trace)
-
-        def end() -> None:
-            if not self.is_left:
-                self.__exit__(None, None, None)
-
-        def forget() -> None:
-            atexit.unregister(end)
-            if sys.excepthook is tell:
-                sys.excepthook = usual
-
-        sys.excepthook = tell
-        atexit.register(end)
-        self.on_leaving(forget)
-
     def leave(self, *, failed: bool = False) -> None:
         """Close everything that was opened, leave the groups, and restore the thread count.
 
         After a failure the connections are cut at once, so that no peer waits for the timeout.
+
+        Args:
+            failed: whether this rank failed.
         """
         if self._refusal is _LEFT:
             return

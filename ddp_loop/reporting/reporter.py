@@ -202,7 +202,7 @@ class Reporter:
             return
         where = self._where
         ends = where.is_last_of_epoch(mini_batch) or where.has_made_all
-        self.rows.add(mini_batch.epoch + 1, where.iteration, mini_batch.samples, ends, names, values, known)
+        self.rows.add(mini_batch.epoch, where.iteration, mini_batch.samples, ends, names, values, known)
         if self._must_gather:
             self._must_gather = False
             self._gather()

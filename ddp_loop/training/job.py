@@ -46,6 +46,12 @@ ACCUMULATION_LEFT = (
     "accumulate, give Batches a larger mini-batch and more shards: Batches(data, 4 * n, world, shards=4 * world.size)."
 )
 
+WEIGHTLESS = (
+    "All weights of a mini-batch are 0 (first in step {step}), so nothing in it counts: its loss is reported as 0, and "
+    "its gradients are 0 or None. Pass step.backward a weight above 0 for shards that count, or leave such samples out "
+    "of the data."
+)
+
 
 class ModuleStructure:
     """Notices, by identity, that a script replaced, added or removed modules or parameters.
@@ -170,6 +176,19 @@ def _averaged(state: Mapping[str, object], optimizers: Sequence[Optimizer]) -> l
     trained = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     models = [one for one in each_module(find_modules(state)).values() if isinstance(one, AveragedModel)]
     return [one for model in models for one in model.parameters() if one not in trained]
+
+
+class WeightlessStepCheck:
+    """Warns once of a mini-batch whose weights are all 0, on the host, where reading their sum costs nothing."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def check(self, step: int, total: torch.Tensor, loss: torch.Tensor) -> None:
+        """Look at a step's sum of weights and its loss, shape () each; a sum of losses need not be 0 with them."""
+        if not self._is_over and total.item() == 0 and loss.item() == 0:
+            self._is_over = True
+            warnings.warn(WEIGHTLESS.format(step=step), stacklevel=2)
 
 
 @dataclass(frozen=True, slots=True)

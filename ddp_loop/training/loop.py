@@ -8,20 +8,20 @@ from pathlib import Path
 
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
-from ddp_loop.determinism import seed_step
+from ddp_loop.determinism import as_int, seed_step
 from ddp_loop.distributed import FrozenParameters, ReplicaCheck
 from ddp_loop.reporting import Receivers
 from ddp_loop.tracing import current_trace_request
 from ddp_loop.training.buffers import BufferReduction
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.gather import BatchGather
-from ddp_loop.training.job import Job, ReductionSettings
+from ddp_loop.training.job import Job, ReductionSettings, WeightlessStepCheck
 from ddp_loop.training.nonfinite import NonFiniteGuard, OnNonFinite
 from ddp_loop.training.payload import NO_REQUEST, ControlRequest, StepResult
 from ddp_loop.training.recorder import Reporting, RunRecorder, open_trace
 from ddp_loop.training.state_check import NonFiniteStateCheck
 from ddp_loop.training.step import Step
-from ddp_loop.training.validation import check_extent, check_rows, check_rules
+from ddp_loop.training.validation import check_batches, check_extent, check_rows, check_rules
 
 _SAME = "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every, trace"
 
@@ -71,7 +71,8 @@ class Loop:
             settings, by checksums; also after steps 1 and 10 and at the end. 0 for none, nor before an evaluation.
 
     Attributes:
-        batches, world, epochs: as given; the world is that of the batches.
+        batches, world, epochs: as given; the world is that of the batches. `len(loop)` is the number of steps of the
+            whole run, as a schedule needs it; `len(loop.batches)` that of an epoch.
         fold: reduces this loop's steps over the ranks; a new one after parameters are replaced.
 
     Raises:
@@ -80,6 +81,10 @@ class Loop:
         PeerFailed: another rank has such a problem.
         ReplicaMismatch: during the loop: parameters, buffers or optimizers differ between ranks.
     """
+
+    _begun: str | None  # the epoch under way, or the one that was left
+    _stream: Iterator[LoadedBatch]
+    _ahead: list[LoadedBatch | Exception | None]  # the next mini-batch, once it was read ahead
 
     def __init__(
         self,
@@ -105,17 +110,17 @@ class Loop:
         ordered: bool | None = None,
         trace: bool = False,
     ) -> None:
+        check_batches(batches)
+        epochs, steps = as_int(epochs), as_int(steps)
         self.batches, self.world, self.epochs = batches, batches.world, epochs
         self._where, self._cut_short = LoopPosition(batches, epochs, steps), False
-        self._begun: str | None = None  # the epoch under way, or the one that was left
+        self._begun, self._stream, self._ahead = None, iter(()), []
         watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir).absolute()
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         is_ordered = batches.fixed_shards if ordered is None else ordered
         self._job = Job(state, batches, ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}))
         self._recorder = self._make_recorder(folder if watched is None else None, policy, on_nonfinite)
-        self._gathering = BatchGather(self.world)
-        self._stream: Iterator[LoadedBatch] = iter(())
-        self._ahead: list[LoadedBatch | Exception | None] = []  # the next mini-batch, once it was read ahead
+        self._gathering, self._weightless = BatchGather(self.world), WeightlessStepCheck()
         self._asks_stop, self._compares = False, self.world.size > 1  # whether the script does, and ranks compare state
         self.world.on_leaving(self._leave)
         with self.world.in_stage("start"):
@@ -125,8 +130,8 @@ class Loop:
                 check_rules(on_nonfinite, check_replicas_every)
                 if not allow_single_sample_shards:
                     check_rows(batches, self._job.state)
-                tracer = open_trace(folder, batches, self._job.state, watched, trace=trace, ordered=is_ordered)
-                self._recorder.tracer = tracer
+                traced = folder, batches, self._job.state, watched
+                self._recorder.tracer = open_trace(*traced, trace=trace, ordered=is_ordered)
                 self.fold = self._make_fold()
                 self._replicas = ReplicaCheck(self._job.state, self.world, check_replicas_every, self._job.rules)
                 if watched is not None:
@@ -199,6 +204,18 @@ class Loop:
         """
         self._recorder.save(None if score is None else float(score))
 
+    def __len__(self) -> int:
+        """The number of steps of the whole run, those before a resume too: the last step's `iteration`.
+
+        Raises:
+            TypeError: it is unknown, as for a stream without `steps`.
+        """
+        if (number := self._where.length) is None:
+            raise TypeError(
+                "len() is not defined for a Loop over a stream: the length of its epochs is unknown. Pass Loop steps=."
+            )
+        return number
+
     def __iter__(self) -> Iterator[Step]:
         """The remaining steps of all epochs. Every rank must call this."""
         self._recorder.holds = False
@@ -223,7 +240,7 @@ class Loop:
         if not self._begin_epoch():
             return
         try:
-            with closing(self.batches.epoch(where.epochs, where.at, held=False)) as self._stream:
+            with closing(self.batches.epoch(where.epochs + 1, where.at, held=False)) as self._stream:
                 while (loaded := self._take_next()) is not None:
                     yield from self._one_step(loaded)
                     if self.stopped is not None or where.iteration == where.most_steps:
@@ -285,6 +302,7 @@ class Loop:
         except GeneratorExit:
             if step.passes:
                 self._recorder.end_trace(iteration)
+            self.world.explain = step.explainer(skips=self._guard.skips and not self._guard.is_scaled)
             if step.leave(f"it left the loop in step {iteration}, by a break or an error that was caught"):
                 self._replicas.leave(iteration, folded=where.is_folded)
             raise
@@ -316,7 +334,11 @@ class Loop:
     # -- StepEvents: what happens around a fold ------------------------------------------------------------
 
     def before_pass(self, passes: int) -> Fold:
-        """The fold of the next pass: a new one if modules or parameters were replaced. Every rank must call this."""
+        """The fold of the next pass: a new one if modules or parameters were replaced. Every rank must call this.
+
+        Args:
+            passes: the number of folded passes of the step.
+        """
         if self._job.structure.has_changed():
             self._job.structure.make_new_equal(self.world)
             self.fold = self._make_fold(self.fold)
@@ -351,13 +373,20 @@ class Loop:
         self._ahead.append(loaded)
 
     def after_fold(self, result: StepResult, mini_batch: MiniBatch, passes: int) -> None:
-        """Record the step, and check what the fold computed. Every rank must call this."""
+        """Record the step, and check what the fold computed. Every rank must call this.
+
+        Args:
+            result, mini_batch: of the step.
+            passes: the number of its folded passes before this one.
+        """
         self._where.is_folded = True
         if passes == 0 and self._recorder.has_rows:
             self._recorder.add_row(mini_batch, result, self.fold, skips=self._guard.skips)
         if self._guard.pending is not None or self._guard.bad is not False:
             self._guard.raise_or_count(result.iteration, mini_batch, result.values[0], result.losses, result.shares)
         if passes == 0:
+            if result.total is not None and self.world.rank == 0 and not self.world.accelerator.is_asynchronous:
+                self._weightless.check(result.iteration, result.total, result.loss)
             if result.iteration >= self._state_check.due:
                 self._state_check.look(result.iteration)
             if self._compares:

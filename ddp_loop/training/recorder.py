@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.checkpoint import Checkpointer
@@ -47,6 +49,11 @@ def open_trace(
     return Tracer(folder, batches, state, ordered=ordered, values=watch is not None)
 
 
+def _is_optimizer(value: object) -> bool:
+    """Whether a part of the state may be an optimizer, torch's or another one."""
+    return isinstance(value, Optimizer) or (hasattr(value, "step") and not isinstance(value, nn.Module | LRScheduler))
+
+
 @dataclass(frozen=True, slots=True)
 class Reporting:
     """Where rows go: receivers, the terminal, the page."""
@@ -79,6 +86,7 @@ class RunRecorder:
         self._world, self._where, self.checkpointer = world, where, checkpointer
         self._report = Reporter(world, where, checkpointer)
         self._optimizer = next((one for one in state.values() if isinstance(one, Optimizer)), None)
+        self._has_optimizer = any(map(_is_optimizer, state.values()))
         self.tracer: Tracer | None = None
         self.stopped: str | None = None
         self.holds, self.keeps, self.has_rows = True, checkpointer is not None, False
@@ -91,6 +99,11 @@ class RunRecorder:
             The position to resume from; None for a new run.
         """
         there = None if self.checkpointer is None else self.checkpointer.open(facts, resume, self._where.extent)
+        if self.checkpointer is not None and not self._has_optimizer:
+            self.checkpointer.say(
+                "state has no optimizer, so checkpoints keep none and a resumed run begins with a new one. Pass "
+                "state=dict(model=model, optimizer=optimizer)."
+            )
         if there is not None:
             self._saved = there["iteration"]
         return there

@@ -157,7 +157,7 @@ def test_the_process_s_own_streams_stay_where_they_are_while_shards_are_read(gen
         for draw in GENERATORS.values():
             draw()  # of the two normal numbers that Python and NumPy draw at once, one is kept
         before = where_the_streams_are()
-        for loaded in batches.epoch(0):
+        for loaded in batches.epoch(1):
             loaded.finish_reading()
         assert where_the_streams_are() == before
 
@@ -166,7 +166,7 @@ def drawn_by_shards(place: str, generator: str) -> list[float]:
     with dl.join_world(seed=3) as world:
         batches = batches_that_draw(world, place, GENERATORS[generator], 0)
         shards = [
-            loaded.data(number) for epoch in (0, 1) for loaded in batches.epoch(epoch) for number in range(SHARDS)
+            loaded.data(number) for epoch in (0, 1) for loaded in batches.epoch(epoch + 1) for number in range(SHARDS)
         ]
         return [float(draws[0]) for _, draws in shards]
 
