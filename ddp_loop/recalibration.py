@@ -34,10 +34,11 @@ def update_bn(model: nn.Module, batches: Batches, *, forward: Forward | None = N
     Raises:
         ValueError: data that never end, a model wrapped by torch for several ranks, several shards per rank with
             synced batch norm, or a stream that differs between ranks.
-        Stopped: a stop of all ranks was requested in the middle of a loop.
+        Stopped: as in `evaluate`.
         PeerFailed: another rank failed.
     """
     world = batches.world
+    world.raise_if_stopped()
     layers = batch_norm_layers({"model": model})
     sync_channels = [channel for channel in find_sync_channels([model]) if channel.size > 1]
     problem: ValueError | None = None

@@ -3,7 +3,7 @@
 from ddp_loop.distributed.backend import Work
 from ddp_loop.distributed.devices import describe_devices, scale_batch_size
 from ddp_loop.distributed.encoding import as_real, assemble, columns, decode, encode
-from ddp_loop.distributed.failures import PeerFailed, format_error
+from ddp_loop.distributed.failures import PeerFailed, Stopped, format_error
 from ddp_loop.distributed.join import join_world
 from ddp_loop.distributed.launcher import Pool, RankFailed, launch
 from ddp_loop.distributed.processes import children_except, end_daemons
@@ -39,6 +39,7 @@ __all__ = [
     "RankStore",
     "ReplicaCheck",
     "ReplicaMismatch",
+    "Stopped",
     "Work",
     "World",
     "as_real",

@@ -26,7 +26,12 @@ class PeerFailed(RuntimeError):
 
 
 class Stopped(SystemExit):
-    """All ranks were asked to stop outside of a step, and the work so far is saved; ends the script with code 0."""
+    """The ranks have stopped on request, with a checkpoint; raised on all of them, it ends the script with code 0.
+
+    A loop raises it after its last step, and `evaluate`, `predict` and `update_bn` wherever they are. So nothing is
+    evaluated, saved or scheduled after a stop. It is a `SystemExit`, which `except Exception` does not catch. A script
+    that must do something before its end catches it and raises it again.
+    """
 
     def __init__(self) -> None:
         super().__init__(0)

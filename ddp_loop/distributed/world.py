@@ -296,6 +296,11 @@ class World:
         """Note that all ranks stopped at the same step; returns the reason of the request, if it had one."""
         return None if self._watchdog is None else self._watchdog.stop_followed()
 
+    def raise_if_stopped(self) -> None:
+        """Raise Stopped if the ranks have stopped, and no loop began since; no collective, the same on every rank."""
+        if self._watchdog is not None and self._watchdog.requests.has_followed:
+            raise Stopped
+
     def agree_to_stop(self) -> None:
         """Leave on every rank if one was asked to stop, outside of a step. Every rank must call this.
 

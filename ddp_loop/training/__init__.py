@@ -14,12 +14,13 @@ from ddp_loop.training.fold import Fold
 from ddp_loop.training.loop import Loop
 from ddp_loop.training.ordered_sum import IDENTITY
 from ddp_loop.training.payload import StepResult
-from ddp_loop.training.step import Step
+from ddp_loop.training.step import Epoch, Step
 from ddp_loop.training.validation import Sum, check_synced, refuse_wrapped
 
 __all__ = [
     "IDENTITY",
     "Buffers",
+    "Epoch",
     "Fold",
     "Loop",
     "Step",

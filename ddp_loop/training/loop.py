@@ -9,7 +9,7 @@ from pathlib import Path
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
 from ddp_loop.determinism import seed_step
-from ddp_loop.distributed import FrozenParameters, ReplicaCheck
+from ddp_loop.distributed import FrozenParameters, ReplicaCheck, Stopped
 from ddp_loop.reporting import Receivers
 from ddp_loop.tracing import current_trace_request
 from ddp_loop.training.buffers import BufferReduction
@@ -20,7 +20,7 @@ from ddp_loop.training.nonfinite import NonFiniteGuard, OnNonFinite
 from ddp_loop.training.payload import NO_REQUEST, ControlRequest, StepResult
 from ddp_loop.training.recorder import Reporting, RunRecorder, open_trace
 from ddp_loop.training.state_check import NonFiniteStateCheck
-from ddp_loop.training.step import Step
+from ddp_loop.training.step import Epoch, Step
 from ddp_loop.training.validation import check_extent, check_rows, check_rules
 
 _SAME = "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every"
@@ -35,8 +35,9 @@ class Loop:
             result = step.fold()
             optimizer.step()
 
-    A script with epochs of its own writes `for step in loop.epoch():` in each. The model stays the user's own and is
-    not wrapped. All ranks start with rank 0's parameters and buffers.
+    A script that does something after each epoch iterates over `epochs`. The model stays the user's own and is not
+    wrapped. All ranks start with rank 0's parameters and buffers. After a stop (Ctrl-C, SIGTERM, the page, `stop`) the
+    loop raises `Stopped`, which ends the script.
 
     Args:
         batches: the mini-batches.
@@ -70,7 +71,7 @@ class Loop:
             settings, by checksums; also after steps 1 and 10 and at the end. 0 for none, nor before an evaluation.
 
     Attributes:
-        batches, world, epochs: as given; the world is that of the batches.
+        batches, world: as given; the world is that of the batches.
         fold: reduces this loop's steps over the ranks; a new one after parameters are replaced.
 
     Raises:
@@ -104,8 +105,8 @@ class Loop:
         ordered: bool | None = None,
         trace: bool = False,
     ) -> None:
-        self.batches, self.world, self.epochs = batches, batches.world, epochs
-        self._where, self._cut_short = LoopPosition(batches, epochs, steps), False
+        self.batches, self.world = batches, batches.world
+        self._where = LoopPosition(batches, epochs, steps)
         self._begun: str | None = None  # the epoch under way, or the one that was left
         watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir)
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
@@ -129,7 +130,7 @@ class Loop:
                 self.fold = self._make_fold()
                 self._replicas = ReplicaCheck(self._job.state, self.world, check_replicas_every, self._job.rules)
                 if watched is not None:
-                    self._where.most_steps, self._cut_short = min(watched.steps, steps or watched.steps), True
+                    self._where.most_steps = min(watched.steps, steps or watched.steps)
             except (ValueError, OSError) as error:
                 problem = error
             try:
@@ -172,7 +173,7 @@ class Loop:
 
     @property
     def epochs_completed(self) -> int:
-        """The number of completed epochs, those before a resume too; left are `range(epochs_completed, epochs)`."""
+        """The number of completed epochs, those before a resume too."""
         return self._where.epochs
 
     @property
@@ -181,9 +182,9 @@ class Loop:
         return self._recorder.stopped
 
     def stop(self) -> None:
-        """Ask all ranks to end the loop, with a checkpoint, after the current step. One rank may call this.
+        """Ask all ranks to end the script, with a checkpoint, after the current step. One rank may call this.
 
-        A call after `fold` takes effect at the next fold.
+        A call after `fold` takes effect at the next fold. To end the loop and go on with the script, use `break`.
         """
         self._asks_stop = True
 
@@ -198,28 +199,56 @@ class Loop:
         self._recorder.save(None if score is None else float(score))
 
     def __iter__(self) -> Iterator[Step]:
-        """The remaining steps of all epochs. Every rank must call this."""
-        self._recorder.holds = False
-        yield from self.epoch()
-        while not self._is_over:
-            yield from self.epoch()
-
-    def epoch(self) -> Iterator[Step]:
-        """The steps of the next epoch. Every rank must call this.
-
-            for epoch in range(loop.epochs_completed, epochs):
-                for step in loop.epoch():
-                    ...
-                print(dl.evaluate(model, test_batches, accuracy=hits))
-
-        An epoch must run to its end: leaving it leaves the loop. After a stop there are no more steps.
+        """The remaining steps of all epochs. Every rank must call this.
 
         Raises:
-            RuntimeError: all epochs are completed, or the one before was left.
+            Stopped: the ranks were asked to stop. It ends the script after a checkpoint.
+        """
+        self._recorder.holds = False
+        for epoch in self.epochs():
+            yield from epoch
+
+    def epochs(self) -> Iterator[Epoch]:
+        """The remaining epochs, each iterated for its steps. Every rank must call this.
+
+            for epoch in loop.epochs():
+                for step in epoch:
+                    ...
+                score = dl.evaluate(model, test_batches, loss=losses)["loss"]
+                world.print(f"Epoch {epoch.number}: {score:.4f}")
+                schedule.step()
+
+        A run that resumes from an epoch's last step gets that epoch without a step, and so repeats what follows it.
+
+        Raises:
+            RuntimeError: an epoch was not iterated to its end, or all epochs are completed.
+            Stopped: the ranks were asked to stop. It ends the script after a checkpoint.
         """
         where = self._where
-        if not self._begin_epoch():
+        again = where.is_done and where.at > 0  # it resumes after the last of `steps`
+        if self.stopped is not None:
+            raise Stopped
+        if self._begun or (where.is_done and self.iteration != where.resumed_at):
+            raise self._out_of_turn()
+        try:
+            while again or not self._is_over:
+                again, number = False, where.epochs + 1
+                yield Epoch(number, self._steps_of)
+                if self._begun or not (self._is_over or where.epochs == number):
+                    raise self._out_of_turn()
+        finally:
+            self.close()
+        self._recorder.end()  # after an exception the reason for leaving is known when the world is left
+        if self.stopped is not None:
+            raise Stopped
+
+    def _steps_of(self, number: int) -> Iterator[Step]:
+        where = self._where
+        if self._begun or where.epochs + 1 != number or self.stopped is not None:
+            raise self._out_of_turn()
+        if where.is_done:
             return
+        self._begin_epoch()
         try:
             with closing(self.batches.epoch(where.epochs, where.at, held=False)) as self._stream:
                 while (loaded := self._take_next()) is not None:
@@ -234,29 +263,25 @@ class Loop:
                 self.world.step = 0
             self._begun, self.world.stage = None, ""
         finally:
-            if self._begun or self._is_over:
+            if self._begun:
                 self.close()
-            if self._is_over and not self._begun:
-                self._recorder.end()  # else the reason for leaving is known when the world is left
-
-    def _begin_epoch(self) -> bool:
-        where = self._where
         if self.stopped is not None:
-            return False
-        if where.is_done and not self._begun and (self._cut_short or self.iteration == where.resumed_at):
             self._leave()
-            return False  # nothing was left to do at the resume, or a trace request allows no more steps
-        if self._begun or where.is_done:
-            why = f"has made its {self.iteration} steps" if where.is_done else f"stopped inside {self._begun}"
-            raise RuntimeError(
-                f"A Loop can be iterated once, and each epoch must run to its end. This one {why}. Create a new Loop."
-            )
-        self._begun, self.world.step = f"epoch {where.epochs + 1}", self.iteration
+            raise Stopped
+
+    def _begin_epoch(self) -> None:
+        self._begun, self.world.step = f"epoch {self._where.epochs + 1}", self.iteration
         self._state_check.begin(self.iteration)
         self._recorder.install_stop_handlers()
         if (tracer := self._recorder.tracer) is not None and tracer.is_new:
             tracer.start(self.iteration)
-        return True
+
+    def _out_of_turn(self) -> RuntimeError:
+        made = f"has made its {self.iteration} steps" if self._is_over else f"is before epoch {self._where.epochs + 1}"
+        return RuntimeError(
+            "A Loop can be iterated once, and each epoch must run to its end. This one "
+            f"{f'stopped inside {self._begun}' if self._begun else made}. Create a new Loop."
+        )
 
     def _check_pending(self) -> None:
         """Check what a GPU has yet to give."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -29,6 +29,26 @@ from ddp_loop.training.validation import (
 
 class _LeftLoop(RuntimeError):
     """This rank makes no further step."""
+
+
+class Epoch:
+    """An epoch of a `Loop`, iterated once and to its end for its steps; made by `Loop.epochs`.
+
+    Attributes:
+        number: counted from 1, also in a run that resumes.
+    """
+
+    def __init__(self, number: int, steps: Callable[[int], Iterator[Step]]) -> None:
+        self.number, self._steps = number, steps
+
+    def __iter__(self) -> Iterator[Step]:
+        """Its remaining steps. Every rank must call this.
+
+        Raises:
+            RuntimeError: it is not the current epoch, or was left.
+            Stopped: the ranks were asked to stop. It ends the script after a checkpoint.
+        """
+        return self._steps(self.number)
 
 
 class Step:

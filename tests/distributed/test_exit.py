@@ -56,7 +56,7 @@ import ddp_loop as dl
 world = dl.join_world()
 model = torch.nn.Linear(3, 1)
 loop = dl.Loop(dl.Batches(torch.ones(6, 3), 2, world), 5, state={"model": model}, run_dir=sys.argv[1], progress=False)
-for step in loop.epoch():
+for step in next(loop.epochs()):
     for rows in step:
         step.backward(model(rows).mean())
     step.fold()

@@ -32,8 +32,8 @@ def train(run: str, progress: bool, steps: int | None = None) -> None:
         data = torch.randn(40, 2, generator=torch.Generator().manual_seed(3))
         state = {"model": model, "optimizer": optimizer}
         loop = dl.Loop(dl.Batches(data, 4, world), 3, steps=steps, state=state, run_dir=run, progress=progress)
-        for _ in range(loop.epochs_completed, 3):
-            for step in loop.epoch():
+        for epoch in loop.epochs():
+            for step in epoch:
                 for inputs in step:
                     loss = model(inputs).square()
                     step.backward(loss.mean(), large=loss.squeeze(1) > 1)
