@@ -221,16 +221,21 @@ class Checkpointer:
             self._buffers, self._held_buffers = self._held_buffers, self._buffers  # the next `hold` needs other memory
             self._begin(held, score)
 
-    def give_score(self, score: float) -> None:
-        """Write the score of the newest checkpoint, on rank 0. An error is raised on all ranks in the next step."""
+    def give_score(self, score: float, *, is_last: bool) -> None:
+        """Write the score of the newest checkpoint, on rank 0. An error is raised on all ranks in the next step.
+
+        Args:
+            score: as in `Loop.save`.
+            is_last: whether there is no next step; an error is then raised here.
+        """
         self.wait()
         if self._store is not None and self.newest:
             try:
                 self._store.give_score(self._store.folder / self.newest, score)
             except (OSError, ValueError) as error:
                 self._take_error(error, "A checkpoint's score was not written")
-        if self._ended and (problem := self.problem()) is not None:
-            raise problem  # there is no next step
+        if is_last and (problem := self.problem()) is not None:
+            raise problem
 
     def wait(self) -> None:
         """Wait until the current save has ended."""

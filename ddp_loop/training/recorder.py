@@ -208,7 +208,7 @@ class RunRecorder:
             self._save_held(score)
         elif self._saved == self._where.iteration:
             if score is not None:
-                self.checkpointer.give_score(score)
+                self.checkpointer.give_score(score, is_last=self._where.is_done)
         else:
             self.checkpointer.asked = True
             self.checkpointer.score = self.checkpointer.score if score is None else score
