@@ -25,7 +25,7 @@ from ddp_loop.data import fingerprints
 from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.placement import Places, at_places, gpu_in, keep_if_fits, map_tensors, tensors_in, to_devices
 from ddp_loop.determinism import COLLATE, SAMPLE, next_key, preserved_streams, seed_streams, stream_key
-from ddp_loop.distributed import children_except, end_daemons
+from ddp_loop.distributed import WorkerSignals, children_except, end_daemons
 
 Wanted = tuple[int, int, list[int]]  # the epoch, the shard's first sample in it, and its samples' positions in the data
 PROBE = -1  # in place of the first sample: asks for the samples' fingerprints only
@@ -272,6 +272,7 @@ class LoaderReader:
         keywords = {"pin_memory": self._gpu is not None, **options}
         collate = keywords.pop("collate_fn", None) or default_collate
         self._keyed = SeededDataset(source, seed, collate, self._gpu, fingerprints.of)
+        self._signals = WorkerSignals(keywords.pop("worker_init_fn", None)) if keywords.get("num_workers") else None
         make: Any = DataLoader
         self._make_loader: Callable[..., DataLoader[Any]] = partial(
             make,
@@ -279,6 +280,7 @@ class LoaderReader:
             sampler=self._sampler,
             batch_size=None,  # shards are made in SeededDataset
             collate_fn=_as_it_is,
+            worker_init_fn=self._signals,
             generator=torch.Generator().manual_seed(stream_key(seed)),  # else each pass draws from the global generator
             **keywords,
         )
@@ -335,7 +337,7 @@ class LoaderReader:
         workers: set[BaseProcess] = set()
         try:
             with keep():
-                loaded = iter(self._loader)
+                loaded = self._start()
             workers = set() if self._loader.persistent_workers else children_except(before)
             while True:
                 if self._loader.persistent_workers and this_pass != self._passes:
@@ -346,9 +348,11 @@ class LoaderReader:
                 with keep():
                     data = next(loaded, self)
                 if data is self:
+                    self._release()
                     return
                 yield to_devices(data, self._places)
         except GeneratorExit:
+            self._release()
             _end_workers(loaded, workers)
             raise
         except Exception as error:
@@ -356,11 +360,23 @@ class LoaderReader:
                 raise
             # End all workers, persistent ones too. The message has the worker's traceback; DataLoader's frames in this
             # traceback would keep the workers alive.
+            self._release(persistent=True)
             self._loader = self._make_loader()
             error.__context__ = None
             raise error.with_traceback(None)  # noqa: B904
         finally:
             loaded = None
+
+
+    def _start(self) -> Iterator[Any]:
+        if self._signals is None or (self._loader.persistent_workers and self._signals.has_workers):
+            return iter(self._loader)
+        with self._signals.starting():
+            return iter(self._loader)
+
+    def _release(self, *, persistent: bool = False) -> None:
+        if self._signals is not None and (persistent or not self._loader.persistent_workers):
+            self._signals.release()
 
 
 def _end_workers(loaded: Any, workers: set[BaseProcess]) -> None:

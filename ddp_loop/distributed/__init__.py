@@ -29,6 +29,7 @@ from ddp_loop.distributed.replicas import (
     under_all_names,
 )
 from ddp_loop.distributed.store import RankStore
+from ddp_loop.distributed.worker_signals import WorkerSignals
 from ddp_loop.distributed.world import World
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "ReplicaMismatch",
     "Stopped",
     "Work",
+    "WorkerSignals",
     "World",
     "as_real",
     "assemble",
