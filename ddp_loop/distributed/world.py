@@ -18,7 +18,7 @@ from ddp_loop.determinism import EVALUATION, require_pinned, seed_everything, st
 from ddp_loop.distributed.backend import Work
 from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
-from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error
+from ddp_loop.distributed.failures import PeerFailed, PeerFailureHook, RankStatus, Stopped, format_error
 from ddp_loop.distributed.process_group import ProcessGroups
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.watchdog import Watchdog
@@ -350,7 +350,7 @@ class World:
         def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if not self.is_left:
                 self.__exit__(kind, error, trace)
-            usual(kind, error, trace)
+            PeerFailureHook(usual, self.rank, self.where)(kind, error, trace)
 
         def end() -> None:
             if not self.is_left:
@@ -359,7 +359,8 @@ class World:
         def forget() -> None:
             atexit.unregister(end)
             if sys.excepthook is tell:
-                sys.excepthook = usual
+                failed = isinstance(self.ended_by, PeerFailed)  # and is not caught yet
+                sys.excepthook = PeerFailureHook(usual, self.rank, self.where) if failed else usual
 
         sys.excepthook = tell
         atexit.register(end)

@@ -107,7 +107,7 @@ class Loop:
     ) -> None:
         self.batches, self.world = batches, batches.world
         self._where = LoopPosition(batches, epochs, steps)
-        self._begun: str | None = None  # the epoch under way, or the one that was left
+        self._begun: str | None = None  # where it is in its epochs, or was left
         watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir)
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         is_ordered = batches.fixed_shards if ordered is None else ordered
@@ -237,6 +237,7 @@ class Loop:
                 if self._begun or not (self._is_over or where.epochs == number):
                     raise self._out_of_turn()
         finally:
+            self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
             self.close()
         self._recorder.end()  # after an exception the reason for leaving is known when the world is left
         if self.stopped is not None:
@@ -270,7 +271,7 @@ class Loop:
             raise Stopped
 
     def _begin_epoch(self) -> None:
-        self._begun, self.world.step = f"epoch {self._where.epochs + 1}", self.iteration
+        self._begun, self.world.step = f"inside epoch {self._where.epochs + 1}", self.iteration
         self._state_check.begin(self.iteration)
         self._recorder.install_stop_handlers()
         if (tracer := self._recorder.tracer) is not None and tracer.is_new:
@@ -280,7 +281,7 @@ class Loop:
         made = f"has made its {self.iteration} steps" if self._is_over else f"is before epoch {self._where.epochs + 1}"
         return RuntimeError(
             "A Loop can be iterated once, and each epoch must run to its end. This one "
-            f"{f'stopped inside {self._begun}' if self._begun else made}. Create a new Loop."
+            f"{f'stopped {self._begun}' if self._begun else made}. Create a new Loop."
         )
 
     def _check_pending(self) -> None:

@@ -214,8 +214,9 @@ def predict_until_stopped(folder: str) -> tuple[object, int, list[int]]:
                 for step in epoch:
                     make(step)
                 dl.predict(nn.Identity(), held_out, forward=forward)
-    except SystemExit as error:
+    except dl.Stopped as error:
         return error.code, loop.iteration, seen
+    raise AssertionError("it was not stopped")
 
 
 def test_a_stop_in_a_prediction_is_obeyed_at_once(on_ranks: OnRanks, tmp_path: Path) -> None:
