@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,12 +20,12 @@ from typing import Any, Literal
 import torch
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files, write_atomic
-from ddp_loop.checkpoint.run_folder import ERROR, EVALUATIONS, RANKS, ROWS, STATUS, RunFolder, read_json
+from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, STATUS, RunFolder, read_json, write_long_error
 from ddp_loop.checkpoint.serialization import SerializedState, StagingBuffers
 from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, settings_of
 from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
 from ddp_loop.determinism import check_count
-from ddp_loop.distributed import MOST_LETTERS, PeerFailed, ReplicaMismatch, World, describe_difference, format_error
+from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error
 
 OnSaveError = Literal["raise", "warn"]
 _ON_SAVE_ERROR = ("raise", "warn")
@@ -245,16 +244,21 @@ class Checkpointer:
         self._held = None
         self._held_buffers.free_if_large()
 
-    def give_score(self, score: float) -> None:
-        """Write the score of the newest checkpoint, on rank 0. An error is raised on all ranks in the next step."""
+    def give_score(self, score: float, *, is_last: bool) -> None:
+        """Write the score of the newest checkpoint, on rank 0. An error is raised on all ranks in the next step.
+
+        Args:
+            score: as in `Loop.save`.
+            is_last: whether there is no next step; an error is then raised here.
+        """
         self.wait()
         if self._store is not None and self.newest:
             try:
                 self._store.give_score(self._store.folder / self.newest, score)
             except (OSError, ValueError) as error:
                 self._take_error(error, "A checkpoint's score was not written")
-        if self._ended and (problem := self.problem()) is not None:
-            raise problem  # there is no next step
+        if is_last and (problem := self.problem()) is not None:
+            raise problem
 
     def wait(self) -> None:
         """Wait until the current save has ended."""
@@ -429,9 +433,8 @@ class Checkpointer:
             rank, stage, step = self._world.rank, where.stage, where.step
             if isinstance(error, PeerFailed):
                 rank, stage, step = (-1 if error.rank is None else error.rank), error.stage, error.step
-            elif len(text := "".join(traceback.format_exception(error))) > MOST_LETTERS and self.has_folder:
-                with suppress(OSError):
-                    (self.folder / ERROR.format(rank=rank)).write_text(text, encoding="utf-8", errors="replace")
+            elif self.has_folder:
+                write_long_error(self.folder, rank, error)
             status = "failed"
             facts |= {"rank": rank, "stage": stage, "step": step, "why": format_error(error)[:_WHY_LETTERS]}
             if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed

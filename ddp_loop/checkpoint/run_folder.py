@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cache
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint.atomic_files import explained, write_atomic
+from ddp_loop.distributed import MOST_LETTERS
 
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
 EVALUATIONS, RANKS, PICTURES, TABLE = "evaluations.jsonl", "ranks.jsonl", "pictures", "rows.csv"
@@ -90,6 +92,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def write_long_error(folder: Path, rank: int, error: BaseException) -> None:
+    """Write an error's whole text into a run folder where it is too long for the ranks' messages."""
+    if len(text := "".join(traceback.format_exception(error))) > MOST_LETTERS:
+        with suppress(OSError):
+            (folder / ERROR.format(rank=rank)).write_text(text, encoding="utf-8", errors="replace")
 
 
 class RunFolder:

@@ -5,9 +5,13 @@ A rank that is late, gone, or in another collective is found by a roll call, whi
 
 from __future__ import annotations
 
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import TracebackType
+
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 MOST_LETTERS = 100_000  # of an error's text; JSON writes up to 12 bytes for one
 
@@ -25,6 +29,30 @@ class PeerFailed(RuntimeError):
     def __init__(self, message: str, rank: int | None = None, stage: str = "", step: int = 0) -> None:
         super().__init__(message)
         self.rank, self.stage, self.step = rank, stage, step
+
+    @property
+    def summary(self) -> str:
+        """The message without the failed rank's traceback."""
+        return str(self).partition("\n\nTraceback (most recent call last)")[0]
+
+
+class PeerFailureHook:
+    """A `sys.excepthook` that shows `PeerFailed` in one message, since the failed rank prints its own traceback.
+
+    Args:
+        usual: the hook for other exceptions.
+        rank, where: of this rank.
+    """
+
+    def __init__(self, usual: ExceptHook, rank: int, where: RankStatus) -> None:
+        self._usual: ExceptHook = usual._usual if isinstance(usual, PeerFailureHook) else usual
+        self._start = f"ddp_loop: rank {rank} was ended{where}"
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, PeerFailed):
+            sys.stderr.write(f"{self._start}: {error.summary}\n")
+        else:
+            self._usual(kind, error, trace)
 
 
 class PeerGone(RuntimeError):
@@ -51,7 +79,12 @@ def shorten(error: PeerFailed) -> None:
 
 
 class Stopped(SystemExit):
-    """All ranks were asked to stop outside of a step, and the work so far is saved; ends the script with code 0."""
+    """The ranks have stopped on request, with a checkpoint; raised on all of them, it ends the script with code 0.
+
+    A loop raises it after its last step, and `evaluate`, `predict` and `update_bn` wherever they are. So nothing is
+    evaluated, saved or scheduled after a stop. It is a `SystemExit`, which `except Exception` does not catch. A script
+    that must do something before its end catches it and raises it again.
+    """
 
     def __init__(self) -> None:
         super().__init__(0)

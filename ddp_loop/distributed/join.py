@@ -11,6 +11,7 @@ from types import TracebackType
 from ddp_loop.accelerators import accelerator_of, gpu_count
 from ddp_loop.determinism import as_int
 from ddp_loop.distributed.devices import choose_device, read_rank_env
+from ddp_loop.distributed.failures import PeerFailed, PeerFailureHook
 from ddp_loop.distributed.processes import end_with_torchrun
 from ddp_loop.distributed.world import World
 
@@ -73,7 +74,7 @@ def _leave_at_exit(world: World) -> None:
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not world.is_left:
             world.__exit__(kind, error, trace)
-        usual(kind, error, trace)
+        PeerFailureHook(usual, world.rank, world.where)(kind, error, trace)
 
     def end() -> None:
         if not world.is_left:
@@ -83,7 +84,8 @@ def _leave_at_exit(world: World) -> None:
         atexit.unregister(end)
         _open.remove(world)
         if sys.excepthook is tell:
-            sys.excepthook = usual
+            failed = isinstance(world.ended_by, PeerFailed)  # and is not caught yet
+            sys.excepthook = PeerFailureHook(usual, world.rank, world.where) if failed else usual
 
     sys.excepthook = tell
     atexit.register(end)

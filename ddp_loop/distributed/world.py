@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
@@ -21,6 +20,7 @@ from ddp_loop.distributed.encoding import check_plain
 from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error, shorten
 from ddp_loop.distributed.process_group import ProcessGroups
 from ddp_loop.distributed.processes import report_to_torchrun
+from ddp_loop.distributed.stops import Stops
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.watchdog import Watchdog
 
@@ -42,6 +42,7 @@ class World:
         accelerator: what that device is and can do.
         seed: of all random streams; the same on every rank.
         timeout_s: how long a collective waits for the slowest rank, in seconds.
+        stops: requests to stop, and what all ranks made of them.
         exchange: how ranks exchange values of the CPU: "memory", "gloo", or "" in a world of one.
         why_gloo: why not in memory, in words; empty where nothing prevents it.
         ended_by: the exception by which the world is being left.
@@ -67,8 +68,8 @@ class World:
         self._store = RankStore(dist.HashStore(), self.rank, self.size)
         self._collectives = Collectives(None, self._store, timeout_s)
         self._watchdog: Watchdog | None = None
+        self.stops = Stops(self.rank, lambda: self.gather(self.stops.asked, "requests to stop"))
         self.stage, self.step = "", 0
-        self._stop_here: Callable[[str], None] | None = None
         self.ended_by: BaseException | None = None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # set by a loop
         self.explain: Callable[[BaseException], None] = lambda error: None  # adds a remedy; set by a loop that was left
@@ -80,6 +81,7 @@ class World:
             if place.size > 1 or dist.is_initialized():
                 self._join(place, exchange)
             self._watchdog = Watchdog(self._store_aside(), self.rank, lambda: self.where)
+            self.stops.watchdog = self._watchdog
             self._watchdog.start()
             self.require_equal("seed, threads and timeout_s", (seed, threads, timeout_s))
             torch.set_num_threads(threads)
@@ -322,47 +324,6 @@ class World:
             if self.rank == 0:
                 result = [function()]
         return self.gather(result, "what rank 0 found")[0][0]
-
-    # -- stopping ------------------------------------------------------------------------------------------
-
-    @property
-    def stop_asked(self) -> str | None:
-        """Why the ranks were asked to stop, as far as this one knows; None without a request or a running loop."""
-        return None if self._watchdog is None or self._stop_here is None else self._watchdog.stop
-
-    def install_stop_handlers(self, elsewhere: Callable[[], str | None], stop_here: Callable[[str], None]) -> None:
-        """Take SIGINT, SIGTERM and what `elsewhere` returns as requests to stop; `stop_here` saves the work so far."""
-        if self._watchdog is not None:
-            self._watchdog.look_for_stop, self._watchdog.say = elsewhere, self._say
-            self._watchdog.install_stop_handlers()
-            self._stop_here = stop_here
-
-    def restore_stop_handlers(self) -> None:
-        """Restore the former handlers; after a stop only on leaving, since the same request may arrive twice."""
-        if self._watchdog is not None:
-            self._watchdog.look_for_stop = lambda: None
-            if not self._watchdog.requests.has_followed:
-                self._watchdog.signals.restore()
-            self._stop_here = None
-
-    def stop_followed(self) -> str | None:
-        """Note that all ranks stopped at the same step; returns the reason of the request, if it had one."""
-        return None if self._watchdog is None else self._watchdog.stop_followed()
-
-    def agree_to_stop(self) -> None:
-        """Leave on every rank if one was asked to stop, outside of a step. Every rank must call this.
-
-        Raises:
-            Stopped: the work so far is saved.
-        """
-        if self._stop_here is not None and any(asked := self.gather(self.stop_asked, "requests to stop")):
-            self._stop_here(next(why for why in asked if why))
-            self.stop_followed()
-            raise Stopped
-
-    def _say(self, line: str) -> None:
-        if self.rank == 0:
-            sys.stderr.write(f"ddp_loop: {line}\n")
 
     # -- leaving -------------------------------------------------------------------------------------------
 

@@ -56,20 +56,14 @@ _OPEN = (
 _DONE = attrgetter("done")
 
 
-class StepEvents(Protocol):
-    """What happens around a fold: implemented by `Loop`, given to each `Fold` and `Step`."""
-
-    def before_pass(self, passes: int) -> Fold:
-        """A pass over a step's shards begins, after so many others; returns its fold. Every rank must call this."""
+class FoldEvents(Protocol):
+    """What a fold asks of the loop, and calls while it waits."""
 
     def requests(self) -> ControlRequest:
         """What this rank asks of all, at a fold."""
 
     def while_reducing(self) -> None:
         """The sums over the ranks have started. Do other work: rows, the next data, the seeds of what follows."""
-
-    def after_fold(self, result: StepResult, mini_batch: MiniBatch, passes: int) -> None:
-        """A pass was folded, after so many others of its step. Every rank must call this."""
 
 
 class Fold:
@@ -109,7 +103,7 @@ class Fold:
         buffer_reduction: Mapping[str, BufferReduction] | None = None,
         guard: NonFiniteGuard | None = None,
         scalers: Sequence[GradScaler] = (),
-        events: StepEvents | None = None,
+        events: FoldEvents | None = None,
         averaged: Collection[Parameter] = (),
         watch: Callable[[int, dict[str, torch.Tensor]], None] | None = None,
         former: Fold | None = None,

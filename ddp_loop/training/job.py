@@ -34,8 +34,9 @@ from ddp_loop.distributed import (
     under_all_names,
 )
 from ddp_loop.training.buffers import BufferReduction
-from ddp_loop.training.fold import Fold, StepEvents
+from ddp_loop.training.fold import Fold, FoldEvents
 from ddp_loop.training.nonfinite import NonFiniteGuard
+from ddp_loop.training.payload import StepResult
 from ddp_loop.training.validation import check_state, check_synced, check_trainable
 
 _values, _version = methodcaller("values"), attrgetter("_version")
@@ -184,11 +185,11 @@ class WeightlessStepCheck:
     def __init__(self) -> None:
         self._is_over = False
 
-    def check(self, step: int, total: torch.Tensor, loss: torch.Tensor) -> None:
-        """Look at a step's sum of weights and its loss, shape () each; a sum of losses need not be 0 with them."""
-        if not self._is_over and total.item() == 0 and loss.item() == 0:
+    def check(self, result: StepResult) -> None:
+        """Look at a step's sum of weights and its loss; a sum of losses need not be 0 with them."""
+        if not self._is_over and result.total is not None and result.total.item() == 0 and result.loss.item() == 0:
             self._is_over = True
-            warnings.warn(WEIGHTLESS.format(step=step), stacklevel=2)
+            warnings.warn(WEIGHTLESS.format(step=result.iteration), stacklevel=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,7 @@ class Job:
 
     def make_fold(
         self,
-        events: StepEvents,
+        events: FoldEvents,
         guard: NonFiniteGuard,
         watch: Callable[[int, dict[str, torch.Tensor]], None] | None,
         former: Fold | None = None,

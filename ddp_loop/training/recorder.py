@@ -146,7 +146,7 @@ class RunRecorder:
     def install_stop_handlers(self) -> None:
         """Let signals and the run folder ask for a stop from now on."""
         asked = (lambda: None) if self.checkpointer is None else self.checkpointer.asked_to_stop
-        self._world.install_stop_handlers(asked, self._stop_here)
+        self._world.stops.install_handlers(asked, self._stop_here)
 
     def save_requests(self, problem: Exception | None) -> tuple[bool, Exception | None]:
         """Whether a checkpoint is due by the clock, and `problem`, or else what went wrong in an earlier save."""
@@ -236,7 +236,7 @@ class RunRecorder:
                 with self._world.in_stage("save"):
                     self.checkpointer.finish()
         if stops:
-            self.stopped = self._world.stop_followed() or "loop.stop()"
+            self.stopped = self._world.stops.followed() or "loop.stop()"
 
     def save(self, score: float | None) -> None:
         """Ask for a checkpoint after the current step, or of the epoch's end. Every rank must call this."""
@@ -246,7 +246,7 @@ class RunRecorder:
             self._save_held(score)
         elif self._saved == self._where.iteration:
             if score is not None:
-                self.checkpointer.give_score(score)
+                self.checkpointer.give_score(score, is_last=self._where.is_done)
         else:
             self.checkpointer.asked = True
             self.checkpointer.score = self.checkpointer.score if score is None else score
@@ -285,7 +285,7 @@ class RunRecorder:
 
     def close(self) -> None:
         """Hand on the last rows, close the files, restore the signal handlers."""
-        self._world.restore_stop_handlers()
+        self._world.stops.restore_handlers()
         tracer, self.tracer = self.tracer, None
         with ExitStack() as ending:  # each one even if the other raises
             if tracer is not None:

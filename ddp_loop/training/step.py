@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ddp_loop.data import LoadedBatch, check_end
+from ddp_loop.data import LoadedBatch, MiniBatch, check_end
 from ddp_loop.determinism import Leaf, seed_shard
 from ddp_loop.distributed import PeerFailed, World
 from ddp_loop.tracing import Tracer
-from ddp_loop.training.fold import Fold, StepEvents
+from ddp_loop.training.fold import Fold, FoldEvents
 from ddp_loop.training.gather import BatchGather, HeldOutputs, check_outputs
 from ddp_loop.training.payload import ShardRecord, StepResult, as_metric, loss_factor
 from ddp_loop.training.validation import (
@@ -30,6 +30,36 @@ from ddp_loop.training.validation import (
 
 class _LeftLoop(RuntimeError):
     """This rank makes no further step."""
+
+
+class StepEvents(FoldEvents, Protocol):
+    """What happens around a fold: implemented by `Loop`, given to each `Fold` and `Step`."""
+
+    def before_pass(self, passes: int) -> Fold:
+        """A pass over a step's shards begins, after so many others; returns its fold. Every rank must call this."""
+
+    def after_fold(self, result: StepResult, mini_batch: MiniBatch, passes: int) -> None:
+        """A pass was folded, after so many others of its step. Every rank must call this."""
+
+
+class Epoch:
+    """An epoch of a `Loop`, iterated once and to its end for its steps; made by `Loop.epochs`.
+
+    Attributes:
+        number: counted from 1, also in a run that resumes.
+    """
+
+    def __init__(self, number: int, steps: Callable[[int], Iterator[Step]]) -> None:
+        self.number, self._steps = number, steps
+
+    def __iter__(self) -> Iterator[Step]:
+        """Its remaining steps. Every rank must call this.
+
+        Raises:
+            RuntimeError: it is not the current epoch, or was left.
+            Stopped: the ranks were asked to stop. It ends the script after a checkpoint.
+        """
+        return self._steps(self.number)
 
 
 class Step:

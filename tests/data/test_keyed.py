@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 import ddp_loop as dl
-from ddp_loop.data.readers import SeededDataset
+from ddp_loop.data.seeded_dataset import SeededDataset
 from ddp_loop.determinism import preserved_streams
 
 pytestmark = pytest.mark.covers("A9", "H1")

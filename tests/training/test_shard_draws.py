@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,16 @@ def train(
             state = {"model": model, "optimizer": optimizer}
             resume = None if run is None else True
             loop = dl.Loop(batches, EPOCHS, state=state, run_dir=folder, resume=resume, progress=False)
-            for step in loop:
-                for inputs, draws in step:
-                    shift = GENERATORS[name]() if place == "the loop's body" else 0.0
-                    rows = torch.stack([inputs.double(), draws.double()], 1)
-                    step.backward((model(rows).squeeze(1) - 1 - shift).square().mean())
-                if step.iteration == stop_at:
-                    loop.stop()
-                step.fold()
-                optimizer.step()
+            with suppress(dl.Stopped):
+                for step in loop:
+                    for inputs, draws in step:
+                        shift = GENERATORS[name]() if place == "the loop's body" else 0.0
+                        rows = torch.stack([inputs.double(), draws.double()], 1)
+                        step.backward((model(rows).squeeze(1) - 1 - shift).square().mean())
+                    if step.iteration == stop_at:
+                        loop.stop()
+                    step.fold()
+                    optimizer.step()
             ends[name] = digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
     return ends
 
