@@ -36,7 +36,7 @@ PART_BYTES = ARENA_BYTES // 4  # the most that a rank puts there for one operati
 _PLACE_S = 1.0  # for the places of ranks that make another operation
 _ROOM_S = 0.001  # until a full connection is tried again
 _VIEWS = 4096
-SPIN = float(os.environ.get("SPIN", "0")) * 1e-6
+_SPIN_S = float(os.environ.get("SPIN", "100")) * 1e-6  # where each rank has a core
 _NUMBER_OF = {name: number for number, name in enumerate(STAGES)}
 
 Then = Callable[["Meeting", Callable[[], bool]], None]
@@ -129,6 +129,7 @@ class Meetings:
         self._asked: dict[int, int] = {}  # by rank: it waits until this operation is completed here
         self._places: dict[int, str] = {}
         self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
+        self._spin_s = _SPIN_S if self.size <= len(os.sched_getaffinity(0)) else 0.0
         self.unsettled: Meeting | None = None  # the last operation whose sums other ranks may still read
 
     # -- meetings ------------------------------------------------------------------------------------------
@@ -182,9 +183,7 @@ class Meetings:
         key = work.header.sequence, work.stage
         self._drain(self.others)
         looked = time.monotonic()
-        while SPIN and len(self._inbox.get(key, {})) < len(self.others) and time.monotonic() < looked + SPIN:
-            os.sched_yield()
-            self._drain(self.others)
+        self._spin(key)
         while len(headers := self._inbox.get(key, {})) < len(self.others):
             if work.is_over:  # another rank asked for it
                 return
@@ -201,6 +200,13 @@ class Meetings:
             self._complete(work, headers, in_vain)
         if self._asked:
             self._answer()
+
+    def _spin(self, key: tuple[int, int]) -> None:
+        """Look for a moment before sleeping: waking up takes longer than most waits."""
+        end = time.monotonic() + self._spin_s
+        while len(self._inbox.get(key, {})) < len(self.others) and time.monotonic() < end:
+            os.sched_yield()
+            self._drain(self.others)
 
     def _complete(self, work: Meeting, headers: dict[int, Header], in_vain: Callable[[], bool]) -> None:
         self._check(work, headers)

@@ -151,7 +151,7 @@ class Fold:
 
     # -- a pass over the shards ----------------------------------------------------------------------------
 
-    def open(self, step: object) -> None:
+    def open(self, step: object = None) -> None:
         """Begin a pass of `step` over the shards of its mini-batch."""
         self._world.require_collectives_allowed()
         self._world.block_collectives(_OPEN)
