@@ -36,7 +36,7 @@ PART_BYTES = ARENA_BYTES // 4  # the most that a rank puts there for one operati
 _PLACE_S = 1.0  # for the places of ranks that make another operation
 _ROOM_S = 0.001  # until a full connection is tried again
 _VIEWS = 4096
-_SPIN_S = float(os.environ.get("SPIN", "100")) * 1e-6  # where each rank has a core
+_SPIN_S = 100e-6  # where each rank has a core
 _NUMBER_OF = {name: number for number, name in enumerate(STAGES)}
 
 Then = Callable[["Meeting", Callable[[], bool]], None]
