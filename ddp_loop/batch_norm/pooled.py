@@ -15,6 +15,7 @@ averages instead understates the variance: for shards with mean 0, variance 1 an
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -144,9 +145,8 @@ class LayerGroup:
 
 def _statistic(layer: _BatchNorm | CustomNorm, name: str) -> torch.Tensor:
     """A running statistic, without nn.Module's __getattr__."""
-    found = getattr(layer, name) if isinstance(layer, CustomNorm) else layer._buffers[name]
-    assert found is not None
-    return found
+    found: Any = getattr(layer, name) if isinstance(layer, CustomNorm) else layer._buffers[name]
+    return cast(torch.Tensor, found)
 
 
 class RunningStatsSnapshot:

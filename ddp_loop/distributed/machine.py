@@ -74,7 +74,8 @@ def meet_in_memory(
         ranks = next(one for one in machines if place.rank in one)
         arenas: list[Segment] = []
         try:
-            assert listener is not None
+            if listener is None:
+                raise NoSharedMemory(why)  # as every rank does
             deadline = time.monotonic() + min(timeout_s, _CONNECT_S)
             peers = LocalPeers(_connected(listener, every, place.rank, ranks, deadline))
             arenas = _arenas(peers, place.rank - ranks.start, len(ranks), deadline)
@@ -88,7 +89,8 @@ def meet_in_memory(
     finally:
         if listener is not None:
             listener.close()
-    assert peers is not None  # otherwise this rank had a reason
+    if peers is None:
+        raise NoSharedMemory(why)  # as every rank does
     return MemoryBackend(place.rank - ranks.start, peers, arenas, ranks.start, where, in_vain), machines
 
 

@@ -24,7 +24,6 @@ from ddp_loop.accelerators import accelerator_of
 from ddp_loop.distributed import Work, World, as_real, fill_identity, merge, padded
 from ddp_loop.training.ordered_sum import ReductionOrder
 
-
 _LARGE_BYTES = 2**17  # of a gradient that is copied at once
 
 
