@@ -94,16 +94,13 @@ class Collectives:
         if (backend := self.under_way.get(work)) is None:  # the world was left since
             work.wait()
             return
-        self._wait(backend, work, STEP)
+        with self._waiting(STEP):
+            backend.wait(work, self.is_in_vain)
         self.under_way.pop(work, None)
 
     def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> FlatSum | None:
         """The sum of a flat tensor, by its backend; None in a world of one."""
         return None if self._backends is None else self._backends.of(device).flat_sum(order, length, dtype, device)
-
-    def _wait(self, backend: Backend, work: Work, waits: str) -> None:
-        with self._waiting(waits):
-            backend.wait(work, self.is_in_vain)
 
     @contextmanager
     def _waiting(self, waits: str) -> Iterator[None]:
@@ -140,7 +137,8 @@ class Collectives:
             return part.reshape(1, -1)
         others = self._backends.others
         whole = part.new_empty(others.size * part.numel())
-        self._wait(others, others.start_gather(whole, part, waits), waits)
+        with self._waiting(waits):
+            others.wait(others.start_gather(whole, part, waits), self.is_in_vain)
         return whole.view(others.size, -1)
 
     def _check_alignment(self, kind: str, where: RankStatus, size: int = 0) -> list[int]:
@@ -155,8 +153,9 @@ class Collectives:
         if self._backends is None:
             return [size]
         others = self._backends.others
-        numbers = others.start_numbers((zlib.crc32(kind.encode()), size), kind)
-        self._wait(others, numbers, kind)
+        with self._waiting(kind):
+            numbers = others.start_numbers((zlib.crc32(kind.encode()), size), kind)
+            others.wait(numbers, self.is_in_vain)
         told = numbers.rows()
         if len({crc for crc, _ in told}) > 1:
             room = torch.zeros(_KIND_BYTES, dtype=torch.uint8)
@@ -174,8 +173,10 @@ class Collectives:
             work = self.start(operation, tensor.device)
             if work is not None:
                 self.finish(work)
-        elif (work := operation(self._backends.others)) is not None:
-            self._wait(self._backends.others, work, waits)
+            return
+        with self._waiting(waits):
+            if (work := operation(self._backends.others)) is not None:
+                self._backends.others.wait(work, self.is_in_vain)
 
     def sum(self, tensor: torch.Tensor, where: RankStatus) -> None:
         """Add `tensor` up over all ranks, in place."""
