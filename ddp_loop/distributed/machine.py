@@ -31,7 +31,13 @@ _ARENA = Header(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, ())
 
 
 class NoSharedMemory(Exception):
-    """Why the ranks do not exchange values in memory, the same on every rank."""
+    """Why the ranks do not exchange values in memory, the same on every rank.
+
+    Attributes:
+        is_needed: whether a rank was asked for exchange="memory".
+    """
+
+    is_needed = False
 
 
 def meet_in_memory(
@@ -63,10 +69,11 @@ def meet_in_memory(
             listener = Listener()
         except (OSError, AttributeError) as error:
             why = f"Rank {place.rank} has no shared memory ({error})."
-    said = {"machine": machine_of(place), "why": why}
+    said = {"machine": machine_of(place), "why": why, "exchange": exchange}
     if listener is not None:
         said |= {"name": listener.name, "token": listener.token}
     peers: LocalPeers | None = None
+    every: list[dict[str, str]] = []
     try:
         every = [json.loads(word) for word in _told_by_all(store, "here", place, json.dumps(said), timeout_s)]
         _refuse([one["why"] for one in every])
@@ -82,9 +89,11 @@ def meet_in_memory(
         except (OSError, ValueError) as error:
             why = f"Rank {place.rank} does not reach the others in memory ({error})."
         _refuse(_told_by_all(store, "ready", place, why, timeout_s))
-    except BaseException:
+    except BaseException as error:
         if peers is not None:
             peers.close()
+        if isinstance(error, NoSharedMemory):
+            error.is_needed = any(one["exchange"] == "memory" for one in every)
         raise
     finally:
         if listener is not None:
