@@ -62,13 +62,7 @@ def meet_in_memory(
         NoSharedMemory: a rank cannot, or is not to; on every rank.
         RuntimeError: a rank did not come in time.
     """
-    listener, why = None, "" if exchange != "gloo" else 'exchange="gloo" was asked for.'
-    if not why:
-        try:
-            Segment.make(1).close()
-            listener = Listener()
-        except (OSError, AttributeError) as error:
-            why = f"Rank {place.rank} has no shared memory ({error})."
+    listener, why = _listen(place.rank, exchange)
     said = {"machine": machine_of(place), "why": why, "exchange": exchange}
     if listener is not None:
         said |= {"name": listener.name, "token": listener.token}
@@ -101,6 +95,17 @@ def meet_in_memory(
     if peers is None:
         raise NoSharedMemory(why)  # as every rank does
     return MemoryBackend(place.rank - ranks.start, peers, arenas, ranks.start, where, in_vain), machines
+
+
+def _listen(rank: int, exchange: str) -> tuple[Listener | None, str]:
+    """Where the other ranks of the machine connect; None with the reason."""
+    if exchange == "gloo":
+        return None, 'exchange="gloo" was asked for.'
+    try:
+        Segment.make(1).close()
+        return Listener(), ""
+    except (OSError, AttributeError) as error:
+        return None, f"Rank {rank} has no shared memory ({error})."
 
 
 def machine_of(place: RankEnv) -> str:
