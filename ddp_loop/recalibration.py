@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddp_loop.batch_norm import BatchNormStatistics, BatchStatistics, SyncChannel, batch_norm_layers, find_sync_channels
+from ddp_loop.batch_norm import BatchNormStatistics, Captures, SyncChannel, batch_norm_layers, find_sync_channels
 from ddp_loop.data import Batches, LoadedBatch, MiniBatch
 from ddp_loop.determinism import preserved_streams, seed_shard
 from ddp_loop.distributed import IDENTITY, World, each_module
@@ -107,7 +107,7 @@ def _forward_shards(
     forward: Forward,
     sync_channels: list[SyncChannel],
     world: World,
-) -> dict[int, list[list[BatchStatistics]]]:
+) -> dict[int, Captures]:
     """Run forward on this rank's shards of a mini-batch; returns the captures of each shard by its number."""
     found = {}
     mini_batch = loaded.mini_batch
@@ -148,7 +148,7 @@ def _agreed_calls(
 
 def _move(
     statistics: BatchNormStatistics,
-    captures: dict[int, list[list[BatchStatistics]]],
+    captures: dict[int, Captures],
     mini_batch: MiniBatch,
     world: World,
 ) -> bool:

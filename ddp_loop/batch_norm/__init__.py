@@ -2,11 +2,11 @@
 
 from ddp_loop.batch_norm.batch_statistics import (
     BatchNormStatistics,
-    BatchStatistics,
     batch_norm_layers,
     is_synced,
     other_norm_layers,
 )
+from ddp_loop.batch_norm.captures import Captures
 from ddp_loop.batch_norm.custom_layers import custom_norms
 from ddp_loop.batch_norm.pooled import RunningStatsSnapshot, pool_statistics
 from ddp_loop.batch_norm.synced import (
@@ -21,8 +21,8 @@ from ddp_loop.batch_norm.synced import (
 __all__ = [
     "ENDS_LOOP",
     "BatchNormStatistics",
-    "BatchStatistics",
     "CallMismatch",
+    "Captures",
     "RunningStatsSnapshot",
     "SyncChannel",
     "batch_norm_layers",

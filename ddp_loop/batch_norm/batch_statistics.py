@@ -14,10 +14,6 @@ are read after its forward.
 [Note: Unseen calls] Hooks run when Python calls a layer. Code that was compiled or recorded before the hooks were
 registered does not run them. torch.compile compiles its code anew; any other change of a layer's own buffers in a
 shard is an error.
-
-[Note: Far means] torch rounds a shard's mean to float32: at mean 1,000 and deviation 1 it is off by 7e-5, and the
-pooled variance by 1e-5. If a mean is large against the deviation, a second pass over the values computes its
-rounding error, which is sent with it.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,19 +30,19 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from ddp_loop.accelerators import accelerator_of
+from ddp_loop.batch_norm.captures import BatchStatistics, Captures, FlatStatistics
 from ddp_loop.batch_norm.custom_layers import BatchNormInterceptor, CustomNorm
 from ddp_loop.batch_norm.pooled import LayerGroup, RecomputeGuard
 from ddp_loop.determinism import same_bits
 from ddp_loop.distributed import each_module
 
 BatchNorm = _BatchNorm
-_FAR = 64.0  # deviations from 0; a closer mean changes the variance by less than 2e-6
 _SPARE = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def is_synced(layer: nn.Module) -> bool:
     """Whether a layer computes its statistics over all ranks itself."""
-    return bool(getattr(layer, "is_synced", False))
+    return hasattr(type(layer), "is_synced") and bool(layer.is_synced)  # the class first: a module looks in Python
 
 
 def batch_norm_layers(modules: Mapping[str, nn.Module]) -> dict[str, BatchNorm]:
@@ -67,37 +62,6 @@ def other_norm_layers(modules: Mapping[str, nn.Module], watched: Mapping[str, Ba
         for layer in each_module(modules).values()
         if isinstance(layer, _NormBase) and layer.running_mean is not None and layer not in known
     ]
-
-
-@dataclass(slots=True)
-class BatchStatistics:
-    """One call's batch statistics: `count` values per channel, mean + rest, unbiased variance."""
-
-    count: int
-    mean: torch.Tensor
-    rest: torch.Tensor
-    variance: torch.Tensor
-    momentum: float = 0.0  # of an own norm's call
-
-
-def refine_statistics(
-    values: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The rounding error of each channel's mean, (C,), and the biased variance computed in a second pass, (C,).
-
-    These are 0 and None if no mean is far from 0, and on a GPU, where the check would make the host wait.
-    """
-    if not accelerator_of(values.device).is_host or mean.dtype != torch.float32 or not _is_far(mean, variance):
-        return torch.zeros_like(mean), None
-    rows = values.detach().transpose(0, 1).reshape(len(mean), -1) - mean.unsqueeze(1)
-    rest = rows.mean(1, keepdim=True)
-    # With channels_last torch's is around the rounded mean: off by 1e-3 at mean 10,000, deviation 1.
-    return rest.squeeze(1).to(mean.dtype), (rows - rest).square_().mean(1).to(mean.dtype)
-
-
-def _is_far(mean: torch.Tensor, variance: torch.Tensor) -> bool:
-    means, variances = mean.numpy(), variance.numpy()  # for some ten numbers: 3 microseconds in NumPy, 20 in torch
-    return bool((means * means > _FAR**2 * variances).any())
 
 
 class StatisticsHook:
@@ -189,12 +153,13 @@ class BatchNormStatistics:
         self._names = list(layers)
         self._entered: list[BatchNormInterceptor | None] = []
         self.problem: RuntimeError | None = None  # found in the shards since the pass was opened
-        self._captures: list[list[BatchStatistics]] | None = None
+        self._captures: Captures | None = None
         self._active = False
         self._own: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
         self._opened: torch.Tensor | list[int] | None = None
         self._recomputed = RecomputeGuard(others)
-        self._spared: dict[int, dict[str, Any]] = {}
+        self._form: FlatStatistics | None = None
+        self._spared: dict[int, tuple[float | None, dict[str, torch.Tensor | None]]] = {}
         self._momenta: dict[int, float | None] = {}  # in the shard's calls; NaN if they differ
         self._within: dict[int, tuple[BatchNormInterceptor, tuple[torch.Tensor, torch.Tensor]]] = {}
         self._counts: dict[tuple[float, ...], torch.Tensor] = {}
@@ -227,20 +192,26 @@ class BatchNormStatistics:
             for layer in self.layers
         ]
         self._opened = self._look()
+        means = [mean for mean, _ in self._own[: self._known] if mean is not None]
+        is_uniform = len(means) == self._known and len({(one.dtype, one.device) for one in means}) == 1
+        if self._form is None and is_uniform:
+            self._form = FlatStatistics(means)
 
-    def recording(self) -> list[list[BatchStatistics]]:
+    def recording(self) -> Captures:
         """Begin a shard. The returned list receives the captures of each layer, in the order of its calls."""
         self._active = True
-        self._captures = [[] for _ in self.layers]
+        self._captures = Captures(len(self.layers), self._form)
         return self._captures
 
     def discard(self) -> None:
         """Stop capturing, and leave the running statistics unchanged."""
+        if self._captures is not None:
+            self._captures.check()
         self._captures = None
         if self._recomputed.layers:
             self._recomputed.begin()
 
-    def go_on(self, captures: list[list[BatchStatistics]]) -> None:
+    def go_on(self, captures: Captures) -> None:
         """Capture into a shard's list again."""
         if self._recomputed.layers:
             self._recomputed.end()
@@ -251,6 +222,8 @@ class BatchNormStatistics:
         if self._active and self.layers and self.problem is None:
             self._require_unmoved()
             self._require_one_momentum()
+        if self._captures is not None:
+            self._captures.check()
         self._momenta.clear()
         self._active, self._captures = False, None
         if self._recomputed.layers:
@@ -291,25 +264,27 @@ class BatchNormStatistics:
 
     def before(self, number: int, layer: BatchNorm) -> None:
         """Give a layer its spare buffers if a shard is being captured."""
-        mean = layer.running_mean
         if is_synced(layer):
             raise RuntimeError(
                 "A model must be synced before its Loop is created. This one was synced after. Call sync_batch_norm "
                 "first."
             )
+        buffers = layer._buffers  # without nn.Module's __getattr__
+        mean = buffers["running_mean"]
         if not (self._active and layer.training) or number in self._spared or mean is None:
             return
         if not layer.track_running_stats:
             return  # torch updates nothing; a script may turn it off and on around a call
-        buffers = layer._buffers
         own_mean, own_variance = self._own[number]
         if mean is not own_mean or buffers["running_var"] is not own_variance:
             return  # the caller's: [Note: Capture]
-        self._spared[number] = {"momentum": layer.momentum, **{name: buffers.get(name) for name in _SPARE}}
+        self._spared[number] = layer.momentum, {name: buffers.get(name) for name in _SPARE}
         layer.__dict__["momentum"] = 1.0  # bypasses nn.Module's __setattr__, which takes a microsecond
         buffers["num_batches_tracked"] = None
         if has_own_forward(layer) and own_variance is not None:
             self._look_within(number, layer, mean, own_variance)
+        elif self._captures is not None:
+            buffers["running_mean"], buffers["running_var"] = self._captures.spare(number, mean)
         else:
             buffers["running_mean"], buffers["running_var"] = torch.zeros_like(mean), torch.zeros_like(mean)
 
@@ -317,7 +292,7 @@ class BatchNormStatistics:
         """Intercept a layer with a custom forward. See [Note: Custom forwards]."""
         spare = mean.clone(), variance.clone()
         layer._buffers["running_mean"], layer._buffers["running_var"] = spare
-        momentum = self._spared[number]["momentum"]
+        momentum = self._spared[number][0]
 
         def take(inputs: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, given: float) -> None:
             if given not in (1.0, momentum):
@@ -336,14 +311,14 @@ class BatchNormStatistics:
         """Capture the spare buffers, and restore the layer's own."""
         if number not in self._spared:
             return
-        spared = self._spared.pop(number)
-        mean, variance = layer.running_mean, layer.running_var
+        momentum, spared = self._spared.pop(number)
+        mean, variance = layer._buffers["running_mean"], layer._buffers["running_var"]
         is_moved = is_torch = number not in self._within
         if not is_torch:
             interception, spare = self._within.pop(number)
             interception.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             is_moved = mean is not spare[0] or variance is not spare[1] or spare[0]._version > 0
-        momentum = layer.__dict__["momentum"] = spared.pop("momentum")
+        layer.__dict__["momentum"] = momentum
         self._momenta[number] = momentum if self._momenta.get(number, momentum) == momentum else math.nan
         layer._buffers.update(spared)
         if output is None or mean is None or variance is None:
@@ -358,11 +333,7 @@ class BatchNormStatistics:
         self, number: int, inputs: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, momentum: float = 0.0
     ) -> None:
         if self._captures is not None:
-            count = inputs.numel() // inputs.shape[1]
-            rest, biased = refine_statistics(inputs, mean, variance)
-            if biased is not None:
-                variance = biased * (count / max(count - 1, 1))
-            self._captures[number].append(BatchStatistics(count, mean, rest, variance, momentum))
+            self._captures.add(number, inputs, mean, variance, momentum)
 
     def enter_own(self, number: int) -> None:
         """Begin the forward of a user's own norm layer: see [Note: Interception]."""
@@ -391,8 +362,12 @@ class BatchNormStatistics:
             self._grouped[calls] = [LayerGroup(numbers, [self.layers[n] for n in numbers]) for numbers in each]
         return self._grouped[calls]
 
-    def pack(self, captures: list[list[BatchStatistics]], calls: tuple[int, ...], row: torch.Tensor) -> None:
+    def pack(self, captures: Captures, calls: tuple[int, ...], row: torch.Tensor) -> None:
         """Write a shard's captures into its row: for each call counts, means, rests, variances, own norms' momenta."""
+        if max(calls, default=0) == 1 and (whole := captures.in_one_piece()) is not None:
+            counts, statistics = whole
+            torch.cat([self._on_device(counts, row), *(one.to(row.dtype) for one in statistics)], out=row)
+            return
         pieces: list[torch.Tensor] = []
         for call, group in enumerate(self._groups(calls)):
             found = [captures[number][call] if call < len(captures[number]) else None for number in group.numbers]

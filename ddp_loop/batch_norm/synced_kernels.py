@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.batch_norm.batch_statistics import refine_statistics
+from ddp_loop.batch_norm.captures import refine_statistics
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
@@ -50,8 +50,11 @@ def statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if values.dtype != statistics_dtype(values):  # without it the CPU's kernel rounds the statistics to bfloat16
         spare = values.new_zeros(channels, dtype=torch.float32)
     mean, variance = torch.batch_norm_update_stats(values, spare, spare, 0.0)
-    rest, biased = refine_statistics(values, mean, variance)
-    return mean.double() + rest, (variance if biased is None else biased).double()
+    refined = refine_statistics(values, mean, variance)
+    if refined is None:
+        return mean.double(), variance.double()
+    rest, biased = refined
+    return mean.double() + rest, biased.double()
 
 
 def normalised(

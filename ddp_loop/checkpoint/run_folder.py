@@ -222,7 +222,7 @@ class RunFolder:
             return ""
         more = len(self.changed) - _SHOWN
         shown = [*self.changed[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
-        return f"{self.folder} goes on with changes: {'; '.join(shown)}."
+        return f"{self.folder} continues with changes: {'; '.join(shown)}."
 
     def record_start(self, **facts: object) -> None:
         """Record in starts.jsonl that training begins here, and in run.json what it begins with.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -77,14 +78,9 @@ class Collectives:
         """Start one of a step's own operations on tensors of a device; None in a world of one."""
         if self._backends is None:
             return None
-        backend, self.waits, self._looks = self._backends.of(device), STEP, 0
-        try:
+        backend = self._backends.of(device)
+        with self._waiting(STEP):
             work = operation(backend)
-        except Parted:
-            raise
-        except RuntimeError as error:
-            raise self._failure(error, STEP) from error
-        self._end_wait()
         if work is not None:
             self.under_way[work] = backend
         return work
@@ -98,32 +94,27 @@ class Collectives:
         if (backend := self.under_way.get(work)) is None:  # the world was left since
             work.wait()
             return
-        self._wait(backend, work, STEP)
+        with self._waiting(STEP):
+            backend.wait(work, self.is_in_vain)
         self.under_way.pop(work, None)
 
     def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> FlatSum | None:
         """The sum of a flat tensor, by its backend; None in a world of one."""
         return None if self._backends is None else self._backends.of(device).flat_sum(order, length, dtype, device)
 
-    def _wait(self, backend: Backend, work: Work, waits: str) -> None:
+    @contextmanager
+    def _waiting(self, waits: str) -> Iterator[None]:
         self.waits, self._looks, self._parted = waits, 0, 0  # an interrupt may have ended the wait before
         try:
-            backend.wait(work, self.is_in_vain)
+            yield
         except Parted:
             raise
         except RuntimeError as error:
-            raise self._failure(error, waits) from error
-        self._end_wait()
-
-    def _end_wait(self) -> None:
+            self.waits = waits  # still counts, for the roll call
+            raise self._store.peer_failure(error, self._timeout_s) from error
         self.waits = ""
         if self._looks:
             self._store.set_wait("")
-
-    def _failure(self, error: RuntimeError, waits: str) -> PeerFailed:
-        """The exception for an operation that ended with `error`."""
-        self.waits = waits  # still counts, for the roll call
-        return self._store.peer_failure(error, self._timeout_s)
 
     def is_in_vain(self) -> bool:
         """Whether a rank failed, waits elsewhere, or takes too long; called during a wait."""
@@ -146,7 +137,8 @@ class Collectives:
             return part.reshape(1, -1)
         others = self._backends.others
         whole = part.new_empty(others.size * part.numel())
-        self._wait(others, others.start_gather(whole, part, waits), waits)
+        with self._waiting(waits):
+            others.wait(others.start_gather(whole, part, waits), self.is_in_vain)
         return whole.view(others.size, -1)
 
     def _check_alignment(self, kind: str, where: RankStatus, size: int = 0) -> list[int]:
@@ -161,8 +153,9 @@ class Collectives:
         if self._backends is None:
             return [size]
         others = self._backends.others
-        numbers = others.start_numbers((zlib.crc32(kind.encode()), size), kind)
-        self._wait(others, numbers, kind)
+        with self._waiting(kind):
+            numbers = others.start_numbers((zlib.crc32(kind.encode()), size), kind)
+            others.wait(numbers, self.is_in_vain)
         told = numbers.rows()
         if len({crc for crc, _ in told}) > 1:
             room = torch.zeros(_KIND_BYTES, dtype=torch.uint8)
@@ -180,8 +173,10 @@ class Collectives:
             work = self.start(operation, tensor.device)
             if work is not None:
                 self.finish(work)
-        elif (work := operation(self._backends.others)) is not None:
-            self._wait(self._backends.others, work, waits)
+            return
+        with self._waiting(waits):
+            if (work := operation(self._backends.others)) is not None:
+                self._backends.others.wait(work, self.is_in_vain)
 
     def sum(self, tensor: torch.Tensor, where: RankStatus) -> None:
         """Add `tensor` up over all ranks, in place."""

@@ -52,9 +52,10 @@ def join_world(
     if not (isfinite(timeout_s) and timeout_s > 0):
         raise ValueError(f"timeout_s must be a finite number of seconds above 0. Got {timeout_s=}.")
     if exchange == "auto":
-        exchange = os.environ.get(_EXCHANGE, exchange)
+        exchange = os.environ.get(_EXCHANGE) or exchange
     if exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {', '.join(map(repr, EXCHANGES))}. Got {exchange!r}.")
+        every = ", ".join(map(repr, EXCHANGES))
+        raise ValueError(f"exchange, and {_EXCHANGE} in the environment, must be one of {every}. Got {exchange!r}.")
     place = read_rank_env(dict(os.environ))
     end_with_torchrun(os.environ)
     chosen = choose_device(device, gpu_count(), place.local_rank)

@@ -92,9 +92,10 @@ class Listener:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"ranks {sorted(missing)} did not connect")
-                ready, _, _ = select.select([self._socket, *pending], [], [], min(left, _LOOK_S))
-                if self._socket in ready:
-                    pending.append(self._socket.accept()[0])
+                if _readable([self._socket, *pending], min(left, _LOOK_S))[0]:
+                    one = self._socket.accept()[0]
+                    one.setblocking(False)  # an accepted one blocks, or has the process's default timeout
+                    pending.append(one)
                 for one in [*pending]:
                     rank = self._greeting(one, missing)
                     if rank is None and len(pending) <= _PENDING:
@@ -115,13 +116,15 @@ class Listener:
     def _greeting(self, one: socket.socket, missing: set[int]) -> int | None:
         """The rank that greets, -1 for a stranger, None without a message yet."""
         try:
-            word = one.recv(_GREETING.size + 1, socket.MSG_DONTWAIT)
-            if len(word) != _GREETING.size or not _is_same_user(one):
+            if not _is_same_user(one):
+                return -1
+            word = one.recv(_GREETING.size + 1)
+            if len(word) != _GREETING.size:
                 return -1
             magic, token, rank = _GREETING.unpack(word)
             if magic != _MAGIC or not hmac.compare_digest(token, bytes.fromhex(self.token)) or rank not in missing:
                 return -1
-            one.send(_ACCEPTED, socket.MSG_DONTWAIT)
+            one.send(_ACCEPTED, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return None
         except OSError:
@@ -133,7 +136,7 @@ def connect(name: str, token: str, rank: int, deadline: float) -> socket.socket:
     """Connect to a rank's listener as `rank`; `await_accepted` follows.
 
     Raises:
-        OSError: nobody listens there, such as in another network namespace, or another user does.
+        OSError: no process listens there, such as in another network namespace, or one of another user.
     """
     one = _new_socket()
     try:
@@ -147,7 +150,7 @@ def connect(name: str, token: str, rank: int, deadline: float) -> socket.socket:
                 time.sleep(_RETRY_S)
         if not _is_same_user(one):
             raise PermissionError("the listener belongs to another user")
-        one.send(_GREETING.pack(_MAGIC, bytes.fromhex(token), rank))
+        one.send(_GREETING.pack(_MAGIC, bytes.fromhex(token), rank), socket.MSG_NOSIGNAL)
     except BaseException:
         one.close()
         raise
@@ -160,7 +163,7 @@ def await_accepted(one: socket.socket, deadline: float) -> None:
     Raises:
         OSError: it has not, in time.
     """
-    ready, _, _ = select.select([one], [], [], max(deadline - time.monotonic(), 0.0))
+    ready = _readable([one], max(deadline - time.monotonic(), 0.0))[0]
     if not ready or one.recv(len(_ACCEPTED)) != _ACCEPTED:
         raise ConnectionRefusedError("the connection was refused")
 
@@ -169,6 +172,15 @@ def _new_socket() -> socket.socket:
     one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one.setblocking(False)
     return one
+
+
+def _readable(sockets: Sequence[socket.socket], timeout_s: float) -> list[bool]:
+    """Which of these have something to read, or have ended; waits for the first one."""
+    poll = select.poll()  # select takes no descriptor above 1023
+    for one in sockets:
+        poll.register(one, select.POLLIN)
+    ready = {descriptor for descriptor, _ in poll.poll(1e3 * timeout_s)}
+    return [one.fileno() in ready for one in sockets]
 
 
 def _address(name: str) -> str:
@@ -203,8 +215,7 @@ class LocalPeers:
         self._sockets = sockets
         self._ranks = {one.fileno(): rank for rank, one in sockets.items()}
         self._poll = select.poll()
-        for descriptor, rank in self._ranks.items():
-            sockets[rank].setblocking(False)  # an accepted one blocks
+        for descriptor in self._ranks:
             self._poll.register(descriptor, select.POLLIN)
         self._buffer = bytearray(_FORM.size + TEXT_BYTES)
         self._room = socket.CMSG_SPACE(8 * 4)  # for descriptors
@@ -218,9 +229,9 @@ class LocalPeers:
         for rank in to:
             try:
                 if descriptors:
-                    socket.send_fds(self._sockets[rank], [word], list(descriptors))
+                    socket.send_fds(self._sockets[rank], [word], list(descriptors), socket.MSG_NOSIGNAL)
                 else:
-                    self._sockets[rank].send(word)
+                    self._sockets[rank].send(word, socket.MSG_NOSIGNAL)  # the script may have SIGPIPE end it
             except BlockingIOError:
                 full.add(rank)
             except OSError:  # what it sent before can still be read
@@ -235,7 +246,10 @@ class LocalPeers:
         """The next message of a rank, its text, and its file descriptors; None if there is none, or none will come."""
         one = self._sockets[rank]
         try:
-            size, attached, _, _ = one.recvmsg_into([self._buffer], self._room, socket.MSG_CMSG_CLOEXEC)
+            try:
+                size, attached, _, _ = one.recvmsg_into([self._buffer], self._room, socket.MSG_CMSG_CLOEXEC)
+            except ConnectionResetError:  # once, where it ended with unread messages; what it sent can still be read
+                size, attached, _, _ = one.recvmsg_into([self._buffer], self._room, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return None
         except OSError:

@@ -31,7 +31,13 @@ _ARENA = Header(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, ())
 
 
 class NoSharedMemory(Exception):
-    """Why the ranks do not exchange values in memory, the same on every rank."""
+    """Why the ranks do not exchange values in memory, the same on every rank.
+
+    Attributes:
+        is_needed: whether a rank was asked for exchange="memory".
+    """
+
+    is_needed = False
 
 
 def meet_in_memory(
@@ -56,17 +62,12 @@ def meet_in_memory(
         NoSharedMemory: a rank cannot, or is not to; on every rank.
         RuntimeError: a rank did not come in time.
     """
-    listener, why = None, "" if exchange != "gloo" else 'exchange="gloo" was asked for.'
-    if not why:
-        try:
-            Segment.make(1).close()
-            listener = Listener()
-        except (OSError, AttributeError) as error:
-            why = f"Rank {place.rank} has no shared memory ({error})."
-    said = {"machine": machine_of(place), "why": why}
+    listener, why = _listen(place.rank, exchange)
+    said = {"machine": machine_of(place), "why": why, "exchange": exchange}
     if listener is not None:
         said |= {"name": listener.name, "token": listener.token}
     peers: LocalPeers | None = None
+    every: list[dict[str, str]] = []
     try:
         every = [json.loads(word) for word in _told_by_all(store, "here", place, json.dumps(said), timeout_s)]
         _refuse([one["why"] for one in every])
@@ -74,22 +75,37 @@ def meet_in_memory(
         ranks = next(one for one in machines if place.rank in one)
         arenas: list[Segment] = []
         try:
-            assert listener is not None
+            if listener is None:
+                raise NoSharedMemory(why)  # as every rank does
             deadline = time.monotonic() + min(timeout_s, _CONNECT_S)
             peers = LocalPeers(_connected(listener, every, place.rank, ranks, deadline))
             arenas = _arenas(peers, place.rank - ranks.start, len(ranks), deadline)
         except (OSError, ValueError) as error:
             why = f"Rank {place.rank} does not reach the others in memory ({error})."
         _refuse(_told_by_all(store, "ready", place, why, timeout_s))
-    except BaseException:
+    except BaseException as error:
         if peers is not None:
             peers.close()
+        if isinstance(error, NoSharedMemory):
+            error.is_needed = any(one["exchange"] == "memory" for one in every)
         raise
     finally:
         if listener is not None:
             listener.close()
-    assert peers is not None  # otherwise this rank had a reason
+    if peers is None:
+        raise NoSharedMemory(why)  # as every rank does
     return MemoryBackend(place.rank - ranks.start, peers, arenas, ranks.start, where, in_vain), machines
+
+
+def _listen(rank: int, exchange: str) -> tuple[Listener | None, str]:
+    """Where the other ranks of the machine connect; None with the reason."""
+    if exchange == "gloo":
+        return None, 'exchange="gloo" was asked for.'
+    try:
+        Segment.make(1).close()
+        return Listener(), ""
+    except (OSError, AttributeError) as error:
+        return None, f"Rank {rank} has no shared memory ({error})."
 
 
 def machine_of(place: RankEnv) -> str:

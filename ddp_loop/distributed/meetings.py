@@ -33,10 +33,11 @@ ARRIVED, MAPPED, REDUCED, COPIED, _DONE, _ASK, _PLACE = range(7)  # stages, and 
 NUMBERS, SUM, GATHER, BROADCAST, FLAT = range(5)  # kinds
 ARENA_BYTES = 2 * 2**20
 PART_BYTES = ARENA_BYTES // 4  # the most that a rank puts there for one operation
-_PLACE_S = 1.0  # for the places of ranks that make another operation
+_PLACE_S = 1.0  # for the places of ranks that have come to the operation, or to another one
+_LATE_PLACE_S = 0.05  # for those of ranks that have not come yet
 _ROOM_S = 0.001  # until a full connection is tried again
 _VIEWS = 4096
-SPIN = float(os.environ.get("SPIN", "0")) * 1e-6
+_SPIN_S = 100e-6  # where each rank has a core
 _NUMBER_OF = {name: number for number, name in enumerate(STAGES)}
 
 Then = Callable[["Meeting", Callable[[], bool]], None]
@@ -85,12 +86,11 @@ class Meeting:
         return [found[rank].words[:count] for rank in range(size)]
 
     def complete(self, headers: dict[int, Header], in_vain: Callable[[], bool]) -> None:
-        """Take the headers, and do what remains of the operation."""
-        self.headers, then = headers, self._then
-        self._then = None
-        if then is not None:
-            then(self, in_vain)
-        self.is_over = True
+        """Take the headers, and do what remains of the operation; again, where Ctrl-C ended that before."""
+        self.headers = headers
+        if self._then is not None:
+            self._then(self, in_vain)
+        self._then, self.is_over = None, True
 
 
 class Meetings:
@@ -129,6 +129,7 @@ class Meetings:
         self._asked: dict[int, int] = {}  # by rank: it waits until this operation is completed here
         self._places: dict[int, str] = {}
         self._views: dict[tuple[int, int, torch.dtype, int], torch.Tensor] = {}
+        self._spin_s = _SPIN_S if self.size <= len(os.sched_getaffinity(0)) else 0.0
         self.unsettled: Meeting | None = None  # the last operation whose sums other ranks may still read
 
     # -- meetings ------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class Meetings:
         key = work.header.sequence, work.stage
         self._drain(self.others)
         looked = time.monotonic()
-        self._spin(key, looked + SPIN)
+        self._spin(key)
         while len(headers := self._inbox.get(key, {})) < len(self.others):
             if work.is_over:  # another rank asked for it
                 return
@@ -200,16 +201,17 @@ class Meetings:
         if self._asked:
             self._answer()
 
-    def _spin(self, key: tuple[int, int], until: float) -> None:
-        """Look for the headers of all ranks without sleeping, until a time on the monotonic clock."""
-        while SPIN and len(self._inbox.get(key, {})) < len(self.others) and time.monotonic() < until:
+    def _spin(self, key: tuple[int, int]) -> None:
+        """Look for a moment before sleeping: waking up takes longer than most waits."""
+        end = time.monotonic() + self._spin_s
+        while len(self._inbox.get(key, {})) < len(self.others) and time.monotonic() < end:
             os.sched_yield()
             self._drain(self.others)
 
     def _complete(self, work: Meeting, headers: dict[int, Header], in_vain: Callable[[], bool]) -> None:
         self._check(work, headers)
-        self._inbox.pop((work.sequence, work.stage), None)
         work.complete(headers, in_vain)
+        self._inbox.pop((work.sequence, work.stage), None)
         self._open.pop(work.sequence, None)
 
     def finish_now(self, work: Meeting) -> Meeting:
@@ -243,29 +245,37 @@ class Meetings:
     def _part(self, own: str, met: Collection[int]) -> None:
         text = own.encode(errors="replace")[:TEXT_BYTES]
         self._send(_note(_PLACE), self.others, text)
-        deadline = time.monotonic() + _PLACE_S
-        while any(rank not in self._places and rank not in self._peers.gone for rank in met):
-            if (left := deadline - time.monotonic()) <= 0:
-                break
-            self._drain(self._peers.wait(left))
+        for ranks, most_s in (met, _PLACE_S), (self.others, _LATE_PLACE_S):
+            deadline = time.monotonic() + most_s
+            while any(rank not in self._places and rank not in self._peers.gone for rank in ranks):
+                if (left := deadline - time.monotonic()) <= 0:
+                    break
+                self._drain(self._peers.wait(left))
         places = {**self._places, self.rank: own}
-        raise Parted({self._first + rank: places.get(rank, "another place") for rank in range(self.size)})
+        raise Parted({self._first + rank: place for rank, place in sorted(places.items())})
 
     # -- messages ------------------------------------------------------------------------------------------
 
     def _send(self, header: Header, to: Collection[int], text: bytes = b"", descriptors: Sequence[int] = ()) -> None:
         """Send a message; where a connection is full, read meanwhile, so that ranks do not wait for each other."""
+        looked = time.monotonic()
         while to := self._peers.send(header, to, text, descriptors):
             self._drain(self.others)
             to = [rank for rank in to if rank not in self._peers.gone]
             if to:
                 time.sleep(_ROOM_S)
+                if (now := time.monotonic()) - looked > LOOK_S:
+                    looked = now
+                    if self.in_vain():
+                        raise RuntimeError(f"rank {self._first + to[0]} reads no messages")
 
     def _drain(self, ranks: Collection[int]) -> None:
         """Read what has come from these ranks."""
         for rank in ranks:
             while (message := self._peers.receive(rank)) is not None:
                 self._read(rank, *message)
+        if self._asked:
+            self._answer()
 
     def _read(self, rank: int, header: Header, text: bytes, descriptors: list[int]) -> None:
         self._done[rank] = max(self._done[rank], header.done)
@@ -278,7 +288,6 @@ class Meetings:
             self._places[rank] = text.decode(errors="replace")
         elif header.stage == _ASK:
             self._asked[rank] = header.sequence
-            self._answer()
 
     def attached(self, meeting: Meeting, rank: int) -> list[int]:
         """The descriptors that a rank sent with an operation; whoever takes them closes them."""
@@ -305,7 +314,8 @@ class Meetings:
 
     def _put(self, values: Sequence[torch.Tensor]) -> int:
         """Copy values into this rank's arena, one after another; returns where, in bytes."""
-        offset = start = self._claim(sum(one.nbytes for one in values))
+        size = sum(one.nbytes for one in values)
+        offset = start = self._claim(size) if size else 0
         for one in values:
             self._view(self.rank, offset, one.dtype, len(one)).copy_(one)
             offset += one.nbytes
@@ -354,3 +364,4 @@ class Meetings:
         for number in [number for numbers in self._attached.values() for number in numbers]:
             os.close(number)
         self._attached.clear()
+        self._arenas, self._views = [], {}  # a loop that is kept holds them otherwise

@@ -6,6 +6,7 @@ anyway (`memory_sum`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -60,10 +61,16 @@ class MemoryBackend(Meetings):
     def _in_parts(self, tensor: torch.Tensor, start: Callable[[slice], Meeting]) -> Then:
         """Do an operation on all elements of `tensor`, (K,), in parts, one after another."""
         step = PART_BYTES // tensor.itemsize
+        left = deque(range(0, len(tensor), step))
+        under_way: list[Meeting] = []  # kept, since Ctrl-C may end this wait, and another one begin
 
         def run(meeting: Meeting, in_vain: Callable[[], bool]) -> None:
-            for first in range(0, len(tensor), step):
-                self.finish(start(slice(first, first + step)), in_vain)
+            while left or under_way:
+                if not under_way:
+                    under_way.append(start(slice(left[0], left[0] + step)))
+                    left.popleft()
+                self.finish(under_way[0], in_vain)
+                under_way.clear()
 
         return run
 
@@ -81,8 +88,8 @@ class MemoryBackend(Meetings):
             flat.copy_(self.values_of(meeting, 0, flat.dtype, len(flat)))
 
     def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
-        assert isinstance(work, Meeting)
-        self.finish(work, in_vain)
+        if isinstance(work, Meeting):
+            self.finish(work, in_vain)
 
     def cut_off(self) -> None:
         self.end()

@@ -83,20 +83,39 @@ class ProcessGroups:
         self._made: list[dist.ProcessGroup] = []
         self.exchange, self.why_gloo = exchange, ""
         memory: MemoryBackend | None = None
-        machines: list[range] = []
         try:
-            memory, machines = meet_in_memory(self.store, place, exchange, timeout_s, where=where, in_vain=in_vain)
-            self.exchange = "memory"
+            memory, machines = self._meet(place, exchange, timeout_s, where, in_vain)
+            self.backends = self._make_backends(place, device, timeout_s, memory, machines)
+        except BaseException:
+            if memory is not None:
+                memory.end()
+            if self._owns:
+                dist.destroy_process_group()
+            raise
+        self.connections = {number: name for number, name in open_sockets().items() if self._before.get(number) != name}
+
+    def _meet(
+        self,
+        place: RankEnv,
+        exchange: str,
+        timeout_s: float,
+        where: Callable[[], RankStatus],
+        in_vain: Callable[[], bool],
+    ) -> tuple[MemoryBackend | None, list[range]]:
+        """The exchange in memory, if it can be had, and the ranks of each machine. Every rank must call this."""
+        try:
+            found = meet_in_memory(self.store, place, exchange, timeout_s, where=where, in_vain=in_vain)
         except NoSharedMemory as no:
+            if no.is_needed:
+                raise RuntimeError(
+                    f'exchange="memory" needs shared memory between all ranks. {no} Pass exchange="auto".'
+                ) from no
             self.exchange, self.why_gloo = "gloo", str(no)
+            return None, []
         except RuntimeError as error:
             raise _not_all_came(place, timeout_s, error) from error
-        if exchange == "memory" and memory is None:
-            raise RuntimeError(
-                f'exchange="memory" needs shared memory between all ranks. {self.why_gloo} Pass exchange="auto".'
-            )
-        self.backends = self._make_backends(place, device, timeout_s, memory, machines)
-        self.connections = {number: name for number, name in open_sockets().items() if self._before.get(number) != name}
+        self.exchange = "memory"
+        return found
 
     def _make_backends(
         self,

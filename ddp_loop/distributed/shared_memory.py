@@ -76,3 +76,5 @@ class Segment:
         if descriptor >= 0:
             with suppress(OSError):
                 os.close(descriptor)
+
+    __del__ = close  # one that was never sent

@@ -143,9 +143,11 @@ class Watchdog:
     # -- the thread ----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        poll = select.poll()  # select takes no descriptor above 1023
+        poll.register(self._read, select.POLLIN)
         while True:
             due = min(self._interrupt_at, self._deadline) - time.monotonic()
-            ready, _, _ = select.select([self._read], [], [], min(max(due, 0.0), _LOOK_S))
+            ready = poll.poll(1e3 * min(max(due, 0.0), _LOOK_S))
             for number in os.read(self._read, 64) if ready else b"":
                 if number == _END:
                     os.close(self._read)

@@ -24,6 +24,8 @@ from ddp_loop.accelerators import accelerator_of
 from ddp_loop.distributed import Work, World, as_real, fill_identity, merge, padded
 from ddp_loop.training.ordered_sum import ReductionOrder
 
+_LARGE_BYTES = 2**17  # of a gradient that is copied at once
+
 
 def grouped(parameters: list[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
     """Neighbours of one dtype and device in groups of up to `bucket_bytes`; a larger one is a group of its own."""
@@ -205,6 +207,17 @@ class Bucket:
             for parameter, view in zip(self.parameters, self._shown.views, strict=True):
                 if parameter.grad is view:
                     parameter.grad = None
+
+    def take(self, parameter: Parameter) -> None:
+        """Copy a large gradient that has just been made into the flat tensor, while it is in the cache.
+
+        Autograd then uses its memory again for the next one. Small ones are copied together, in fewer calls.
+        """
+        gradient = parameter.grad
+        if self._order.in_place and gradient is not None and gradient.nbytes >= _LARGE_BYTES and not gradient.is_sparse:
+            view = self.own.views[self._places[parameter]]
+            if gradient is not view:
+                parameter.grad = view.copy_(gradient)
 
     def end_backward(self) -> None:
         """Keep the gradients of a shard that has another loss."""

@@ -146,7 +146,11 @@ class Fold:
     # -- a pass over the shards ----------------------------------------------------------------------------
 
     def open(self, step: object = None) -> None:
-        """Begin a pass over the shards of a mini-batch, for `step` or without one."""
+        """Begin a pass over the shards of a mini-batch.
+
+        Args:
+            step: whose pass it is; None without a `Step`.
+        """
         self._world.require_collectives_allowed()
         self._world.block_collectives(_OPEN)
         self._records, self._empty, self._loss_scale, self.opened_by = [], None, None, step or self

@@ -71,7 +71,7 @@ class Gradients:
         self._tail = 0
         self.tail = torch.empty(0)  # room for the other sums of the step, of `slot_dtype`, shape (the planned length,)
         self._planned: dict[Parameter, tuple[torch.dtype, tuple[int, ...]]] = {}
-        self._home: dict[Parameter, Bucket] = {}
+        self._home: dict[Parameter, tuple[int, Bucket]] = {}  # with its number
         self._hooks: list[RemovableHandle] = []
         self._next = 0  # the first bucket whose sum has not started
         self._in_backward = self._in_last = False
@@ -102,9 +102,9 @@ class Gradients:
             self.buckets.append(Bucket(group, room, kind, place, self._world, self._order))
         self.tail = self.buckets[-1].tail
         self._planned = {parameter: (parameter.dtype, parameter.stride()) for parameter in wanted}
-        for bucket in self.buckets[:-1]:
+        for number, bucket in enumerate(self.buckets[:-1]):
             for parameter in bucket.parameters:
-                self._home[parameter] = bucket
+                self._home[parameter] = number, bucket
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
 
     def release(self) -> None:
@@ -255,18 +255,19 @@ class Gradients:
         return void & ~gradient.isfinite() if self._synced else void
 
     def _arrived(self, parameter: Parameter) -> None:
-        bucket = self._home[parameter]
+        number, bucket = self._home[parameter]
         if not self._in_backward:
-            if self._is_pass_open and self.buckets.index(bucket) < self._next:
+            if self._is_pass_open and number < self._next:
                 raise RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
             return  # a backward of the script's own; the step's next one finds its gradients
-        if self.buckets.index(bucket) < self._next:
+        if number < self._next:
             raise RuntimeError(
                 f"A parameter gets its gradient once in a shard's last backward. {self._names[parameter]} got a second "
                 "one after its sum over the ranks had begun, as with reentrant checkpointing of a shared weight. "
                 "Checkpoint with use_reentrant=False, or give Loop a bucket_cap_mib larger than the network."
             )
         bucket.missing.discard(parameter)
+        bucket.take(parameter)
         while self._in_last and self._next < len(self.buckets) - 1 and not self.buckets[self._next].missing:
             first = self.buckets[self._next]
             self._next += 1

@@ -60,7 +60,9 @@ def tree_order(shards: int, ranks: int, rank: int) -> ReductionOrder:
 def rank_order(shards: int, ranks: int, rank: int) -> ReductionOrder:
     """Each rank's shards one after another, then the ranks in any order."""
     mine = len(split_range(shards, ranks, rank))
-    return ReductionOrder((0, *(1,) * (mine - 1))[:mine], (1,) * ranks, (0,) * ranks, is_any=True, in_place=True)
+    return ReductionOrder(
+        (0, *(1,) * (mine - 1))[:mine], (1,) * ranks, (0, *(1,) * (ranks - 1)), is_any=True, in_place=True
+    )
 
 
 def _pairs(node: Node) -> Iterator[tuple[tuple[Node, Node], Node]]:

@@ -21,7 +21,7 @@ from operator import le
 import torch
 
 from ddp_loop.accelerators import is_asynchronous
-from ddp_loop.batch_norm import BatchStatistics
+from ddp_loop.batch_norm import Captures
 from ddp_loop.data import MiniBatch, Shard
 from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.validation import RESERVED_NAMES, Sum, Value, Weight, reserved_names
@@ -267,7 +267,7 @@ class ShardRecord:
     """What one shard leaves for the fold, beside its gradients."""
 
     shard: Shard
-    captures: list[list[BatchStatistics]]
+    captures: Captures
     losses: list[torch.Tensor] = field(default_factory=list)
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     sums: frozenset[str] = frozenset()  # which of "loss" and the metrics add up

@@ -1,0 +1,161 @@
+"""The exchange in memory: random programs of collectives, at whatever moment each rank comes to them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import ddp_loop as dl
+from ddp_loop.distributed import padded
+from ddp_loop.distributed.backend import STEP
+from ddp_loop.distributed.meetings import PART_BYTES
+from ddp_loop.training.ordered_sum import tree_order
+from tests.support.exchanges import (
+    CPU,
+    be_late,
+    by_the_tree,
+    digest,
+    one_after_another,
+    rows_of_all,
+    same_bits,
+    values,
+)
+from tests.support.harness import OnRanks
+
+pytestmark = pytest.mark.covers("D10")
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.float16]
+DTYPES = [*FLOATS, torch.uint8, torch.int8, torch.int64, torch.complex128]
+SIZES = [0, 1, 7, 1000, 30_000, PART_BYTES // 4, PART_BYTES // 4 + 1, 300_000]
+OPERATIONS = 60
+
+
+class Program:
+    """Random collectives, the same on each rank, each with its result as one process computes it.
+
+    Those that have begun are finished later, in an order of each rank's own where they need no other collective.
+    """
+
+    def __init__(self, world: dl.World, seed: int) -> None:
+        self.world, self.seed = world, seed
+        self.chance, self.own = random.Random(seed), random.Random(repr((seed, world.rank)))
+        self.number = 0
+        self.found: list[torch.Tensor] = []
+        self.short: list[Callable[[], None]] = []  # to finish in any order
+        self.long: list[Callable[[], None]] = []  # in the order in which they began
+
+    def every(self, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [values(count, dtype, self.seed, self.number, rank) for rank in range(self.world.size)]
+
+    def note(self, found: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
+        assert same_bits(found, wanted), f"operation {self.number}, {what}"
+        self.found.append(wanted)
+
+    def begin(self, start: Callable[..., object], found: torch.Tensor, wanted: torch.Tensor, size: int) -> None:
+        work = self.world.start(start, CPU)  # type: ignore[arg-type]
+        number = self.number
+
+        def finish() -> None:
+            be_late(self.seed, number, self.world.rank, "finish")
+            self.world.finish(work)
+            self.note(found, wanted, number)
+
+        (self.short if size <= PART_BYTES else self.long).append(finish)
+
+    def sum(self) -> None:
+        every = self.every(self.chance.choice(SIZES), self.chance.choice(DTYPES))
+        own, total = every[self.world.rank].clone(), one_after_another(every)
+        self.begin(lambda backend: backend.start_sum(own, STEP), own, total, own.nbytes)
+
+    def gather(self) -> None:
+        every = self.every(self.chance.choice(SIZES), self.chance.choice(DTYPES))
+        own = every[self.world.rank]
+        whole = own.new_empty(len(own) * len(every))
+        self.begin(lambda backend: backend.start_gather(whole, own, STEP), whole, torch.cat(every), own.nbytes)
+
+    def broadcast(self) -> None:
+        every = self.every(self.chance.choice(SIZES), self.chance.choice(DTYPES))
+        own = every[self.world.rank].clone()
+        self.begin(lambda backend: backend.start_broadcast(own, STEP), own, every[0], own.nbytes)
+
+    def of_another_kind(self) -> None:
+        """A collective with a header of its own, while others are under way."""
+        match self.chance.randrange(4):
+            case 0:
+                every = self.every(self.chance.choice(SIZES), self.chance.choice(DTYPES))
+                self.note(self.world.sum(every[self.world.rank].clone()), one_after_another(every), "sum")
+            case 1:
+                every = self.every(self.chance.choice(SIZES), torch.float32)
+                for found, wanted in zip(self.world.gather(every[self.world.rank]), every, strict=True):
+                    self.note(found, wanted, "gather")
+            case 2:
+                every = self.every(self.chance.choice(SIZES), self.chance.choice(DTYPES))
+                self.note(self.world.broadcast(every[self.world.rank].clone()), every[0], "broadcast")
+            case 3:
+                ranks = range(self.world.size)
+                assert self.world.numbers(self.world.rank - 2**62, "n") == [rank - 2**62 for rank in ranks]
+
+    def flat_sums(self) -> None:
+        """Some buckets, which begin while others come, over two steps."""
+        shards = self.chance.randrange(1, 3 * self.world.size + 1)
+        order = tree_order(shards, self.world.size, self.world.rank)
+        made = []
+        for _ in range(self.chance.randrange(1, 4)):
+            length, dtype = self.chance.choice(SIZES[1:]), self.chance.choice(FLOATS)
+            whole = self.world.flat_sum(order, padded(length, order), dtype, CPU)
+            assert whole is not None
+            rows = [whole.empty() for _ in range(max(1, order.pieces[self.world.rank]))]
+            if self.chance.random() < 0.3 and self.own.random() < 0.5:  # only on some ranks
+                rows[0] = torch.empty_like(rows[0])
+            made.append((whole, rows, [torch.view_as_real(r).reshape(-1) if dtype.is_complex else r for r in rows]))
+        for step in range(2):
+            under_way, wanted = [], []
+            for number, (whole, rows, flat) in enumerate(made):
+                every = rows_of_all(order, len(rows[0]), rows[0].dtype, self.seed, self.number, step, number)
+                for row, value in zip(rows, every[self.world.rank], strict=True):
+                    row.copy_(value)
+                wanted.append(by_the_tree(order, every))
+                be_late(self.seed, self.number, step, number, self.world.rank)
+                under_way.append(self.world.start(lambda _, whole=whole, flat=flat: whole.arrive(flat), CPU))  # type: ignore[misc]
+            for number, (whole, _, _) in enumerate(made):
+                self.world.finish(under_way[number])
+                under_way[number] = self.world.start(lambda _, whole=whole: whole.reduce(), CPU)  # type: ignore[misc]
+            for number, (whole, rows, _) in enumerate(made):
+                self.world.finish(under_way[number])
+                whole.collect()
+                self.note(rows[0], wanted[number], (order, len(rows[0]), rows[0].dtype))
+            self.world.finish(self.world.start(lambda backend: backend.start_settling(), CPU))
+
+    def finish_some(self) -> None:
+        while len(self.long) > self.chance.randrange(3):
+            self.long.pop(0)()
+        self.own.shuffle(self.short)
+        for _ in range(self.own.randrange(len(self.short) + 1)):
+            self.short.pop()()
+
+    def run(self) -> list[torch.Tensor]:
+        usual = [self.sum, self.sum, self.gather, self.broadcast, self.of_another_kind, self.flat_sums]
+        for self.number in range(OPERATIONS):
+            be_late(self.seed, self.number, self.world.rank)
+            self.chance.choice(usual)()
+            if self.chance.random() < 0.3:
+                self.finish_some()
+        for finish in [*self.long, *self.short]:
+            finish()
+        return self.found
+
+
+def run_program(seed: int) -> str:
+    with dl.join_world(exchange="memory", timeout_s=30.0) as world:
+        program = Program(world, seed)
+        program.run()
+        return digest(sorted(program.found, key=lambda one: (len(one), str(one.dtype), digest([one]))))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_programs_give_what_one_process_computes(seed: int, ranks: int, on_ranks: OnRanks) -> None:
+    assert len(set(on_ranks(ranks, run_program, seed))) == 1
