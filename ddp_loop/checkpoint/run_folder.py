@@ -187,7 +187,7 @@ class RunFolder:
         if not changed or (resume and not lost):
             return
         status = (read_json(self.folder / STATUS) or {}).get("status", "not ended")
-        remedy = "Pass resume=True to go on with it, with other bits,"
+        remedy = "Pass resume=True to continue it with other bits,"
         if lost:
             remedy = "Its checkpoints count an epoch's mini-batches, which are others now. Restore these values, pass"
         raise ValueError(
@@ -212,7 +212,7 @@ class RunFolder:
             return ""
         more = len(self.changed) - _SHOWN
         shown = [*self.changed[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
-        return f"{self.folder} goes on with changes: {'; '.join(shown)}."
+        return f"{self.folder} continues with changes: {'; '.join(shown)}."
 
     def record_start(self, **facts: object) -> None:
         """Record in starts.jsonl that training begins here, and in run.json what it begins with.

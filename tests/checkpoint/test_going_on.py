@@ -75,7 +75,7 @@ def test_more_epochs_go_on_from_the_end(
     assert rows_of(tmp_path) == whole.made
     assert (status_of(tmp_path)["status"], status_of(tmp_path)["epochs"]) == ("done", EPOCHS + 1)
     assert notices(capsys) == [
-        f"ddp_loop: {tmp_path} goes on with changes: arguments: was '--epochs 2', is '--epochs 3'; epochs: was 2, is 3."
+        f"ddp_loop: {tmp_path} continues with changes: arguments: was '--epochs 2', is '--epochs 3'; epochs: was 2, is 3."
     ]
 
 
@@ -107,7 +107,7 @@ def test_a_changed_script_goes_on_with_one_notice_and_every_start_is_recorded(
     small(run, epochs=3, stop_at=2)
     script.write_text("a = 1  # a comment\n")
     small(run, epochs=3, stop_at=4)
-    assert notices(capsys) == [f"ddp_loop: {run} goes on with changes: the script's content has changed."]
+    assert notices(capsys) == [f"ddp_loop: {run} continues with changes: the script's content has changed."]
     small(run, epochs=3)
     assert notices(capsys) == []  # the run is that of the new script now
     starts = lines_of(run / STARTS)
@@ -191,7 +191,7 @@ def test_another_run_is_refused_with_the_remedy(
     assert "resume=False to start over (its files move to before/), or another run_dir=." in str(refused.value)
     if resumes:
         assert train(str(tmp_path), 5, resume=True, **keywords).made == [4, 5]
-        assert f"ddp_loop: {tmp_path} goes on with changes: {said}." in capsys.readouterr().out
+        assert f"ddp_loop: {tmp_path} continues with changes: {said}." in capsys.readouterr().out
     else:  # the position in an epoch means nothing there
         with pytest.raises(ValueError, match=said):
             train(str(tmp_path), resume=True, **keywords)
