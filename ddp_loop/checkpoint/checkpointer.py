@@ -142,12 +142,13 @@ class Checkpointer:
             PeerFailed: another rank raised one of these.
         """
         self._extent, self._has_fixed_shards = extent, facts.get("shards") is not None
-        of_state = settings_of(self._state)
-        settings = {name: one for name, one in extent.items() if name != "steps_per_epoch"} | of_state
+        settings: dict[str, object] = {}
 
         def take() -> None:
             self._policy.check()
             check_restorable(self._state)
+            settings.update({name: one for name, one in extent.items() if name != "steps_per_epoch"})
+            settings.update(settings_of(self._state))
             self._run = RunFolder(self.folder, facts, resume, settings)
             self._store = CheckpointStore(self.folder, self._run.id, self._policy.keep_last)
             self._store.clean()
@@ -163,7 +164,7 @@ class Checkpointer:
         position = self._restore()
         self._is_refused = False
         if self._run is not None:
-            self._begin_run(self._run, position, of_state)
+            self._begin_run(self._run, position, settings.keys() - extent.keys())
         return position
 
     def _begin_run(self, run: RunFolder, position: Mapping[str, int] | None, settings: Collection[str]) -> None:

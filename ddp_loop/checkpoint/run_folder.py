@@ -197,7 +197,7 @@ class RunFolder:
         if not changed or (resume and not lost):
             return
         status = (read_json(self.folder / STATUS) or {}).get("status", "not ended")
-        remedy = "Pass resume=True to go on with it, with other bits,"
+        remedy = "Pass resume=True to continue it with other bits,"
         if lost:
             remedy = "Its checkpoints count an epoch's mini-batches, which are others now. Restore these values, pass"
         raise ValueError(

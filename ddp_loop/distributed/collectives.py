@@ -16,7 +16,7 @@ import torch
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.distributed.backend import LOOK_S, STEP, Backend, FlatSum, Parted, PieceOrder, Work
 from ddp_loop.distributed.encoding import assign_sum, summable
-from ddp_loop.distributed.failures import PeerFailed, RankStatus
+from ddp_loop.distributed.failures import RankStatus
 from ddp_loop.distributed.store import RankStore
 
 Value = TypeVar("Value")
