@@ -215,7 +215,7 @@ class LocalPeers:
         self._sockets = sockets
         self._ranks = {one.fileno(): rank for rank, one in sockets.items()}
         self._poll = select.poll()
-        for descriptor, rank in self._ranks.items():
+        for descriptor in self._ranks:
             self._poll.register(descriptor, select.POLLIN)
         self._buffer = bytearray(_FORM.size + TEXT_BYTES)
         self._room = socket.CMSG_SPACE(8 * 4)  # for descriptors
