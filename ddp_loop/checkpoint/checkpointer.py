@@ -19,8 +19,17 @@ from typing import Any, Literal
 
 import torch
 
-from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files, write_atomic
-from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, STATUS, RunFolder, read_json, write_long_error
+from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files
+from ddp_loop.checkpoint.run_folder import (
+    EVALUATIONS,
+    OTHER_RANKS,
+    RANKS,
+    ROWS,
+    STATUS,
+    RunFolder,
+    replace_status,
+    write_long_error,
+)
 from ddp_loop.checkpoint.serialization import SerializedState, StagingBuffers
 from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, settings_of
 from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
@@ -373,11 +382,7 @@ class Checkpointer:
             return None
         name, structure, facts, forms = found
         if facts.get("ranks") not in (None, self._world.size) and not self._has_fixed_shards:
-            self.say(
-                f"{self.folder} ran on {facts['ranks']} ranks and resumes on {self._world.size}. Without shards= each "
-                "rank computes one shard, so the numbers are equal but for rounding, and the bits differ. Begin runs "
-                f"with Batches(shards={facts['ranks']}) for the same bits on any number of ranks."
-            )
+            self.say(f"{self.folder} {OTHER_RANKS.format(before=facts['ranks'], now=self._world.size)}")
         if self._found is not None:
             tensors = self._found.packed.tensors
         else:
@@ -439,9 +444,7 @@ class Checkpointer:
             status = "failed"
             facts |= {"rank": rank, "stage": stage, "step": step, "why": format_error(error)[:_WHY_LETTERS]}
             if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
-                with suppress(OSError):
-                    before = read_json(self.folder / STATUS) or {}
-                    write_atomic(self.folder / STATUS, {**before, "status": status, "at": time.time(), **facts})
+                replace_status(self.folder, status, facts)
         if not self._is_refused:
             self.write_status(status, **facts)
         if self._run is not None:

@@ -38,6 +38,11 @@ _MOVED = ("checkpoints", "trace", ROWS, EVALUATIONS, RANKS, STARTS, PICTURES, TA
 _DAMAGED = "*.damaged*.jsonl"  # their damaged lines
 ERROR = "error.rank-{rank}.txt"  # the whole of an error's text that was too long for the ranks' messages
 _OF_POSITIONS = ("samples", "batch_size", "drop_last")  # no run goes on when these change
+OTHER_RANKS = (
+    "ran on {before} ranks and resumes on {now}. Without shards= each rank computes one shard, so the numbers are "
+    "equal but for rounding, and the bits differ. Begin runs with Batches(shards={before}) for the same bits on any "
+    "number of ranks."
+)
 _SHOWN = 6  # changes in a notice
 _LOOK_S = 0.2
 _FLOCK = "hhqqi4x"  # Linux's struct flock: kind, whence, start, length, process
@@ -92,6 +97,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def replace_status(folder: Path, status: str, facts: Mapping[str, object]) -> None:
+    """Change a run folder's status in place of its rank 0; an OSError is ignored."""
+    with suppress(OSError):
+        before = read_json(folder / STATUS) or {}
+        write_atomic(folder / STATUS, {**before, "status": status, "at": time.time(), **facts})
 
 
 def write_long_error(folder: Path, rank: int, error: BaseException) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -36,7 +35,7 @@ from ddp_loop.training.payload import (
     NO_REQUEST,
     PROBLEM,
     ControlDecision,
-    ControlRequest,
+    FoldEvents,
     PayloadLayout,
     ShardRecord,
     StepResult,
@@ -54,16 +53,6 @@ _OPEN = (
     "step.fold()."
 )
 _DONE = attrgetter("done")
-
-
-class FoldEvents(Protocol):
-    """What a fold asks of the loop, and calls while it waits."""
-
-    def requests(self) -> ControlRequest:
-        """What this rank asks of all, at a fold."""
-
-    def while_reducing(self) -> None:
-        """The sums over the ranks have started. Do other work: rows, the next data, the seeds of what follows."""
 
 
 class Fold:
