@@ -20,16 +20,7 @@ from typing import Any, Literal
 import torch
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files
-from ddp_loop.checkpoint.run_folder import (
-    EVALUATIONS,
-    OTHER_RANKS,
-    RANKS,
-    ROWS,
-    STATUS,
-    RunFolder,
-    replace_status,
-    write_long_error,
-)
+from ddp_loop.checkpoint.run_folder import EVALUATIONS, OTHER_RANKS, RANKS, ROWS, RunFolder, set_status, write_error
 from ddp_loop.checkpoint.serialization import SerializedState, StagingBuffers
 from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, settings_of
 from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
@@ -421,8 +412,7 @@ class Checkpointer:
             try:
                 self._run.write_status(status, ranks=self._world.size, **facts)
             except OSError as error:
-                path = self.folder / STATUS
-                self.say(f"The run's status, {status}, could not be written to {path}. {format_error(error)}")
+                self.say(f"The run's status, {status}, could not be written to {self.folder}. {format_error(error)}")
 
     def end(self, status: str, error: BaseException | None, iteration: int, why: str | None) -> None:
         """Write how the loop ended, and unlock the run folder."""
@@ -440,11 +430,11 @@ class Checkpointer:
             if isinstance(error, PeerFailed):
                 rank, stage, step = (-1 if error.rank is None else error.rank), error.stage, error.step
             elif self.has_folder:
-                write_long_error(self.folder, rank, error)
+                write_error(self.folder, rank, error)
             status = "failed"
             facts |= {"rank": rank, "stage": stage, "step": step, "why": format_error(error)[:_WHY_LETTERS]}
             if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
-                replace_status(self.folder, status, facts)
+                set_status(self.folder, status, facts)
         if not self._is_refused:
             self.write_status(status, **facts)
         if self._run is not None:

@@ -99,14 +99,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def replace_status(folder: Path, status: str, facts: Mapping[str, object]) -> None:
+def set_status(folder: Path, status: str, facts: Mapping[str, object]) -> None:
     """Change a run folder's status in place of its rank 0; an OSError is ignored."""
     with suppress(OSError):
         before = read_json(folder / STATUS) or {}
         write_atomic(folder / STATUS, {**before, "status": status, "at": time.time(), **facts})
 
 
-def write_long_error(folder: Path, rank: int, error: BaseException) -> None:
+def write_error(folder: Path, rank: int, error: BaseException) -> None:
     """Write an error's whole text into a run folder where it is too long for the ranks' messages."""
     if len(text := "".join(traceback.format_exception(error))) > MOST_LETTERS:
         with suppress(OSError):
