@@ -18,7 +18,16 @@ import torch
 
 import ddp_loop as dl
 from ddp_loop.distributed import machine
-from ddp_loop.distributed.local_sockets import _GREETING, _MAGIC, Listener, _address, await_accepted, connect
+from ddp_loop.distributed.local_sockets import (
+    _GREETING,
+    _MAGIC,
+    Header,
+    Listener,
+    LocalPeers,
+    _address,
+    await_accepted,
+    connect,
+)
 from tests.support.harness import OnRanks
 
 pytestmark = pytest.mark.covers("D10")
@@ -172,6 +181,26 @@ def test_a_rank_that_does_not_come_is_named() -> None:
             listener.accept([1, 2], time.monotonic() + 0.1)
     finally:
         listener.close()
+
+
+def test_what_a_rank_sent_before_it_ended_can_be_read() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for each in (one, other):
+        each.setblocking(False)
+    here, there = LocalPeers({1: one}), LocalPeers({0: other})
+    note = Header(0, 1, 0, 2, 3, 4, 0, 5, 6, 7, (8, -9))
+    here.send(note, [1])  # it is not read, so the end of the connection is an error
+    there.send(note, [0], b"the last words")
+    there.close()
+    assert here.wait(SOON_S) == [1]
+    message = here.receive(1)
+    assert message is not None
+    assert message[0] == note._replace(words=(8, -9, 0, 0, 0, 0, 0, 0))
+    assert message[1:] == (b"the last words", [])
+    assert here.gone == set()
+    assert here.receive(1) is None
+    assert here.gone == {1}
+    here.close()
 
 
 # -- in a world --------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import ddp_loop as dl
 from ddp_loop.distributed import padded
 from ddp_loop.distributed.backend import STEP
 from ddp_loop.distributed.meetings import PART_BYTES
+from ddp_loop.distributed.memory import MemoryBackend
 from ddp_loop.training.ordered_sum import tree_order
 from tests.support.exchanges import (
     CPU,
@@ -146,6 +149,33 @@ class Program:
         for finish in [*self.long, *self.short]:
             finish()
         return self.found
+
+
+def finish_again(length: int, calls: int) -> float:
+    """The sum of a wait that begins anew, after Ctrl-C ended one in the middle of adding up part number `calls`."""
+    left = [calls]
+
+    def interrupted(backend: MemoryBackend, *arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        usual(backend, *arguments)
+
+    usual, total = MemoryBackend._add, torch.arange(float(length))
+    with mock.patch.object(MemoryBackend, "_add", interrupted), dl.join_world(exchange="memory") as world:
+        work = world.start_sum(total)
+        if world.rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                world.finish(work)
+        left[0] = 0
+        world.finish(work)
+        assert torch.equal(total, 2 * torch.arange(float(length)))
+        return world.sum(torch.ones(())).item()
+
+
+@pytest.mark.parametrize(("length", "calls"), [(10, 1), (300_000, 1), (300_000, 2), (300_000, 3)])
+def test_an_interrupted_wait_can_begin_anew(length: int, calls: int, on_ranks: OnRanks) -> None:
+    assert on_ranks(2, finish_again, length, calls) == [2.0, 2.0]
 
 
 def run_program(seed: int) -> str:

@@ -8,16 +8,19 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import ddp_loop as dl
 from ddp_loop.distributed import Pool, padded
+from ddp_loop.distributed.meetings import ARENA_BYTES, PART_BYTES
+from ddp_loop.distributed.memory import MemoryBackend
 from ddp_loop.training.ordered_sum import tree_order
 from tests.support.exchanges import CPU
 from tests.support.harness import OnRanks
@@ -108,6 +111,24 @@ def test_a_rank_that_comes_later_gets_the_error_too(late: int, on_ranks: OnRanks
         assert one.took_s < SOON_S + LATE_S
 
 
+def fail_where_another_waits_for_room() -> tuple[str, int | None]:
+    """Rank 1 fails between a gather's header and its values; rank 0 has begun so much that it waits for room."""
+    try:
+        with dl.join_world(timeout_s=20.0, exchange="memory") as world:
+            works = [world.start_sum(torch.ones(PART_BYTES // 4)) for _ in range(ARENA_BYTES // PART_BYTES)]
+            failing = mock.patch.object(MemoryBackend, "start_gather", side_effect=LookupError("here"))
+            with failing if world.rank == 1 else nullcontext():
+                world.gather(bytes(PART_BYTES // 2))
+            del works
+    except (LookupError, dl.PeerFailed) as error:
+        return type(error).__name__, getattr(error, "rank", None)
+    return "", None
+
+
+def test_a_failure_is_named_where_a_rank_waits_for_room(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, fail_where_another_waits_for_room) == [("PeerFailed", 1), ("LookupError", None)]
+
+
 # -- killed and stopped ------------------------------------------------------------------------------------
 
 
@@ -117,7 +138,7 @@ def end_in_a_step(folder: str, culprit: int, signal_number: int, workers: int, t
     try:
         with dl.join_world(timeout_s=timeout_s, exchange="memory") as world:
             model = network()
-            loaders = {"num_workers": workers} if workers else {}
+            loaders: dict[str, Any] = {"num_workers": workers} if workers else {}
             for step in dl.Loop(
                 dl.Batches(samples(24), 6, world, shuffle=False, **loaders), 1, state={"m": model}, progress=False
             ):

@@ -45,11 +45,11 @@ def without_memfd() -> Iterator[None]:
         os.memfd_create = usual_memfd
 
 
-def map_no_peers(*arguments: Any, size: int, **keywords: Any) -> torch.Tensor:
-    """Only this rank's own first segment can be mapped."""
-    if size >= ARENA_BYTES:
+def map_no_arena(*arguments: Any, **keywords: Any) -> torch.Tensor:
+    """Only small segments can be mapped."""
+    if keywords["size"] >= ARENA_BYTES:
         raise RuntimeError("unable to mmap: Cannot allocate memory")
-    return usual_from_file(*arguments, size=size, **keywords)
+    return usual_from_file(*arguments, **keywords)
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def obstacle(kind: str) -> AbstractContextManager[Any]:
         case "nothing is mapped":
             return mock.patch.object(torch, "from_file", mock.Mock(side_effect=RuntimeError("unable to mmap")))
         case "no arena is mapped":
-            return mock.patch.object(torch, "from_file", map_no_peers)
+            return mock.patch.object(torch, "from_file", map_no_arena)
         case "another network":
             return another_network()
         case "another network that looks alike":
