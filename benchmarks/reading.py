@@ -43,7 +43,7 @@ class Digits(Dataset[Any]):
 
 def epochs_of(batches: dl.Batches) -> Step:
     """An epoch each time, through what a Loop reads."""
-    state = {"epoch": 0}
+    state = {"epoch": 1}
 
     def epoch() -> None:
         for loaded in batches.epoch(state["epoch"]):

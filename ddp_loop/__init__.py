@@ -9,6 +9,7 @@ from ddp_loop.distributed import (
     Pool,
     RankFailed,
     ReplicaMismatch,
+    Stopped,
     World,
     join_world,
     launch,
@@ -17,12 +18,13 @@ from ddp_loop.distributed import (
 from ddp_loop.early_stopping import EarlyStopping
 from ddp_loop.evaluation import evaluate, predict
 from ddp_loop.recalibration import update_bn
-from ddp_loop.training import Fold, Loop, Step, StepResult, Sum
+from ddp_loop.training import Epoch, Fold, Loop, Step, StepResult, Sum
 
 __all__ = [
     "Batches",
     "Draws",
     "EarlyStopping",
+    "Epoch",
     "Fold",
     "Loop",
     "PeerFailed",
@@ -31,6 +33,7 @@ __all__ = [
     "ReplicaMismatch",
     "Step",
     "StepResult",
+    "Stopped",
     "Sum",
     "World",
     "datasets",

@@ -208,11 +208,12 @@ class HostCopy:
         self._values, self._event = accelerator_of(tensor.device).start_copy(tensor)
 
     def ready(self) -> bool:
-        return self._event is None or self._event.query()
+        event = self._event  # another thread may wait for it meanwhile
+        return event is None or event.query()
 
     def wait(self) -> torch.Tensor:
         """Wait until the copy is complete, and return it."""
-        if self._event is not None:
-            self._event.synchronize()
+        if (event := self._event) is not None:
+            event.synchronize()
             self._event = None
         return self._values

@@ -95,6 +95,9 @@ class EarlyStopping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; the weights are copied to the model's device.
 
+        Args:
+            state: from `state_dict` of the same model.
+
         Raises:
             ValueError: the weights are those of another model.
         """

@@ -81,7 +81,7 @@ def _shards(batches: Batches, key: int) -> Generator[tuple[MiniBatch, Shard, Any
     world = batches.world
     if not batches.ends:
         raise ValueError("Evaluation passes over the data once. These data never end. Give Batches a length.")
-    for loaded in batches.epoch(0):
+    for loaded in batches.epoch(1):
         for number, shard in enumerate(loaded.mini_batch.shards):
             data = loaded.data(number)
             seed_evaluated(key, loaded.mini_batch.position, shard.number, world.device)
@@ -116,7 +116,7 @@ def evaluate(
         The means and sums by name, and the number of `samples`; the same on every rank.
 
     Raises:
-        SystemExit: all ranks are asked to stop, in the middle of a loop. It ends the script after a checkpoint.
+        Stopped: the ranks have stopped, or are asked to in the middle of a loop. It ends the script.
         ValueError: a metric of another shape, one named "samples", metrics that differ between ranks, a sum in some
             shards alone, or data that never end.
         ReplicaMismatch: the models differ; on every rank.
@@ -125,6 +125,7 @@ def evaluate(
     if "samples" in metrics:
         raise ValueError('A metric must not be named "samples", since the result has their number there. Rename it.')
     world = batches.world
+    world.stops.raise_if_stopped()
     world.require_equal("the names of the metrics", list(metrics))
     rows = dict[int, torch.Tensor]()  # by the shard's number in the epoch
     kinds: set[tuple[str, bool]] = set()  # which metrics are sums
@@ -138,10 +139,10 @@ def evaluate(
                 kinds.add((name, isinstance(value, Sum)))
                 row[place] = _total(name, value, shard.samples)
             rows[mini_batch.position * batches.shards + shard.number] = row
-            if world.stop_asked is not None:
+            if world.stops.asked is not None:
                 break
     with world.in_stage("evaluate"):
-        world.agree_to_stop()
+        world.stops.agree()
         sums = _require_one_kind(set().union(*world.gather(kinds, "which metrics are sums")))
         samples, *totals = _added_up(rows, 1 + len(metrics), world).tolist()
     over = {name: 1 if name in sums else samples for name in metrics}
@@ -202,10 +203,12 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
     Raises:
         ValueError: an output without a row per sample, or rows that differ in shape or dtype between shards;
             data that never end; `drop_last`.
+        Stopped: as in `evaluate`.
         ReplicaMismatch: the models differ; on every rank.
         PeerFailed: another rank failed.
     """
     world = batches.world
+    world.stops.raise_if_stopped()
     if batches.length is None and batches.ends:
         raise ValueError("Predictions have a row per sample. The length of a stream is unknown. Pass a data set.")
     if batches.drop_last:
@@ -224,12 +227,12 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
             if whole is None:
                 whole = _zeros(batches, form)
             if form == forms[0]:  # copied at once: a model may use one buffer for all its outputs
-                at = batches.indices(0, mini_batch.start + shard.start, shard.samples)
+                at = batches.indices(1, mini_batch.start + shard.start, shard.samples)
                 whole[at.to(world.device)] = output.to(world.device)
-            if world.stop_asked is not None:
+            if world.stops.asked is not None:
                 break
     with world.in_stage("predict"):
-        world.agree_to_stop()
+        world.stops.agree()
         found = dict.fromkeys(form for forms in world.gather(forms) for form in forms)
         if len(found) > 1:
             raise ValueError(

@@ -34,10 +34,11 @@ def update_bn(model: nn.Module, batches: Batches, *, forward: Forward | None = N
     Raises:
         ValueError: data that never end, a model wrapped by torch for several ranks, several shards per rank with
             synced batch norm, or a stream that differs between ranks.
-        Stopped: a stop of all ranks was requested in the middle of a loop.
+        Stopped: as in `evaluate`.
         PeerFailed: another rank failed.
     """
     world = batches.world
+    world.stops.raise_if_stopped()
     layers = batch_norm_layers({"model": model})
     sync_channels = [channel for channel in find_sync_channels([model]) if channel.size > 1]
     problem: ValueError | None = None
@@ -51,7 +52,7 @@ def update_bn(model: nn.Module, batches: Batches, *, forward: Forward | None = N
     world.raise_if_any_failed(problem)
     with world.in_stage("update_bn"):
         _recompute(model, batches, layers, forward or forward_first, sync_channels)
-        world.agree_to_stop()
+        world.stops.agree()
 
 
 def _recompute(
@@ -65,7 +66,7 @@ def _recompute(
     others = Buffers(find_buffers({"model": model}, {*layers.values(), *_norms(model)}, {}))
     statistics = BatchNormStatistics(layers)
     try:
-        with _anew(model), preserved_streams(world.device), torch.no_grad(), closing(batches.epoch(0)) as stream:
+        with _anew(model), preserved_streams(world.device), torch.no_grad(), closing(batches.epoch(1)) as stream:
             for loaded in stream:
                 captures = _forward_shards(model, loaded, statistics, others, forward, sync_channels, world)
                 if not _move(statistics, captures, loaded.mini_batch, world):
@@ -134,7 +135,7 @@ def _agreed_calls(
     """The most calls of each layer in a shard of any rank; None if any rank was asked to stop."""
     world.raise_if_any_failed(problem)
     facts = None if mini_batch is None else (mini_batch.position, mini_batch.samples)
-    gathered = world.gather((facts, calls, world.stop_asked is not None), "a mini-batch of update_bn")
+    gathered = world.gather((facts, calls, world.stops.asked is not None), "a mini-batch of update_bn")
     if any(other != gathered[0][0] for other, _, _ in gathered):
         raise ValueError(
             "A stream must give every rank the same samples. Its mini-batches (position, samples) are "

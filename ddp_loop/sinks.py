@@ -104,7 +104,11 @@ def csv_sink(path: str | os.PathLike[str]) -> _Csv:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Read the whole lines of such a file, by name; none if it is missing."""
+    """Read the whole lines of such a file, by name; none if it is missing.
+
+    Args:
+        path: of a file that `csv_sink` wrote.
+    """
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")

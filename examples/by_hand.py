@@ -32,7 +32,7 @@ def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: d
     parameters = dict(model.named_parameters(prefix="model"))
     fold = dl.Fold({"model": model}, parameters, world, shards=batches.shards, ordered=batches.fixed_shards)
     iteration = 0
-    for epoch in range(epochs):
+    for epoch in range(1, epochs + 1):
         for loaded in batches.epoch(epoch):
             iteration += 1
             mini_batch = loaded.mini_batch  # the same on all ranks, except for `shards`, those of this rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,21 +101,22 @@ def trained(
                 found[when] = dl.evaluate(model, held_out, error=error)["error"]
 
         evaluate("at first")
-        for epoch in range(loop.epochs_completed, epochs):
-            for step in loop.epoch():
-                for rows in step:
-                    step.backward(mse_loss(model(rows), rows.sum(1, keepdim=True)))
-                step.fold()
-                evaluate(f"in step {step.iteration}")
-                with torch.no_grad():  # a noisy optimizer
-                    for parameter in model.parameters():
-                        parameter.grad.add_(0.01 * torch.randn_like(parameter))  # type: ignore[union-attr]
-                        parameter.grad.mul_(random.random() + float(np.random.rand()))  # type: ignore[union-attr]
-                optimizer.step()
-                if step.iteration == steps:
-                    loop.stop()
-            evaluate(f"behind epoch {epoch + 1}")
-        evaluate("at last")
+        with suppress(dl.Stopped):
+            for epoch in loop.epochs():
+                for step in epoch:
+                    for rows in step:
+                        step.backward(mse_loss(model(rows), rows.sum(1, keepdim=True)))
+                    step.fold()
+                    evaluate(f"in step {step.iteration}")
+                    with torch.no_grad():  # a noisy optimizer
+                        for parameter in model.parameters():
+                            parameter.grad.add_(0.01 * torch.randn_like(parameter))  # type: ignore[union-attr]
+                            parameter.grad.mul_(random.random() + float(np.random.rand()))  # type: ignore[union-attr]
+                    optimizer.step()
+                    if step.iteration == steps:
+                        loop.stop()
+                evaluate(f"behind epoch {epoch.number}")
+            evaluate("at last")
         return values_of(model), found
 
 

@@ -160,8 +160,8 @@ def go_on_after() -> tuple[State, bool]:
         model = network()
         batches = dl.Batches(rows_of(), 11, world, shards=4, shuffle=False)
         loop = dl.Loop(batches, 2, state={"model": model}, progress=False, check_replicas_every=1)
-        for _ in range(2):
-            for step in loop.epoch():
+        for epoch in loop.epochs():
+            for step in epoch:
                 for rows in step:
                     step.backward(model(rows).mean())
                 step.fold()

@@ -25,11 +25,11 @@ class Ours:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
         self.test = dl.Batches(test, 1000, world, shuffle=False)
         state = {"model": model, "optimizer": self.optimizer}
-        self.loop = dl.Loop(dl.Batches(train, MINI_BATCH, world), epochs, state=state, progress=False)
+        self.epochs = dl.Loop(dl.Batches(train, MINI_BATCH, world), epochs, state=state, progress=False).epochs()
 
     def epoch(self) -> dict[str, float]:
         totals, samples = torch.zeros(2), 0
-        for step in self.loop.epoch():
+        for step in next(self.epochs):
             for images, labels in step:
                 logits = self.model(images)
                 step.backward(cross_entropy(logits, labels), accuracy=hits(logits, labels))

@@ -293,6 +293,10 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
 
     In training every rank calls the layers alike, with an input of no rows, (0, C, ...), where it has no samples.
 
+    Args:
+        model: the same on every rank.
+        world: from `join_world`.
+
     Returns:
         `model`; where it is such a layer itself, the new one.
 
@@ -313,6 +317,9 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
 
 def local_batch_norm(model: nn.Module) -> nn.Module:
     """Turn the layers that `sync_batch_norm` made back into what they were, with the same tensors, in place.
+
+    Args:
+        model: from `sync_batch_norm`, or any other.
 
     Returns:
         `model`; where it is such a layer itself, the local one.

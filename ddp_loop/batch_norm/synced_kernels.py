@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.batch_norm.captures import refine_statistics
@@ -169,9 +168,14 @@ class Normalisation(torch.autograd.Function):
         return normalised(values, weight, bias, mean, deviation_inverse)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Compute the gradients. Every rank must call this if the values require a gradient."""
+        with torch.no_grad():
+            found = Normalisation._gradients(ctx, gradient)
+        return _differentiable_once(found) if torch.is_grad_enabled() else found  # under create_graph=True
+
+    @staticmethod
+    def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, weight, mean, deviation_inverse, total = ctx.saved_tensors
         gradient = ctx.masked(gradient).contiguous(memory_format=_format(values))
         alone, by_values = sums_of_gradient(gradient, values, mean, deviation_inverse)
@@ -182,3 +186,15 @@ class Normalisation(torch.autograd.Function):
         of_weight = by_values * deviation_inverse if ctx.needs_input_grad[1] else None
         of_bias = alone if ctx.needs_input_grad[2] else None
         return of_values, of_weight, of_bias, *(None,) * 5  # autograd gives them their parameters' types
+
+
+_SECOND_DERIVATIVE = (
+    "Synced batch norm has no second derivative, as a gradient penalty needs one. The sums over ranks in its backward "
+    "are not differentiated. Use dl.local_batch_norm(model), or a norm without the batch, such as nn.GroupNorm."
+)
+
+
+def _differentiable_once(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients, part of a graph whose backward raises."""
+    refuse = torch._C._functions.DelayedError(_SECOND_DERIVATIVE, 1)
+    return tuple(None if one is None else refuse(one.detach().requires_grad_()) for one in gradients)

@@ -19,11 +19,21 @@ from typing import Any, Literal
 
 import torch
 
-from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files, write_atomic
-from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, STATUS, RunFolder, read_json
+from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files
+from ddp_loop.checkpoint.run_folder import (
+    EVALUATIONS,
+    OTHER_RANKS,
+    RANKS,
+    ROWS,
+    STATUS,
+    RunFolder,
+    replace_status,
+    write_long_error,
+)
 from ddp_loop.checkpoint.serialization import SerializedState, StagingBuffers
 from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, settings_of
 from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
+from ddp_loop.determinism import check_count
 from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error
 
 OnSaveError = Literal["raise", "warn"]
@@ -53,8 +63,8 @@ class CheckpointPolicy:
     def check(self) -> None:
         """Raise ValueError if a value is out of range."""
         for name, value in (("save_every", self.every), ("keep_last", self.keep_last)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1. Got {value!r}.")
+            if value is not None:
+                check_count(name, value)
         if not self.every_s > 0:
             raise ValueError(f"save_every_s must be a positive number of seconds. Got {self.every_s!r}.")
         if self.on_error not in _ON_SAVE_ERROR:
@@ -140,13 +150,14 @@ class Checkpointer:
             ReplicaMismatch: restored values differ from those saved.
             PeerFailed: another rank raised one of these.
         """
-        self._extent = extent
-        of_state = settings_of(self._state)
-        settings = {name: one for name, one in extent.items() if name != "steps_per_epoch"} | of_state
+        self._extent, self._has_fixed_shards = extent, facts.get("shards") is not None
+        settings: dict[str, object] = {}
 
         def take() -> None:
             self._policy.check()
             check_restorable(self._state)
+            settings.update({name: one for name, one in extent.items() if name != "steps_per_epoch"})
+            settings.update(settings_of(self._state))
             self._run = RunFolder(self.folder, facts, resume, settings)
             self._store = CheckpointStore(self.folder, self._run.id, self._policy.keep_last)
             self._store.clean()
@@ -162,7 +173,7 @@ class Checkpointer:
         position = self._restore()
         self._is_refused = False
         if self._run is not None:
-            self._begin_run(self._run, position, of_state)
+            self._begin_run(self._run, position, settings.keys() - extent.keys())
         return position
 
     def _begin_run(self, run: RunFolder, position: Mapping[str, int] | None, settings: Collection[str]) -> None:
@@ -243,16 +254,21 @@ class Checkpointer:
         self._held = None
         self._held_buffers.free_if_large()
 
-    def give_score(self, score: float) -> None:
-        """Write the score of the newest checkpoint, on rank 0. An error is raised on all ranks in the next step."""
+    def give_score(self, score: float, *, is_last: bool) -> None:
+        """Write the score of the newest checkpoint, on rank 0. An error is raised on all ranks in the next step.
+
+        Args:
+            score: as in `Loop.save`.
+            is_last: whether there is no next step; an error is then raised here.
+        """
         self.wait()
         if self._store is not None and self.newest:
             try:
                 self._store.give_score(self._store.folder / self.newest, score)
             except (OSError, ValueError) as error:
                 self._take_error(error, "A checkpoint's score was not written")
-        if self._ended and (problem := self.problem()) is not None:
-            raise problem  # there is no next step
+        if is_last and (problem := self.problem()) is not None:
+            raise problem
 
     def wait(self) -> None:
         """Wait until the current save has ended."""
@@ -365,6 +381,8 @@ class Checkpointer:
         if found is None:
             return None
         name, structure, facts, forms = found
+        if facts.get("ranks") not in (None, self._world.size) and not self._has_fixed_shards:
+            self.say(f"{self.folder} {OTHER_RANKS.format(before=facts['ranks'], now=self._world.size)}")
         if self._found is not None:
             tensors = self._found.packed.tensors
         else:
@@ -421,12 +439,12 @@ class Checkpointer:
             rank, stage, step = self._world.rank, where.stage, where.step
             if isinstance(error, PeerFailed):
                 rank, stage, step = (-1 if error.rank is None else error.rank), error.stage, error.step
+            elif self.has_folder:
+                write_long_error(self.folder, rank, error)
             status = "failed"
             facts |= {"rank": rank, "stage": stage, "step": step, "why": format_error(error)[:_WHY_LETTERS]}
             if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
-                with suppress(OSError):
-                    before = read_json(self.folder / STATUS) or {}
-                    write_atomic(self.folder / STATUS, {**before, "status": status, "at": time.time(), **facts})
+                replace_status(self.folder, status, facts)
         if not self._is_refused:
             self.write_status(status, **facts)
         if self._run is not None:

@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cache
@@ -28,13 +29,20 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint.atomic_files import explained, write_atomic
+from ddp_loop.distributed import MOST_LETTERS
 
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
 EVALUATIONS, RANKS, PICTURES, TABLE = "evaluations.jsonl", "ranks.jsonl", "pictures", "rows.csv"
 STARTS = "starts.jsonl"
 _MOVED = ("checkpoints", "trace", ROWS, EVALUATIONS, RANKS, STARTS, PICTURES, TABLE, STATUS, RUN)
 _DAMAGED = "*.damaged*.jsonl"  # their damaged lines
+ERROR = "error.rank-{rank}.txt"  # the whole of an error's text that was too long for the ranks' messages
 _OF_POSITIONS = ("samples", "batch_size", "drop_last")  # no run goes on when these change
+OTHER_RANKS = (
+    "ran on {before} ranks and resumes on {now}. Without shards= each rank computes one shard, so the numbers are "
+    "equal but for rounding, and the bits differ. Begin runs with Batches(shards={before}) for the same bits on any "
+    "number of ranks."
+)
 _SHOWN = 6  # changes in a notice
 _LOOK_S = 0.2
 _FLOCK = "hhqqi4x"  # Linux's struct flock: kind, whence, start, length, process
@@ -89,6 +97,20 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def replace_status(folder: Path, status: str, facts: Mapping[str, object]) -> None:
+    """Change a run folder's status in place of its rank 0; an OSError is ignored."""
+    with suppress(OSError):
+        before = read_json(folder / STATUS) or {}
+        write_atomic(folder / STATUS, {**before, "status": status, "at": time.time(), **facts})
+
+
+def write_long_error(folder: Path, rank: int, error: BaseException) -> None:
+    """Write an error's whole text into a run folder where it is too long for the ranks' messages."""
+    if len(text := "".join(traceback.format_exception(error))) > MOST_LETTERS:
+        with suppress(OSError):
+            (folder / ERROR.format(rank=rank)).write_text(text, encoding="utf-8", errors="replace")
 
 
 class RunFolder:
@@ -187,7 +209,7 @@ class RunFolder:
         if not changed or (resume and not lost):
             return
         status = (read_json(self.folder / STATUS) or {}).get("status", "not ended")
-        remedy = "Pass resume=True to go on with it, with other bits,"
+        remedy = "Pass resume=True to continue it with other bits,"
         if lost:
             remedy = "Its checkpoints count an epoch's mini-batches, which are others now. Restore these values, pass"
         raise ValueError(
@@ -235,7 +257,8 @@ class RunFolder:
         while (target := self.folder / BEFORE / str(number)).exists():
             number += 1
         target.mkdir(parents=True)
-        for name in (*_MOVED, *(path.name for path in self.folder.glob(_DAMAGED))):
+        others = [path.name for pattern in (_DAMAGED, ERROR.format(rank="*")) for path in self.folder.glob(pattern)]
+        for name in (*_MOVED, *others):
             if (self.folder / name).exists():
                 (self.folder / name).rename(target / name)
         self.news.append(f"{self.folder} starts over; its earlier files are in {target}")

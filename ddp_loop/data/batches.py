@@ -99,7 +99,7 @@ def check_end(ranks: int, mini_batch: MiniBatch, world: World) -> None:
     if ranks != world.size:
         raise ValueError(
             f"A stream must give every rank the same samples. In mini-batch {mini_batch.position + 1} of "
-            f"epoch {mini_batch.epoch + 1} it ended on {ranks} of {world.size} ranks. Give every rank the whole "
+            f"epoch {mini_batch.epoch} it ended on {ranks} of {world.size} ranks. Give every rank the whole "
             "stream, since Batches makes the shards."
         )
     world.require_equal("the samples of a stream's last mini-batch", mini_batch.samples)
@@ -143,6 +143,11 @@ class Batches:
     Random numbers from Python's, NumPy's and torch's global generators are keyed: in `__getitem__` by (seed, epoch,
     index), in `collate_fn` and `transform` by (seed, epoch, first sample of the shard), and while a stream is read by
     (seed, epoch). A generator owned by the data set, and draws in a `worker_init_fn`, are not.
+
+    Attributes:
+        batch_size, shards, seed, shuffle, drop_last, world: as given, or their defaults.
+        length: the number of samples in an epoch; None for a stream and for an endless source. `len(batches)` is the
+            number of mini-batches in an epoch.
 
     Raises:
         ValueError: a size is below 1, there are no samples, tensors have unequal lengths, or the ranks disagree.
@@ -288,7 +293,11 @@ class Batches:
         return self.steps
 
     def sizes(self, position: int) -> tuple[int, ...]:
-        """The number of samples in each of the S shards of mini-batch number `position`."""
+        """The number of samples in each of the S shards of a mini-batch.
+
+        Args:
+            position: of the mini-batch in its epoch, counted from 0.
+        """
         return split_sizes(self._samples(position), self.shards)
 
     def _samples(self, position: int) -> int:
@@ -299,7 +308,12 @@ class Batches:
     # -- mini-batches --------------------------------------------------------------------------------------
 
     def mini_batch(self, epoch: int, position: int) -> MiniBatch:
-        """Mini-batch number `position` of an epoch, with this rank's shards."""
+        """A mini-batch, with this rank's shards.
+
+        Args:
+            epoch: counted from 1.
+            position: of the mini-batch in its epoch, counted from 0.
+        """
         samples = self._samples(position)
         if samples not in self._cuts:  # an epoch has mini-batches of two sizes at most
             sizes = split_sizes(samples, self.shards)
@@ -312,21 +326,37 @@ class Batches:
         """The positions in the data of samples `start` .. `start + number - 1` of an epoch; (number,) int64.
 
         With shuffled tensors they are on the device of the data, else on the CPU.
+
+        Args:
+            epoch: counted from 1, as `Step.epoch`.
+            start: the number of samples before them in the epoch.
+            number: of samples.
+
+        Raises:
+            ValueError: the epoch is 0 or less.
         """
+        if epoch < 1:
+            raise ValueError(f"Epochs are counted from 1, as in Step.epoch. Got {epoch!r}. Pass epoch + 1.")
         if self.shuffle and self.length is not None:
             if self._order is None or self._order[0] != epoch:
-                order = permutation(self.seed, epoch, self.length)
+                order = permutation(self.seed, epoch - 1, self.length)
                 self._order = (epoch, order.to(self._reader.place) if isinstance(self._reader, TensorReader) else order)
             return self._order[1][start : start + number]
-        before = 0 if self._has_length else epoch * (self.length or 0)
+        before = 0 if self._has_length else (epoch - 1) * (self.length or 0)
         return torch.arange(before + start, before + start + number)
 
     def epoch(self, epoch: int, start: int = 0, *, held: bool = True) -> Generator[LoadedBatch, None, None]:
         """The mini-batches of an epoch from position `start` on, with this rank's data.
 
         Args:
+            epoch: counted from 1, as `Step.epoch`.
+            start: the position of the first mini-batch, counted from 0.
             held: whether the caller still reads mini-batches after it stops iterating; the workers then keep running.
+
+        Raises:
+            ValueError: the epoch is not a whole number of 1 or more.
         """
+        epoch = check_count("epoch", epoch, remedy="Epochs are counted from 1, as in Step.epoch.")
         if isinstance(self._reader, StreamReader):
             yield from self._stream_epoch(self._reader, epoch, start)
             return
@@ -347,7 +377,7 @@ class Batches:
     def _stream_epoch(self, stream: StreamReader, epoch: int, start: int) -> Generator[LoadedBatch, None, None]:
         passed = self._passed = _StreamPass()
         change = None if self._transform is None else self._changed
-        for position, piece in enumerate(stream(epoch)):
+        for position, piece in enumerate(stream(epoch - 1)):
             if position >= start:
                 begin, sizes = position * self.batch_size, split_sizes(piece.samples, self.shards)
                 more = piece.last, piece.first, piece.digest
@@ -373,7 +403,7 @@ class Batches:
                 + ("These are shuffled" if self.shuffle else "These never end")
                 + ". Pass shuffle=False and a length, or train with `for step in dl.Loop(batches, ...)`."
             )
-        for loaded in self.epoch(0):
+        for loaded in self.epoch(1):
             for number in range(len(loaded.mini_batch.shards)):
                 yield loaded.data(number)
 
@@ -382,7 +412,7 @@ class Batches:
             return data
         start = mini_batch.start + shard.start
         samples = self.indices(mini_batch.epoch, start, shard.samples)
-        return self._transform(mini_batch.epoch, start, samples, data)
+        return self._transform(mini_batch.epoch - 1, start, samples, data)
 
     def _nothing(self, mini_batch: MiniBatch) -> Any:
         """The mini-batch's first sample without its rows, which has the right parts, shapes and types."""
@@ -391,7 +421,8 @@ class Batches:
                 "Synced batch norm gives a rank without samples tensors without rows, which are made from a sample "
                 "read by index. A stream has no index. Use a map-style data set, or larger mini-batches."
             )
-        first = Request(mini_batch.epoch, mini_batch.start, self.indices(mini_batch.epoch, mini_batch.start, 1))
+        start = mini_batch.start
+        first = Request(mini_batch.epoch - 1, start, self.indices(mini_batch.epoch, start, 1))
         data = self._changed(mini_batch, Shard(0, 0, 1), self._reader.one(first))
         return map_tensors(lambda tensor: tensor[:0] if tensor.dim() else tensor, data)
 
@@ -403,4 +434,4 @@ class Batches:
         for mini_batch in plan:
             for shard in mini_batch.shards:
                 start = mini_batch.start + shard.start
-                yield Request(mini_batch.epoch, start, self.indices(mini_batch.epoch, start, shard.samples))
+                yield Request(mini_batch.epoch - 1, start, self.indices(mini_batch.epoch, start, shard.samples))

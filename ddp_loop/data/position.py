@@ -25,7 +25,8 @@ class LoopPosition:
 
     def __init__(self, batches: Batches, epochs: int | None, steps: int | None) -> None:
         # Not the batches themselves: a report that is kept longer than its loop has the position, and not the data.
-        self._steps, self._most_epochs, self.most_steps = batches.steps, epochs, steps
+        self._steps = batches.steps
+        self._most_epochs, self.most_steps = (one if isinstance(one, int) else None for one in (epochs, steps))
         self.iteration = self.epochs = self.at = self.resumed_at = 0
         self.is_folded = True
 
@@ -33,6 +34,13 @@ class LoopPosition:
     def extent(self) -> dict[str, int | None]:
         """The epochs and steps asked for, and the steps of an epoch."""
         return {"epochs": self._most_epochs, "steps_per_epoch": self._steps, "steps": self.most_steps}
+
+    @property
+    def length(self) -> int | None:
+        """The number of steps of the whole run; None if it is unknown."""
+        if self._most_epochs is None or self._steps is None:
+            return self.most_steps
+        return min(self._most_epochs * self._steps, self.most_steps or self._most_epochs * self._steps)
 
     @property
     def epoch(self) -> int:
@@ -65,7 +73,7 @@ class LoopPosition:
 
     def ends_all(self, mini_batch: MiniBatch) -> bool:
         """Whether the loop ends with this mini-batch."""
-        last = self._most_epochs is not None and mini_batch.epoch + 1 >= self._most_epochs
+        last = self._most_epochs is not None and mini_batch.epoch >= self._most_epochs
         return self.has_made_all or (last and self.is_last_of_epoch(mini_batch))
 
     def state_dict(self) -> dict[str, int]:

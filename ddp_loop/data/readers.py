@@ -1,16 +1,11 @@
-"""Readers: tensors by index on their device, and data sets through torch's `DataLoader`.
-
-[Note: Seeded always] Python's, NumPy's and torch's generators are seeded for each sample, in 8 microseconds, whether or
-not `__getitem__` draws from them. A sample does not show whether it was drawn, and a data set that starts to draw late
-would otherwise continue the stream of whatever ran before.
-"""
+"""Readers: tensors by index on their device, and data sets through torch's `DataLoader`."""
 
 from __future__ import annotations
 
 import multiprocessing
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -24,79 +19,9 @@ from torch.utils.data._utils import signal_handling
 from ddp_loop.data import fingerprints
 from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.placement import Places, at_places, gpu_in, keep_if_fits, map_tensors, tensors_in, to_devices
-from ddp_loop.determinism import COLLATE, SAMPLE, next_key, preserved_streams, seed_streams, stream_key
-from ddp_loop.distributed import children_except, end_daemons
-
-Wanted = tuple[int, int, list[int]]  # the epoch, the shard's first sample in it, and its samples' positions in the data
-PROBE = -1  # in place of the first sample: asks for the samples' fingerprints only
-
-
-@dataclass(frozen=True)
-class SeededDataset:
-    """A data set whose items are whole shards. Its random numbers depend on sample and shard, not on the worker.
-
-    Args:
-        source: returns sample number i as `source[i]` or `source(i)`, with generators keyed by (seed, epoch, i).
-        seed: of the keys.
-        collate: makes a shard's data from its samples, with generators keyed by (seed, epoch, first sample).
-        device: whose generator is seeded, beside the CPU's.
-        describe: `describe(name, sample)` returns the fingerprint of a sample, for `probe`.
-    """
-
-    source: Any
-    seed: int
-    collate: Callable[[list[Any]], Any]
-    device: torch.device | None = None
-    describe: Callable[[str, Any], Mapping[str, Any]] = lambda name, sample: {}
-
-    def __getitem__(self, wanted: Wanted) -> Any:
-        epoch, start, indices = wanted
-        if start == PROBE:
-            return self.probe(epoch, indices)
-        samples = self.samples(epoch, indices)
-        seed_streams(stream_key(self.seed, COLLATE, epoch, start), self.device)
-        return collated(self.collate, samples)
-
-    def samples(self, epoch: int, indices: list[int]) -> list[Any]:
-        """The samples at these positions of the data, as drawn for that epoch."""
-        read = self.source.__getitem__ if hasattr(self.source, "__getitem__") else self.source
-        epoch_key = stream_key(self.seed, SAMPLE, epoch)
-        samples, index = [], -1
-        try:
-            for index in indices:
-                seed_streams(next_key(epoch_key, index), self.device)
-                samples.append(read(index))
-        except StopIteration as error:  # it would end the epoch without an error
-            raise RuntimeError(
-                f"A source must return every sample. Sample {index} of epoch {epoch} raised StopIteration. Raise "
-                "another error, or return the sample."
-            ) from error
-        except Exception as error:
-            error.add_note(f"while sample {index} of epoch {epoch} was read")
-            raise
-        return samples
-
-    def probe(self, epoch: int, indices: Iterable[int]) -> dict[str, Any]:
-        """The fingerprints of these samples. A sample that cannot be read is left out; reading its shard raises."""
-        found: dict[str, Any] = {}
-        for index in indices:
-            with suppress(Exception):
-                found.update(self.describe(f"sample {index}", self.samples(epoch, [index])[0]))
-        return found
-
-
-def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    """A shard's data from its samples; an error gets a note with the remedy."""
-    try:
-        return collate(samples)
-    except Exception as error:
-        name = getattr(collate, "__name__", "collate_fn")
-        error.add_note(
-            f"while {name} combined the {len(samples)} samples of a shard. Pass a collate_fn that pads samples of "
-            "unequal sizes."
-        )
-        raise
-
+from ddp_loop.data.seeded_dataset import PROBE, SeededDataset, Wanted
+from ddp_loop.determinism import preserved_streams, stream_key
+from ddp_loop.distributed import WorkerSignals, children_except, end_daemons
 
 # The arguments of DataLoader that a user may choose. Batches makes the order, the mini-batches and the shards. Not
 # in_order: out of order, a shard would get another shard's samples.
@@ -148,6 +73,12 @@ def as_parts(data: Any) -> Any | None:
     if getattr(type(data), "__getitem__", None) in (None, TensorDataset.__getitem__):
         data = getattr(data, "tensors", data)
     if isinstance(data, torch.Tensor):
+        if data.layout is not torch.strided or data.is_nested:
+            form = "a nested tensor" if data.is_nested else data.layout
+            raise TypeError(
+                f"Tensors of data must be dense. Got {form}. Convert it by to_dense() or to_padded_tensor(), or pass a "
+                "data set whose collate_fn makes such a tensor."
+            )
         return data.detach()  # data are not parameters; a step's graph ends here
     if isinstance(data, np.ndarray):
         return _as_tensor(data)
@@ -165,6 +96,11 @@ def as_parts(data: Any) -> Any | None:
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """The array as a tensor in the same memory, which may be a file mapped for reading only."""
+    if array.dtype.kind not in "biufc":
+        raise TypeError(
+            f"Arrays of data must hold numbers. Got {array.dtype}. Turn text and objects into numbers first, such as "
+            "token ids, or pass a data set that returns them for collate_fn to convert."
+        )
     if min(array.strides, default=0) < 0:
         array = array.copy()  # array[::-1]; torch has no negative strides
     with warnings.catch_warnings():
@@ -272,6 +208,7 @@ class LoaderReader:
         keywords = {"pin_memory": self._gpu is not None, **options}
         collate = keywords.pop("collate_fn", None) or default_collate
         self._keyed = SeededDataset(source, seed, collate, self._gpu, fingerprints.of)
+        self._signals = WorkerSignals(keywords.pop("worker_init_fn", None)) if keywords.get("num_workers") else None
         make: Any = DataLoader
         self._make_loader: Callable[..., DataLoader[Any]] = partial(
             make,
@@ -279,6 +216,7 @@ class LoaderReader:
             sampler=self._sampler,
             batch_size=None,  # shards are made in SeededDataset
             collate_fn=_as_it_is,
+            worker_init_fn=self._signals,
             generator=torch.Generator().manual_seed(stream_key(seed)),  # else each pass draws from the global generator
             **keywords,
         )
@@ -335,7 +273,7 @@ class LoaderReader:
         workers: set[BaseProcess] = set()
         try:
             with keep():
-                loaded = iter(self._loader)
+                loaded = self._start()
             workers = set() if self._loader.persistent_workers else children_except(before)
             while True:
                 if self._loader.persistent_workers and this_pass != self._passes:
@@ -346,9 +284,11 @@ class LoaderReader:
                 with keep():
                     data = next(loaded, self)
                 if data is self:
+                    self._release()
                     return
                 yield to_devices(data, self._places)
         except GeneratorExit:
+            self._release()
             _end_workers(loaded, workers)
             raise
         except Exception as error:
@@ -356,11 +296,22 @@ class LoaderReader:
                 raise
             # End all workers, persistent ones too. The message has the worker's traceback; DataLoader's frames in this
             # traceback would keep the workers alive.
+            self._release(persistent=True)
             self._loader = self._make_loader()
             error.__context__ = None
             raise error.with_traceback(None)  # noqa: B904
         finally:
             loaded = None
+
+    def _start(self) -> Iterator[Any]:
+        if self._signals is None or (self._loader.persistent_workers and self._signals.has_workers):
+            return iter(self._loader)
+        with self._signals.starting():
+            return iter(self._loader)
+
+    def _release(self, *, persistent: bool = False) -> None:
+        if self._signals is not None and (persistent or not self._loader.persistent_workers):
+            self._signals.release()
 
 
 def _end_workers(loaded: Any, workers: set[BaseProcess]) -> None:
@@ -394,6 +345,10 @@ def make_reader(data: Any, seed: int, places: Places, options: Mapping[str, Any]
         raise TypeError(
             f"Batches takes these arguments of DataLoader: {sorted(LOADER_OPTIONS)}. Got {unknown}. Batches itself "
             "makes the order, the mini-batches and the shards."
+        )
+    if isinstance(data, str | bytes):
+        raise TypeError(
+            f"data must be samples, not text. Got {data[:40]!r}. Read the file first, or pass a data set of its lines."
         )
     parts = as_parts(data)
     if parts is not None:

@@ -77,7 +77,7 @@ class MiniBatch:
     """The samples of one step over all ranks, and this rank's shards of them.
 
     Attributes:
-        epoch: counted from 0.
+        epoch: counted from 1.
         position: the mini-batch's place in the epoch, counted from 0.
         start: the number of samples before it in the epoch.
         samples: R, the number of its samples over all ranks.

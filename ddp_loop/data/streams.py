@@ -18,7 +18,7 @@ import torch
 
 from ddp_loop.data.fingerprints import quick
 from ddp_loop.data.placement import Places, to_devices
-from ddp_loop.data.readers import collated
+from ddp_loop.data.seeded_dataset import collated
 from ddp_loop.data.shards import Shard, cut, split_sizes
 from ddp_loop.determinism import SAMPLE, next_key, preserved_streams, restore_streams, seed_streams, stream_key, streams
 

@@ -31,13 +31,13 @@ class Draws:
 
     Args:
         seed: of the batches.
-        epoch: counted from 0.
+        epoch: counted from 1.
         samples: (n,) int64, the samples' positions in the data.
         device: where the numbers are made.
     """
 
     def __init__(self, seed: int, epoch: int, samples: torch.Tensor, device: torch.device) -> None:
-        self._seed, self._epoch, self._calls = seed, epoch, 0
+        self._seed, self._epoch, self._calls = seed, epoch - 1, 0
         self._samples, self._device = samples, device
 
     def _bits(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -140,20 +140,25 @@ class Transform:
         Raises:
             ValueError: the transform changed the number of samples.
         """
-        before = _first_length(data)
-        draws = Draws(self.seed, epoch, samples, self.device)
+        before = _lengths(data)
+        draws = Draws(self.seed, epoch + 1, samples, self.device)
         with preserved_streams(self.device):
             seed_transform(self.seed, epoch, start, self.device)
             changed = self.change(data, draws)
-        after = _first_length(changed)
-        if before == len(samples) != after:
-            raise ValueError(
-                f"A transform must keep the number of samples, {before} in this shard. It returned "
-                f"{'none' if after is None else after}. Give unwanted samples weight 0, or remove them from the data."
-            )
+        after = _lengths(changed)
+        if len(after) != len(before):  # then only the first parts are comparable
+            before, after = before[:1], after[:1] or [None]
+        for part, (length, now) in enumerate(zip(before, after, strict=False)):
+            if length == len(samples) != now:
+                where = f" in part {part + 1}" if part else ""
+                raise ValueError(
+                    f"A transform must keep the number of samples, {length} in this shard. It returned "
+                    f"{'none' if now is None else now}{where}. Give unwanted samples weight 0, or remove them from the "
+                    "data."
+                )
         return changed
 
 
-def _first_length(data: Any) -> int | None:
-    """The first dimension of the first tensor in the data; None without a tensor."""
-    return next((len(tensor) for tensor in tensors_in(data) if isinstance(tensor, torch.Tensor) and tensor.dim()), None)
+def _lengths(data: Any) -> list[int | None]:
+    """The first dimensions of the tensors in the data."""
+    return [len(tensor) for tensor in tensors_in(data) if isinstance(tensor, torch.Tensor) and tensor.dim()]

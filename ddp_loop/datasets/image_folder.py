@@ -116,8 +116,8 @@ class ImageFolder:
 def _check_form(mode: str, size: tuple[int, int] | None) -> None:
     if mode not in CHANNELS:
         raise ValueError(f'mode must be "L" (grey) or "RGB" (colour). Got {mode!r}. Try mode="RGB".')
-    whole = isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(side, int) for side in size)
-    if size is not None and not (whole and min(size) > 0):
+    pair = isinstance(size, tuple | list) and len(size) == 2
+    if size is not None and not (pair and all(isinstance(side, int | np.integer) and side > 0 for side in size)):
         raise ValueError(f"size must be (height, width) in pixels, each 1 or more. Got {size!r}. Try size=(28, 28).")
 
 

@@ -33,9 +33,23 @@ def check_count(name: str, value: Any, least: int | None = 1, *, remedy: str = "
     return number
 
 
-def check_seed(seed: object) -> None:
-    """Raise ValueError unless `seed` is None or an int that fits 64 bits, signed or unsigned."""
+def as_int(value: Any) -> Any:
+    """An integer of NumPy or torch as Python's int; other values, bool too, as they are."""
+    try:
+        return value if isinstance(value, bool) else index(value)
+    except TypeError:
+        return value
+
+
+def check_seed(seed: Any) -> int | None:
+    """A seed as Python's int, or None.
+
+    Raises:
+        ValueError: it is no integer that fits 64 bits, signed or unsigned.
+    """
+    seed = as_int(seed)
     if seed is None:
-        return
+        return None
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must be a whole number of 64 bits, or None to leave the random state. Got {seed!r}.")
+    return seed

@@ -3,7 +3,7 @@
 from ddp_loop.distributed.backend import Work
 from ddp_loop.distributed.devices import describe_devices, scale_batch_size
 from ddp_loop.distributed.encoding import as_real, assemble, columns, decode, encode
-from ddp_loop.distributed.failures import PeerFailed, format_error
+from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error
 from ddp_loop.distributed.join import join_world
 from ddp_loop.distributed.launcher import Pool, RankFailed, launch
 from ddp_loop.distributed.piece_sums import IDENTITY, fill_identity, merge, padded
@@ -30,10 +30,12 @@ from ddp_loop.distributed.replicas import (
     under_all_names,
 )
 from ddp_loop.distributed.store import RankStore
+from ddp_loop.distributed.worker_signals import WorkerSignals
 from ddp_loop.distributed.world import World
 
 __all__ = [
     "IDENTITY",
+    "MOST_LETTERS",
     "FrozenParameters",
     "PeerFailed",
     "Pool",
@@ -41,7 +43,9 @@ __all__ = [
     "RankStore",
     "ReplicaCheck",
     "ReplicaMismatch",
+    "Stopped",
     "Work",
+    "WorkerSignals",
     "World",
     "as_real",
     "assemble",

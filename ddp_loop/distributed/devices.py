@@ -106,5 +106,12 @@ def scale_batch_size(batch_size: int, world: HasRanks) -> int:
 
     128 on 2 GPUs is 256 and 64 on 4 is 256: each GPU stays as full as one alone. On CPUs the ranks share the
     machine's cores, so the mini-batch that suits one process suits all together.
+
+    Args:
+        batch_size: of one rank, in samples.
+        world: from `join_world`.
+
+    Returns:
+        The number of samples in a mini-batch over all ranks.
     """
     return batch_size if accelerator_of(world.device).is_host else batch_size * world.size

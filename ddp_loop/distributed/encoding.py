@@ -18,6 +18,26 @@ _FLOAT8 = frozenset(
 )
 
 
+def check_plain(value: object, caller: str) -> None:
+    """Check that a value of a script can be sent in place.
+
+    Args:
+        value: what the script gave.
+        caller: the function that it called.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it is sparse or nested.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{caller} takes a tensor and changes it in place. Got {type(value).__name__}. Pass "
+            "torch.as_tensor(value, device=world.device), and use what it returns."
+        )
+    if value.layout is not torch.strided or value.is_nested:
+        raise ValueError(f"{caller} takes a dense tensor. Got {value.layout}. Pass tensor.to_dense().")
+
+
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """A real view of the same memory: a real tensor itself, (...,) complex as (..., 2) real."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

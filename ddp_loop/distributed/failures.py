@@ -5,9 +5,15 @@ A rank that is late, gone, or in another collective is found by a roll call, whi
 
 from __future__ import annotations
 
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import TracebackType
+
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+MOST_LETTERS = 100_000  # of an error's text; JSON writes up to 12 bytes for one
 
 
 class PeerFailed(RuntimeError):
@@ -24,6 +30,30 @@ class PeerFailed(RuntimeError):
         super().__init__(message)
         self.rank, self.stage, self.step = rank, stage, step
 
+    @property
+    def summary(self) -> str:
+        """The message without the failed rank's traceback."""
+        return str(self).partition("\n\nTraceback (most recent call last)")[0]
+
+
+class PeerFailureHook:
+    """A `sys.excepthook` that shows `PeerFailed` in one message, since the failed rank prints its own traceback.
+
+    Args:
+        usual: the hook for other exceptions.
+        rank, where: of this rank.
+    """
+
+    def __init__(self, usual: ExceptHook, rank: int, where: RankStatus) -> None:
+        self._usual: ExceptHook = usual._usual if isinstance(usual, PeerFailureHook) else usual
+        self._start = f"ddp_loop: rank {rank} was ended{where}"
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, PeerFailed):
+            sys.stderr.write(f"{self._start}: {error.summary}\n")
+        else:
+            self._usual(kind, error, trace)
+
 
 class PeerGone(RuntimeError):
     """The connection to a rank has ended, while this one waits for it.
@@ -38,8 +68,23 @@ class PeerGone(RuntimeError):
         self.rank, self.where = rank, where
 
 
+def shorten(error: PeerFailed) -> None:
+    """Leave the script's own lines in the traceback of a rank whose peer failed, and nothing that gloo raised."""
+    error.__cause__, error.__suppress_context__ = None, True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        if trace.tb_next.tb_frame.f_globals.get("__name__", "").startswith("ddp_loop."):
+            trace.tb_next = None
+        trace = trace.tb_next
+
+
 class Stopped(SystemExit):
-    """All ranks were asked to stop outside of a step, and the work so far is saved; ends the script with code 0."""
+    """The ranks have stopped on request, with a checkpoint; raised on all of them, it ends the script with code 0.
+
+    A loop raises it after its last step, and `evaluate`, `predict` and `update_bn` wherever they are. So nothing is
+    evaluated, saved or scheduled after a stop. It is a `SystemExit`, which `except Exception` does not catch. A script
+    that must do something before its end catches it and raises it again.
+    """
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -90,8 +135,17 @@ class RankReport:
 
 
 def format_error(error: BaseException) -> str:
-    """The last line of an exception's traceback, even if its `__str__` raises."""
-    return "".join(traceback.format_exception_only(error)).strip()
+    """The last line of an exception's traceback, even if its `__str__` raises; shortened as `cut_text` does."""
+    return cut_text("".join(traceback.format_exception_only(error)).strip())
+
+
+def cut_text(text: str) -> str:
+    """The text without its middle if it is too long for the store, which refuses values above 8 MiB."""
+    if len(text) <= MOST_LETTERS:
+        return text
+    half = MOST_LETTERS // 2
+    left_out = f"[{len(text) - MOST_LETTERS} characters are left out. The run folder, if there is one, has the whole.]"
+    return f"{text[:half]}\n{left_out}\n{text[-half:]}"
 
 
 def describe_gone(rank: int, where: RankStatus) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from math import isfinite
+from types import TracebackType
 
 from ddp_loop.accelerators import accelerator_of, gpu_count
+from ddp_loop.determinism import as_int
 from ddp_loop.distributed.devices import choose_device, read_rank_env
+from ddp_loop.distributed.failures import PeerFailed, PeerFailureHook
 from ddp_loop.distributed.processes import end_with_torchrun
 from ddp_loop.distributed.world import World
 
@@ -41,6 +46,7 @@ def join_world(
         ValueError: WORLD_SIZE without RANK or the reverse, no such device, or ranks that disagree.
         PeerFailed: not all ranks joined within the timeout.
     """
+    seed, threads = as_int(seed), as_int(threads)
     if not isinstance(seed, int) or not isinstance(threads, int) or threads < 1:
         raise ValueError(f"seed and threads must be whole numbers, threads 1 or more. Got {seed=}, {threads=}.")
     if not (isfinite(timeout_s) and timeout_s > 0):
@@ -55,5 +61,44 @@ def join_world(
     chosen = choose_device(device, gpu_count(), place.local_rank)
     accelerator_of(chosen).activate()
     world = World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s, exchange=exchange)
-    world.leave_at_exit()
+    _leave_at_exit(world)
     return world
+
+
+_open: list[World] = []  # joined, and not left
+
+
+def _leave_at_exit(world: World) -> None:
+    """Leave when the interpreter ends, unless it was left before; an uncaught exception ends all ranks."""
+    usual = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not world.is_left:
+            world.__exit__(kind, error, trace)
+        PeerFailureHook(usual, world.rank, world.where)(kind, error, trace)
+
+    def end() -> None:
+        if not world.is_left:
+            world.__exit__(None, None, None)
+
+    def forget() -> None:
+        atexit.unregister(end)
+        _open.remove(world)
+        if sys.excepthook is tell:
+            failed = isinstance(world.ended_by, PeerFailed)  # and is not caught yet
+            sys.excepthook = PeerFailureHook(usual, world.rank, world.where) if failed else usual
+
+    sys.excepthook = tell
+    atexit.register(end)
+    _open.append(world)
+    world.on_leaving(forget)
+
+
+def leave_open_worlds(error: BaseException | None) -> None:
+    """Leave the worlds that a task of a pool joined and did not leave, as at the end of a script.
+
+    Args:
+        error: by which the task ended.
+    """
+    for world in reversed(_open[:]):
+        world.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)

@@ -72,7 +72,7 @@ def launch(
     computes with one thread unless OMP_NUM_THREADS is set. All ranks run on this machine.
 
     Args:
-        function: called on each rank; it, its arguments and its result are pickled.
+        function, arguments, keywords: called on each rank with them; they and its result are pickled.
         ranks: the number of processes, 1 or more.
         timeout_s: how long the call may take, in seconds; None is no limit. (Bind a keyword of this name for
             `function` itself by `functools.partial`.)
@@ -132,6 +132,11 @@ class Pool:
         """Call `function` on the first `ranks` workers, as `launch` does; return the results in rank order.
 
         The ranks have this process's current environment variables, working folder and import path.
+
+        Args:
+            function, arguments, keywords: called on each rank with them; they and its result are pickled.
+            ranks: the number of ranks, 1 .. size.
+            timeout_s: how long the task may take, in seconds; None is no limit.
 
         Raises:
             RankFailed: a rank raised, died, or did not return in time. The pool can be used again.

@@ -8,6 +8,7 @@ closed. The listener is closed once all ranks are connected.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
@@ -29,6 +30,7 @@ _LOOK_S = 0.05
 _RETRY_S = 0.002
 _UID = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 TEXT_BYTES = 4096
+_NO_ROOM = frozenset((errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))  # for a message now
 
 WORDS = 8  # integers that ride in each header
 _FORM = struct.Struct(f"<BBHIQQQQIQ{WORDS}q")
@@ -232,10 +234,9 @@ class LocalPeers:
                     socket.send_fds(self._sockets[rank], [word], list(descriptors), socket.MSG_NOSIGNAL)
                 else:
                     self._sockets[rank].send(word, socket.MSG_NOSIGNAL)  # the script may have SIGPIPE end it
-            except BlockingIOError:
-                full.add(rank)
-            except OSError:  # what it sent before can still be read
-                pass
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    full.add(rank)  # otherwise it has ended; what it sent before can still be read
         return full
 
     def wait(self, timeout_s: float) -> list[int]:

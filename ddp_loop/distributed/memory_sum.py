@@ -126,15 +126,15 @@ class MemoryFlatSum:
 
     def _map(self, meeting: Meeting, rank: int) -> bool:
         """Map the segment that a rank sent, if it did; returns whether that worked."""
+        header, descriptors = meeting.headers[rank], self._meetings.attached(meeting, rank)
         try:
-            for descriptor in self._meetings.attached(meeting, rank):
+            for descriptor in descriptors:
                 segment = Segment(descriptor)
                 segment.close()
-                number = meeting.headers[rank].words[0]
-                self._mapped[rank, number] = self._rows_in(segment, self._rows[rank])
+                self._mapped[rank, header.words[0]] = self._rows_in(segment, self._rows[rank])
         except (OSError, RuntimeError):
             return False
-        return True
+        return len(descriptors) == header.segments  # none comes where this process can open no more files
 
     def _slice(self, rank: int) -> tuple[int, int]:
         """The first and the end of the values that a rank adds up."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import multiprocessing
 import os
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
+
+from ddp_loop.distributed.failures import format_error
 
 PEER_FAILED_EXIT = 75  # the exit code of a process that was ended because another rank failed
 _PR_SET_PDEATHSIG = 1
+_TRACE_LETTERS = 8000
 
 
 def end_with_parent() -> bool:
@@ -26,6 +33,17 @@ def end_with_torchrun(environment: Mapping[str, str]) -> None:
     parent = os.getppid()  # 1 does not mean orphaned: in a container torchrun may be the first process
     if "TORCHELASTIC_RUN_ID" in environment and end_with_parent() and os.getppid() != parent:
         os._exit(PEER_FAILED_EXIT)  # torchrun died meanwhile
+
+
+def report_to_torchrun(error: BaseException) -> None:
+    """Have torchrun show the error of this rank in its summary, which is the last that it prints."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None or not isinstance(error, Exception):
+        return
+    text = "".join(traceback.format_exception(error))[-_TRACE_LETTERS:]
+    facts = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": format_error(error)[-_TRACE_LETTERS:], "extraInfo": facts}}, file)
 
 
 def children_except(known: set[BaseProcess]) -> set[BaseProcess]:

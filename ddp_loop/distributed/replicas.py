@@ -150,7 +150,14 @@ def check_structure(tensors: Mapping[str, torch.Tensor], world: World, what: str
             continue
         names = [*forms, *(name for name in other if name not in forms)]
         differing = [name for name in names if forms.get(name) != other.get(name)]
-        name = differing[0] if differing else "the order of names"
+        if not differing:
+            at = next(k for k, (own, its) in enumerate(zip(forms, other, strict=True)) if own != its)
+            raise ValueError(
+                "The state must have the same structure on every rank. Its names come in another order: number "
+                f"{at + 1} is {list(forms)[at]} on rank {world.rank} and {list(other)[at]} on rank {rank}. Sort them, "
+                "or write them out. A set has another order in each process."
+            )
+        name = differing[0]
         here, there = forms.get(name, "nothing"), other.get(name, "nothing")
         raise ValueError(
             f"The state must have the same structure on every rank. {name} is {here} on rank {world.rank} and "

@@ -22,7 +22,6 @@ REQUESTS = (signal.SIGINT, signal.SIGTERM)
 _SAME_S = 0.3  # signals closer together are one: a terminal and a launcher both pass Ctrl-C on
 _ECHO_S = 5.0  # a launcher sends SIGTERM to its ranks one after the other
 _taken: list[Signals] = []  # by this process; a fork must undo them
-_obeying: list[threading.Thread] = []  # in a forked process
 
 
 class StopRequests:
@@ -95,14 +94,18 @@ class Signals:
     def restore(self) -> None:
         if not self._before or threading.current_thread() is not threading.main_thread():
             return
-        for number, handler in self._before.items():
-            if signal.getsignal(number) is _record_signal:  # otherwise another handler was installed since
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self.restore_handlers()
         now = signal.set_wakeup_fd(-1)
         with suppress(ValueError, OSError):  # it was closed since
             signal.set_wakeup_fd(self._wakeup_before if now == self._descriptor else now)
         self._before = {}
         _taken.remove(self)
+
+    def restore_handlers(self) -> None:
+        """Restore the former handlers alone."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) is _record_signal:  # otherwise another handler was installed since
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def pass_on(self, number: int) -> None:
         """Pass a signal that is no request to the former wakeup descriptor, such as that of an event loop."""
@@ -115,12 +118,13 @@ def _record_signal(number: int, frame: FrameType | None) -> None:
     """Do nothing: the C handler has written the number."""
 
 
-def _undo_in_forks() -> None:
-    """Let only its parent end a forked process (a DataLoader's worker), whose descriptor is that of the parent.
+def are_taken() -> bool:
+    """Whether this process takes SIGINT and SIGTERM as requests now."""
+    return bool(_taken)
 
-    Ctrl-C reaches all processes of a terminal, and torchrun or a cluster sends SIGTERM to a rank and its workers, but
-    the current step needs them until it ends.
-    """
+
+def _undo_in_forks() -> None:
+    """Give forked processes the former handlers: the descriptor is that of the parent, and no loop runs there."""
     if not getattr(_undo_in_forks, "done", False):
         os.register_at_fork(after_in_child=_undo)
         _undo_in_forks.done = True  # type: ignore[attr-defined]
@@ -129,21 +133,5 @@ def _undo_in_forks() -> None:
 def _undo() -> None:
     if _taken:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _taken[0].restore_handlers()
         _taken.clear()
-        if hasattr(signal, "sigwaitinfo"):
-            # Blocked because torch's handler in its workers ends them at any sender's SIGTERM.
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-            _obeying.append(threading.Thread(target=_obey_parent, name="ddp_loop SIGTERM", daemon=True))
-            _obeying[0].start()
-    elif _obeying:  # a fork of the fork
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        _obeying.clear()
-
-
-def _obey_parent() -> None:
-    while True:
-        sender = signal.sigwaitinfo([signal.SIGTERM]).si_pid
-        if sender == os.getppid():
-            os._exit(0)  # as torch's own handler does

@@ -16,6 +16,7 @@ from ddp_loop.distributed.failures import (
     PeerGone,
     RankReport,
     RankStatus,
+    cut_text,
     describe_gone,
     find_culprit,
     format_error,
@@ -94,7 +95,7 @@ class RankStore:
 
     def set_failure(self, error: BaseException, where: RankStatus) -> None:
         """Note that this rank failed, unless another one failed before."""
-        text = "".join(traceback.format_exception(error))
+        text = cut_text("".join(traceback.format_exception(error)))
         self._set_failure(
             f"rank {self._rank} failed{where}: {format_error(error)}\n\n{text}",
             rank=self._rank,

@@ -241,7 +241,7 @@ class TwoLevelFlatSum:
         cut = machine_order(order, backend.machines, backend.own)
         ranks = len(backend.machines[backend.own])
         nodes = cut.nodes or (Order((0,) * ranks, ()),)  # a machine without shards sends -0.0, with its ranks' tails
-        self._parts = [rows[self._local.rank] for rows in cut.rows or ((slice(0),) * ranks,)]
+        self._parts = [rows[self._local.rank] for rows in cut.rows or ((slice(0, 0),) * ranks,)]
         host = torch.device("cpu")
         self._sums = [self._local.flat_sum(node, count, real, host) for node in nodes]
         self._has_pieces = any(part.stop > part.start for part in self._parts)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from ddp_loop.distributed.failures import PeerFailed, Stopped
 from ddp_loop.distributed.gloo import keeps_a_group
+from ddp_loop.distributed.join import leave_open_worlds
 from ddp_loop.distributed.processes import PEER_FAILED_EXIT, children_except, end_daemons, end_with_parent
 
 _PARENT_CHECK_S = 1.0
@@ -319,10 +320,13 @@ def _run(task: Task, threads: int) -> Answer:
         result = None
         with suppress(Stopped):  # it stopped when asked to, and has no result
             result = function(*arguments, **keywords)
+        leave_open_worlds(None)
         answer = _returned(result)
         _leave_group(failed=False)
     except BaseException as error:
         # SystemExit and KeyboardInterrupt too: no task may end a worker of the pool.
+        with suppress(Exception):  # what ended the task counts
+            leave_open_worlds(error)
         _leave_group(failed=True)
         answer = _raised(error)
         end_daemons(children_except(children))

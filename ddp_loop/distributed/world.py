@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
@@ -18,8 +16,11 @@ from ddp_loop.determinism import EVALUATION, require_pinned, seed_everything, st
 from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
 from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
-from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error
+from ddp_loop.distributed.encoding import check_plain
+from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error, shorten
 from ddp_loop.distributed.process_group import ProcessGroups
+from ddp_loop.distributed.processes import report_to_torchrun
+from ddp_loop.distributed.stops import Stops
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.watchdog import Watchdog
 
@@ -41,6 +42,7 @@ class World:
         accelerator: what that device is and can do.
         seed: of all random streams; the same on every rank.
         timeout_s: how long a collective waits for the slowest rank, in seconds.
+        stops: requests to stop, and what all ranks made of them.
         exchange: how ranks exchange values of the CPU: "memory", "gloo", or "" in a world of one.
         why_gloo: why not in memory, in words; empty where nothing prevents it.
         ended_by: the exception by which the world is being left.
@@ -66,10 +68,11 @@ class World:
         self._store = RankStore(dist.HashStore(), self.rank, self.size)
         self._collectives = Collectives(None, self._store, timeout_s)
         self._watchdog: Watchdog | None = None
+        self.stops = Stops(self.rank, lambda: self.gather(self.stops.asked, "requests to stop"))
         self.stage, self.step = "", 0
-        self._stop_here: Callable[[str], None] | None = None
         self.ended_by: BaseException | None = None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # set by a loop
+        self.explain: Callable[[BaseException], None] = lambda error: None  # adds a remedy; set by a loop that was left
         # Set by loops: the class and name of buffers that differ between ranks, and modules that are not compared.
         self.own_buffers: set[tuple[type, str]] = set()
         self.uncompared: WeakSet[object] = WeakSet()
@@ -78,6 +81,7 @@ class World:
             if place.size > 1 or dist.is_initialized():
                 self._join(place, exchange)
             self._watchdog = Watchdog(self._store_aside(), self.rank, lambda: self.where)
+            self.stops.watchdog = self._watchdog
             self._watchdog.start()
             self.require_equal("seed, threads and timeout_s", (seed, threads, timeout_s))
             torch.set_num_threads(threads)
@@ -156,8 +160,21 @@ class World:
             self._collectives.finish(work)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add `tensor` up over all ranks, in place, and return it. Every rank must call this."""
+        """Add `tensor` up over all ranks, in place, and return it. Every rank must call this.
+
+        Args:
+            tensor: dense, of one shape and dtype on all ranks, outside of any graph.
+
+        Raises:
+            TypeError, ValueError: a number, an array, or a tensor that is sparse or needs a gradient.
+        """
         self.require_collectives_allowed()
+        check_plain(tensor, "world.sum")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "world.sum has no gradient: it would lack the other ranks' parts. Got a tensor that needs one. Pass "
+                "tensor.detach(), or use step.hold and step.gather for a loss of the whole mini-batch."
+            )
         self._collectives.sum(tensor, self.where)
         return tensor
 
@@ -184,7 +201,12 @@ class World:
         return self._collectives.numbers(number, what, self.where)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make `tensor` on every rank what it is on rank 0, in place. Every rank must call this."""
+        """Make `tensor` on every rank what it is on rank 0, in place, and return it. Every rank must call this.
+
+        Args:
+            tensor: dense, of one shape and dtype on all ranks.
+        """
+        check_plain(tensor, "world.broadcast")
         self.broadcast_all([tensor])
         return tensor
 
@@ -197,6 +219,9 @@ class World:
         """Raise on every rank if one has a problem: that rank its own exception, the others `PeerFailed`.
 
         Every rank must call this.
+
+        Args:
+            problem: of this rank; None without one.
         """
         told = self.gather(None if problem is None else (format_error(problem), self.where), "problems")
         if problem is not None:
@@ -207,12 +232,17 @@ class World:
                 raise PeerFailed(f"rank {rank} failed{where}: {text}", rank, where.stage, where.step)
 
     def require_equal(self, what: str, value: Value) -> None:
-        """Raise ValueError on every rank unless `value` is the same on all. Every rank must call this."""
+        """Raise ValueError on every rank unless `value` is the same on all. Every rank must call this.
+
+        Args:
+            what, value: the value in words, for the error, and this rank's value.
+        """
         values = self.gather(value, what)
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise ValueError(
-                    f"{what} must be the same on every rank. Rank 0 has {values[0]}, rank {rank} has {other}."
+                    f"{what} must be the same on every rank. Rank 0 has {values[0]}, rank {rank} has {other}. Pass "
+                    "the same, in the same order, on all ranks."
                 )
 
     def begin_evaluation(self, stage: str) -> int:
@@ -223,14 +253,17 @@ class World:
         """
         place = self.step, int(self.step > 0 and stage != "")
         before = self._evaluations.get(place, 0)
-        outside = (0, 0)
-        self._evaluations = {outside: self._evaluations.get(outside, 0), place: before + 1}
+        self._evaluations = {(0, 0): self._evaluations.get((0, 0), 0), place: before + 1}
         return stream_key(self.seed, EVALUATION, *place, before)
 
     # -- one rank, or one after the other ------------------------------------------------------------------
 
     def print(self, *values: object) -> None:
-        """Print on rank 0 alone, at once; an OSError, such as that of a full disk, is ignored."""
+        """Print on rank 0 alone, at once; an OSError, such as that of a full disk, is ignored.
+
+        Args:
+            values: as for Python's `print`.
+        """
         if self.rank == 0:
             with suppress(OSError):
                 print(*values, flush=True)
@@ -292,47 +325,6 @@ class World:
                 result = [function()]
         return self.gather(result, "what rank 0 found")[0][0]
 
-    # -- stopping ------------------------------------------------------------------------------------------
-
-    @property
-    def stop_asked(self) -> str | None:
-        """Why the ranks were asked to stop, as far as this one knows; None without a request or a running loop."""
-        return None if self._watchdog is None or self._stop_here is None else self._watchdog.stop
-
-    def install_stop_handlers(self, elsewhere: Callable[[], str | None], stop_here: Callable[[str], None]) -> None:
-        """Take SIGINT, SIGTERM and what `elsewhere` returns as requests to stop; `stop_here` saves the work so far."""
-        if self._watchdog is not None:
-            self._watchdog.look_for_stop, self._watchdog.say = elsewhere, self._say
-            self._watchdog.install_stop_handlers()
-            self._stop_here = stop_here
-
-    def restore_stop_handlers(self) -> None:
-        """Restore the former handlers; after a stop only on leaving, since the same request may arrive twice."""
-        if self._watchdog is not None:
-            self._watchdog.look_for_stop = lambda: None
-            if not self._watchdog.requests.has_followed:
-                self._watchdog.signals.restore()
-            self._stop_here = None
-
-    def stop_followed(self) -> str | None:
-        """Note that all ranks stopped at the same step; returns the reason of the request, if it had one."""
-        return None if self._watchdog is None else self._watchdog.stop_followed()
-
-    def agree_to_stop(self) -> None:
-        """Leave on every rank if one was asked to stop, outside of a step. Every rank must call this.
-
-        Raises:
-            Stopped: the work so far is saved.
-        """
-        if self._stop_here is not None and any(asked := self.gather(self.stop_asked, "requests to stop")):
-            self._stop_here(next(why for why in asked if why))
-            self.stop_followed()
-            raise Stopped
-
-    def _say(self, line: str) -> None:
-        if self.rank == 0:
-            sys.stderr.write(f"ddp_loop: {line}\n")
-
     # -- leaving -------------------------------------------------------------------------------------------
 
     def on_leaving(self, close: Callable[[], None]) -> None:
@@ -357,7 +349,11 @@ class World:
         if self._watchdog is not None:
             self._watchdog.leaving(failed=error is not None)
         if error is not None and not isinstance(error, PeerFailed):
+            self.explain(error)
+            report_to_torchrun(error)
             self._store.set_failure(error, self.where)
+        elif error is not None:
+            shorten(error)
         try:
             if error is None:
                 self._run_deferred()
@@ -365,32 +361,13 @@ class World:
             self.leave(failed=error is not None)
             self.ended_by = None  # its traceback keeps all local variables alive
 
-    def leave_at_exit(self) -> None:
-        """Leave when the interpreter ends, unless it was left before; an uncaught exception ends all ranks."""
-        usual = sys.excepthook
-
-        def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if not self.is_left:
-                self.__exit__(kind, error, trace)
-            usual(kind, error, trace)
-
-        def end() -> None:
-            if not self.is_left:
-                self.__exit__(None, None, None)
-
-        def forget() -> None:
-            atexit.unregister(end)
-            if sys.excepthook is tell:
-                sys.excepthook = usual
-
-        sys.excepthook = tell
-        atexit.register(end)
-        self.on_leaving(forget)
-
     def leave(self, *, failed: bool = False) -> None:
         """Close everything that was opened, leave the groups, and restore the thread count.
 
         After a failure the connections are cut at once, so that no peer waits for the timeout.
+
+        Args:
+            failed: whether this rank failed.
         """
         if self._refusal is _LEFT:
             return

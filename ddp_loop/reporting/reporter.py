@@ -1,4 +1,4 @@
-"""Reports on rank 0 while a loop runs: rows, evaluations, the ranks' timings, pictures at the end.
+"""Reports on rank 0 while a loop runs: rows, evaluations, the ranks' timings; pictures when the world is left.
 
 [Note: Again] A run that resumes from an epoch's end repeats what the script does after that epoch. An evaluation with
 the results of an earlier one of its iteration is therefore not written again.
@@ -112,6 +112,32 @@ def all_of(receivers: Receivers) -> list[OnRow]:
     return given
 
 
+class FinalPictures:
+    """Draws a run's curves when the world is left, with the evaluations after the loop; keeps nothing of the loop.
+
+    Args:
+        world: from `join_world`.
+
+    Attributes:
+        folder: of the run; None for no pictures.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.folder: Path | None = None
+        world.on_leaving(self.draw)
+
+    def draw(self) -> None:
+        """Draw them, unless the world is left by an exception."""
+        folder, self.folder = self.folder, None
+        if folder is None or self._world.ended_by is not None:
+            return
+        try:
+            export_if_small(folder)
+        except Exception as error:  # a picture is not worth a run
+            self._world.print(f"ddp_loop: {folder} was not drawn. {error!r}")
+
+
 class Reporter:
     """Reports a loop: opens its files and its terminal, and decides what a row, a timing, an evaluation become.
 
@@ -133,6 +159,7 @@ class Reporter:
         self._evaluations: EvaluationLog | None = None
         self._evaluated: EvaluationRecorder | None = None
         self._ranks: JsonlWriter | None = None
+        self._pictures = FinalPictures(world)
         self._draws = self._must_gather = False
 
     def begin(self, receivers: list[OnRow], *, progress: bool) -> str | None:
@@ -202,7 +229,7 @@ class Reporter:
             return
         where = self._where
         ends = where.is_last_of_epoch(mini_batch) or where.has_made_all
-        self.rows.add(mini_batch.epoch + 1, where.iteration, mini_batch.samples, ends, names, values, known)
+        self.rows.add(mini_batch.epoch, where.iteration, mini_batch.samples, ends, names, values, known)
         if self._must_gather:
             self._must_gather = False
             self._gather()
@@ -227,19 +254,14 @@ class Reporter:
         rows, self.rows = self.rows, None
         if rows is None:
             return
-        self._draws = self._draws and self._where.iteration > self._where.resumed_at
+        checkpointer, has_new = self._checkpointer, self._where.iteration > self._where.resumed_at
+        if checkpointer is not None and self._draws and has_new and checkpointer.has_folder:
+            self._pictures.folder = checkpointer.folder
         if self._world.ended_by is None:
             self._gather()
         rows.close(last_words)
 
     def end(self) -> None:
-        """Draw the run's curves, at its end."""
-        draws, self._draws = self._draws, False
+        """Note that the loop has ended; others may run in its folder."""
         if self._evaluated is not None:
             self._evaluated.has_ended = True
-        checkpointer = self._checkpointer
-        if draws and checkpointer is not None and checkpointer.has_folder and self._world.ended_by is None:
-            try:
-                export_if_small(checkpointer.folder)
-            except Exception as error:  # a picture is not worth a run
-                checkpointer.say(f"{checkpointer.folder} was not drawn. {error!r}")

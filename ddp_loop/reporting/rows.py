@@ -132,6 +132,15 @@ class DeviceToHostQueue:
         """Start to copy `values`, shape (len(names),), to the host; `known` is on the host already."""
         self._waiting.append((moment, names, HostCopy(values), known))
 
+    def look(self) -> list[tuple[RowMeta, dict[str, float]]]:
+        """Return the values that have arrived, up to an epoch's last row, and leave them here; for another thread."""
+        arrived = []
+        for moment, names, values, known in list(self._waiting):
+            if moment.is_last_of_epoch or not values.ready():
+                break
+            arrived.append((moment, dict(zip(names, values.wait().tolist(), strict=True)) | known))
+        return arrived
+
     def take(self, *, wait: bool) -> list[tuple[RowMeta, dict[str, float]]]:
         """Return the values that have arrived, in order; with `wait` all."""
         arrived = []
@@ -178,6 +187,9 @@ class RowDisplay(Protocol):
     def refresh(self) -> None:
         """Show something if it is time; called often."""
 
+    def watch(self, hand_on: Callable[[], None]) -> None:
+        """Show rows that `hand_on` brings, from another thread, where the main thread does not."""
+
     def close(self, last_words: str | None = None) -> None:
         """End the display, with a last message."""
 
@@ -202,6 +214,13 @@ class RowDispatcher:
         self._arrivals = DeviceToHostQueue()
         self._flushed = self._due = time.monotonic()
         self._rate = Throughput(self._flushed - began)
+        if terminal is not None:
+            terminal.watch(self._show_arrived)
+
+    def _show_arrived(self) -> None:
+        for moment, values in self._arrivals.look():
+            if self._terminal is not None:
+                self._terminal.take(moment, values)
 
     @property
     def is_due(self) -> bool:

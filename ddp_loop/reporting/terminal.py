@@ -1,13 +1,19 @@
-"""The terminal of a run: a line per epoch, and between them a live display, or a line now and then."""
+"""The terminal of a run: a line per epoch, and between them a live display, or a line now and then.
+
+[Note: Fresh] The display is drawn in the main thread while the ranks wait for each other, and by every line that is
+printed above it. If neither happens for a moment (a long step, an evaluation), a thread draws it, so that it is never
+older than a second. All of them draw the newest view. Locks are taken in one order: `_drawing`, rich's, the terminal's.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,9 +22,9 @@ from ddp_loop.reporting.throughput import RankTiming, Throughput, TrainingLength
 
 LINE_S = 5.0  # between two lines, at least
 _SPARSER = 50  # and at least a 50th of the run's time: some 300 lines a day
-LOOK_S = 0.25  # between two updates of the display, at least
+LOOK_S = 0.25  # between two updates of the display in the main thread, at least
 _SHARE = 400  # and at least 400 times the duration of the last one, but
-_STALE_S = 1.0  # what is shown is never older
+_STALE_S = 0.7  # not more; then the thread looks whether to draw, so that no state is older than a second
 _POINTS = 256  # of the curve, at most
 
 
@@ -99,8 +105,8 @@ def _is_beside(name: str) -> bool:
 class Display(Protocol):
     """Shows a view in the place of the last one."""
 
-    def show(self, view: ProgressView) -> None:
-        """Show a view."""
+    def draw(self, newest: Callable[[], ProgressView | None]) -> None:
+        """Show the newest view, now and whenever something is printed."""
 
     def close(self) -> None:
         """End the display; the last view stays visible."""
@@ -133,17 +139,46 @@ class Terminal:
         self._values: Mapping[str, float] = {}
         self._rate, self._curve = Throughput(self._opened - began), LossCurve()
         self._slow: int | None = None
-        self._view: ProgressView | None = None  # not yet shown
+        self._view: ProgressView | None = None
+        self._drawn = self._opened
+        self._lock, self._ended = threading.RLock(), threading.Event()
+        self._thread: threading.Thread | None = None
 
     def take(self, moment: RowMeta, values: Mapping[str, float]) -> None:
-        """Take a row."""
-        self._epoch.turn_to(moment.epoch)
-        self._last, self._values = moment, values
-        self._late.add(moment.samples, values)
-        if moment.is_last_of_epoch:
-            self._view = self._make_view(moment)
-            self._say(self._epoch_line(moment.epoch))
-            self._epoch.turn_to(0)
+        """Take a row; one that was taken before is left out."""
+        line = None
+        with self._lock:
+            if self._last is not None and moment.iteration <= self._last.iteration:
+                return
+            self._epoch.turn_to(moment.epoch)
+            self._last, self._values = moment, values
+            self._late.add(moment.samples, values)
+            if moment.is_last_of_epoch:
+                self._view = self._make_view(moment)
+                line = self._epoch_line(moment.epoch)
+                self._epoch.turn_to(0)
+        if line is not None:
+            self._say(line)
+
+    def watch(self, hand_on: Callable[[], None]) -> None:
+        """Let a thread keep the display fresh; see [Note: Fresh].
+
+        Args:
+            hand_on: gives `take` the rows that have arrived; called in the thread before it draws.
+        """
+        if self._display is not None:
+            _finish_drawing_before_forks()
+            self._thread = threading.Thread(
+                target=self._keep_fresh, args=(hand_on,), name="ddp_loop display", daemon=True
+            )
+            self._thread.start()
+
+    def _keep_fresh(self, hand_on: Callable[[], None]) -> None:
+        while not self._ended.wait(LOOK_S) and self._display is not None:
+            if time.monotonic() - self._drawn > _STALE_S:
+                with _drawing:
+                    hand_on()
+                    self._show(self._display)
 
     def take_ranks(self, ranks: Sequence[RankTiming]) -> None:
         """Take the ranks' timings."""
@@ -160,15 +195,19 @@ class Terminal:
             self._next = now + max(LINE_S, (now - self._opened) / _SPARSER)
         else:
             self._show(self._display)
-            ended = time.monotonic()
-            self._next = ended + min(_STALE_S, max(LOOK_S, _SHARE * (ended - now)))
+            self._next = self._drawn + min(_STALE_S, max(LOOK_S, _SHARE * (self._drawn - now)))
 
     def _show(self, display: Display) -> None:
-        if self._late.rows and self._last is not None:
-            self._view = self._make_view(self._last)
-        view, self._view = self._view, None
-        if view is not None:
-            self._draw(lambda: display.show(view))
+        if self._last is not None:
+            self._draw(lambda: display.draw(self._newest))
+            self._drawn = time.monotonic()
+
+    def _newest(self) -> ProgressView | None:
+        with self._lock:
+            if self._late.rows and self._last is not None:
+                self._view = self._make_view(self._last)
+            gone_s = time.monotonic() - self._began
+            return None if self._view is None else replace(self._view, gone_s=max(gone_s, self._view.gone_s))
 
     def _draw(self, draw: Callable[[], None]) -> None:
         """Draw, and end the display if the terminal was closed."""
@@ -179,6 +218,9 @@ class Terminal:
 
     def close(self, last_words: str | None = None) -> None:
         """Show the last view and a last message."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._display is not None:
             self._show(self._display)
         if self._display is not None:
@@ -214,8 +256,18 @@ class Terminal:
         return ", ".join(parts)
 
 
+_drawing = threading.RLock()  # held by a thread that draws, and by the main thread while it forks
+
+
+def _finish_drawing_before_forks() -> None:
+    """Keep rich's locks free in a forked process (a DataLoader's worker), which may print too."""
+    if not getattr(_finish_drawing_before_forks, "done", False):
+        os.register_at_fork(before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release)
+        _finish_drawing_before_forks.done = True  # type: ignore[attr-defined]
+
+
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 _BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _LEAST_BAR, _MOST_CURVE = 8, 100  # columns
@@ -240,16 +292,18 @@ class LiveDisplay:
         from rich.live import Live
 
         self._console = console
+        self._newest: Callable[[], ProgressView | None] = lambda: None
         self._live = Live(
+            self,  # rendered anew by each print
             console=console,
-            auto_refresh=False,  # no thread: it is drawn while the ranks wait for each other
+            auto_refresh=False,  # the terminal decides when
             redirect_stderr=sys.stderr.isatty(),
             vertical_overflow="ellipsis",
         )
 
-    def show(self, view: ProgressView) -> None:
-        """Show a view."""
-        self._live.update(self._render(view))
+    def draw(self, newest: Callable[[], ProgressView | None]) -> None:
+        """Show the newest view, now and whenever something is printed."""
+        self._newest = newest
         if not self._live.is_started:
             self._live.start()
             self._console.show_cursor(True)  # a killed process could not show it again
@@ -259,6 +313,10 @@ class LiveDisplay:
         """End the display; the last view stays visible."""
         if self._live.is_started:
             self._live.stop()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        if (view := self._newest()) is not None:
+            yield self._render(view)
 
     def _render(self, view: ProgressView) -> RenderableType:
         from rich.console import Group

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from io import FileIO
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ class Tracer:
         self._pass = ""
         self.is_new = True  # nothing is written yet
         self._path = folder / f"rank-{world.rank}.jsonl"
-        self._file: FileIO | None = None
+        self._file: BufferedWriter | None = None
         tensors = {name: [str(one.dtype), list(one.shape)] for name, one in find_tensors(state).items()}
         self._head = {
             "version": VERSION,
@@ -143,7 +143,7 @@ class Tracer:
             if iteration:
                 file.writelines(lines_up_to(self._path, iteration))
         temporary.replace(self._path)
-        self._file = self._path.open("ab", buffering=0)  # a killed run has its last step
+        self._file = self._path.open("ab")
 
     def _record(self, stage: str, name: str, value: Leaf, *, keep: bool = False) -> None:
         self._entries.append((stage, f"{self._pass}{name}", digest(value)))
@@ -262,6 +262,7 @@ class Tracer:
         form = {"ranks": self._head["ranks"], "shards": self._head["shards"]}
         if self._file is not None:
             self._file.write(json.dumps({"step": iteration, **form, "entries": self._entries}).encode() + b"\n")
+            self._file.flush()  # a killed run has its last step
         self._entries = []
         if self._of_shards is not None:
             from safetensors.torch import save_file

@@ -13,11 +13,12 @@ from ddp_loop.training.buffers import Buffers, find_buffers
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.loop import Loop
 from ddp_loop.training.payload import StepResult
-from ddp_loop.training.step import Step
+from ddp_loop.training.step import Epoch, Step
 from ddp_loop.training.validation import Sum, check_synced, refuse_wrapped
 
 __all__ = [
     "Buffers",
+    "Epoch",
     "Fold",
     "Loop",
     "Step",

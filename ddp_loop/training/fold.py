@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -36,7 +35,7 @@ from ddp_loop.training.payload import (
     NO_REQUEST,
     PROBLEM,
     ControlDecision,
-    ControlRequest,
+    FoldEvents,
     PayloadLayout,
     ShardRecord,
     StepResult,
@@ -54,22 +53,6 @@ _OPEN = (
     "step.fold()."
 )
 _DONE = attrgetter("done")
-
-
-class StepEvents(Protocol):
-    """What happens around a fold: implemented by `Loop`, given to each `Fold` and `Step`."""
-
-    def before_pass(self, passes: int) -> Fold:
-        """A pass over a step's shards begins, after so many others; returns its fold. Every rank must call this."""
-
-    def requests(self) -> ControlRequest:
-        """What this rank asks of all, at a fold."""
-
-    def while_reducing(self) -> None:
-        """The sums over the ranks have started. Do other work: rows, the next data, the seeds of what follows."""
-
-    def after_fold(self, result: StepResult, mini_batch: MiniBatch, passes: int) -> None:
-        """A pass was folded, after so many others of its step. Every rank must call this."""
 
 
 class Fold:
@@ -109,7 +92,7 @@ class Fold:
         buffer_reduction: Mapping[str, BufferReduction] | None = None,
         guard: NonFiniteGuard | None = None,
         scalers: Sequence[GradScaler] = (),
-        events: StepEvents | None = None,
+        events: FoldEvents | None = None,
         averaged: Collection[Parameter] = (),
         watch: Callable[[int, dict[str, torch.Tensor]], None] | None = None,
         former: Fold | None = None,
@@ -152,10 +135,14 @@ class Fold:
     # -- a pass over the shards ----------------------------------------------------------------------------
 
     def open(self, step: object = None) -> None:
-        """Begin a pass of `step` over the shards of its mini-batch."""
+        """Begin a pass over the shards of a mini-batch.
+
+        Args:
+            step: whose pass it is; None without a `Step`.
+        """
         self._world.require_collectives_allowed()
         self._world.block_collectives(_OPEN)
-        self._records, self._empty, self._loss_scale, self.opened_by = [], None, None, step
+        self._records, self._empty, self._loss_scale, self.opened_by = [], None, None, step or self
         self.gradients.open()
         if self._buffers.found:
             self._buffers.open()
@@ -193,7 +180,11 @@ class Fold:
     def backward(
         self, record: ShardRecord, loss: torch.Tensor, factor: Weight, *, last: bool, more: bool = False
     ) -> None:
-        """Backpropagate `factor` times a shard's loss; a factor of 0 adds exactly 0. The Args are those of `Gradients`.
+        """Backpropagate `factor` times a shard's loss; a factor of 0 adds exactly 0.
+
+        Args:
+            record, loss, factor: of the shard; shape (); its share of the mini-batch.
+            last, more: whether the rank has no further shard; whether the shard has another loss.
 
         Raises:
             RuntimeError: the gradients of an earlier shard are gone, or a second gradient came too late.
@@ -300,7 +291,7 @@ class Fold:
             self._layout, self._tails = layout, {}
             self.gradients.release()
             self.gradients.plan(self._tail(layout, shards))
-        place, losses = (mini_batch.epoch + 1, iteration, mini_batch.samples), slots[:, 1]
+        place, losses = (mini_batch.epoch, iteration, mini_batch.samples), slots[:, 1]
         return StepResult(*place, layout.metrics or (), values, total, losses, share, is_bad, self.gradients)
 
     def _collect(
@@ -331,8 +322,7 @@ class Fold:
 
     def _pack(self, layout: PayloadLayout, flags: int, shards: int, *, fill: bool) -> torch.Tensor:
         """The rows of all shards, (S, width), in the tail of the step's sum, with this rank's rows filled in."""
-        tail = self.gradients.tail
-        tail.fill_(IDENTITY)
+        tail = self.gradients.tail.fill_(IDENTITY)
         slots = (tail[CONTROL_LENGTH + flags :] if self._word_in_tail else tail).view(shards, -1)
         if fill:
             self._slots.fill(slots, self._records, layout)
@@ -401,8 +391,7 @@ class Fold:
 
     def _check(self, loss: torch.Tensor) -> torch.Tensor | bool:
         """Whether the step is not finite and moves nothing; a tensor of shape () where only the device knows."""
-        guard = self._guard
-        if guard is None:
+        if (guard := self._guard) is None:
             return False
         if self._word_in_tail and math.isfinite(loss.item()) and (guard.is_scaled or self.gradients.are_finite()):
             return False
@@ -419,7 +408,11 @@ class Fold:
         return self.gradients.named()
 
     def gradient_norm(self, iteration: int) -> torch.Tensor | None:
-        """The norm of the whole mini-batch's gradients, shape (), without a GradScaler's factor; None if left out."""
+        """The norm of the whole mini-batch's gradients, shape (), without a GradScaler's factor; None if left out.
+
+        Args:
+            iteration: of the step.
+        """
         norm = self.gradients.norm_if_due(iteration, thinned=self._word_in_tail)
         return norm if norm is None or self._loss_scale is None else norm / self._loss_scale
 

@@ -34,8 +34,9 @@ from ddp_loop.distributed import (
     under_all_names,
 )
 from ddp_loop.training.buffers import BufferReduction
-from ddp_loop.training.fold import Fold, StepEvents
+from ddp_loop.training.fold import Fold
 from ddp_loop.training.nonfinite import NonFiniteGuard
+from ddp_loop.training.payload import FoldEvents, StepResult
 from ddp_loop.training.validation import check_state, check_synced, check_trainable
 
 _values, _version = methodcaller("values"), attrgetter("_version")
@@ -44,6 +45,12 @@ ACCUMULATION_LEFT = (
     "Two steps were folded, and no parameter moved in between (after step {step}). Each fold gives the gradient of "
     "its own mini-batch and replaces the one before, which is lost. Call optimizer.step() after each fold. To "
     "accumulate, give Batches a larger mini-batch and more shards: Batches(data, 4 * n, world, shards=4 * world.size)."
+)
+
+WEIGHTLESS = (
+    "All weights of a mini-batch are 0 (first in step {step}), so nothing in it counts: its loss is reported as 0, and "
+    "its gradients are 0 or None. Pass step.backward a weight above 0 for shards that count, or leave such samples out "
+    "of the data."
 )
 
 
@@ -172,6 +179,19 @@ def _averaged(state: Mapping[str, object], optimizers: Sequence[Optimizer]) -> l
     return [one for model in models for one in model.parameters() if one not in trained]
 
 
+class WeightlessStepCheck:
+    """Warns once of a mini-batch whose weights are all 0, on the host, where reading their sum costs nothing."""
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def check(self, result: StepResult) -> None:
+        """Look at a step's sum of weights and its loss; a sum of losses need not be 0 with them."""
+        if not self._is_over and result.total is not None and result.total.item() == 0 and result.loss.item() == 0:
+            self._is_over = True
+            warnings.warn(WEIGHTLESS.format(step=result.iteration), stacklevel=2)
+
+
 @dataclass(frozen=True, slots=True)
 class ReductionSettings:
     """How the steps of a job are reduced, as `Loop` was given it."""
@@ -193,7 +213,7 @@ class Job:
 
     def make_fold(
         self,
-        events: StepEvents,
+        events: FoldEvents,
         guard: NonFiniteGuard,
         watch: Callable[[int, dict[str, torch.Tensor]], None] | None,
         former: Fold | None = None,

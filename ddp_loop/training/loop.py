@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful
-from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
-from ddp_loop.determinism import seed_step
-from ddp_loop.distributed import FrozenParameters, ReplicaCheck
+from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch, ReadAhead
+from ddp_loop.determinism import as_int, seed_step
+from ddp_loop.distributed import FrozenParameters, ReplicaCheck, Stopped
 from ddp_loop.reporting import Receivers
 from ddp_loop.tracing import current_trace_request
 from ddp_loop.training.buffers import BufferReduction
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.gather import BatchGather
-from ddp_loop.training.job import Job, ReductionSettings
+from ddp_loop.training.job import Job, ReductionSettings, WeightlessStepCheck
 from ddp_loop.training.nonfinite import NonFiniteGuard, OnNonFinite
 from ddp_loop.training.payload import NO_REQUEST, ControlRequest, StepResult
 from ddp_loop.training.recorder import Reporting, RunRecorder, open_trace
 from ddp_loop.training.state_check import NonFiniteStateCheck
-from ddp_loop.training.step import Step
-from ddp_loop.training.validation import check_extent, check_rows, check_rules
+from ddp_loop.training.step import Epoch, Step
+from ddp_loop.training.validation import check_batches, check_extent, check_rows, check_rules
 
 _SAME = "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every, trace"
 
@@ -35,8 +34,9 @@ class Loop:
             result = step.fold()
             optimizer.step()
 
-    A script with epochs of its own writes `for step in loop.epoch():` in each. The model stays the user's own and is
-    not wrapped. All ranks start with rank 0's parameters and buffers.
+    A script that does something after each epoch iterates over `epochs`. The model stays the user's own and is not
+    wrapped. All ranks start with rank 0's parameters and buffers. After a stop (Ctrl-C, SIGTERM, the page, `stop`) the
+    loop raises `Stopped`, which ends the script.
 
     Args:
         batches: the mini-batches.
@@ -71,7 +71,8 @@ class Loop:
             settings, by checksums; also after steps 1 and 10 and at the end. 0 for none, nor before an evaluation.
 
     Attributes:
-        batches, world, epochs: as given; the world is that of the batches.
+        batches, world: as given; the world is that of the batches. `len(loop)` is the number of steps of the whole run,
+            as a schedule needs it; `len(loop.batches)` that of an epoch.
         fold: reduces this loop's steps over the ranks; a new one after parameters are replaced.
 
     Raises:
@@ -80,6 +81,8 @@ class Loop:
         PeerFailed: another rank has such a problem.
         ReplicaMismatch: during the loop: parameters, buffers or optimizers differ between ranks.
     """
+
+    _begun: str | None  # where it is in its epochs, or was left
 
     def __init__(
         self,
@@ -105,17 +108,17 @@ class Loop:
         ordered: bool | None = None,
         trace: bool = False,
     ) -> None:
-        self.batches, self.world, self.epochs = batches, batches.world, epochs
-        self._where, self._cut_short = LoopPosition(batches, epochs, steps), False
-        self._begun: str | None = None  # the epoch under way, or the one that was left
+        check_batches(batches)
+        epochs, steps = as_int(epochs), as_int(steps)
+        self.batches, self.world = batches, batches.world
+        self._where = LoopPosition(batches, epochs, steps)
+        self._begun, self._ahead = None, ReadAhead(batches)
         watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir).absolute()
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         is_ordered = batches.fixed_shards if ordered is None else ordered
         self._job = Job(state, batches, ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}))
         self._recorder = self._make_recorder(folder if watched is None else None, policy, on_nonfinite)
-        self._gathering = BatchGather(self.world)
-        self._stream: Iterator[LoadedBatch] = iter(())
-        self._ahead: list[LoadedBatch | Exception | None] = []  # the next mini-batch, once it was read ahead
+        self._gathering, self._weightless = BatchGather(self.world), WeightlessStepCheck()
         self._asks_stop, self._compares = False, self.world.size > 1  # whether the script does, and ranks compare state
         self.world.on_leaving(self._leave)
         with self.world.in_stage("start"):
@@ -125,12 +128,12 @@ class Loop:
                 check_rules(on_nonfinite, check_replicas_every)
                 if not allow_single_sample_shards:
                     check_rows(batches, self._job.state)
-                tracer = open_trace(folder, batches, self._job.state, watched, trace=trace, ordered=is_ordered)
-                self._recorder.tracer = tracer
+                traced = folder, batches, self._job.state, watched
+                self._recorder.tracer = open_trace(*traced, trace=trace, ordered=is_ordered)
                 self.fold = self._make_fold()
                 self._replicas = ReplicaCheck(self._job.state, self.world, check_replicas_every, self._job.rules)
                 if watched is not None:
-                    self._where.most_steps, self._cut_short = min(watched.steps, steps or watched.steps), True
+                    self._where.most_steps = min(watched.steps, steps or watched.steps)
             except ValueError as error:
                 problem = error
             try:
@@ -174,7 +177,7 @@ class Loop:
 
     @property
     def epochs_completed(self) -> int:
-        """The number of completed epochs, those before a resume too; left are `range(epochs_completed, epochs)`."""
+        """The number of completed epochs, those before a resume too."""
         return self._where.epochs
 
     @property
@@ -183,9 +186,9 @@ class Loop:
         return self._recorder.stopped
 
     def stop(self) -> None:
-        """Ask all ranks to end the loop, with a checkpoint, after the current step. One rank may call this.
+        """Ask all ranks to end the script, with a checkpoint, after the current step. One rank may call this.
 
-        A call after `fold` takes effect at the next fold.
+        A call after `fold` takes effect at the next fold. To end the loop and go on with the script, use `break`.
         """
         self._asks_stop = True
 
@@ -199,32 +202,77 @@ class Loop:
         """
         self._recorder.save(None if score is None else float(score))
 
-    def __iter__(self) -> Iterator[Step]:
-        """The remaining steps of all epochs. Every rank must call this."""
-        self._recorder.holds = False
-        yield from self.epoch()
-        while not self._is_over:
-            yield from self.epoch()
-
-    def epoch(self) -> Iterator[Step]:
-        """The steps of the next epoch. Every rank must call this.
-
-            for epoch in range(loop.epochs_completed, epochs):
-                for step in loop.epoch():
-                    ...
-                print(dl.evaluate(model, test_batches, accuracy=hits))
-
-        An epoch must run to its end: leaving it leaves the loop. After a stop there are no more steps.
+    def __len__(self) -> int:
+        """The number of steps of the whole run, those before a resume too: the last step's `iteration`.
 
         Raises:
-            RuntimeError: all epochs are completed, or the one before was left.
+            TypeError: it is unknown, as for a stream without `steps`.
+        """
+        if (number := self._where.length) is None:
+            raise TypeError(
+                "len() is not defined for a Loop over a stream: the length of its epochs is unknown. Pass Loop steps=."
+            )
+        return number
+
+    def __iter__(self) -> Iterator[Step]:
+        """The remaining steps of all epochs. Every rank must call this.
+
+        Raises:
+            Stopped: the ranks were asked to stop. It ends the script after a checkpoint.
+        """
+        self._recorder.holds = False
+        for epoch in self.epochs():
+            yield from epoch
+
+    def epochs(self) -> Iterator[Epoch]:
+        """The remaining epochs, each iterated for its steps. Every rank must call this.
+
+            for epoch in loop.epochs():
+                for step in epoch:
+                    ...
+                score = dl.evaluate(model, test_batches, loss=losses)["loss"]
+                world.print(f"Epoch {epoch.number}: {score:.4f}")
+                schedule.step()
+
+        A run that resumes from an epoch's last step gets that epoch without a step, and so repeats what follows it.
+
+        Raises:
+            RuntimeError: an epoch was not iterated to its end, or all epochs are completed.
+            Stopped: the ranks were asked to stop. It ends the script after a checkpoint.
         """
         where = self._where
-        if not self._begin_epoch():
-            return
+        again = where.is_done and where.at > 0  # it resumes after the last of `steps`
+        if self.stopped is not None:
+            raise Stopped
+        if self._begun or (where.is_done and self.iteration != where.resumed_at):
+            raise self._out_of_turn()
         try:
-            with closing(self.batches.epoch(where.epochs, where.at, held=False)) as self._stream:
-                while (loaded := self._take_next()) is not None:
+            while again or not self._is_over:
+                again, number = False, where.epochs + 1
+                yield Epoch(number, self._steps_of)
+                if self._begun or not (self._is_over or where.epochs == number):
+                    raise self._out_of_turn()
+        finally:
+            self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
+            self._leave(abandoned=True)
+        self._end()
+        if self.stopped is not None:
+            raise Stopped
+
+    def _steps_of(self, number: int) -> Iterator[Step]:
+        where = self._where
+        if self._begun or where.epochs + 1 != number or self.stopped is not None:
+            raise self._out_of_turn()
+        if where.is_done:
+            return
+        self._begun, self.world.step = f"inside epoch {where.epochs + 1}", self.iteration
+        self._state_check.begin(self.iteration)
+        self._recorder.install_stop_handlers()
+        if (tracer := self._recorder.tracer) is not None and tracer.is_new:
+            tracer.start(self.iteration)
+        try:
+            with self._ahead.epoch(where.epochs + 1, where.at):
+                while (loaded := self._ahead.take()) is not None:
                     yield from self._one_step(loaded)
                     if self.stopped is not None or where.iteration == where.most_steps:
                         break
@@ -236,29 +284,18 @@ class Loop:
                 self.world.step = 0
             self._begun, self.world.stage = None, ""
         finally:
-            if self._begun or self._is_over:
-                self.close()
-                if not (self._begun and self._recorder.keeps):  # the reason is known when the world is left
-                    self._end()
-
-    def _begin_epoch(self) -> bool:
-        where = self._where
+            if self._begun:
+                self._leave(abandoned=True)
         if self.stopped is not None:
-            return False
-        if where.is_done and not self._begun and (self._cut_short or self.iteration == where.resumed_at):
             self._leave()
-            return False  # nothing was left to do at the resume, or a trace request allows no more steps
-        if self._begun or where.is_done:
-            why = f"has made its {self.iteration} steps" if where.is_done else f"stopped inside {self._begun}"
-            raise RuntimeError(
-                f"A Loop can be iterated once, and each epoch must run to its end. This one {why}. Create a new Loop."
-            )
-        self._begun, self.world.step = f"epoch {where.epochs + 1}", self.iteration
-        self._state_check.begin(self.iteration)
-        self._recorder.install_stop_handlers()
-        if (tracer := self._recorder.tracer) is not None and tracer.is_new:
-            tracer.start(self.iteration)
-        return True
+            raise Stopped
+
+    def _out_of_turn(self) -> RuntimeError:
+        made = f"has made its {self.iteration} steps" if self._is_over else f"is before epoch {self._where.epochs + 1}"
+        return RuntimeError(
+            "A Loop can be iterated once, and each epoch must run to its end. This one "
+            f"{f'stopped {self._begun}' if self._begun else made}. Create a new Loop."
+        )
 
     def _check_pending(self) -> None:
         """Check what a GPU has yet to give."""
@@ -285,6 +322,7 @@ class Loop:
         except GeneratorExit:
             if step.passes:
                 self._recorder.end_trace(iteration)
+            self.world.explain = step.explainer(skips=self._guard.skips and not self._guard.is_scaled)
             if step.leave(f"it left the loop in step {iteration}, by a break or an error that was caught"):
                 self._replicas.leave(iteration, folded=where.is_folded)
             raise
@@ -303,12 +341,6 @@ class Loop:
             self._recorder.end_step(stops=stops, ends=ends, saves=saves, is_last_of_epoch=is_last_of_epoch)
         self.world.stage = "data"
 
-    def _take_next(self) -> LoadedBatch | None:
-        loaded = self._ahead.pop() if self._ahead else next(self._stream, None)
-        if isinstance(loaded, Exception):
-            raise loaded
-        return loaded
-
     @property
     def _is_over(self) -> bool:
         return self._where.is_done or self.stopped is not None
@@ -316,7 +348,11 @@ class Loop:
     # -- StepEvents: what happens around a fold ------------------------------------------------------------
 
     def before_pass(self, passes: int) -> Fold:
-        """The fold of the next pass: a new one if modules or parameters were replaced. Every rank must call this."""
+        """The fold of the next pass: a new one if modules or parameters were replaced. Every rank must call this.
+
+        Args:
+            passes: the number of folded passes of the step.
+        """
         if self._job.structure.has_changed():
             self._job.structure.make_new_equal(self.world)
             self.fold = self._make_fold(self.fold)
@@ -326,7 +362,7 @@ class Loop:
 
     def requests(self) -> ControlRequest:
         """What this rank asks of all in a fold."""
-        stop = self._asks_stop or self.world.stop_asked is not None
+        stop = self._asks_stop or self.world.stops.asked is not None
         save, problem = False, None if self._state_check.found is None else self._state_check.take()
         if self._recorder.keeps:
             save, problem = self._recorder.save_requests(problem)
@@ -336,28 +372,25 @@ class Loop:
         """Hand on earlier rows, read the next mini-batch's data, and start the streams of what follows the fold."""
         if self._recorder.has_rows:
             self._recorder.flush_ready()
-        if not self._ahead and self._where.iteration != self._where.most_steps:
-            self._read_ahead()
+        if self._where.iteration != self._where.most_steps:
+            self._ahead.read()
         seed_step(self.world.seed, self._where.iteration, self.world.device)
 
-    def _read_ahead(self) -> None:
-        try:
-            loaded = next(self._stream, None)
-        except Exception as error:  # of the next step's data, raised in that step
-            self._ahead.append(error)
-            return
-        if loaded is not None:
-            loaded.read_ahead()
-        self._ahead.append(loaded)
-
     def after_fold(self, result: StepResult, mini_batch: MiniBatch, passes: int) -> None:
-        """Record the step, and check what the fold computed. Every rank must call this."""
+        """Record the step, and check what the fold computed. Every rank must call this.
+
+        Args:
+            result, mini_batch: of the step.
+            passes: the number of its folded passes before this one.
+        """
         self._where.is_folded = True
         if passes == 0 and self._recorder.has_rows:
             self._recorder.add_row(mini_batch, result, self.fold, skips=self._guard.skips)
         if self._guard.pending is not None or self._guard.bad is not False:
             self._guard.raise_or_count(result.iteration, mini_batch, result.values[0], result.losses, result.shares)
         if passes == 0:
+            if self.world.rank == 0 and not self.world.accelerator.is_asynchronous:
+                self._weightless.check(result)
             if result.iteration >= self._state_check.due:
                 self._state_check.look(result.iteration)
             if self._compares:
@@ -407,9 +440,10 @@ class Loop:
             self.fold.release()
         self._recorder.close()
 
-    def _leave(self) -> None:
+    def _leave(self, *, abandoned: bool = False) -> None:
         self.close()
-        self._end()
+        if not (abandoned and self._recorder.keeps):  # a run folder gets the reason when the world is left
+            self._end()
 
     def _end(self) -> None:
         self._recorder.end()

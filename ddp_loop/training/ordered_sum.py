@@ -60,9 +60,8 @@ def tree_order(shards: int, ranks: int, rank: int) -> ReductionOrder:
 def rank_order(shards: int, ranks: int, rank: int) -> ReductionOrder:
     """Each rank's shards one after another, then the ranks in any order."""
     mine = len(split_range(shards, ranks, rank))
-    return ReductionOrder(
-        (0, *(1,) * (mine - 1))[:mine], (1,) * ranks, (0, *(1,) * (ranks - 1)), is_any=True, in_place=True
-    )
+    one_by_one = (0, *(1,) * (ranks - 1))
+    return ReductionOrder((0, *(1,) * (mine - 1))[:mine], (1,) * ranks, one_by_one, is_any=True, in_place=True)
 
 
 def _pairs(node: Node) -> Iterator[tuple[tuple[Node, Node], Node]]:

@@ -70,6 +70,16 @@ def word_tensor(word: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(word, dtype=dtype)
 
 
+class FoldEvents(Protocol):
+    """What a fold asks of the loop, and calls while it waits."""
+
+    def requests(self) -> ControlRequest:
+        """What this rank asks of all, at a fold."""
+
+    def while_reducing(self) -> None:
+        """The sums over the ranks have started. Do other work: rows, the next data, the seeds of what follows."""
+
+
 @dataclass(frozen=True, slots=True)
 class ControlDecision:
     """The sum of all ranks' control words.

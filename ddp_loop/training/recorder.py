@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.checkpoint import Checkpointer
@@ -47,6 +49,11 @@ def open_trace(
     return Tracer(folder, batches, state, ordered=ordered, values=watch is not None)
 
 
+def _is_optimizer(value: object) -> bool:
+    """Whether a part of the state may be an optimizer, torch's or another one."""
+    return isinstance(value, Optimizer) or (hasattr(value, "step") and not isinstance(value, nn.Module | LRScheduler))
+
+
 @dataclass(frozen=True, slots=True)
 class Reporting:
     """Where rows go: receivers, the terminal, the page."""
@@ -79,6 +86,7 @@ class RunRecorder:
         self._world, self._where, self.checkpointer = world, where, checkpointer
         self._report = Reporter(world, where, checkpointer)
         self._optimizer = next((one for one in state.values() if isinstance(one, Optimizer)), None)
+        self._has_optimizer = any(map(_is_optimizer, state.values()))
         self.tracer: Tracer | None = None
         self.stopped: str | None = None
         self.holds, self.keeps, self.has_rows = True, checkpointer is not None, False
@@ -91,6 +99,11 @@ class RunRecorder:
             The position to resume from; None for a new run.
         """
         there = None if self.checkpointer is None else self.checkpointer.open(facts, resume, self._where.extent)
+        if self.checkpointer is not None and not self._has_optimizer:
+            self.checkpointer.say(
+                "state has no optimizer, so checkpoints keep none and a resumed run begins with a new one. Pass "
+                "state=dict(model=model, optimizer=optimizer)."
+            )
         if there is not None:
             self._saved = there["iteration"]
         return there
@@ -133,7 +146,7 @@ class RunRecorder:
     def install_stop_handlers(self) -> None:
         """Let signals and the run folder ask for a stop from now on."""
         asked = (lambda: None) if self.checkpointer is None else self.checkpointer.asked_to_stop
-        self._world.install_stop_handlers(asked, self._stop_here)
+        self._world.stops.install_handlers(asked, self._stop_here)
 
     def save_requests(self, problem: Exception | None) -> tuple[bool, Exception | None]:
         """Whether a checkpoint is due by the clock, and `problem`, or else what went wrong in an earlier save."""
@@ -223,7 +236,7 @@ class RunRecorder:
                 with self._world.in_stage("save"):
                     self.checkpointer.finish()
         if stops:
-            self.stopped = self._world.stop_followed() or "loop.stop()"
+            self.stopped = self._world.stops.followed() or "loop.stop()"
 
     def save(self, score: float | None) -> None:
         """Ask for a checkpoint after the current step, or of the epoch's end. Every rank must call this."""
@@ -233,7 +246,7 @@ class RunRecorder:
             self._save_held(score)
         elif self._saved == self._where.iteration:
             if score is not None:
-                self.checkpointer.give_score(score)
+                self.checkpointer.give_score(score, is_last=self._where.is_done)
         else:
             self.checkpointer.asked = True
             self.checkpointer.score = self.checkpointer.score if score is None else score
@@ -272,7 +285,7 @@ class RunRecorder:
 
     def close(self) -> None:
         """Hand on the last rows, close the files, restore the signal handlers."""
-        self._world.restore_stop_handlers()
+        self._world.stops.restore_handlers()
         tracer, self.tracer = self.tracer, None
         with ExitStack() as ending:  # each one even if the other raises
             if tracer is not None:

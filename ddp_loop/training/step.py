@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ddp_loop.data import LoadedBatch, check_end
+from ddp_loop.data import LoadedBatch, MiniBatch, check_end
 from ddp_loop.determinism import Leaf, seed_shard
 from ddp_loop.distributed import PeerFailed, World
 from ddp_loop.tracing import Tracer
-from ddp_loop.training.fold import Fold, StepEvents
+from ddp_loop.training.fold import Fold
 from ddp_loop.training.gather import BatchGather, HeldOutputs, check_outputs
-from ddp_loop.training.payload import ShardRecord, StepResult, as_metric, loss_factor
+from ddp_loop.training.payload import FoldEvents, ShardRecord, StepResult, as_metric, loss_factor
 from ddp_loop.training.validation import (
     RESERVED_NAMES,
     Reduction,
@@ -23,12 +23,43 @@ from ddp_loop.training.validation import (
     Weight,
     bad_loss,
     check_weight,
+    explain,
     reserved_names,
 )
 
 
 class _LeftLoop(RuntimeError):
     """This rank makes no further step."""
+
+
+class StepEvents(FoldEvents, Protocol):
+    """What happens around a fold: implemented by `Loop`, given to each `Fold` and `Step`."""
+
+    def before_pass(self, passes: int) -> Fold:
+        """A pass over a step's shards begins, after so many others; returns its fold. Every rank must call this."""
+
+    def after_fold(self, result: StepResult, mini_batch: MiniBatch, passes: int) -> None:
+        """A pass was folded, after so many others of its step. Every rank must call this."""
+
+
+class Epoch:
+    """An epoch of a `Loop`, iterated once and to its end for its steps; made by `Loop.epochs`.
+
+    Attributes:
+        number: counted from 1, also in a run that resumes.
+    """
+
+    def __init__(self, number: int, steps: Callable[[int], Iterator[Step]]) -> None:
+        self.number, self._steps = number, steps
+
+    def __iter__(self) -> Iterator[Step]:
+        """Its remaining steps. Every rank must call this.
+
+        Raises:
+            RuntimeError: it is not the current epoch, or was left.
+            Stopped: the ranks were asked to stop. It ends the script after a checkpoint.
+        """
+        return self._steps(self.number)
 
 
 class Step:
@@ -57,7 +88,7 @@ class Step:
         is_last_of_epoch: bool,
         tracer: Tracer | None = None,
     ) -> None:
-        self.epoch = loaded.mini_batch.epoch + 1
+        self.epoch = loaded.mini_batch.epoch
         self.iteration = iteration
         self.samples = loaded.mini_batch.samples
         self.is_last_of_epoch = is_last_of_epoch
@@ -66,6 +97,8 @@ class Step:
         self._record: ShardRecord | None = None  # of the shard at hand
         self.passes = 0
         self.is_broken = False
+        self._shards_read, self._is_read = 0, False  # of a pass, and whether all are
+        self._has_begun = False  # a backward or a hold
 
     def __iter__(self) -> Iterator[Any]:
         if self.is_open:
@@ -77,7 +110,7 @@ class Step:
         world, shards = self._world, self._loaded.mini_batch.shards
         for number, shard in enumerate(shards):
             world.stage = "data"
-            data = self._loaded.data(number)
+            data, self._shards_read = self._loaded.data(number), number + 1
             if self._tracer is not None:
                 self._tracer.data(shard.number, data)
             seed_shard(world.seed, self.iteration, shard.number, world.device, self.passes)
@@ -96,6 +129,7 @@ class Step:
                     yield nothing
                 finally:
                     self._record = None
+        self._is_read = True
 
     @property
     def is_open(self) -> bool:
@@ -145,7 +179,7 @@ class Step:
             ValueError: a loss that is no scalar or needs no gradient, a bad weight or metric, or losses of one shard
                 with different weights or reductions.
         """
-        record, self._world.stage = self._record, "backward"
+        record, self._world.stage, self._has_begun = self._record, "backward", True
         if record is None and self._gathering.whole is not None:
             self._backward_whole(loss, metrics, plain=weight is None and reduction == "mean" and not more_losses)
             return
@@ -197,6 +231,7 @@ class Step:
                 "step.hold must be called once for each shard, instead of step.backward. This call "
                 + ("is outside of `for ... in step`." if record is None else "comes after another one.")
             )
+        self._has_begun = True
         taken = check_outputs(outputs, record.shard.samples)
         # Autograd refuses outputs that were written later; those without a graph may be reused.
         taken = tuple(one if one.requires_grad else one.detach().clone() for one in taken)
@@ -260,6 +295,10 @@ class Step:
     def fold(self) -> StepResult:
         """Make `.grad`, statistics, buffers, loss and metrics those of the whole mini-batch. Every rank must call this.
 
+        Each `.grad` is a view into memory that the next pass writes. A gradient that is kept longer must be copied:
+
+            kept = [parameter.grad.clone() for parameter in model.parameters()]
+
         Returns:
             The step's result; its values are on the device and the same on every rank.
 
@@ -274,6 +313,15 @@ class Step:
             PeerFailed: another rank has such a problem, or failed.
         """
         return self._close()
+
+    def explainer(self, *, skips: bool) -> Callable[[BaseException], None]:
+        """Adds the remedy to an error by which the script leaves this step; see `explain`.
+
+        Args:
+            skips: whether steps are skipped without a GradScaler.
+        """
+        taken_for_data = not self._has_begun and (self._is_read or self._shards_read != 1)
+        return partial(explain, taken_for_data=taken_for_data, all_read=self._is_read, skips=skips)
 
     def leave(self, why: str) -> bool:
         """Tell the peers, before this rank's next collective, that it makes no further step; returns whether it will.
@@ -322,6 +370,12 @@ class Step:
             )
         if not without:
             return None
+        if not self._has_begun and self._fold.named_gradients():
+            return RuntimeError(
+                "step.backward(loss) must be called for every shard, since it weights the shard's loss. Step "
+                f"{self.iteration} has gradients of another backward alone. Replace loss.backward() by "
+                "step.backward(loss)."
+            )
         return RuntimeError(
             f"step.backward must be called for every shard. Step {self.iteration} left out {without} of its "
             f"{len(self._loaded.mini_batch.sizes)} shards (a `continue`, a `break`, an error that was caught?). "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -12,12 +13,53 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.batch_norm import SyncChannel, batch_norm_layers
 from ddp_loop.data import Batches
-from ddp_loop.distributed import each_module, find_modules
+from ddp_loop.determinism import check_count
+from ddp_loop.distributed import each_module, find_modules, format_error
 from ddp_loop.training.nonfinite import ON_NONFINITE
+
+_OF_DATA = (TypeError, AttributeError, ValueError, LookupError)  # raised by a list of shards in place of tensors
+_OF_STEPS = re.compile(r"values to unpack|(not|got) Step\b|'Step'")
+_INNER_LOOP = (
+    "A Loop yields steps, and each step the data of this rank's shards. Write `for step in loop:`, and inside it "
+    "`for images, labels in step:`."
+)
+_SCALER = (
+    'on_nonfinite="skip" left this step without gradients, which a GradScaler outside of the state cannot know. Pass '
+    "Loop state=dict(model=model, optimizer=optimizer, scaler=scaler)."
+)
+
+
+def explain(error: BaseException, *, taken_for_data: bool, all_read: bool, skips: bool) -> None:
+    """Add a note with the remedy to an error by which a script left a step, if it is known.
+
+    Args:
+        error: of the script.
+        taken_for_data: whether no shard of the step had a backward.
+        all_read: whether all its shards were read.
+        skips: whether steps are skipped without a GradScaler.
+    """
+    text = format_error(error)
+    if taken_for_data and isinstance(error, _OF_DATA) and (all_read or _OF_STEPS.search(text)):
+        error.add_note(_INNER_LOOP)
+    elif skips and "No inf checks were recorded" in text:
+        error.add_note(_SCALER)
+
+
+def check_batches(batches: object) -> None:
+    """Raise TypeError unless a Loop was given `Batches`."""
+    if not isinstance(batches, Batches):
+        data = "loader.dataset, loader.batch_size" if isinstance(batches, DataLoader) else "data, batch_size"
+        raise TypeError(
+            f"A Loop takes its mini-batches from Batches. Got {type(batches).__name__}. Pass dl.Batches({data}, world)."
+        )
+
+
+_TOO_LARGE = "A model that is too large for one device needs a program for sharded ones, such as torchtitan."
 
 
 def check_state(state: object) -> dict[str, object]:
@@ -25,6 +67,7 @@ def check_state(state: object) -> dict[str, object]:
 
     Raises:
         TypeError: it is no mapping by name, or holds modules or optimizers in lists or dicts.
+        ValueError: a rank holds a part of an optimizer, or of one of its parameters.
     """
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise TypeError(
@@ -37,7 +80,34 @@ def check_state(state: object) -> dict[str, object]:
                 f"Each module and optimizer in state needs a name of its own. {name!r} is a {type(value).__name__} of "
                 "them. Give each a name, or join modules by nn.ModuleList(...) or nn.ModuleDict(...)."
             )
+        if isinstance(value, Optimizer):
+            _check_whole(name, value)
     return dict(state)
+
+
+_SHARDED = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "DistributedOptimizer")
+
+
+def _check_whole(name: str, optimizer: Optimizer) -> None:
+    """Raise ValueError if torch divides an optimizer, or one of its parameters, over the ranks."""
+    kind = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _SHARDED), None)
+    if kind is not None:
+        raise ValueError(
+            f"Every rank must hold the whole optimizer. {name!r} is torch's {kind}, which keeps or averages a part on "
+            "each rank. Pass the optimizer inside it, such as torch.optim.AdamW(model.parameters())."
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        for k, parameter in enumerate(group["params"]):
+            if type(parameter).__name__ == "DTensor":
+                raise partial_parameter(f"{name}.{number}.{k}")
+
+
+def partial_parameter(name: str) -> ValueError:
+    """The error of a parameter of which each rank holds a part."""
+    return ValueError(
+        f"Every rank must hold each parameter whole. {name} is a DTensor, a part of one. Build the model without "
+        f"parallelize_module, fully_shard or distribute_tensor. {_TOO_LARGE}"
+    )
 
 
 def _holds_modules(value: object) -> bool:
@@ -63,8 +133,8 @@ def check_extent(batches: Batches, epochs: int | None, steps: int | None, bucket
     if not bucket_cap_mib > 0:
         raise ValueError(f"bucket_cap_mib must be a size in MiB, more than 0. Got {bucket_cap_mib}.")
     for name, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a whole number, 1 or more. Got {value!r}.")
+        if value is not None:
+            check_count(name, value)
     if epochs is None and steps is None:
         raise ValueError("A Loop needs an end. Pass epochs or steps.")
     if not batches.ends and steps is None:
@@ -75,11 +145,12 @@ def check_rules(on_nonfinite: str, check_replicas_every: object) -> None:
     """Raise ValueError unless `on_nonfinite` is a rule and `check_replicas_every` a number of steps, or 0."""
     if on_nonfinite not in ON_NONFINITE:
         raise ValueError(f"on_nonfinite must be one of {ON_NONFINITE}. Got {on_nonfinite!r}.")
-    if isinstance(check_replicas_every, bool) or not isinstance(check_replicas_every, int) or check_replicas_every < 0:
-        raise ValueError(
-            "check_replicas_every must be a whole number, the steps between two comparisons of the ranks, or 0 for "
-            f"none. Got {check_replicas_every!r}."
-        )
+    check_count(
+        "check_replicas_every",
+        check_replicas_every,
+        least=0,
+        remedy="It is the number of steps between two comparisons of the ranks, or 0 for none.",
+    )
 
 
 def check_synced(batches: Batches, sync_channels: Sequence[SyncChannel]) -> None:
@@ -180,12 +251,12 @@ Value = Number | Sum
 
 
 _WRAPPERS = {
-    "DistributedDataParallel": "Put the wrapped model, wrapped.module, into state, and call that",
-    "DataParallel": "Put the wrapped model, wrapped.module, into state, and call that",
-    "FullyShardedDataParallel": "Create the Loop with the model before it is wrapped",
-    "FSDPModule": "Create the Loop with the model before fully_shard",
-    "ReplicateModule": "Create the Loop with the model before replicate",
-    "SyncBatchNorm": "Convert these layers by dl.sync_batch_norm(model, world), which works on the CPU too",
+    "DistributedDataParallel": "Put the wrapped model, wrapped.module, into state, and call that.",
+    "DataParallel": "Put the wrapped model, wrapped.module, into state, and call that.",
+    "FullyShardedDataParallel": f"Put the wrapped model, wrapped.module, into state. {_TOO_LARGE}",
+    "FSDPModule": f"Leave fully_shard out. {_TOO_LARGE}",
+    "ReplicateModule": "Create the Loop with the model before replicate.",
+    "SyncBatchNorm": "Convert these layers by dl.sync_batch_norm(model, world), which works on the CPU too.",
 }
 _IN_TRAINING = ("SyncBatchNorm",)
 
@@ -204,14 +275,11 @@ def refuse_wrapped(modules: Mapping[str, nn.Module], *, training: bool = True) -
         if wrapper is not None and (training or wrapper not in _IN_TRAINING):
             raise ValueError(
                 f"fold and evaluate share a model between ranks themselves. {name} is torch's {wrapper}, which runs "
-                f"collectives too. {_WRAPPERS[wrapper]}."
+                f"collectives too. {_WRAPPERS[wrapper]}"
             )
         for key, parameter in module._parameters.items():
             if type(parameter).__name__ == "DTensor":
-                raise ValueError(
-                    f"Every rank must hold each parameter whole. {name}.{key} is a DTensor, a part of one. Build the "
-                    "model without parallelize_module, fully_shard or distribute_tensor."
-                )
+                raise partial_parameter(f"{name}.{key}")
         if (
             training
             and getattr(module.__dict__.get("forward"), "__module__", "") == "torch.cuda.graphs"

@@ -49,7 +49,10 @@ templates_path = ["templates"]
 html_additional_pages = {"index": "index.html"}  # leads to the home page
 
 # Objects that a user is given and does not make: their constructors are no part of the reference.
-GIVEN = {"ddp_loop.PeerFailed", "ddp_loop.RankFailed", "ddp_loop.Step", "ddp_loop.StepResult", "ddp_loop.World"}
+GIVEN = {
+    *("ddp_loop.Epoch", "ddp_loop.PeerFailed", "ddp_loop.RankFailed", "ddp_loop.Step", "ddp_loop.StepResult"),
+    *("ddp_loop.Stopped", "ddp_loop.World"),
+}
 
 CONTENTS = """
 ```{toctree}

@@ -153,7 +153,7 @@ def report(free: Sequence[Trained], pinned: Sequence[Trained], folder: Path) -> 
 def draw_pairs(model: nn.Sequential, arguments: argparse.Namespace, folder: Path) -> None:
     """Draw eight training pairs, and eight noisy test pictures beside the network's output."""
     training, _, test = read_images(arguments)
-    draws = dl.Draws(arguments.seed, 0, torch.arange(8), torch.device("cpu"))
+    draws = dl.Draws(arguments.seed, 1, torch.arange(8), torch.device("cpu"))
     print(plots.pairs(*datasets.noisy_pairs(training[:8], draws), folder / "pairs.png"))
     noisy, _ = upright_pairs(test[:8], draws)
     with torch.no_grad():

@@ -233,6 +233,37 @@ def test_ranks_that_do_not_call_the_layers_alike_all_raise_the_same(name: str, o
     assert max(took_s for _, _, took_s in results) < FAULT_S
 
 
+def penalise(parts: int) -> tuple[str, str, float]:
+    def work() -> None:
+        with dl.join_world(device="cpu") as world:
+            model = sync_batch_norm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))[:parts], world)
+            values = rows(3)
+            [slope] = torch.autograd.grad(model(values).square().sum(), values, create_graph=True)
+            (slope.norm() - 1).square().backward()
+
+    return caught(work)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_gradient_penalty_through_a_synced_layer_is_refused_with_the_remedy(parts: int, on_ranks: OnRanks) -> None:
+    for kind, text, took_s in on_ranks(2, penalise, parts):
+        assert (kind, took_s < FAULT_S) == ("RuntimeError", True)
+        assert "no second derivative" in text
+        assert "Use dl.local_batch_norm(model), or a norm without the batch, such as nn.GroupNorm" in text
+
+
+def slope_alone() -> bool:
+    with dl.join_world(device="cpu") as world:
+        model = sync_batch_norm(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), world)
+        values = rows(3)
+        [slope] = torch.autograd.grad(model(values).square().sum(), values, create_graph=True)
+        return bool(slope.isfinite().all())
+
+
+def test_a_first_derivative_with_a_graph_is_given(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, slope_alone) == [True, True]
+
+
 def go_on_after_a_mistake() -> list[str]:
     with dl.join_world(device="cpu") as world:
         model = sync_batch_norm(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.BatchNorm1d(3)), world)

@@ -74,10 +74,8 @@ def test_more_epochs_go_on_from_the_end(
     assert different(whole, again) == []
     assert rows_of(tmp_path) == whole.made
     assert (status_of(tmp_path)["status"], status_of(tmp_path)["epochs"]) == ("done", EPOCHS + 1)
-    assert notices(capsys) == [
-        f"ddp_loop: {tmp_path} continues with changes: arguments: was '--epochs 2', is '--epochs 3'; "
-        "epochs: was 2, is 3."
-    ]
+    changes = "arguments: was '--epochs 2', is '--epochs 3'; epochs: was 2, is 3"
+    assert notices(capsys) == [f"ddp_loop: {tmp_path} continues with changes: {changes}."]
 
 
 @pytest.mark.covers("J10")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,24 @@ def test_on_the_same_number_of_ranks_the_shards_need_not_be_fixed(on_ranks: OnRa
     on_ranks(2, without_fixed_shards, str(tmp_path), 7)
     for one, other in zip(whole, on_ranks(2, without_fixed_shards, str(tmp_path), None), strict=True):
         assert different(one, other) == []
+
+
+def said_on_rank_0(folder: str, shards: int | None, at: int | None = None) -> str:
+    with redirect_stdout(StringIO()) as said, dl.join_world(seed=3) as world:
+        train_in(world, folder, at, "usual", shards=shards)
+    return said.getvalue()
+
+
+@pytest.mark.covers("E5")
+@pytest.mark.parametrize(("shards", "told"), [(None, 1), (6, 0)])
+def test_a_run_that_resumes_on_other_ranks_with_their_own_shards_says_that_the_bits_differ(
+    shards: int | None, told: int, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    assert "resumes on" not in on_ranks(2, said_on_rank_0, str(tmp_path), shards, 3)[0]
+    assert "resumes on" not in on_ranks(2, said_on_rank_0, str(tmp_path), shards, 5)[0]
+    said = on_ranks(1, said_on_rank_0, str(tmp_path), shards)[0]
+    assert said.count("ran on 2 ranks and resumes on 1. Without shards= each rank computes one shard") == told
+    assert said.count("and the bits differ. Begin runs with Batches(shards=2) for the same bits") == told
 
 
 # -- which one is gone on from ---------------------------------------------------------------------------------

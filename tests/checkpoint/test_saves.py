@@ -37,8 +37,8 @@ def steps_and_copies(folder: Path, **options: Any) -> list[int]:
         checkpointer = loop._recorder.checkpointer
         assert checkpointer is not None
         counted = []
-        for _ in range(2):
-            for step in loop.epoch():
+        for epoch in loop.epochs():
+            for step in epoch:
                 for rows in step:
                     step.backward(model(rows).mean())
                 step.fold()

@@ -311,7 +311,7 @@ def samples_read(check_data: bool) -> tuple[int, int]:
         batches = dl.Batches(data, 6, world, check_data=check_data)
         made = data.read
         for epoch in (0, 1):
-            for loaded in batches.epoch(epoch):
+            for loaded in batches.epoch(epoch + 1):
                 loaded.finish_reading()
         return made, data.read - made
 

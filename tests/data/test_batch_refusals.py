@@ -54,6 +54,19 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     "a list beside a tensor": ((numbers(2), [0, 1]), 2, {}, TypeError, r"Got \['Tensor', 'list'\].*as_tensor"),
     "a list in a dict": ({"x": numbers(2), "y": [0, 1]}, 2, {}, TypeError, "must all be tensors or arrays"),
     "a number": (7, 2, {}, TypeError, "data must be tensors.*Got int"),
+    "a path": ("data/train", 2, {}, TypeError, "samples, not text. Got 'data/train'. Read the file first"),
+    "bytes": (b"text", 2, {}, TypeError, "samples, not text. Got b'text'"),
+    "an array of words": (np.array(["a", "b"]), 2, {}, TypeError, "must hold numbers. Got <U1. Turn text and objects"),
+    "an array of objects": (np.array([{}, None]), 2, {}, TypeError, "must hold numbers. Got object"),
+    "a sparse tensor": (torch.eye(4).to_sparse(), 2, {}, TypeError, r"Got torch\.sparse_coo\. Convert it by to_dense"),
+    "a sparse label": ((numbers(4), torch.eye(4).to_sparse()), 2, {}, TypeError, "must be dense"),
+    "a nested tensor": (
+        torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+        2,
+        {},
+        TypeError,
+        r"Got a nested tensor\. Convert it by to_dense\(\) or to_padded_tensor",
+    ),
     "nothing": (None, 2, {}, TypeError, "Got NoneType"),
     "a set": ({1, 2}, 2, {}, TypeError, "Got set"),
     "an iterator": (iter([1, 2]), 2, {}, TypeError, "Got list_iterator"),
@@ -159,7 +172,7 @@ def test_a_sample_that_cannot_be_read_is_named(kind: type[Exception], workers: i
 
         def read() -> None:
             nonlocal position
-            for loaded in batches.epoch(0):
+            for loaded in batches.epoch(1):
                 loaded.data(0)
                 position = loaded.mini_batch.position
 
@@ -167,7 +180,7 @@ def test_a_sample_that_cannot_be_read_is_named(kind: type[Exception], workers: i
         with pytest.raises(expected) as caught:
             read()
         said = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
-        place = "Sample 7 of epoch 0 raised" if kind is StopIteration else "sample 7 of epoch 0 was read"
+        place = "Sample 7 of epoch 1 raised" if kind is StopIteration else "sample 7 of epoch 1 was read"
         assert place in said
         assert position == 0  # the mini-batches before it were read
 
@@ -177,7 +190,7 @@ def read_all(data: Any, workers: int) -> None:
         options: dict[str, Any] = {"num_workers": workers}
         if workers:
             options["multiprocessing_context"] = "fork"  # a spawned worker imports torch first: 3 s on two cores
-        for loaded in dl.Batches(data, 4, world, shuffle=False, **options).epoch(0):
+        for loaded in dl.Batches(data, 4, world, shuffle=False, **options).epoch(1):
             total = sum(loaded.data(number).sum() for number, _ in enumerate(loaded.mini_batch.shards))
             world.sum(torch.as_tensor(total))
 
@@ -189,7 +202,7 @@ def test_a_sample_that_cannot_be_read_on_one_rank_ends_all_ranks(workers: int, o
         on_ranks(3, read_all, Broken(6), workers)
     # 0..3, 4..7 over 3 ranks: 4 and 5 to rank 0, 6 to rank 1, 7 to rank 2.
     assert caught.value.rank == 1
-    assert "sample 6 of epoch 0 was read" in caught.value.traceback
+    assert "sample 6 of epoch 1 was read" in caught.value.traceback
     assert time.monotonic() - start < FAULT_S  # includes joining and the start of workers
 
 
@@ -223,7 +236,7 @@ class Ragged(Dataset[torch.Tensor]):
 
 
 def read_ragged(world: dl.World, folder: str, data: Any) -> None:
-    for loaded in dl.Batches(data, 6, world, shuffle=False).epoch(0):
+    for loaded in dl.Batches(data, 6, world, shuffle=False).epoch(1):
         loaded.finish_reading()
     world.raise_if_any_failed(None)
 

@@ -89,7 +89,7 @@ def classes_of_this_rank(batch_size: int) -> list[list[list[int]]]:
     labels = torch.arange(10).repeat_interleave(300)
     with dl.join_world() as world:
         batches = dl.Batches(labels, batch_size, world)
-        return [[loaded.data(0).bincount(minlength=10).tolist() for loaded in batches.epoch(epoch)] for epoch in (0, 1)]
+        return [[loaded.data(0).bincount(minlength=10).tolist() for loaded in batches.epoch(epoch)] for epoch in (1, 2)]
 
 
 def chi_square(counts: list[int]) -> float:
@@ -139,7 +139,7 @@ def test_a_mini_batch_larger_than_the_data_has_all_samples() -> None:
 def test_a_late_position_needs_no_iteration() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(lambda i: i, 3, world)
-        loaded = next(batches.epoch(0, start=2**40))
+        loaded = next(batches.epoch(1, start=2**40))
         assert loaded.data(0).tolist() == [3 * 2**40, 3 * 2**40 + 1, 3 * 2**40 + 2]
 
 
@@ -150,7 +150,7 @@ def test_a_late_position_needs_no_iteration() -> None:
 @pytest.mark.parametrize("start", [0, 3, 5, 6, 7])
 def test_an_epoch_started_in_the_middle_is_the_rest_of_it(start: int, workers: int) -> None:
     def rest(position: int) -> list[list[Any]]:
-        found = [[loaded.data(0)[0], loaded.data(0)[1]] for loaded in batches.epoch(1, start=position)]
+        found = [[loaded.data(0)[0], loaded.data(0)[1]] for loaded in batches.epoch(2, start=position)]
         return [[tensor.tolist() for tensor in pair] for pair in found]
 
     with dl.join_world() as world:
@@ -161,14 +161,14 @@ def test_an_epoch_started_in_the_middle_is_the_rest_of_it(start: int, workers: i
 def test_unread_shards_do_not_shift_the_next_ones() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(numbers(12), 4, world, shards=2, shuffle=False)
-        assert [loaded.data(0).tolist() for loaded in batches.epoch(0)] == [[0, 1], [4, 5], [8, 9]]
+        assert [loaded.data(0).tolist() for loaded in batches.epoch(1)] == [[0, 1], [4, 5], [8, 9]]
 
 
 @pytest.mark.parametrize("data", [numbers(23), Drawn()], ids=["tensor", "data set"])
 def test_the_data_of_a_mini_batch_exist_until_it_is_released(data: Any) -> None:
     with dl.join_world() as world:
         batches = dl.Batches(data, 4, world, shards=2)
-        loaded = next(batches.epoch(0))  # the epoch itself is released at once
+        loaded = next(batches.epoch(1))  # the epoch itself is released at once
         first, second = loaded.data(0), loaded.data(1)
         assert loaded.data(0) is first
         assert loaded.data(1) is second
@@ -199,7 +199,7 @@ def test_a_source_without_any_length_never_ends() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(squares, 2, world)
         assert (batches.length, batches.steps) == (None, None)
-        found = [loaded.data(0).tolist() for loaded, _ in zip(batches.epoch(0), range(3), strict=False)]
+        found = [loaded.data(0).tolist() for loaded, _ in zip(batches.epoch(1), range(3), strict=False)]
         assert found == [[0, 1], [4, 9], [16, 25]]
         with pytest.raises(TypeError, match=r"never ends\. Pass length= to Batches, or steps= to Loop"):
             len(batches)
@@ -210,7 +210,7 @@ def windows_of_this_rank(shards: int, workers: int) -> dict[tuple[int, int], lis
         batches = dl.Batches(Windows(torch.arange(1000), 5), 6, world, shards=shards, num_workers=workers)
         return {
             (loaded.mini_batch.position, shard.number): loaded.data(number).tolist()
-            for loaded, _ in zip(batches.epoch(0), range(5), strict=False)
+            for loaded, _ in zip(batches.epoch(1), range(5), strict=False)
             for number, shard in enumerate(loaded.mini_batch.shards)
         }
 
@@ -234,5 +234,36 @@ def test_the_data_of_an_empty_shard_have_all_parts_and_no_rows() -> None:
     with dl.join_world() as world:
         rows_of_three: list[torch.Tensor] = list(torch.arange(18.0).reshape(6, 3))
         batches = dl.Batches(rows_of_three, 4, world, collate_fn=rows_and_their_number)
-        rows, number = next(batches.epoch(0)).nothing()
+        rows, number = next(batches.epoch(1)).nothing()
         assert (rows.shape, rows.dtype, number.shape) == ((0, 3), torch.float32, ())
+
+
+# -- the epochs' numbers ---------------------------------------------------------------------------------------
+
+
+def samples_of_steps(world: dl.World) -> list[tuple[list[int], list[int]]]:
+    """For each step what this rank saw, and what `indices` gives for the step's own epoch."""
+    batches, model = dl.Batches(numbers(10), 4, world, shards=1), torch.nn.Linear(1, 1)
+    found, begun = [], 0
+    for step in dl.Loop(batches, 2, state={"model": model}, progress=False):
+        begun = 0 if step.iteration in (1, 4) else begun
+        for rows in step:
+            found.append((rows.tolist(), batches.indices(step.epoch, begun, step.samples).tolist()))
+            step.backward(model(rows.float().reshape(-1, 1)).mean())
+        step.fold()
+        begun += step.samples
+    return found
+
+
+def test_batches_count_epochs_from_1_as_steps_do() -> None:
+    with dl.join_world() as world:
+        found = samples_of_steps(world)
+        assert len(found) == 6
+        assert all(seen == told for seen, told in found)
+        batches = dl.Batches(numbers(10), 4, world)
+        assert next(batches.epoch(2)).mini_batch == batches.mini_batch(2, 0)
+        assert batches.mini_batch(2, 0).epoch == 2
+        with pytest.raises(ValueError, match=r"counted from 1, as in Step\.epoch\. Got 0"):
+            batches.indices(0, 0, 4)
+        with pytest.raises(ValueError, match=r"epoch must be a whole number, 1 or more\. Got 0"):
+            next(batches.epoch(0))

@@ -22,7 +22,7 @@ def shards(data: Any, devices: Any, **options: Any) -> list[Any]:
     """The data of this process in an epoch, by shard."""
     with dl.join_world() as world:
         batches = dl.Batches(data, 4, world, shuffle=False, devices=devices, **options)
-        return [loaded.data(0) for loaded in batches.epoch(0)]
+        return [loaded.data(0) for loaded in batches.epoch(1)]
 
 
 READERS = pytest.mark.parametrize("options", [{}, {"num_workers": 0}], ids=["by index", "by DataLoader"])
@@ -67,7 +67,7 @@ def labels_seen() -> list[int]:
         batches = dl.Batches((INPUTS, LABELS), 4, world, devices=("meta", None))
         return [
             int(label)
-            for loaded in batches.epoch(0)
+            for loaded in batches.epoch(1)
             for number, _ in enumerate(loaded.mini_batch.shards)
             for label in loaded.data(number)[1]
         ]

@@ -23,7 +23,9 @@ def shards_of(data: Any, batch_size: int = 4, *, epoch: int = 0, **options: Any)
     with dl.join_world(seed=3) as world:
         batches = dl.Batches(data, batch_size, world, **{"shuffle": False, **options})
         return [
-            loaded.data(number) for loaded in batches.epoch(epoch) for number, _ in enumerate(loaded.mini_batch.shards)
+            loaded.data(number)
+            for loaded in batches.epoch(epoch + 1)
+            for number, _ in enumerate(loaded.mini_batch.shards)
         ]
 
 

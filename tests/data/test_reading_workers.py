@@ -39,7 +39,7 @@ def draws(epoch: int, batch_size: int, shards: int | None, options: dict[str, An
     """The draws of this rank, by sample."""
     with dl.join_world(seed=3) as world:
         found: Draws = {}
-        for loaded in dl.Batches(Noisy(), batch_size, world, shards=shards, **options).epoch(epoch):
+        for loaded in dl.Batches(Noisy(), batch_size, world, shards=shards, **options).epoch(epoch + 1):
             for number, _ in enumerate(loaded.mini_batch.shards):
                 index, *values = loaded.data(number)
                 rows = zip(*(value.tolist() for value in values), strict=True)
@@ -75,7 +75,7 @@ def test_reading_leaves_the_random_state_of_the_process(workers: str) -> None:
     with dl.join_world(seed=3) as world:
         batches, found = dl.Batches(Noisy(), 4, world, **WORKERS[workers]), []
         for epoch in (0, 1):
-            for loaded in batches.epoch(epoch):
+            for loaded in batches.epoch(epoch + 1):
                 loaded.data(0)
                 found.append((random.random(), np.random.rand(), float(torch.rand(()))))
     assert found == expected
@@ -89,7 +89,7 @@ def test_failed_reading_leaves_the_random_state_too() -> None:
     with dl.join_world() as world:
         state = random.getstate(), torch.get_rng_state().tolist()
         with pytest.raises(LookupError):
-            next(dl.Batches(fail, 4, world).epoch(0)).data(0)
+            next(dl.Batches(fail, 4, world).epoch(1)).data(0)
         assert (random.getstate(), torch.get_rng_state().tolist()) == state
 
 
@@ -99,7 +99,7 @@ def test_failed_reading_leaves_the_random_state_too() -> None:
 def test_workers_end_with_the_epoch_while_its_last_mini_batch_is_held() -> None:
     with dl.join_world() as world:
         before = child_processes()
-        held = list(dl.Batches(Images(), 4, world, num_workers=2).epoch(0))
+        held = list(dl.Batches(Images(), 4, world, num_workers=2).epoch(1))
         assert len(held) == 3
         assert child_processes() == before
 
@@ -110,7 +110,7 @@ def test_persistent_workers_are_the_same_in_each_epoch_and_end_with_the_batches(
         batches = dl.Batches(Images(), 4, world, **WORKERS["two that persist"])
         found = []
         for epoch in (0, 1):
-            found += [child_processes() - before for loaded in batches.epoch(epoch) if loaded.data(0) is not None]
+            found += [child_processes() - before for loaded in batches.epoch(epoch + 1) if loaded.data(0) is not None]
         assert len(found[0]) == 2
         assert all(workers == found[0] for workers in found)
         del batches
@@ -123,31 +123,31 @@ def test_an_epoch_may_be_left_in_the_middle_for_the_next_one(workers: str) -> No
         batches = dl.Batches(torch.arange(20), 2, world, shuffle=True, **WORKERS[workers])
         for epoch in range(3):
             found = []
-            for loaded in batches.epoch(epoch):
+            for loaded in batches.epoch(epoch + 1):
                 found.append(loaded.data(0).tolist())
                 if len(found) == 2:
                     break
-            order = batches.indices(epoch, 0, 20).tolist()
+            order = batches.indices(epoch + 1, 0, 20).tolist()
             assert found == [order[:2], order[2:4]]
-        assert [loaded.data(0).tolist() for loaded in batches.epoch(0)][9] == batches.indices(0, 18, 2).tolist()
+        assert [loaded.data(0).tolist() for loaded in batches.epoch(1)][9] == batches.indices(1, 18, 2).tolist()
 
 
 @pytest.mark.parametrize("workers", ["none", "two"])
 def test_two_epochs_may_be_read_alternately(workers: str) -> None:
     with dl.join_world() as world:
         batches = dl.Batches(torch.arange(6), 2, world, shuffle=True, **WORKERS[workers])
-        pairs = zip(batches.epoch(0), batches.epoch(1), strict=True)
+        pairs = zip(batches.epoch(1), batches.epoch(2), strict=True)
         found = [(one.data(0).tolist(), other.data(0).tolist()) for one, other in pairs]
         for epoch in (0, 1):
-            assert [index for pair in found for index in pair[epoch]] == batches.indices(epoch, 0, 6).tolist()
+            assert [index for pair in found for index in pair[epoch]] == batches.indices(epoch + 1, 0, 6).tolist()
 
 
 def test_persistent_workers_refuse_a_second_epoch_before_the_first_ends() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(torch.arange(6), 2, world, **WORKERS["two that persist"])
-        training = batches.epoch(0)
+        training = batches.epoch(1)
         next(training).data(0)
-        assert len([loaded.data(0) for loaded in batches.epoch(1)]) == 3  # as an evaluation in between
+        assert len([loaded.data(0) for loaded in batches.epoch(2)]) == 3  # as an evaluation in between
         with pytest.raises(RuntimeError, match="Persistent workers read one epoch at a time"):
             next(training).data(0)
 
@@ -167,7 +167,7 @@ def test_workers_end_when_reading_fails_while_the_exception_is_held(workers: str
         before = child_processes()
         options = WORKERS[workers]
         with pytest.raises(OSError, match="the file is torn") as caught:
-            [loaded.data(0) for loaded in dl.Batches(Torn(), 2, world, **options).epoch(0)]
+            [loaded.data(0) for loaded in dl.Batches(Torn(), 2, world, **options).epoch(1)]
         assert caught.value.__traceback__ is not None
         assert child_processes() == before
 
@@ -176,7 +176,7 @@ def leave_in_the_middle(options: dict[str, Any]) -> bool:
     """Whether no worker is left after a rank leaves an epoch in the middle."""
     before = child_processes()
     with dl.join_world() as world:
-        for loaded in dl.Batches(Images(), 3, world, **options).epoch(0):
+        for loaded in dl.Batches(Images(), 3, world, **options).epoch(1):
             loaded.data(0)
             break
         del loaded
@@ -194,7 +194,7 @@ def workers_of_this_rank() -> int:
     with dl.join_world() as world:
         options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
         batches = dl.Batches(Images(), 3, world, shards=1, **options)
-        return max(len(child_processes() - before) for loaded in batches.epoch(0) if list(read(loaded)) is not None)
+        return max(len(child_processes() - before) for loaded in batches.epoch(1) if list(read(loaded)) is not None)
 
 
 def read(loaded: Any) -> Iterator[Any]:

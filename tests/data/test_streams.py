@@ -43,7 +43,7 @@ def taken(count: int, size: int, **options: Any) -> Taken:
         assert batches.steps is None
         found: Taken = []
         for epoch in range(2):
-            for loaded in batches.epoch(epoch):
+            for loaded in batches.epoch(epoch + 1):
                 at = loaded.mini_batch
                 for number, shard in enumerate(at.shards):
                     found.append((epoch, at.position, shard.number, at.ends_stream, loaded.data(number).tolist()))
@@ -129,7 +129,7 @@ def drawn(shards: int, collate: Any) -> list[list[tuple[int, list[float]]]]:
         epochs = []
         for epoch in range(2):
             found = []
-            for loaded in batches.epoch(epoch):
+            for loaded in batches.epoch(epoch + 1):
                 random.random(), np.random.rand(), torch.rand(())
                 for number, shard in enumerate(loaded.mini_batch.shards):
                     data = loaded.data(number).tolist()
@@ -186,7 +186,7 @@ def read_side_by_side(also: bool) -> list[list[float]]:
     with dl.join_world(seed=3) as world:
         batches = dl.Batches(Drawing(), 4, world, collate_fn=noisy_collate)
         found = []
-        for loaded in batches.epoch(1):
+        for loaded in batches.epoch(2):
             found.append(loaded.data(0).tolist())
             if also:
                 for _ in batches:

@@ -46,7 +46,7 @@ def seen(shards: int | None, batch_size: int, options: dict[str, Any], by_index:
         data = parts if by_index else TensorDataset(*parts)
         batches = dl.Batches(data, batch_size, world, shards=shards, transform=noisy, **options)
         for epoch in range(2):
-            for loaded in batches.epoch(epoch):
+            for loaded in batches.epoch(epoch + 1):
                 for number, _ in enumerate(loaded.mini_batch.shards):
                     rows, numbers, *rest = loaded.data(number)
                     parts_of = [part.reshape(len(rows), -1).tolist() for part in (rows, *rest)]
@@ -72,8 +72,8 @@ def test_draws_depend_on_the_sample_not_on_shards_ranks_or_workers(on_ranks: OnR
 
 def test_draws_differ_by_sample_epoch_call_and_seed() -> None:
     samples = torch.arange(1000)
-    values = [dl.Draws(seed, epoch, samples, torch.device("cpu")).uniform() for seed in (0, 1) for epoch in (0, 1)]
-    draws = dl.Draws(0, 0, samples, torch.device("cpu"))
+    values = [dl.Draws(seed, epoch, samples, torch.device("cpu")).uniform() for seed in (0, 1) for epoch in (1, 2)]
+    draws = dl.Draws(0, 1, samples, torch.device("cpu"))
     values += [draws.uniform(), draws.uniform()]
     assert torch.equal(values[0], values[4])
     everything = torch.cat([*values[:4], values[5]])
@@ -82,7 +82,7 @@ def test_draws_differ_by_sample_epoch_call_and_seed() -> None:
 
 def test_draws_have_their_distributions() -> None:
     n = 200_000
-    draws = dl.Draws(3, 0, torch.arange(n), torch.device("cpu"))
+    draws = dl.Draws(3, 1, torch.arange(n), torch.device("cpu"))
     uniform = draws.uniform(low=-1.0, high=3.0)
     assert (float(uniform.min()) >= -1.0, float(uniform.max()) < 3.0) == (True, True)
     counts = torch.histc(uniform, 64, -1.0, 3.0)
@@ -104,14 +104,14 @@ def test_draws_have_their_distributions() -> None:
 
 
 def test_shapes_and_types_are_those_of_the_documentation() -> None:
-    draws = dl.Draws(0, 0, torch.arange(3), torch.device("cpu"))
+    draws = dl.Draws(0, 1, torch.arange(3), torch.device("cpu"))
     assert (draws.uniform().shape, draws.uniform(2, 5).shape, draws.normal(4).shape) == ((3,), (3, 2, 5), (3, 4))
     assert (draws.uniform().dtype, draws.normal().dtype) == (torch.float32, torch.float32)
     assert (draws.integers(0, 2).dtype, draws.chance(0.5).dtype) == (torch.int64, torch.bool)
     assert draws.integers(-5, -4, 2).tolist() == [[-5, -5]] * 3
     assert draws.chance(0.0, 9).sum() == 0
     assert draws.chance(1.0, 9).sum() == 27
-    assert dl.Draws(0, 0, torch.arange(0), torch.device("cpu")).uniform(4).shape == (0, 4)
+    assert dl.Draws(0, 1, torch.arange(0), torch.device("cpu")).uniform(4).shape == (0, 4)
     with pytest.raises(ValueError, match=r"Got low=3, high=3. Note that high"):
         draws.integers(3, 3)
 
@@ -123,7 +123,7 @@ def test_a_transform_leaves_the_random_state_of_the_process() -> None:
     after = []
     for transform in (None, greedy):
         with dl.join_world(seed=1) as world:
-            loaded = list(dl.Batches(ROWS, 8, world, transform=transform).epoch(0))
+            loaded = list(dl.Batches(ROWS, 8, world, transform=transform).epoch(1))
             given = [one.data(0) for one in loaded if transform is not None]
             after.append((random.random(), float(np.random.rand()), torch.rand(()).item()))
     assert after[0] == after[1]
@@ -139,6 +139,42 @@ def change(kind: str, rank: int, rows: torch.Tensor) -> torch.Tensor | None:
         "one rank": lambda: rows if rank else rows[1:],
     }
     return changed[kind]()
+
+
+def change_labels(kind: str, rank: int, data: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    rows, labels = data
+    changed = {
+        "labels": (rows, labels[1:]),
+        "labels of one rank": (rows, labels if rank else labels[1:]),
+        "a table of another length": (rows, labels, torch.ones(2)),
+    }
+    return changed[kind]
+
+
+def train_with_changed_labels(kind: str) -> None:
+    with dl.join_world() as world:
+        model = nn.Linear(4, 1)
+        data = ROWS, torch.arange(len(ROWS))
+        batches = dl.Batches(data, 8, world, transform=lambda data, draws: change_labels(kind, world.rank, data))
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for rows, *_ in step:
+                step.backward(model(rows).mean())
+            step.fold()
+
+
+@pytest.mark.parametrize("kind", ["labels", "labels of one rank"])
+def test_a_transform_that_changes_the_number_of_labels_alone_ends_all_ranks(kind: str, on_ranks: OnRanks) -> None:
+    results = on_ranks(2, caught, train_with_changed_labels, kind)
+    for name, text, took_s in results:
+        assert name in ("ValueError", "PeerFailed")
+        assert "4 in this shard. It returned 3 in part 2. Give unwanted samples weight 0" in text
+        assert took_s < FAULT_S
+    assert results[0][0] == "ValueError"
+
+
+def test_a_transform_may_add_a_part_of_another_length(on_ranks: OnRanks) -> None:
+    results = on_ranks(2, caught, train_with_changed_labels, "a table of another length")
+    assert [name for name, _, _ in results] == ["", ""]
 
 
 def train_with_a_change(kind: str) -> None:

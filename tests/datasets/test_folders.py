@@ -287,7 +287,7 @@ def read_by_workers(folder: Path) -> tuple[list[tuple[int, int]], tuple[str, str
         with dl.join_world() as world:
             # A rank is a spawned process, whose workers would be spawned, too, and import torch: 3 s on two cores.
             options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
-            for loaded in dl.Batches(ImageFolder(folder), 4, world, **options).epoch(0):
+            for loaded in dl.Batches(ImageFolder(folder), 4, world, **options).epoch(1):
                 if loaded.mini_batch.shards:
                     images, labels = loaded.data(0)
                     found.extend(zip(images[:, 0, 0, 0].tolist(), labels.tolist(), strict=True))

@@ -130,7 +130,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        is_view = any(one.alias_info is not None for one in function._schema.returns)
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in function._schema.returns)
         self.operations += 1
         for one in () if is_view else tree_leaves((args, result)):
             self.elements += one.numel() if isinstance(one, torch.Tensor) else 0

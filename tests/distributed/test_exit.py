@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ddp_loop as dl
+from ddp_loop import join_world
 from tests.support.harness import FAULT_S, OnRanks, caught
 from tests.support.scripts import SCRIPT_S, StartPython, write
 
@@ -21,7 +23,7 @@ def fail_outside_of_with() -> tuple[str, str, float]:
     sys.excepthook = lambda kind, error, trace: told.append(kind)  # torch puts one of its own around it
     try:
         world = dl.join_world()
-        assert world.leave_at_exit.__qualname__ in sys.excepthook.__qualname__
+        assert sys.excepthook.__module__ == join_world.__module__
         if world.rank == 1:
             try:
                 raise KeyError("no such word")
@@ -30,7 +32,7 @@ def fail_outside_of_with() -> tuple[str, str, float]:
             assert told == [KeyError]
         result = caught(world.sum, torch.ones(1))
         world.leave()
-        assert world.leave_at_exit.__qualname__ not in sys.excepthook.__qualname__
+        assert sys.excepthook.__module__ != join_world.__module__
         assert not dist.is_initialized()
         return result
     finally:
@@ -56,10 +58,12 @@ import ddp_loop as dl
 world = dl.join_world()
 model = torch.nn.Linear(3, 1)
 loop = dl.Loop(dl.Batches(torch.ones(6, 3), 2, world), 5, state={"model": model}, run_dir=sys.argv[1], progress=False)
-for step in loop.epoch():
-    for rows in step:
-        step.backward(model(rows).mean())
-    step.fold()
+for epoch in loop.epochs():
+    for step in epoch:
+        for rows in step:
+            step.backward(model(rows).mean())
+        step.fold()
+    break
 sys.stdout.write(f"{world.rank} is done\\n")  # one write, even where PYTHONUNBUFFERED makes print write word by word
 """
 
@@ -75,6 +79,35 @@ def test_a_script_without_with_ends_in_good_order(ranks: int, start_python: Star
     assert (tmp_path / "run" / "rows.jsonl").read_text().count("\n") == 3
     assert "destroy_process_group" not in errors
     assert "Traceback" not in errors
+
+
+FAILS = TRAINS.replace(
+    "        for rows in step:\n",
+    """        if world.rank == 1 and step.iteration == 2:
+            raise KeyError("no such word")
+        for rows in step:
+""",
+)
+
+
+@pytest.mark.parametrize("by_with", [False, True])
+@pytest.mark.slow
+def test_the_peer_of_a_failed_rank_prints_one_short_error(
+    by_with: bool, start_python: StartPython, tmp_path: Path
+) -> None:
+    text = FAILS
+    if by_with:
+        before, after = FAILS.split("world = dl.join_world()\n")
+        text = before + "with dl.join_world() as world:\n" + indent(after, "    ")
+    logs = tmp_path / "logs"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=3"]
+    process = start_python(*launcher, f"--log-dir={logs}", write(tmp_path, text), str(tmp_path / "run"))
+    process.communicate(timeout=SCRIPT_S)
+    (peer,), (culprit,) = ([one.read_text() for one in logs.glob(f"*/*/{rank}/stderr.log")] for rank in range(2))
+    assert "Traceback" in culprit
+    assert "rank 0 was ended in fold of step 2: rank 1 failed in data of step 2: KeyError: 'no such word'\n" in peer
+    assert "Traceback" not in peer
+    assert "gloo" not in peer
 
 
 @pytest.mark.slow

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -123,3 +127,64 @@ def test_one_ranks_problem_is_raised_by_all(problems: dict[int, str], on_ranks: 
         else:
             assert (kind, text.split(": ")[0]) == ("PeerFailed", f"rank {min(problems)} failed")
         assert took_s < FAULT_S
+
+
+def fail_on_rank_1() -> str:
+    """The traceback of a rank as the interpreter prints it."""
+    try:
+        with dl.join_world() as world:
+            if world.rank == 1:
+                raise ValueError("the labels are bad")
+            world.sum(torch.ones(1))
+    except (ValueError, dl.PeerFailed):
+        return traceback.format_exc()
+    raise AssertionError("it did not fail")
+
+
+@pytest.mark.covers("D10")
+def test_a_peers_traceback_has_the_scripts_lines_alone_and_torchrun_gets_the_culprits(
+    on_ranks: OnRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    peer, culprit = on_ranks(2, fail_on_rank_1)
+    assert "world.sum(torch.ones(1))" in peer
+    assert not re.search(r"gloo|ddp_loop/|another exception|direct cause", peer)
+    assert peer.count("\n") < 15
+    told = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert told["message"] == "ValueError: the labels are bad"
+    assert told["extraInfo"]["py_callstack"] in culprit
+
+
+def fail_at_length(folder: str | None, letters: int) -> dl.PeerFailed | None:
+    """Rank 1 raises a long text, in a run folder or without one."""
+    try:
+        with dl.join_world() as world:
+            model = torch.nn.Linear(1, 1)
+            batches = dl.Batches(torch.ones(4, 1), 2, world)
+            for _ in dl.Loop(batches, 1, state={"model": model}, run_dir=folder, progress=False):
+                if world.rank == 1:
+                    raise ValueError("first words " + "ä" * letters + " last words")
+                world.store.await_first("never", 20.0, "", 0)
+    except ValueError:
+        return None
+    except dl.PeerFailed as error:
+        return error
+    raise AssertionError("it did not fail")
+
+
+@pytest.mark.covers("D10")
+@pytest.mark.parametrize("with_folder", [True, False])
+def test_a_text_of_5_mb_is_cut_and_the_run_folder_keeps_the_whole(
+    with_folder: bool, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    error, _ = on_ranks(2, fail_at_length, str(tmp_path) if with_folder else None, 5_000_000, timeout_s=30)
+    assert error is not None
+    assert (error.rank, error.step) == (1, 1)
+    said = str(error)
+    assert said.startswith("rank 1 failed in step 1: ValueError: first words ä")
+    assert said.rstrip().endswith("last words")
+    assert re.search(r"\[4\d{6} characters are left out\. The run folder, if there is one, has the whole\.\]", said)
+    assert len(said) < 250_000
+    kept = list(tmp_path.glob("error.*"))
+    assert [path.name for path in kept] == ["error.rank-1.txt"] * with_folder
+    assert all(len(path.read_text()) > 5_000_000 for path in kept)

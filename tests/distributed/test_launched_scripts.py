@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scripts import SCRIPT_S, StartPython, write
+from tests.support.scripts import SCRIPT_S, StartPython, run, write
 
 pytestmark = pytest.mark.covers("C7")
 
@@ -144,3 +144,31 @@ if __name__ == "__main__":
     )
     out, errors = process.communicate(timeout=SCRIPT_S)
     assert out == "1.0\n1.0\n", errors
+
+
+FAILS = """
+import torch
+
+import ddp_loop as dl
+
+with dl.join_world() as world:
+    for number in range(3):
+        if number == 2 and world.rank == 1:
+            raise ValueError("the labels are bad")
+        world.sum(torch.ones(1))
+"""
+
+
+@pytest.mark.covers("D10")
+@pytest.mark.slow
+def test_under_torchrun_the_last_words_are_those_of_the_rank_that_failed(tmp_path: Path) -> None:
+    ended = run("-m", "torch.distributed.run", "--nproc-per-node=4", write(tmp_path, FAILS), folder=tmp_path)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 1
+    assert "gloo" not in said
+    assert "another exception occurred" not in said
+    assert "ddp_loop/" not in said  # no line of the package, whose user has done nothing to it
+    summary = said[said.index("Root Cause") :]
+    assert "rank      : 1" in summary
+    assert summary.rstrip("= \n").endswith("ValueError: the labels are bad")
+    assert len(said) < 7000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import select
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ddp_loop as dl
 from ddp_loop.distributed import PeerFailed, Pool, RankFailed, join_world, launch
 from tests.support.harness import FAULT_S, Unspeakable, sum_of_ranks
 
@@ -182,6 +184,40 @@ def test_a_task_finds_the_surroundings_of_its_caller_whatever_an_earlier_one_lef
 def test_a_process_group_left_behind_does_not_disturb_the_next_task(pool: Pool) -> None:
     assert pool.run(forget_the_group, 2) == [2, 2]
     assert pool.run(forget_the_group, 3) == [3, 3, 3]
+
+
+def forget_the_world(folder: str) -> int:
+    """Train without a `with`, as a script may."""
+    world, model = join_world(), torch.nn.Linear(1, 1)
+    batches = dl.Batches(torch.ones(4, 1), 2, world, shards=2)
+    loop = dl.Loop(batches, 2, state={"model": model}, run_dir=folder, progress=False)
+    for step in loop:
+        for rows in step:
+            step.backward(model(rows).mean())
+        step.fold()
+    return loop.iteration
+
+
+def left_of_a_world() -> tuple[bool, list[str]]:
+    threads = [one.name for one in threading.enumerate() if "ddp_loop" in one.name]
+    return "ddp_loop" in sys.excepthook.__module__, threads
+
+
+def forget_the_world_and_fail(culprit: int) -> None:
+    world = join_world()
+    if world.rank == culprit:
+        raise LookupError("no such word")
+    world.sum(torch.ones(1))
+
+
+def test_a_task_that_does_not_leave_its_world_leaves_it_at_its_end(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(forget_the_world, 2, str(tmp_path)) == [2, 2]
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "left"
+    assert pool.run(left_of_a_world, 2) == [(False, [])] * 2
+    assert pool.run(forget_the_world, 2, str(tmp_path), timeout_s=20) == [2, 2]  # the run folder is free again
+    with pytest.raises(RankFailed, match="rank 1 raised LookupError: no such word"):
+        pool.run(forget_the_world_and_fail, 2, 1, timeout_s=20)
+    assert pool.run(left_of_a_world, 2) == [(False, [])] * 2
 
 
 def test_a_task_on_a_warm_pool_takes_milliseconds(pool: Pool) -> None:

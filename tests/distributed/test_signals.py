@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
@@ -33,10 +34,11 @@ def stop_two_loops() -> list[tuple[int, str | None]]:
     with dl.join_world() as world:
         for at in (2, 3):
             loop, make = endless(world)
-            for step in loop:
-                if step.iteration == at and world.rank == 0:
-                    ask("SIGINT", "", loop)
-                make(step)
+            with suppress(dl.Stopped):
+                for step in loop:
+                    if step.iteration == at and world.rank == 0:
+                        ask("SIGINT", "", loop)
+                    make(step)
             ended.append((loop.iteration, loop.stopped))
     return ended
 
@@ -54,10 +56,11 @@ def hear_the_echo() -> float:
     try:
         with dl.join_world() as world:
             loop, make = endless(world)
-            for step in loop:
-                if step.iteration == 2 and world.rank == 0:
-                    ask("SIGTERM", "", loop)
-                make(step)
+            with suppress(dl.Stopped):
+                for step in loop:
+                    if step.iteration == 2 and world.rank == 0:
+                        ask("SIGTERM", "", loop)
+                    make(step)
             if world.rank == 1:
                 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
                     os.kill(os.getpid(), number)
@@ -88,7 +91,7 @@ def sleep_in_forward(folder: str, times: int) -> None:
 
         def forward() -> None:
             if step.iteration == 3 and world.rank == world.size - 1:
-                keys = threading.Thread(target=press_ctrl_c, args=(times, lambda: world.stop_asked is not None))
+                keys = threading.Thread(target=press_ctrl_c, args=(times, lambda: world.stops.asked is not None))
                 keys.start()
                 try:
                     time.sleep(LONG_S)
@@ -142,10 +145,11 @@ def test_a_third_ctrl_c_ends_a_process_that_does_not_listen(on_ranks: OnRanks, t
 def sleep_behind_a_stop(folder: str) -> None:
     with mock.patch("ddp_loop.distributed.signals._ECHO_S", 0.0), dl.join_world() as world:
         loop, make = endless(world, run_dir=folder)
-        for step in loop:
-            make(step)
-            if step.iteration == 3:
-                loop.stop()
+        with suppress(dl.Stopped):
+            for step in loop:
+                make(step)
+                if step.iteration == 3:
+                    loop.stop()
         os.kill(os.getpid(), signal.SIGTERM)  # no echo of the request that was followed: somebody is tired of waiting
         time.sleep(LONG_S)
 
@@ -167,7 +171,7 @@ async def signals_of_an_event_loop(how: str) -> list[str]:
     events.add_signal_handler(signal.SIGUSR2, heard.append, "heard")
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
-        with dl.join_world() as world:
+        with suppress(dl.Stopped), dl.join_world() as world:
             loop, make = endless(world)
             for step in loop:
                 make(step)

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import STOP, stop_and_wait
 from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
+from tests.faults import stop_scripts
 from tests.faults.stop_anywhere import campaign
-from tests.support.harness import FAULT_S, OnRanks
+from tests.support.harness import FAULT_S, OnRanks, caught
 from tests.support.resuming import samples
 from tests.support.runs import LONG_S, ask, checkpoints_of, digests, endless, rows_of, status_of
 
@@ -33,12 +36,11 @@ KINDS = ("SIGTERM", "SIGINT", "file", "call")
 
 @dataclass
 class Ended:
-    """How a rank ended: its steps, the state's digests, evaluations, why it stopped; and two times."""
+    """How a rank ended: its steps, the state's digests, evaluations; and two times."""
 
     made: list[int] = field(default_factory=list)
     state: dict[str, str] = field(default_factory=dict)
     evaluated: list[dict[str, float]] = field(default_factory=list)
-    stopped: str | None = None
     exit_code: object = None
     asked_at: float = 0.0
     ended_at: float = 0.0
@@ -74,8 +76,9 @@ def train(folder: str, kind: str = "", place: str = "forward", at: int = 4, by: 
     try:
         with dl.join_world(seed=3) as world:
             train_in(world, ended, folder, kind, place, at, by, **keywords)
-    except SystemExit as error:
+    except dl.Stopped as error:
         ended.exit_code = error.code
+        assert not multiprocessing.active_children()  # workers end with the loop
     ended.ended_at = time.monotonic()
     return ended
 
@@ -98,7 +101,7 @@ def train_in(
     def here(now: str) -> None:
         if kind and now == place and loop.iteration == at:
             ended.asked_at = ended.asked_at or time.monotonic()
-            if world.rank == by and world.stop_asked is None:
+            if world.rank == by and world.stops.asked is None:
                 ask(kind, folder, loop)
             elif now == "evaluate":
                 time.sleep(0.1)  # 60 mini-batches: 6 s without the stop
@@ -107,8 +110,8 @@ def train_in(
         here("evaluate")
         return output.argmax(1) == right
 
-    for _ in range(loop.epochs_completed, EPOCHS):
-        for step in loop.epoch():
+    for epoch in loop.epochs():
+        for step in epoch:
             for images, classes in step:
                 here("forward")
                 step.backward(cross_entropy(model(images), classes))
@@ -117,11 +120,7 @@ def train_in(
             here("optimizer")
             kept.values.append(float(torch.rand(())))
             ended.made.append(step.iteration)
-        ended.stopped = loop.stopped
-        assert not (loop.stopped and multiprocessing.active_children())  # workers end with the loop
         ended.evaluated.append(dl.evaluate(model, held_out, hits=hits))
-        if loop.stopped is not None:
-            break
         kept.values.append(ended.evaluated[-1]["hits"])
     ended.state = digests(state)
 
@@ -150,9 +149,8 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_same_bits(
     whole = on_ranks(1, train, "")[0]
     why = {"SIGINT": "Ctrl-C at rank 1", "file": "the file stop in its folder"}.get(kind, f"{kind} at rank 1")
     for ended in on_ranks(3, train, str(tmp_path), kind):
-        assert (ended.made, ended.exit_code) == (ALL[:4], None)
-        assert ended.stopped == ("loop.stop()" if kind == "call" else why)
-        assert ended.evaluated[0]["samples"] == BATCH * STEPS  # behind a stop it is over all data
+        assert (ended.made, ended.exit_code, ended.evaluated) == (ALL[:4], 0, [])
+    assert status_of(tmp_path)["why"] == ("loop.stop()" if kind == "call" else why)
     assert_goes_on(on_ranks, tmp_path, whole, 4)
 
 
@@ -161,12 +159,13 @@ def test_a_loop_without_a_folder_stops_too(kind: str, on_ranks: OnRanks) -> None
     assert [ended.made for ended in on_ranks(2, train, "", kind)] == [ALL[:4]] * 2
 
 
-def test_a_request_after_the_last_fold_changes_nothing(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_a_request_after_the_last_fold_leaves_out_what_follows_the_last_epoch(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
     whole = on_ranks(1, train, "")[0]
     for ended in on_ranks(3, train, str(tmp_path), "SIGTERM", "optimizer", EPOCHS * STEPS):
-        assert (ended.made, ended.stopped, ended.state) == (ALL, None, whole.state)
-        assert ended.evaluated == whole.evaluated
-    assert status_of(tmp_path)["status"] == "done"
+        assert (ended.made, ended.exit_code, ended.evaluated) == (ALL, 0, whole.evaluated[:1])
+    assert_goes_on(on_ranks, tmp_path, whole, EPOCHS * STEPS)
 
 
 @pytest.mark.parametrize("save_every", [None, 4])
@@ -192,7 +191,8 @@ def test_a_signal_to_a_rank_and_its_workers_leaves_these_to_the_step(on_ranks: O
     whole = on_ranks(1, train, "")[0]
     at = STEPS + 3  # the workers of the first epoch have ended by then, and nobody took that for a request
     for ended in on_ranks(2, train, str(tmp_path), "all processes of rank 0", at=at, workers=1):
-        assert (ended.made, ended.stopped) == (ALL[:at], "SIGTERM at rank 0")
+        assert (ended.made, ended.exit_code) == (ALL[:at], 0)
+    assert status_of(tmp_path)["why"] == "SIGTERM at rank 0"
     assert_goes_on(on_ranks, tmp_path, whole, at)
 
 
@@ -205,23 +205,68 @@ def predict_until_stopped(folder: str) -> tuple[object, int, list[int]]:
 
             def forward(model: nn.Module, data: Any) -> torch.Tensor:
                 seen.append(len(data))
-                if world.rank == 0 and loop.epochs_completed == 2:
+                if world.rank == 0 and epoch.number == 2:
                     ask("SIGTERM", folder, loop)
                 return torch.ones(len(data))
 
             held_out = dl.Batches(torch.ones(40, 3), 4, world, shuffle=False, shards=2)
-            while True:
-                for step in loop.epoch():
+            for epoch in loop.epochs():
+                for step in epoch:
                     make(step)
                 dl.predict(nn.Identity(), held_out, forward=forward)
-    except SystemExit as error:
+    except dl.Stopped as error:
         return error.code, loop.iteration, seen
+    raise AssertionError("it was not stopped")
 
 
 def test_a_stop_in_a_prediction_is_obeyed_at_once(on_ranks: OnRanks, tmp_path: Path) -> None:
     (code, at, seen), (also, at_too, _) = on_ranks(2, predict_until_stopped, str(tmp_path))
     assert (code, also, at, at_too, len(seen)) == (0, 0, 4, 4, 11)
     assert checkpoints_of(tmp_path) == [3, 4]
+
+
+def what_follows_a_stop(by_epochs: bool) -> list[str]:
+    """What a script can still do after a stop in its second epoch."""
+    done: list[str] = []
+    with dl.join_world() as world:
+        loop, make = endless(world)
+        batches = dl.Batches(torch.ones(8, 3), 4, world, shuffle=False)
+        with suppress(dl.Stopped):
+            for epoch in loop.epochs() if by_epochs else ():
+                for step in epoch:
+                    make(step)
+                    if step.iteration == 2:
+                        loop.stop()
+                done.append(f"what follows epoch {epoch.number}")
+            for step in () if by_epochs else loop:
+                make(step)
+                if step.iteration == 2:
+                    loop.stop()
+            done.append("what follows the loop")
+        model = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
+        calls: dict[str, Callable[[], object]] = {
+            "evaluate": lambda: dl.evaluate(model, batches, mean=lambda output, rows: output),
+            "predict": lambda: dl.predict(model, batches),
+            "update_bn": lambda: dl.update_bn(model, batches),
+            "the loop": lambda: list(loop),
+        }
+        for name, call in calls.items():
+            kind, _, _ = caught(call)
+            done.append(f"{name}: {kind}")
+        loop, make = endless(world)
+        for step in loop:
+            make(step)
+            break
+        done.append(f"{dl.evaluate(model, batches)['samples']} samples in another loop")
+    return done
+
+
+@pytest.mark.covers("J5")
+@pytest.mark.parametrize("by_epochs", [True, False])
+def test_nothing_follows_a_stop(by_epochs: bool, on_ranks: OnRanks) -> None:
+    refused = [f"{name}: Stopped" for name in ("evaluate", "predict", "update_bn", "the loop")]
+    expected = [*(["what follows epoch 1"] if by_epochs else []), *refused, "8 samples in another loop"]
+    assert on_ranks(2, what_follows_a_stop, by_epochs) == [expected] * 2
 
 
 # -- asked from outside ----------------------------------------------------------------------------------------
@@ -233,10 +278,11 @@ def stop_by_command(folder: str) -> tuple[int, list[str]]:
     thread = threading.Thread(target=lambda: said.append(str(stop_and_wait(Path(folder), LONG_S, said.append))))
     with dl.join_world() as world:
         loop, make = endless(world, run_dir=folder)
-        for step in loop:
-            if world.rank == 1 and step.iteration == 2:
-                thread.start()
-            make(step)
+        with suppress(dl.Stopped):
+            for step in loop:
+                if world.rank == 1 and step.iteration == 2:
+                    thread.start()
+                make(step)
     if world.rank == 1:
         thread.join()
     return loop.iteration, said
@@ -255,6 +301,16 @@ def test_the_command_stops_a_run_and_says_where(
     for folder, why in ((tmp_path, " (status: stopped)."), (tmp_path / "other", "has no run.json")):
         assert main(["stop", str(folder)]) == 2
         assert why in capsys.readouterr().err
+
+
+@pytest.mark.covers("J5")
+@pytest.mark.parametrize(("times", "dwell_s"), [(2, 0.001), pytest.param(30, 0.004, marks=pytest.mark.slow)])
+def test_a_script_ends_at_a_random_stop_and_makes_up_for_it_to_the_same_bits(
+    times: int, dwell_s: float, pool: Pool, tmp_path: Path
+) -> None:
+    counts = stop_scripts.campaign(pool, tmp_path, times, seed=3, dwell_s=dwell_s)
+    assert counts.broken == []
+    assert (counts.stops, counts.equal) == (times, counts.runs)
 
 
 @pytest.mark.slow

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -299,3 +301,47 @@ def test_a_rank_that_ends_early_without_an_error_leaves_no_peer_waiting(on_ranks
         assert kind == "PeerFailed"
         assert "Every rank must take part in every collective. Rank 0 left the world without an error" in text
         assert took_s < FAULT_S
+
+
+# -- what cannot be summed -----------------------------------------------------------------------------------------
+
+NOT_SUMMED: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "a float": (lambda: 3.0, "TypeError", r"Got float\. Pass torch\.as_tensor\(value, device=world\.device\)"),
+    "an array": (lambda: np.ones(3), "TypeError", r"Got ndarray\. Pass torch\.as_tensor"),
+    "a sparse tensor": (lambda: torch.eye(3).to_sparse(), "ValueError", r"sparse_coo\. Pass tensor\.to_dense"),
+    "a leaf": (lambda: torch.ones(3, requires_grad=True), "ValueError", r"has no gradient.* Pass tensor\.detach\(\)"),
+    "a loss": (lambda: 2 * torch.ones(3, requires_grad=True), "ValueError", r"step\.gather for a loss of the whole"),
+}
+
+
+def sum_of(what: str, culprit: int | None) -> tuple[str, str, float]:
+    with dl.join_world(timeout_s=20) as world:
+        value = NOT_SUMMED[what][0]() if culprit in (None, world.rank) else torch.ones(3)
+        result = caught(world.sum, value)
+        if result[0] in ("TypeError", "ValueError") and culprit is not None:
+            raise KeyError(f"after {result[1]}")  # its script ends, and so do the others
+        return result
+
+
+@pytest.mark.covers("D10")
+@pytest.mark.parametrize("what", NOT_SUMMED)
+def test_what_cannot_be_summed_is_refused_with_the_remedy(what: str, on_ranks: OnRanks) -> None:
+    _, kind, said = NOT_SUMMED[what]
+    for found, text, _ in on_ranks(2, sum_of, what, None):
+        assert found == kind
+        assert re.search(said, text), text
+    with pytest.raises(dl.RankFailed, match=said) as error:
+        on_ranks(2, sum_of, what, 1)
+    assert error.value.rank == 1
+    assert "rank 0 raised" not in str(error.value)  # it waited for the sum, which ended at once
+
+
+def sum_of_parameters() -> list[float]:
+    with dl.join_world() as world, torch.no_grad():
+        parameter = nn.Parameter(torch.full((2,), world.rank + 1.0))
+        assert world.sum(parameter) is parameter
+        return world.broadcast(parameter).tolist()
+
+
+def test_a_parameter_is_summed_without_a_graph(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, sum_of_parameters) == [[3.0, 3.0]] * 2

@@ -43,7 +43,7 @@ def test_the_table_adds_up() -> None:
 def test_a_shift_moves_each_image_by_a_pixel_at_most() -> None:
     images = torch.zeros(200, 1, 28, 28)
     images[:, 0, 14, 10] = 1.0
-    moved, labels = shift((images, torch.arange(200)), dl.Draws(0, 0, torch.arange(200), torch.device("cpu")))
+    moved, labels = shift((images, torch.arange(200)), dl.Draws(0, 1, torch.arange(200), torch.device("cpu")))
     assert moved.shape == images.shape
     assert labels.tolist() == list(range(200))
     places = moved.flatten(1).argmax(1)

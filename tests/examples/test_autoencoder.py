@@ -60,7 +60,7 @@ def test_the_example_is_a_plain_loop_of_adam_on_mini_batches_of_500(example: Mod
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
     losses = []
     for chosen in permutation(3, 0, len(images)).split(500):
-        noisy, clean = noisy_pairs(images[chosen], dl.Draws(3, 0, chosen, torch.device("cpu")))
+        noisy, clean = noisy_pairs(images[chosen], dl.Draws(3, 1, chosen, torch.device("cpu")))
         optimizer.zero_grad()
         loss = mse_loss(model(noisy), clean)
         loss.backward()

@@ -208,26 +208,31 @@ class Job:
             batches, self.epochs, state=state, run_dir=self.run or None, resume=True if self.run else None,
             save_every=self.save_every, keep_last=2, progress=False
         )  # fmt: skip
-        for _ in range(loop.epochs_completed, self.epochs):
-            for step in loop.epoch():
-                dwell.step = mark["iteration"] = step.iteration
-                mark["first"] = mark["first"] or step.iteration
-                if mark["asked"]:
-                    loop.stop()
-                for images, labels in step:
-                    values = _SlowBackward.apply(model(images), dwell)  # type: ignore[no-untyped-call]
-                    step.backward(cross_entropy(values, labels))
-                row = step.fold()
-                dwell("optimizer", 4 * _DWELL_S)
-                optimizer.step()
-                schedule.step()
-                notes.values["drawn"] += random.random() + np.random.rand() + float(torch.rand(()))
-                plain.update(steps=step.iteration, last=[row.loss.item()])
-            if loop.stopped is None and self.evaluate_s:
+        stopped = False
+        for epoch in loop.epochs():
+            try:
+                for step in epoch:
+                    dwell.step = mark["iteration"] = step.iteration
+                    mark["first"] = mark["first"] or step.iteration
+                    if mark["asked"]:
+                        loop.stop()
+                    for images, labels in step:
+                        values = _SlowBackward.apply(model(images), dwell)  # type: ignore[no-untyped-call]
+                        step.backward(cross_entropy(values, labels))
+                    row = step.fold()
+                    dwell("optimizer", 4 * _DWELL_S)
+                    optimizer.step()
+                    schedule.step()
+                    notes.values["drawn"] += random.random() + np.random.rand() + float(torch.rand(()))
+                    plain.update(steps=step.iteration, last=[row.loss.item()])
+            except dl.Stopped:  # in a loop; in an evaluation there is no result
+                stopped = True
+                break
+            if self.evaluate_s:
                 dl.evaluate(model, test, hits=lambda output, labels: output.argmax(1) == labels)
         mark["ended"] = 1
         found = final_digest(state)
-        if world.rank == 0 and self.run and loop.stopped is None:
+        if world.rank == 0 and self.run and not stopped:
             Path(self.run, FINAL).write_text(json.dumps({"iteration": loop.iteration, "digest": found}))
         return loop.iteration, found
 

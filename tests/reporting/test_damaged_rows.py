@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
@@ -45,17 +45,18 @@ def train(folder: str, stop_at: int = 0, fail_at: int = 0) -> tuple[str, str]:
         loop = dl.Loop(
             dl.Batches(data, 4, world, shards=2), 1, state=state, run_dir=folder, save_every=AT, progress=False
         )
-        for step in loop:
-            for rows in step:
-                step.backward(model(rows).square().mean(), half=0.5)
-            step.fold()
-            optimizer.step()
-            if step.iteration % 3 == 0:
-                dl.evaluate(model, dl.Batches(data, 8, world), mean=lambda output, rows: output.squeeze(1))
-            if step.iteration == fail_at:
-                break
-            if step.iteration == stop_at:
-                loop.stop()
+        with suppress(dl.Stopped):
+            for step in loop:
+                for rows in step:
+                    step.backward(model(rows).square().mean(), half=0.5)
+                step.fold()
+                optimizer.step()
+                if step.iteration % 3 == 0:
+                    dl.evaluate(model, dl.Batches(data, 8, world), mean=lambda output, rows: output.squeeze(1))
+                if step.iteration == fail_at:
+                    break
+                if step.iteration == stop_at:
+                    loop.stop()
     return said.getvalue(), digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
 
 

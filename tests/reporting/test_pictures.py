@@ -32,14 +32,15 @@ def train(run: str, progress: bool, steps: int | None = None) -> None:
         data = torch.randn(40, 2, generator=torch.Generator().manual_seed(3))
         state = {"model": model, "optimizer": optimizer}
         loop = dl.Loop(dl.Batches(data, 4, world), 3, steps=steps, state=state, run_dir=run, progress=progress)
-        for _ in range(loop.epochs_completed, 3):
-            for step in loop.epoch():
+        for epoch in loop.epochs():
+            for step in epoch:
                 for inputs in step:
                     loss = model(inputs).square()
                     step.backward(loss.mean(), large=loss.squeeze(1) > 1)
                 step.fold()
                 optimizer.step()
             dl.evaluate(model, dl.Batches(data, 10, world, shuffle=False), large=lambda out, rows: out.squeeze(1) > 1)
+        dl.evaluate(model, dl.Batches(data, 10, world, shuffle=False), distance=lambda out, rows: out.squeeze(1))
 
 
 def ink(path: Path) -> Any:
@@ -63,6 +64,7 @@ def test_a_run_is_drawn_when_it_ends_and_its_rows_are_a_table(on_ranks: OnRanks,
     for name in ("loss.svg", "metrics.svg"):
         assert (run / "pictures" / name).read_text().lstrip().startswith("<?xml")
     assert ink(run / "pictures" / "loss.png").sum() > 1000
+    assert "distance" in (run / "pictures" / "metrics.svg").read_text()  # of an evaluation after the loop
 
 
 @pytest.mark.slow

@@ -140,7 +140,8 @@ def weigh(run: str, capture: str, weights: float | None) -> tuple[list[dict[str,
         own = []
         data = torch.tensor([[1.0], [9.0], [2.0], [4.0]], dtype=torch.float64)
         batches = dl.Batches(data, 1, world, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model}, run_dir=run, on_row=rows.append):
+        state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+        for step in dl.Loop(batches, 1, state=state, run_dir=run, on_row=rows.append):
             for inputs in step:
                 value = 10.0 * float(inputs == 9)
                 weight = float(inputs.sum()) if weights is None else weights

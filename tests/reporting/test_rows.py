@@ -52,7 +52,7 @@ def go_on(folder: str, stop_at: int, fail_at: int) -> list[int]:
                     loop.stop()
                 if step.iteration == fail_at:
                     raise LookupError("planted")
-        except LookupError:
+        except (LookupError, dl.Stopped):
             loop.close()  # the world is left in good order
         return seen
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,15 @@ def train(folder: str, stop_at: int = 0, every_s: float = 0.0) -> list[dict[str,
         state = {"model": model, "optimizer": optimizer}
         options: dict[str, Any] = {"run_dir": f"{folder}/run", "on_row": receivers, "progress": False}
         loop = dl.Loop(dl.Batches(data, 7, world), 4, state=state, **options)
-        for step in loop:
-            for inputs in step:
-                loss = model(inputs).square()
-                step.backward(loss.mean(), large=loss.squeeze(1) > 1)
-            if step.iteration == stop_at:
-                loop.stop()
-            step.fold()
-            optimizer.step()
+        with suppress(dl.Stopped):
+            for step in loop:
+                for inputs in step:
+                    loss = model(inputs).square()
+                    step.backward(loss.mean(), large=loss.squeeze(1) > 1)
+                if step.iteration == stop_at:
+                    loop.stop()
+                step.fold()
+                optimizer.step()
         return rows
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -24,9 +24,11 @@ import torch
 
 import ddp_loop as dl
 from ddp_loop.reporting import WeightedMeans, terminal
-from ddp_loop.reporting.rows import RowMeta
+from ddp_loop.reporting.rows import RowDispatcher, RowMeta
 from ddp_loop.reporting.terminal import LossCurve, ProgressView, Terminal, flowed, open_display, sparkline
 from ddp_loop.reporting.throughput import TrainingLength
+from tests.support.device_modes import ASYNCHRONOUS
+from tests.support.harness import FAULT_S, until
 from tests.support.paths import ROOT
 
 END_S = 100.0  # two ranks that import torch take 5 s on two idle cores
@@ -252,14 +254,20 @@ def test_the_display_fits_its_terminal_and_is_drawn_over_itself(
         assert display is not None
         values = {"loss": 0.5, "accuracy": 0.25, "gradient_norm": 1.25, "learning_rate": 0.1}
         extent = TrainingLength(epochs=4, steps_per_epoch=25, ranks=3)
-        for iteration in (10, 50):
-            view = ProgressView(extent, 2, iteration, values, 1234.0, 65.0, 30.0, [4.0, 2.0, 1.0, 0.5], 1)
-            display.show(view)
-            print("above", iteration)
+        at = 10
+
+        def newest() -> ProgressView:
+            return ProgressView(extent, 2, at, values, 1234.0, 65.0, 30.0, [4.0, 2.0, 1.0, 0.5], 1)
+
+        display.draw(newest)
+        print("above 10")
+        at = 50
+        print("above 50")  # draws it again, as it is now
+        said = read_until(near, "step 50 of 100")
         display.close()
         assert sys.stdout is stdout
         print("below", flush=True)
-        said = read_until(near, "below\r\n")
+        said += read_until(near, "below\r\n")
     screen = Screen()
     screen.feed(said)
     lines = [line.rstrip() for line in screen.lines if line.strip()]
@@ -288,7 +296,8 @@ class SlowDisplay:
     def monotonic(self) -> float:
         return self.now
 
-    def show(self, view: ProgressView) -> None:
+    def draw(self, newest: Callable[[], ProgressView | None]) -> None:
+        assert newest() is not None
         self.now += 0.5
         self.shown.append(self.now)
 
@@ -307,6 +316,38 @@ def test_a_slow_terminal_never_shows_a_state_older_than_a_second(monkeypatch: py
     # A look, a second's wait, at most one more step until the next look, and the look itself.
     assert len(display.shown) > 5
     assert all(later - earlier <= 1.0 + 0.1 + 0.5 + 1e-9 for earlier, later in pairwise(display.shown))
+
+
+class Looked:
+    """Keeps what it is to show, and when."""
+
+    def __init__(self) -> None:
+        self.views, self.at = list[ProgressView](), list[float]()
+
+    def draw(self, newest: Callable[[], ProgressView | None]) -> None:
+        if (view := newest()) is not None:
+            self.views.append(view)
+            self.at.append(time.monotonic())
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.covers("E2")
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
+def test_the_display_is_never_older_than_a_second_although_no_step_ends(device_mode: str) -> None:
+    display, began = Looked(), time.monotonic()
+    rows = RowDispatcher(None, [], Terminal(print, TrainingLength(), began, display), began)
+    for iteration in range(1, 5):  # a slow device completes the copies of the first ones
+        rows.add(1, iteration, 4, False, ("loss",), torch.ones(1), {})
+    until(lambda: len(display.views) > 1, "it is drawn again")
+    rows.close()
+    last = 2 if device_mode == ASYNCHRONOUS else 4
+    assert [view.iteration for view in display.views[:2]] == [last, last]
+    assert display.views[0].gone_s < display.views[1].gone_s
+    # On an idle machine within a second.
+    assert all(later - earlier < FAULT_S for earlier, later in pairwise([began, *display.at]))
 
 
 def test_without_a_terminal_or_rich_there_is_no_display(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

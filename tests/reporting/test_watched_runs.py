@@ -7,7 +7,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -216,7 +216,7 @@ def test_a_table_on_a_disk_that_was_full_has_each_row_once(tmp_path: Path) -> No
 class Gone:
     """A display whose terminal was closed."""
 
-    def show(self, view: ProgressView) -> None:
+    def draw(self, newest: Callable[[], ProgressView | None]) -> None:
         raise OSError(5, "Input/output error")
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import ddp_loop as dl
 from ddp_loop.distributed.backend import PieceOrder
-from ddp_loop.distributed.piece_sums import IDENTITY
+from ddp_loop.distributed.piece_sums import fill_identity
 
 CPU = torch.device("cpu")
 
@@ -69,12 +69,15 @@ def by_the_tree(order: PieceOrder, rows: Sequence[Sequence[torch.Tensor]]) -> to
 
 
 def rows_of_all(order: PieceOrder, length: int, dtype: torch.dtype, *place: object) -> list[list[torch.Tensor]]:
-    """Rows for a flat sum, by rank; a rank without pieces sends some too, where the order tells when to add them."""
-    every = [[values(length, dtype, place, rank, piece) for piece in range(max(1, pieces))]
-             for rank, pieces in enumerate(order.pieces)]  # fmt: skip
-    for rows, pieces in zip(every, order.pieces, strict=True):
-        if not pieces and order.is_any:
-            torch.view_as_real(rows[0]).fill_(IDENTITY) if dtype.is_complex else rows[0].fill_(IDENTITY)
+    """Rows for a flat sum, by rank; a rank without pieces sends -0.0, and whole numbers at the end, as all do there."""
+    every = []
+    for rank, pieces in enumerate(order.pieces):
+        rows = [values(length, dtype, place, rank, piece) for piece in range(max(1, pieces))]
+        for piece, row in enumerate(rows):
+            if not pieces:
+                fill_identity(row)
+            row[-1] = 5 * rank + piece
+        every.append(rows)
     return every
 
 

@@ -30,7 +30,7 @@ Scenario = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Caught:
-    """What a rank raised, and after how many seconds."""
+    """What a rank raised, with its notes, and after how many seconds."""
 
     kind: str
     text: str
@@ -45,7 +45,8 @@ def on_this_rank(scenario: Scenario, folder: str, arguments: tuple[Any, ...], wa
         with dl.join_world(timeout_s=TIMEOUT_S) as world:
             scenario(world, folder, *arguments)
     except BaseException as error:
-        return Caught(type(error).__name__, str(error), time.monotonic() - began)
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        return Caught(type(error).__name__, text, time.monotonic() - began)
     return Caught("", "", time.monotonic() - began)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,25 +101,25 @@ def train_in(world: dl.World, folder: str, stop_at: int | None, build: str, **ke
     score, epochs = keywords.pop("score", None), keywords.pop("epochs", EPOCHS)
     loop = dl.Loop(batches, epochs, state=state, run_dir=folder or None, progress=False, **keywords)
     made = []
-    for _ in range(loop.epochs_completed, epochs):
-        for step in loop.epoch():
-            made.append(step.iteration)
-            notes["drawn"].append([random.random(), float(np.random.rand()), float(torch.rand(()))])
-            for images, classes in step:
-                loss = cross_entropy(model(images).float(), classes)
-                loss.register_hook(scaler.scale)
-                step.backward(loss)
-            if step.iteration == stop_at and world.rank == world.size - 1:
-                loop.stop()
-            step.fold()
-            scaler.step(optimizer)
-            scaler.update()
-            average.update_parameters(model)
-            notes["drawn"].append([random.random(), float(np.random.rand()), float(torch.rand(()))])
-            notes["rows"] += step.samples
-            if score is not None and step.iteration % STEPS:
-                loop.save(score[step.iteration])
-        if loop.stopped is None:
+    with suppress(dl.Stopped):
+        for epoch in loop.epochs():
+            for step in epoch:
+                made.append(step.iteration)
+                notes["drawn"].append([random.random(), float(np.random.rand()), float(torch.rand(()))])
+                for images, classes in step:
+                    loss = cross_entropy(model(images).float(), classes)
+                    loss.register_hook(scaler.scale)
+                    step.backward(loss)
+                if step.iteration == stop_at and world.rank == world.size - 1:
+                    loop.stop()
+                step.fold()
+                scaler.step(optimizer)
+                scaler.update()
+                average.update_parameters(model)
+                notes["drawn"].append([random.random(), float(np.random.rand()), float(torch.rand(()))])
+                notes["rows"] += step.samples
+                if score is not None and step.iteration % STEPS:
+                    loop.save(score[step.iteration])
             said = dl.evaluate(model, held_out, loss=lambda output, right: cross_entropy(output.float(), right))
             patience.should_stop(said["loss"])
             if score is not None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,17 @@ def go_by_epochs(
     loop: dl.Loop, model: nn.Module, optimizer: torch.optim.Optimizer, stop_at: int | None = None, *,
     after_step: Callable[[int], None] = lambda iteration: None, after_epoch: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
-    """The epochs that are still to be made, down a mean square; what comes behind an epoch, unless it was stopped."""
-    for _ in range(loop.epochs_completed, loop.epochs or 0):
-        for step in loop.epoch():
-            for rows in step:
-                step.backward(model(rows).square().mean())
-            if step.iteration == stop_at:
-                loop.stop()
-            step.fold()
-            optimizer.step()
-            after_step(step.iteration)
-        if loop.stopped is None:
+    """The epochs that are still to be made, down a mean square, until a stop; and what comes behind each."""
+    with suppress(dl.Stopped):
+        for epoch in loop.epochs():
+            for step in epoch:
+                for rows in step:
+                    step.backward(model(rows).square().mean())
+                if step.iteration == stop_at:
+                    loop.stop()
+                step.fold()
+                optimizer.step()
+                after_step(step.iteration)
             after_epoch()
 
 
@@ -68,7 +69,7 @@ def ask(kind: str, folder: str, loop: dl.Loop) -> None:
         case _:
             for _ in range(2):  # a terminal and a launcher both pass it on
                 os.kill(os.getpid(), getattr(signal, kind))
-    until(lambda: world.stop_asked is not None, "the request is heard", ASKED_S)
+    until(lambda: world.stops.asked is not None, "the request is heard", ASKED_S)
 
 
 def digests(state: dict[str, object]) -> dict[str, str]:

@@ -18,7 +18,7 @@ def places(batches: dl.Batches, epochs: int = 2) -> dict[Place, list[int]]:
     return {
         (epoch, loaded.mini_batch.position, shard.number): loaded.data(number).tolist()
         for epoch in range(epochs)
-        for loaded in batches.epoch(epoch)
+        for loaded in batches.epoch(epoch + 1)
         for number, shard in enumerate(loaded.mini_batch.shards)
     }
 

@@ -42,8 +42,8 @@ with dl.join_world(seed=0) as world:
     kept = {"best": "none", "count": 2**70}
     state = {"model": model, "optimizer": optimizer, "kept": kept}
     loop = dl.Loop(dl.Batches(data, 13, world, shards=shards), 2, state=state, progress=False, ordered=ORDERED)
-    for epoch in range(2):
-        for step in loop.epoch():
+    for epoch in loop.epochs():
+        for step in epoch:
             for inputs, labels in step:
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=AUTOCAST):
                     logits = model(inputs)

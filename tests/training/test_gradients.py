@@ -107,7 +107,7 @@ def train_by_ddp(model: nn.Module, batches: dl.Batches, steps: int) -> None:
     """torch's DDP with a hook that sums, on losses scaled by their shard's share; gone when this returns."""
     wrapped = DistributedDataParallel(model)
     wrapped.register_comm_hook(None, sum_hook)
-    for loaded in batches.epoch(0):
+    for loaded in batches.epoch(1):
         if loaded.mini_batch.position == steps:
             break
         model.zero_grad()

@@ -100,8 +100,8 @@ def mini_batches(size: int) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         while len(found) < STEPS:
             epoch, position = divmod(len(found), len(batches))
-            mini_batch = batches.mini_batch(epoch, position)
-            found.append(batches.indices(epoch, mini_batch.start, mini_batch.samples))
+            mini_batch = batches.mini_batch(epoch + 1, position)
+            found.append(batches.indices(epoch + 1, mini_batch.start, mini_batch.samples))
         return found
 
 

@@ -41,9 +41,9 @@ def main(epochs, batch_size):
     model = Network().to(world.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = dl.Loop(dl.Batches(train_set, batch_size, world), epochs, state=dict(model=model, optimizer=optimizer))
-    for _ in range(epochs):
+    for epoch in loader.epochs():
         model.train()
-        for step in loader.epoch():
+        for step in epoch:
             optimizer.zero_grad()
             for images, labels in step:
                 step.backward(cross_entropy(model(images), labels))

@@ -37,7 +37,7 @@ def read_arguments():
 
 def train(model, device, loader, optimizer, epoch):
     model.train()
-    for step in loader.epoch():
+    for step in epoch:
         optimizer.zero_grad()
         for images, labels in step:
             step.backward(cross_entropy(model(images), labels))
@@ -66,10 +66,9 @@ def main(epochs, batch_size):
     train_set, test_set = read_digits()
     model = Network().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    batches = dl.Batches(train_set, batch_size, world)
-    loader = dl.Loop(batches, epochs, state=dict(model=model, optimizer=optimizer))
+    loader = dl.Loop(dl.Batches(train_set, batch_size, world), epochs, state=dict(model=model, optimizer=optimizer))
     test_loader = dl.Batches(test_set, 100 * world.size, world, shuffle=False)
-    for epoch in range(epochs):
+    for epoch in loader.epochs():
         train(model, device, loader, optimizer, epoch)
         test(model, device, test_loader)
         if dist.get_rank() == 0:

@@ -36,7 +36,7 @@ def read_arguments():
 
 def train(model, device, loader, optimizer, epoch):
     model.train()
-    for step in loader.epoch():
+    for step in epoch:
         optimizer.zero_grad()
         for images, labels in step:
             step.backward(cross_entropy(model(images), labels))
@@ -63,10 +63,9 @@ def main(epochs, batch_size):
     model = Network().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = StepLR(optimizer, step_size=4, gamma=0.5)
-    batches = dl.Batches(train_set, batch_size, world)
-    loader = dl.Loop(batches, epochs, state=dict(model=model, optimizer=optimizer))
+    loader = dl.Loop(dl.Batches(train_set, batch_size, world), epochs, state=dict(model=model, optimizer=optimizer))
     test_loader = dl.Batches(test_set, 100, world, shuffle=False)
-    for epoch in range(1, epochs + 1):
+    for epoch in loader.epochs():
         train(model, device, loader, optimizer, epoch)
         test(model, device, test_loader)
         schedule.step()

@@ -1,0 +1,52 @@
+"""The mini-batches of an epoch, the next of which is read while the ranks' sums are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from ddp_loop.data.batches import Batches, LoadedBatch
+
+
+class ReadAhead:
+    """Gives one mini-batch after the other, and reads one ahead when it is asked to.
+
+    Args:
+        batches: with the data.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._stream: Iterator[LoadedBatch] = iter(())
+        self._ahead: list[LoadedBatch | Exception | None] = []  # the next one, once it was read
+
+    @contextmanager
+    def epoch(self, number: int, start: int) -> Iterator[None]:
+        """Read an epoch in the block.
+
+        Args:
+            number: of the epoch, counted from 1.
+            start: the position of the first mini-batch, counted from 0.
+        """
+        with closing(self._batches.epoch(number, start, held=False)) as self._stream:
+            yield
+
+    def take(self) -> LoadedBatch | None:
+        """The next mini-batch; None at the epoch's end. An error in its data is raised here."""
+        loaded = self._ahead.pop() if self._ahead else next(self._stream, None)
+        if isinstance(loaded, Exception):
+            raise loaded
+        return loaded
+
+    def read(self) -> None:
+        """Read the next mini-batch, unless that is done."""
+        if self._ahead:
+            return
+        try:
+            loaded = next(self._stream, None)
+        except Exception as error:  # of the next step's data, raised in that step
+            self._ahead.append(error)
+            return
+        if loaded is not None:
+            loaded.read_ahead()
+        self._ahead.append(loaded)

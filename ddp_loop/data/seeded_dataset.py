@@ -1,0 +1,87 @@
+"""A data set whose items are whole shards, with random numbers that depend on sample and shard alone.
+
+[Note: Seeded always] Python's, NumPy's and torch's generators are seeded for each sample, in 8 microseconds, whether or
+not `__getitem__` draws from them. A sample does not show whether it was drawn, and a data set that starts to draw late
+would otherwise continue the stream of whatever ran before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddp_loop.determinism import COLLATE, SAMPLE, next_key, seed_streams, stream_key
+
+Wanted = tuple[int, int, list[int]]  # the epoch, the shard's first sample in it, and its samples' positions in the data
+PROBE = -1  # in place of the first sample: asks for the samples' fingerprints only
+
+
+@dataclass(frozen=True)
+class SeededDataset:
+    """A data set whose items are whole shards. Its random numbers depend on sample and shard, not on the worker.
+
+    Args:
+        source: returns sample number i as `source[i]` or `source(i)`, with generators keyed by (seed, epoch, i).
+        seed: of the keys.
+        collate: makes a shard's data from its samples, with generators keyed by (seed, epoch, first sample).
+        device: whose generator is seeded, beside the CPU's.
+        describe: `describe(name, sample)` returns the fingerprint of a sample, for `probe`.
+    """
+
+    source: Any
+    seed: int
+    collate: Callable[[list[Any]], Any]
+    device: torch.device | None = None
+    describe: Callable[[str, Any], Mapping[str, Any]] = lambda name, sample: {}
+
+    def __getitem__(self, wanted: Wanted) -> Any:
+        epoch, start, indices = wanted
+        if start == PROBE:
+            return self.probe(epoch, indices)
+        samples = self.samples(epoch, indices)
+        seed_streams(stream_key(self.seed, COLLATE, epoch, start), self.device)
+        return collated(self.collate, samples)
+
+    def samples(self, epoch: int, indices: list[int]) -> list[Any]:
+        """The samples at these positions of the data, as drawn for that epoch."""
+        read = self.source.__getitem__ if hasattr(self.source, "__getitem__") else self.source
+        epoch_key = stream_key(self.seed, SAMPLE, epoch)
+        samples, index = [], -1
+        try:
+            for index in indices:
+                seed_streams(next_key(epoch_key, index), self.device)
+                samples.append(read(index))
+        except StopIteration as error:  # it would end the epoch without an error
+            raise RuntimeError(
+                f"A source must return every sample. Sample {index} of epoch {epoch + 1} raised StopIteration. Raise "
+                "another error, or return the sample."
+            ) from error
+        except Exception as error:
+            error.add_note(f"while sample {index} of epoch {epoch + 1} was read")
+            raise
+        return samples
+
+    def probe(self, epoch: int, indices: Iterable[int]) -> dict[str, Any]:
+        """The fingerprints of these samples. A sample that cannot be read is left out; reading its shard raises."""
+        found: dict[str, Any] = {}
+        for index in indices:
+            with suppress(Exception):
+                found.update(self.describe(f"sample {index}", self.samples(epoch, [index])[0]))
+        return found
+
+
+def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    """A shard's data from its samples; an error gets a note with the remedy."""
+    try:
+        return collate(samples)
+    except Exception as error:
+        name = getattr(collate, "__name__", "collate_fn")
+        error.add_note(
+            f"while {name} combined the {len(samples)} samples of a shard. Pass a collate_fn that pads samples of "
+            "unequal sizes."
+        )
+        raise

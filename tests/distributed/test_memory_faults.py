@@ -1,0 +1,269 @@
+"""The exchange in memory where ranks part, are killed or stopped: who is named, how soon, and what is left."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ddp_loop as dl
+from ddp_loop.distributed import Pool, padded
+from ddp_loop.training.ordered_sum import tree_order
+from tests.support.exchanges import CPU
+from tests.support.harness import OnRanks
+from tests.support.refusals import Caught, loop_over, loss_of, mean_of, network, samples
+
+pytestmark = pytest.mark.covers("D10")
+
+SOON_S = 3.0  # alone on a machine some ms
+LATE_S = 0.2
+
+
+def compute(seconds: float) -> None:
+    one, until_s = torch.ones(100, 100), time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        torch.mm(one, one)
+
+
+def step_sum(world: dl.World, length: int = 5, dtype: torch.dtype = torch.float32) -> None:
+    world.finish(world.start_sum(torch.ones(length, dtype=dtype)))
+
+
+def flat_sum(world: dl.World, length: int) -> None:
+    order = tree_order(world.size, world.size, world.rank)
+    whole = world.flat_sum(order, padded(length, order), torch.float32, CPU)
+    assert whole is not None
+    row = whole.empty().fill_(1)
+    world.finish(world.start(lambda _: whole.arrive([row]), CPU))
+    world.finish(world.start(lambda _: whole.reduce(), CPU))
+    whole.collect()
+
+
+def steps(world: dl.World, evaluates: bool) -> None:
+    model = network()
+    for step in loop_over(world, None, model):  # type: ignore[arg-type]
+        for rows in step:
+            step.backward(loss_of(model, rows))
+        step.fold()
+        if evaluates and step.iteration == 2:
+            dl.evaluate(model, dl.Batches(samples(9), 4, world), mean=mean_of)
+
+
+Meets = Callable[[dl.World], object]
+USUAL: dict[str, tuple[Meets, Meets]] = {  # of most ranks, and of the odd one
+    "a gather": (step_sum, lambda world: world.gather(1, "numbers")),
+    "another length": (step_sum, partial(step_sum, length=6)),
+    "another dtype": (step_sum, partial(step_sum, dtype=torch.int32)),
+    "a bucket of another size": (partial(flat_sum, length=1000), partial(flat_sum, length=400_000)),
+    "a bucket in memory": (step_sum, partial(flat_sum, length=400_000)),
+    "an evaluation": (partial(steps, evaluates=False), partial(steps, evaluates=True)),
+    "another name": (lambda world: world.gather(1, "apples"), lambda world: world.gather(1, "pears")),
+}
+
+
+def part(kind: str, odd: int, late: int | None) -> Caught:
+    """How a rank ends where one of them makes another collective; from when all are there."""
+    began = time.monotonic()
+    try:
+        with dl.join_world(timeout_s=20.0, exchange="memory") as world:
+            world.sum(torch.ones(()))
+            began = time.monotonic()
+            if world.rank == late:
+                compute(LATE_S)
+            USUAL[kind][world.rank == odd](world)
+    except Exception as error:
+        return Caught(type(error).__name__, str(error), time.monotonic() - began)
+    return Caught("", "", 0.0)
+
+
+@pytest.mark.parametrize("kind", USUAL)
+@pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (3, 0), (3, 2)])
+def test_ranks_that_part_all_get_one_error_with_the_places(kind: str, ranks: int, odd: int, on_ranks: OnRanks) -> None:
+    results = on_ranks(ranks, part, kind, odd, None)
+    print("seconds until the error:", [round(one.took_s, 3) for one in results])
+    assert {one.kind for one in results} == {"Parted"}, results
+    assert len({one.text for one in results}) == 1, results
+    for rank in range(ranks):
+        assert f"rank {rank} is at " in results[0].text
+    assert max(one.took_s for one in results) < SOON_S
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_rank_that_comes_later_gets_the_error_too(late: int, on_ranks: OnRanks) -> None:
+    results = on_ranks(3, part, "a gather", 1, late)
+    print("seconds until the error:", [round(one.took_s, 3) for one in results])
+    for rank, one in enumerate(results):
+        assert one.kind in ("Parted", "PeerFailed") if rank == late else one.kind == "Parted", results
+        assert "rank 1 is at a gather of numbers" in one.text or late == 1
+        assert one.took_s < SOON_S + LATE_S
+
+
+# -- killed and stopped ------------------------------------------------------------------------------------
+
+
+def end_in_a_step(folder: str, culprit: int, signal_number: int, workers: int, timeout_s: float) -> None:
+    """One rank ends in the forward of step 3; the others note what they raise, and how long after."""
+    moment = Path(folder, "moment")
+    try:
+        with dl.join_world(timeout_s=timeout_s, exchange="memory") as world:
+            model = network()
+            loaders = {"num_workers": workers} if workers else {}
+            for step in dl.Loop(
+                dl.Batches(samples(24), 6, world, shuffle=False, **loaders), 1, state={"m": model}, progress=False
+            ):
+                for rows in step:
+                    if (world.rank, step.iteration) == (culprit, 3):
+                        moment.write_text(repr(time.monotonic()))
+                        os.kill(os.getpid(), signal_number)
+                    step.backward(loss_of(model, rows))
+                step.fold()
+    except dl.PeerFailed as error:
+        took = time.monotonic() - float(moment.read_text())
+        word = {"rank": error.rank, "stage": error.stage, "step": error.step, "text": str(error), "took": took}
+        Path(folder, f"rank-{os.environ['RANK']}").write_text(json.dumps(word))
+
+
+def told(folder: Path, ranks: int, culprit: int) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"rank-{rank}").read_text()) for rank in range(ranks) if rank != culprit]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_killed_rank_is_named_at_once(culprit: int, workers: int, pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(dl.RankFailed) as failed:
+        pool.run(end_in_a_step, 3, str(tmp_path), culprit, signal.SIGKILL, workers, 20.0)
+    assert failed.value.rank == culprit
+    others = told(tmp_path, 3, culprit)
+    print("seconds until PeerFailed:", [round(one["took"], 3) for one in others])
+    for one in others:
+        assert (one["rank"], one["step"]) == (culprit, 2), one  # its last message was of step 2
+        assert one["stage"], one
+        assert f"Rank {culprit} ended without an error of Python" in one["text"]
+        assert one["took"] < SOON_S
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_after_the_timeout(tmp_path: Path) -> None:
+    timeout_s = 2.0
+    with Pool(3) as pool:
+        pool.run(os.getpid, 3)
+        with pytest.raises(dl.RankFailed) as failed:
+            pool.run(end_in_a_step, 3, str(tmp_path), 1, signal.SIGSTOP, 0, timeout_s)
+        assert failed.value.rank == 1
+    for one in told(tmp_path, 3, 1):
+        print("seconds until PeerFailed:", round(one["took"], 3))
+        assert one["rank"] == 1
+        assert timeout_s - 1.0 < one["took"] < timeout_s + SOON_S
+
+
+def fill_a_stopped_ranks_connection(folder: str) -> None:
+    """Rank 1 stops; rank 0 starts more sums than its connection has room for."""
+    moment = Path(folder, "moment")
+    try:
+        with dl.join_world(timeout_s=2.0, exchange="memory") as world:
+            world.sum(torch.ones(()))
+            if world.rank == 1:
+                moment.write_text(repr(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while True:
+                world.start_sum(torch.ones(()))
+    except dl.PeerFailed as error:
+        took = time.monotonic() - float(moment.read_text())
+        Path(folder, "rank-0").write_text(json.dumps({"rank": error.rank, "took": took}))
+
+
+@pytest.mark.slow
+def test_a_start_that_has_no_room_ends_with_the_timeout(tmp_path: Path) -> None:
+    with Pool(2) as pool:
+        pool.run(os.getpid, 2)
+        with pytest.raises(dl.RankFailed):
+            pool.run(fill_a_stopped_ranks_connection, 2, str(tmp_path), timeout_s=20.0)
+    (one,) = told(tmp_path, 2, 1)
+    assert one["rank"] == 1
+    assert one["took"] < 2.0 + SOON_S
+
+
+# -- what is left ------------------------------------------------------------------------------------------
+
+
+def leavings() -> dict[str, int]:
+    """Descriptors, threads, mappings of shared memory, files in /dev/shm, child processes."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "mappings": sum("memfd:ddp_loop" in line for line in maps),
+        "in /dev/shm": len(os.listdir("/dev/shm")),
+        "children": len(Path("/proc/self/task", str(os.getpid()), "children").read_text().split()),
+    }
+
+
+def leave_in_order() -> None:
+    with dl.join_world(exchange="memory") as world:
+        steps(world, evaluates=False)
+        flat_sum(world, 400_000)
+
+
+def kept() -> dict[str, int]:
+    """What is left while the script keeps the world and a flat sum."""
+    with dl.join_world(exchange="memory") as world:
+        order = tree_order(world.size, world.size, world.rank)
+        whole = world.flat_sum(order, padded(10, order), torch.float32, CPU)
+        world.finish(world.start_sum(torch.ones(5)))
+    assert whole is not None
+    return leavings()
+
+
+def fail(kind: str) -> None:
+    """Rank 0 fails while the others are in an operation, or have some under way; or one was made and never sent."""
+    with suppress(LookupError, dl.PeerFailed), dl.join_world(timeout_s=20.0, exchange="memory") as world:
+        order = tree_order(world.size, world.size, world.rank)
+        whole = world.flat_sum(order, padded(400_000, order), torch.float32, CPU)
+        assert whole is not None
+        row = whole.empty().fill_(1)
+        if kind == "arrived":
+            world.start(lambda _: whole.arrive([row]), CPU)
+        if world.rank == 0:
+            raise LookupError
+        for work in [world.start_sum(torch.ones(1 << 14)) for _ in range(3)]:
+            world.finish(work)
+
+
+def judge(pool: Pool, ranks: int, tasks: list[Callable[[], None]]) -> None:
+    for task in dict.fromkeys(tasks):
+        pool.run(task, ranks)  # imports, and threads that torch keeps
+    before = pool.run(leavings, ranks)
+    for task in tasks:
+        pool.run(task, ranks)
+    for rank, (one, other) in enumerate(zip(before, pool.run(leavings, ranks), strict=True)):
+        for what, count in other.items():
+            assert count <= one[what], f"rank {rank} has more {what}: {one} and then {other}"
+
+
+def test_nothing_is_left_after_a_world(pool: Pool) -> None:
+    judge(pool, 3, [leave_in_order])
+    assert [one["mappings"] for one in pool.run(kept, 2)] == [0, 0]
+
+
+arrived, made = partial(fail, "arrived"), partial(fail, "made")
+
+
+def test_nothing_is_left_after_a_failure(pool: Pool) -> None:
+    judge(pool, 3, [arrived])
+
+
+@pytest.mark.slow
+def test_nothing_is_left_after_many_failures() -> None:
+    with Pool(3) as pool:
+        judge(pool, 3, [arrived, made, leave_in_order] * 5)
