@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from numbers import Real
 from operator import le
+from typing import Protocol
 
 import torch
 
