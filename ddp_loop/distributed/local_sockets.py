@@ -239,9 +239,13 @@ class LocalPeers:
                     full.add(rank)  # otherwise it has ended; what it sent before can still be read
         return full
 
+    def watch(self, descriptor: int) -> None:
+        """Have `wait` return when this descriptor can be read too."""
+        self._poll.register(descriptor, select.POLLIN)
+
     def wait(self, timeout_s: float) -> list[int]:
         """The ranks from which something can be read, or whose connection ended; waits for the first one."""
-        return [self._ranks[descriptor] for descriptor, _ in self._poll.poll(1e3 * timeout_s)]
+        return [self._ranks[one] for one, _ in self._poll.poll(1e3 * timeout_s) if one in self._ranks]
 
     def receive(self, rank: int) -> tuple[Header, bytes, list[int]] | None:
         """The next message of a rank, its text, and its file descriptors; None if there is none, or none will come."""

@@ -191,9 +191,9 @@ class Meetings:
             for rank in self.others:
                 if rank not in headers and rank in self._peers.gone:
                     raise PeerGone(self._first + rank, self._last[rank])
-            self._drain(self._peers.wait(LOOK_S))
-            if (now := time.monotonic()) - looked > LOOK_S:
-                looked = now
+            self._drain(ready := self._peers.wait(LOOK_S))
+            if not ready or time.monotonic() - looked > LOOK_S:
+                looked = time.monotonic()
                 if in_vain():
                     raise RuntimeError(f"not every rank came to {work.what}")
         if not work.is_over:
@@ -253,6 +253,10 @@ class Meetings:
                 self._drain(self._peers.wait(left))
         places = {**self._places, self.rank: own}
         raise Parted({self._first + rank: place for rank, place in sorted(places.items())})
+
+    def watch(self, descriptor: int) -> None:
+        """Have waits check at once whether they are in vain when this descriptor can be read."""
+        self._peers.watch(descriptor)
 
     # -- messages ------------------------------------------------------------------------------------------
 

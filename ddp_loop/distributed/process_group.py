@@ -42,6 +42,7 @@ class ProcessGroups:
 
     Attributes:
         backends: of the collectives.
+        memory: the one in memory among them; None without it.
         exchange: "memory" or "gloo".
         why_gloo: why not in memory; empty where nothing prevents it.
         description: torch's, of the default group, such as "cpu:gloo,cuda:nccl".
@@ -82,13 +83,13 @@ class ProcessGroups:
         self.store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
         self._made: list[dist.ProcessGroup] = []
         self.exchange, self.why_gloo = exchange, ""
-        memory: MemoryBackend | None = None
+        self.memory: MemoryBackend | None = None
         try:
-            memory, machines = self._meet(place, exchange, timeout_s, where, in_vain)
-            self.backends = self._make_backends(place, device, timeout_s, memory, machines)
+            self.memory, machines = self._meet(place, exchange, timeout_s, where, in_vain)
+            self.backends = self._make_backends(place, device, timeout_s, self.memory, machines)
         except BaseException:
-            if memory is not None:
-                memory.end()
+            if self.memory is not None:
+                self.memory.end()
             if self._owns:
                 dist.destroy_process_group()
             raise

@@ -49,6 +49,7 @@ class Watchdog:
         requests: the meaning of signals.
         look_for_stop: polled for the reason of another request to stop, such as a file; set by a loop.
         say: shows the user a line.
+        noticed: a descriptor that can be read once another rank has failed, for the main thread's waits.
     """
 
     _open: ClassVar[list[Watchdog]] = []  # those whose main thread can be interrupted; worlds can be nested
@@ -67,6 +68,7 @@ class Watchdog:
         self._interrupt_at = float("inf")
         self._seen_news = 0
         self._lock = threading.Lock()  # guards what stop_followed changes
+        self.noticed, self._notify = os.pipe()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self.signals = Signals(self._write)
@@ -94,6 +96,9 @@ class Watchdog:
             os.close(self._read)  # it could not be started
         else:
             self._thread.join(_JOIN_S)
+        if not self._thread.is_alive():
+            os.close(self._notify)
+            os.close(self.noticed)
 
     def leaving(self, *, failed: bool) -> None:
         """Stop interrupting the main thread, which leaves the world; after a failure limit its time."""
@@ -177,6 +182,7 @@ class Watchdog:
         failure = self._store.get_failure()
         if failure is not None and not self._fails and self._pending is None and self._deadline == float("inf"):
             self._pending = failure
+            os.write(self._notify, b"!")
             self._interrupt_at = time.monotonic() + _INTERRUPT_S
             first = str(failure).split("\n", 1)[0]
             self._limit(_END_S, PEER_FAILED_EXIT, f"ddp_loop: rank {self._rank} was ended{self._where()}: {first}\n")

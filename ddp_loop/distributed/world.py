@@ -83,6 +83,8 @@ class World:
             self._watchdog = Watchdog(self._store_aside(), self.rank, lambda: self.where)
             self.stops.watchdog = self._watchdog
             self._watchdog.start()
+            if self._groups is not None and self._groups.memory is not None:
+                self._groups.memory.watch(self._watchdog.noticed)
             self.require_equal("seed, threads and timeout_s", (seed, threads, timeout_s))
             torch.set_num_threads(threads)
             seed_everything(seed)
@@ -117,6 +119,14 @@ class World:
     def where(self) -> RankStatus:
         """Where this rank is; part of its message when it fails."""
         return RankStatus(self.stage, self.step, self._collectives.waits)
+
+    def __str__(self) -> str:
+        """The ranks, their devices, and how they exchange values."""
+        if self.size == 1:
+            return f"1 rank on {self.device.type}"
+        ways = {"memory": "shared memory", "gloo": "gloo"}
+        over = ways[self.exchange] if self.accelerator.is_host else f"{self._groups and self._groups.description}"
+        return f"{self.size} ranks on {self.device.type}, sums over {over}" + (self.why_gloo and f" ({self.why_gloo})")
 
     @property
     def adds_in_order(self) -> bool:

@@ -177,6 +177,8 @@ class Reporter:
         epoch = EpochMeans()
         file = None if self._checkpointer is None else self._open_files(self._checkpointer, after, epoch)
         if progress:
+            if world.size > 1:
+                world.print(world)
             extent = TrainingLength(**self._where.extent, after=after, ranks=world.size, device=str(world.device))
             self._terminal = Terminal(world.print, extent, self._began, open_display(), epoch)
         self.rows = RowDispatcher(file, receivers, self._terminal, self._began)
