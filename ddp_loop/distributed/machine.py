@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import torch.distributed as dist
 
@@ -81,9 +82,8 @@ def meet_in_memory(
         ranks = next(one for one in machines if place.rank in one)
         arenas: list[Segment] = []
         try:
-            assert listener is not None
             deadline = time.monotonic() + min(timeout_s, _CONNECT_S)
-            peers = LocalPeers(_connected(listener, every, place.rank, ranks, deadline))
+            peers = LocalPeers(_connected(cast(Listener, listener), every, place.rank, ranks, deadline))
             arenas = _arenas(peers, place.rank - ranks.start, len(ranks), deadline)
         except (OSError, ValueError) as error:
             why = f"Rank {place.rank} does not reach the others in memory ({error})."
@@ -97,8 +97,8 @@ def meet_in_memory(
     finally:
         if listener is not None:
             listener.close()
-    assert peers is not None  # otherwise this rank had a reason
-    return MemoryBackend(place.rank - ranks.start, peers, arenas, ranks.start, where, in_vain), machines
+    own, first = place.rank - ranks.start, ranks.start
+    return MemoryBackend(own, cast(LocalPeers, peers), arenas, first, where, in_vain), machines
 
 
 def machine_of(place: RankEnv) -> str:

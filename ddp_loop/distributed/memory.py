@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -88,8 +89,7 @@ class MemoryBackend(Meetings):
             flat.copy_(self.values_of(meeting, 0, flat.dtype, len(flat)))
 
     def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
-        assert isinstance(work, Meeting)
-        self.finish(work, in_vain)
+        self.finish(cast(Meeting, work), in_vain)
 
     def cut_off(self) -> None:
         self.end()
