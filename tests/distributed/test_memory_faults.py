@@ -132,7 +132,7 @@ def test_a_failure_is_named_where_a_rank_waits_for_room(on_ranks: OnRanks) -> No
 # -- killed and stopped ------------------------------------------------------------------------------------
 
 
-def end_in_a_step(folder: str, culprit: int, signal_number: int, workers: int, timeout_s: float) -> None:
+def end_in_a_step(folder: str, culprit: int, signal_number: int, workers: int, timeout_s: float = 20) -> None:
     """One rank ends in the forward of step 3; the others note what they raise, and how long after."""
     moment = Path(folder, "moment")
     try:
@@ -152,6 +152,7 @@ def end_in_a_step(folder: str, culprit: int, signal_number: int, workers: int, t
         took = time.monotonic() - float(moment.read_text())
         word = {"rank": error.rank, "stage": error.stage, "step": error.step, "text": str(error), "took": took}
         Path(folder, f"rank-{os.environ['RANK']}").write_text(json.dumps(word))
+        raise
 
 
 def told(folder: Path, ranks: int, culprit: int) -> list[dict[str, Any]]:
@@ -171,7 +172,7 @@ def test_each_killed_rank_is_named_at_once(culprit: int, workers: int, pool: Poo
 
 def kill(culprit: int, workers: int, pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(dl.RankFailed) as failed:
-        pool.run(end_in_a_step, 3, str(tmp_path), culprit, signal.SIGKILL, workers, 20.0)
+        pool.run(end_in_a_step, 3, str(tmp_path), culprit, signal.SIGKILL, workers)
     assert failed.value.rank == culprit
     others = told(tmp_path, 3, culprit)
     print("seconds until PeerFailed:", [round(one["took"], 3) for one in others])
@@ -188,7 +189,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(tmp_path: Path) -> None:
     with Pool(3) as pool:
         pool.run(os.getpid, 3)
         with pytest.raises(dl.RankFailed) as failed:
-            pool.run(end_in_a_step, 3, str(tmp_path), 1, signal.SIGSTOP, 0, timeout_s)
+            pool.run(partial(end_in_a_step, timeout_s=timeout_s), 3, str(tmp_path), 1, signal.SIGSTOP, 0, timeout_s=30)
         assert failed.value.rank == 1
     for one in told(tmp_path, 3, 1):
         print("seconds until PeerFailed:", round(one["took"], 3))
@@ -210,6 +211,7 @@ def fill_a_stopped_ranks_connection(folder: str) -> None:
     except dl.PeerFailed as error:
         took = time.monotonic() - float(moment.read_text())
         Path(folder, "rank-0").write_text(json.dumps({"rank": error.rank, "took": took}))
+        raise
 
 
 @pytest.mark.slow
