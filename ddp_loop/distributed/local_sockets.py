@@ -138,7 +138,7 @@ def connect(name: str, token: str, rank: int, deadline: float) -> socket.socket:
     """Connect to a rank's listener as `rank`; `await_accepted` follows.
 
     Raises:
-        OSError: no process listens there, such as in another network namespace, or one of another user.
+        OSError: no process listens there, such as in another network namespace, or a process of another user does.
     """
     one = _new_socket()
     try:

@@ -22,6 +22,7 @@ KNOWN_REASONS = (
     "needs .*, which is not installed",
     "needs the extra ",
     "needs root and iproute2",
+    "needs root, to ",
     "no network namespaces can be made here",
     "root may write everywhere",
     "needs a small disk, which root can mount",
