@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from ddp_loop.distributed import Pool
-from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS, current_mode, device_mode_of, modes_of, run_in_mode
+from tests.support.both_exchanges import exchange_of
+from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS, current_mode, device_mode_of, run_in_mode, ways_of
 from tests.support.harness import TASK_S, OnRanks, Result, left_behind, look_around
 from tests.support.limits import run_within_limits
 from tests.support.refusals import Refused
@@ -40,10 +42,9 @@ def pytest_configure() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run tests in the modes that they ask for."""
-    modes = modes_of(metafunc.definition)
-    if modes != (SYNCHRONOUS,):
-        metafunc.parametrize("device_mode", modes, indirect=True)
+    """Run tests in the modes and over the exchanges that they ask for."""
+    for names, values in ways_of(metafunc.definition).items():
+        metafunc.parametrize(names, values, indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,6 +83,14 @@ def device_mode(request: pytest.FixtureRequest) -> Iterator[str]:
     mode: str = getattr(request, "param", SYNCHRONOUS)
     with device_mode_of(mode):
         yield mode
+
+
+@pytest.fixture(autouse=True)
+def exchange(request: pytest.FixtureRequest, device_mode: str) -> Iterator[str | None]:
+    """How the ranks of this test exchange values; see `tests.support.exchanges`. None where the test does not ask."""
+    name: str | None = getattr(request, "param", None)
+    with nullcontext() if name is None else exchange_of(name):
+        yield name
 
 
 @pytest.fixture

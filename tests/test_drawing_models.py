@@ -54,6 +54,7 @@ def evaluated(shards: int | None) -> Found:
 
 
 @pytest.mark.covers("B8", "H7")
+@pytest.mark.both_exchanges
 def test_with_fixed_shards_a_model_that_draws_has_the_same_bits_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
     [alone] = on_ranks(1, evaluated, 6)
     for ranks in (2, 3, 4):

@@ -104,6 +104,7 @@ def update_synced() -> State:
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.both_exchanges
 def test_fixed_shards_give_the_same_bits_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
     expected = on_ranks(1, update, 4, 0.5)[0]
     assert float(expected["second.2.running_var"].sum()) > 0

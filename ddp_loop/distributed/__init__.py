@@ -30,6 +30,7 @@ from ddp_loop.distributed.replicas import (
     under_all_names,
 )
 from ddp_loop.distributed.store import RankStore
+from ddp_loop.distributed.values import sendable
 from ddp_loop.distributed.worker_signals import WorkerSignals
 from ddp_loop.distributed.world import World
 
@@ -75,5 +76,6 @@ __all__ = [
     "padded",
     "require_one_model",
     "scale_batch_size",
+    "sendable",
     "under_all_names",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from ddp_loop.distributed.backend import LOOK_S, STEP, Backend, FlatSum, Parted,
 from ddp_loop.distributed.encoding import assign_sum, summable
 from ddp_loop.distributed.failures import RankStatus
 from ddp_loop.distributed.store import RankStore
+from ddp_loop.distributed.values import from_bytes, to_bytes
 
 Value = TypeVar("Value")
 Operation = Callable[[Backend], Work | None]
@@ -192,14 +192,12 @@ class Collectives:
 
     def gather(self, value: Value, what: str, where: RankStatus) -> list[Value]:
         """Every rank's `value`, in rank order."""
-        if self._backends is None:
-            return [value]
-        kind, word = f"a gather of {what}", pickle.dumps(value)
+        kind, word = f"a gather of {what}", to_bytes(value)
         lengths = self._check_alignment(kind, where, len(word))
         room = torch.zeros(max(lengths), dtype=torch.uint8)
         room[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8)
         rows: Any = self._side_by_side(room, kind).numpy()
-        return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+        return [from_bytes(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[torch.Tensor], where: RankStatus) -> None:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
+
+from ddp_loop.distributed.values import sendable
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -107,6 +110,7 @@ STAGES = (
 )  # by their numbers in messages
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     """Where a rank is.
@@ -150,20 +154,31 @@ def cut_text(text: str) -> str:
 
 def describe_gone(rank: int, where: RankStatus) -> str:
     """The message of a rank whose connection ended without a word."""
-    last = f" It was last seen{where}." if str(where) else ""
     return (
         f"Every rank must take part in every collective. Rank {rank} ended without an error of Python (killed, out of "
-        f"memory, or a crash in compiled code).{last} Read what its launcher and kernel say."
+        f"memory, or a crash in compiled code).{_last_seen(where)} Read what its launcher and kernel say."
     )
 
 
+def _last_seen(where: RankStatus) -> str:
+    return f" It was last seen{where}." if str(where) else ""
+
+
 def find_culprit(
-    here: Mapping[int, RankReport], ended: set[int], size: int, timeout_s: float
+    here: Mapping[int, RankReport], seen: Mapping[int, RankStatus], ended: set[int], size: int, timeout_s: float
 ) -> tuple[int | None, str, str]:
     """The rank that holds up the others, the reason, and the stack of its main thread.
 
     The first of: a rank that left without an error; one that does not answer; one that is in no collective while the
-    others wait; one that waits in another collective than most.
+    others wait; one that waits in another collective than most. Where ranks part evenly, as two always do, none
+    is to blame, and the reason names the place of each.
+
+    Args:
+        here: the answers to the roll call.
+        seen: where ranks that did not answer were last seen.
+        ended: those that left without an error.
+        size: the number of ranks.
+        timeout_s: of the collectives, in seconds.
     """
     if ended:
         rank = min(ended)
@@ -173,8 +188,9 @@ def find_culprit(
         ), ""  # fmt: skip
     if silent := [rank for rank in range(size) if rank not in here]:
         return silent[0], (
-            f"Every rank must take part in every collective. Rank {silent[0]} does not answer (killed, stopped, "
-            "out of memory, a crash in compiled code, or its machine is down). Read what its launcher and kernel say."
+            f"Every rank must take part in every collective. Rank {silent[0]} does not answer (killed, stopped, out "
+            "of memory, a crash in compiled code, or its machine is down)."
+            f"{_last_seen(seen.get(silent[0], RankStatus()))} Read what its launcher and kernel say."
         ), ""  # fmt: skip
     if late := [rank for rank in range(size) if not here[rank].where.waits]:
         one = here[late[0]]
@@ -184,8 +200,15 @@ def find_culprit(
             "collectives, or pass join_world a longer timeout_s."
         ), one.stack  # fmt: skip
     kinds = [one.where.waits for _, one in sorted(here.items())]
-    odd = min(range(size), key=lambda rank: (kinds.count(kinds[rank]), -rank))
-    if len(set(kinds)) > 1:
+    counts = Counter(kinds)
+    if len(counts) > 1 and len(set(counts.values())) == 1:
+        places = ", ".join(f"rank {rank} waits in {one.where.waits}{one.where}" for rank, one in sorted(here.items()))
+        return None, (
+            f"Every rank must make the same collectives in the same order, but {places}. Base decisions on folded "
+            "values alone, and call evaluate, and whatever else is for every rank, on all of them."
+        ), ""  # fmt: skip
+    odd = min(range(size), key=lambda rank: (counts[kinds[rank]], -rank))
+    if len(counts) > 1:
         other = next(kind for kind in kinds if kind != kinds[odd])
         return odd, (
             f"Every rank must make the same collectives in the same order. Rank {odd} waits in {kinds[odd]}"

@@ -244,9 +244,11 @@ def _host_store() -> dist.TCPStore:
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """This process's variables and those that torchrun sets, for a store hosted here."""
-    threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
+    defaults = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
+    if (loopback := _loopback()) is not None:
+        defaults["GLOO_SOCKET_IFNAME"] = loopback  # otherwise gloo listens where other machines can connect
     return (
-        threads
+        defaults
         | dict(os.environ)
         | {
             "RANK": str(rank),
@@ -260,6 +262,11 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
     )
+
+
+def _loopback() -> str | None:
+    """The name of the loopback interface, on Linux or macOS; None if it has another one."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def _pack_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:

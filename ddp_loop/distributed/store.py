@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_loop.distributed.failures import (
+    STAGES,
     PeerFailed,
     PeerGone,
     RankReport,
@@ -29,6 +30,7 @@ _HERE = "ddp_loop/here"
 _STOP = "ddp_loop/stop"
 _NEWS = "ddp_loop/news"
 _WAITS = "ddp_loop/waits"
+_SEEN = "ddp_loop/seen"
 _FAILURE_WAIT_S = 0.5  # a rank writes its failure before it closes its connections; a killed one writes none
 _ANSWER_S = 1.2  # a watchdog polls every 0.25 s; a dead or stopped rank never answers
 _LOOK_S = 0.01  # between two polls of the store, of 0.1 ms each
@@ -135,7 +137,7 @@ class RankStore:
             # A rank notes why it leaves before it closes its connections, so one that did not was killed.
             came = self._wait_for((_FAILURE, *left), 0.0 if isinstance(error, PeerGone) else _FAILURE_WAIT_S)
             if came is None and isinstance(error, PeerGone):
-                where = error.where
+                where = max(error.where, self._last_place(error.rank), key=_progress)
                 self._set_failure(describe_gone(error.rank, where), rank=error.rank, stage=where.stage, step=where.step)
             elif came != _FAILURE:
                 self._call_all({left[came]} if came is not None else set(), timeout_s)
@@ -157,8 +159,9 @@ class RankStore:
                         here[rank] = _here_of(json.loads(self._store.get(f"{_HERE}/{rank}")))
                 time.sleep(_LOOK_S)
             here.setdefault(self._rank, RankReport(RankStatus(waits="a collective"), ""))  # it asks, so it is alive
-        culprit, message, stack = find_culprit(here, ended, self._size, timeout_s)
-        where = here[culprit].where if culprit is not None and culprit in here else RankStatus()
+        seen = {rank: self._last_place(rank) for rank in range(self._size) if rank not in here}
+        culprit, message, stack = find_culprit(here, seen, ended, self._size, timeout_s)
+        where = RankStatus() if culprit is None else here[culprit].where if culprit in here else seen[culprit]
         self._set_failure(
             message + (f"\n\nThe stack of rank {culprit}:\n{stack}" if stack else ""),
             rank=culprit,
@@ -173,6 +176,14 @@ class RankStore:
     def wait_of_next(self) -> str:
         """The kind of collective in which the next rank has waited for a while; "" for none."""
         return self.get(f"{_WAITS}/{(self._rank + 1) % self._size}") or ""
+
+    def set_place(self, where: RankStatus) -> None:
+        """Note where this rank is, for the case that it dies."""
+        self.put(f"{_SEEN}/{self._rank}", json.dumps([where.stage, where.step]))
+
+    def _last_place(self, rank: int) -> RankStatus:
+        """Where a rank was when it last noted it."""
+        return RankStatus(*json.loads(self.get(f"{_SEEN}/{rank}") or "[]"))
 
     def is_called(self) -> bool:
         """Whether a rank made a roll call."""
@@ -225,6 +236,10 @@ class RankStore:
             if time.monotonic() > deadline:
                 return None
             time.sleep(_LOOK_S)
+
+
+def _progress(where: RankStatus) -> tuple[int, int]:
+    return where.step, STAGES.index(where.stage) if where.stage in STAGES else 0
 
 
 def _here_of(word: dict[str, Any]) -> RankReport:

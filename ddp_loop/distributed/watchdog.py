@@ -67,6 +67,7 @@ class Watchdog:
         self._deadline, self._exit = float("inf"), (1, "")
         self._interrupt_at = float("inf")
         self._seen_news = 0
+        self._noted = RankStatus()
         self._lock = threading.Lock()  # guards what stop_followed changes
         self.noticed, self._notify = os.pipe()
         self._read, self._write = os.pipe()
@@ -170,6 +171,10 @@ class Watchdog:
     def _poll(self) -> None:
         if self.stop is None and (why := self.look_for_stop()):
             self.ask_to_stop(why)
+        where = self._where()
+        if (where.stage, where.step) != (self._noted.stage, self._noted.step):
+            self._store.set_place(where)
+            self._noted = where
         if (news := self._store.news()) == self._seen_news:
             return
         self._seen_news = news

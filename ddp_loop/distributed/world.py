@@ -80,7 +80,9 @@ class World:
         try:
             if place.size > 1 or dist.is_initialized():
                 self._join(place, exchange)
-            self._watchdog = Watchdog(self._store_aside(), self.rank, lambda: self.where)
+            # Through another connection, since a wait blocks the one on which it is made.
+            aside = None if self._groups is None else RankStore(self._groups.store_aside(), self.rank, self.size)
+            self._watchdog = Watchdog(aside or self._store, self.rank, lambda: self.where)
             self.stops.watchdog = self._watchdog
             self._watchdog.start()
             if self._groups is not None and self._groups.memory is not None:
@@ -105,10 +107,6 @@ class World:
         self._collectives = Collectives(self._groups.backends, self._store, self.timeout_s)
         self.exchange, self.why_gloo = self._groups.exchange, self._groups.why_gloo
         require_pinned(self._groups.description)
-
-    def _store_aside(self) -> RankStore:
-        """The same store through another connection: a wait blocks the connection on which it is made."""
-        return self._store if self._groups is None else RankStore(self._groups.store_aside(), self.rank, self.size)
 
     @property
     def store(self) -> RankStore:
@@ -191,10 +189,10 @@ class World:
     def gather(self, value: Value, what: str = "a value", *, in_step: bool = False) -> list[Value]:
         """Every rank's `value`, in rank order. Every rank must call this.
 
-        For small values outside of steps: it pickles them, and takes two collectives on the CPU.
+        For small values outside of steps: they travel as JSON, in two collectives on the CPU. TypeError for others.
 
         Args:
-            value: of this rank.
+            value: None, a boolean, number, string, bytes, path, torch dtype, or a list, tuple, set or dict of these.
             what: the value in words, for the error where ranks gather different things.
             in_step: allow it inside a step too.
         """
@@ -322,7 +320,7 @@ class World:
             folder = world.on_rank_zero(lambda: make_folder("runs"))
 
         Args:
-            function: makes no collective; its result is pickled for the others.
+            function: makes no collective; its result is one that `gather` can send.
             timeout_s: how long the others wait for rank 0, in seconds.
 
         Raises:

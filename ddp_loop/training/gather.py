@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 import torch
 
 from ddp_loop.data import MiniBatch, Shard
-from ddp_loop.distributed import World
+from ddp_loop.distributed import World, sendable
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.payload import GATHER_EVERYWHERE
 
 
+@sendable
 @dataclass(frozen=True)
 class TensorSpec:
     """The shape and dtype of an output's rows, and whether they have a gradient."""

@@ -24,6 +24,7 @@ import torch
 from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.batch_norm import Captures
 from ddp_loop.data import MiniBatch, Shard
+from ddp_loop.distributed import sendable
 from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.validation import RESERVED_NAMES, Sum, Value, Weight, reserved_names
 
@@ -107,6 +108,7 @@ def read_word(sums: Sequence[float], ranks: int) -> tuple[ControlDecision, list[
     return decision, list(map(bool, sums[CONTROL_LENGTH:]))
 
 
+@sendable
 @dataclass(frozen=True)
 class PayloadLayout:
     """The columns of a row, as one rank or all of them know them.

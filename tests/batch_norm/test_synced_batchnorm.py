@@ -306,6 +306,7 @@ def test_a_network_trains_as_in_one_process_with_a_rank_that_has_no_rows(ranks: 
     assert distance(buffers, alone[1]) < BOUND
 
 
+@pytest.mark.both_exchanges
 def test_the_same_run_twice_gives_the_same_bits(on_ranks: OnRanks) -> None:
     first, second = on_ranks(3, train_network), on_ranks(3, train_network)
     for one, other in zip(first, second, strict=True):

@@ -11,6 +11,7 @@ import pytest
 
 import ddp_loop as dl
 from ddp_loop.checkpoint import CheckpointStore, run_id_of
+from tests.support.both_exchanges import GLOO, MEMORY, exchange_of
 from tests.support.harness import OnRanks
 from tests.support.resuming import BUILDS, EPOCHS, STEPS, Ended, different, train, train_in
 from tests.support.runs import ROWS, checkpoints_of, endless, rows_of, status_of
@@ -54,6 +55,7 @@ def test_a_run_stopped_twice_within_an_epoch_is_the_undisturbed_one(tmp_path: Pa
 @pytest.mark.parametrize("at", [3, STEPS])
 @pytest.mark.parametrize("build", ["usual", "bfloat16"])
 @pytest.mark.slow
+@pytest.mark.both_exchanges
 def test_a_run_of_two_ranks_goes_on_on_any_number(at: int, build: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     whole = on_ranks(2, train, "", build=build)[0]
     on_ranks(2, train, str(tmp_path / "begun"), at, build)
@@ -64,6 +66,20 @@ def test_a_run_of_two_ranks_goes_on_on_any_number(at: int, build: str, on_ranks:
             assert ended.made == whole.made[at:]
             assert different(whole, ended) == []
         assert rows_of(run) == whole.made
+
+
+@pytest.mark.covers("E5", "H7")
+@pytest.mark.parametrize(("before", "after"), [(MEMORY, GLOO), (GLOO, MEMORY)])
+def test_a_run_goes_on_over_another_exchange_on_another_number_of_ranks(
+    before: str, after: str, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    whole = on_ranks(1, train, "")[0]
+    with exchange_of(before):
+        on_ranks(2, train, str(tmp_path), 3)
+    with exchange_of(after):
+        for ended in on_ranks(3, train, str(tmp_path)):
+            assert ended.made == whole.made[3:]
+            assert different(whole, ended) == []
 
 
 def without_fixed_shards(folder: str, at: int | None) -> Ended:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -152,3 +153,25 @@ def leave_while_another_thread_has_a_connection() -> tuple[bytes, int]:
 def test_leaving_shuts_one_end_of_each_connection_and_nobody_elses(on_ranks: OnRanks) -> None:
     told = on_ranks(3, leave_while_another_thread_has_a_connection)
     assert told == [(b"still there", 3 * 3)] * 3  # three groups with three pairs each
+
+
+LOOPBACK = {"0100007F", "0" * 24 + "01000000"}  # 127.0.0.1 and ::1, as the kernel writes them
+
+
+def listens_at() -> set[str]:
+    """The addresses at which this rank can be connected to, while it is in a world."""
+    with dl.join_world(exchange="gloo") as world:
+        own = {name.strip("socket:[]") for name in open_sockets().values()}
+        lines = [
+            line.split() for file in ("tcp", "tcp6") for line in Path("/proc/self/net", file).read_text().splitlines()
+        ]
+        found = {words[1].partition(":")[0] for words in lines if words[9] in own and words[3] == "0A"}
+        world.sum(torch.ones(()))
+        return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="needs Linux, which lists sockets")
+def test_under_launch_no_other_machine_can_connect_to_a_rank(on_ranks: OnRanks) -> None:
+    for found in on_ranks(2, listens_at):
+        assert found
+        assert found <= LOOPBACK

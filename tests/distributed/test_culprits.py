@@ -5,14 +5,21 @@ The cases are those of `python -m tests.faults.culprits`, which goes through all
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 
+import ddp_loop as dl
+from ddp_loop.distributed import RankFailed
 from tests.faults.culprits import (
     BUSY,
     DEAD,
     DESERTERS,
+    LONE_CALL,
     OTHERS,
     OWN_WORKER,
     PLACES,
@@ -24,7 +31,8 @@ from tests.faults.culprits import (
 )
 from tests.faults.training import RANKS, Case
 from tests.faults.under_torchrun import kill_torchrun
-from tests.support.harness import OnRanks
+from tests.support.harness import OnRanks, until
+from tests.support.refusals import loop_over, loss_of, network
 
 
 def name_of(case: Case) -> str:
@@ -56,11 +64,68 @@ def test_peers_that_are_busy_elsewhere_end_too(case: Case, on_ranks: OnRanks, tm
 
 @pytest.mark.slow
 @pytest.mark.covers("D10")
-@pytest.mark.parametrize("case", [*DESERTERS, SLEEPER, *OTHERS, *DEAD[:2]], ids=name_of)
+@pytest.mark.parametrize("case", [*DESERTERS, SLEEPER, LONE_CALL, *OTHERS, *DEAD[:2]], ids=name_of)
+@pytest.mark.both_exchanges
 def test_a_rank_that_leaves_or_sleeps_or_goes_elsewhere_or_dies_is_named(
     case: Case, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
     assert wrong(case, outcome_of(on_ranks, case, tmp_path)) == []
+
+
+def go_apart(how: str) -> tuple[str, str, int | None]:
+    """Rank 0 makes a collective of its own after step 3, and rank 1 folds step 4."""
+    try:
+        with dl.join_world(timeout_s=20) as world:
+            for step in loop_over(world, "", model := network(), run_dir=None):
+                for rows in step:
+                    step.backward(loss_of(model, rows))
+                step.fold()
+                if (world.rank, step.iteration) == (0, 3):
+                    world.gather("a word") if how == "gathers" else world.sum(torch.ones(2))
+    except RuntimeError as error:
+        return type(error).__name__, str(error), getattr(error, "rank", None)
+    return "", "", None
+
+
+@pytest.mark.slow
+@pytest.mark.covers("D10")
+@pytest.mark.both_exchanges
+@pytest.mark.parametrize("how", ["gathers", "sums"])
+def test_of_two_ranks_that_part_neither_is_blamed_and_both_places_are_named(
+    how: str, exchange: str, on_ranks: OnRanks
+) -> None:
+    for kind, text, blamed in on_ranks(2, go_apart, how):
+        assert (kind, blamed) == ({"memory": "Parted", "gloo": "PeerFailed"}[exchange], None)
+        places = "rank 0 .* in optimizer of step 3, rank 1 .* a step's sum in fold of step 4"
+        assert re.search(places, text), text
+
+
+def die_in_forward(folder: str) -> None:
+    """Rank 1 is killed in forward of step 3, once its watchdog has looked."""
+    try:
+        with dl.join_world() as world:
+            for step in loop_over(world, folder, model := network(), run_dir=None):
+                for rows in step:
+                    if (world.rank, step.iteration) == (1, 3):
+                        until(lambda: world.store._last_place(1).step == 3, "the watchdog has looked")
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    step.backward(loss_of(model, rows))
+                step.fold()
+    except dl.PeerFailed as error:
+        Path(folder, f"rank-{world.rank}").write_text(f"{error.rank} {error.stage} {error.step} {error}")
+        raise
+
+
+@pytest.mark.slow
+@pytest.mark.covers("D10")
+@pytest.mark.both_exchanges
+def test_where_a_killed_rank_was_is_told(on_ranks: OnRanks, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="rank 1 "):
+        on_ranks(3, die_in_forward, str(tmp_path))
+    for rank in (0, 2):
+        text = (tmp_path / f"rank-{rank}").read_text()
+        assert text.startswith("1 forward 3 ")
+        assert "It was last seen in forward of step 3." in text
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from tests.faults.kill_workers import RANKS, Counts, in_the_pool, judge, make_jo
 
 @pytest.mark.slow
 @pytest.mark.covers("E5", "H7", "C4")
+@pytest.mark.both_exchanges
 def test_a_killed_rank_leaves_no_trace_in_the_end(pool: Pool, tmp_path: Path) -> None:
     counts, chance = Counts(), random.Random(1)
     (_, expected), *_ = pool.run(make_job(tmp_path, "undisturbed", epochs=2), RANKS)

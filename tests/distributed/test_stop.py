@@ -143,6 +143,7 @@ def assert_goes_on(on_ranks: OnRanks, run: Path, whole: Ended, at: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.both_exchanges
 def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_same_bits(
     kind: str, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
@@ -314,6 +315,7 @@ def test_a_script_ends_at_a_random_stop_and_makes_up_for_it_to_the_same_bits(
 
 
 @pytest.mark.slow
+@pytest.mark.both_exchanges
 def test_wherever_the_request_comes_the_run_goes_on_to_the_same_bits(pool: Pool, tmp_path: Path) -> None:
     counts = campaign(pool, tmp_path, times=3, by_torchrun=0, seed=7, epochs=2)
     assert counts.broken == []

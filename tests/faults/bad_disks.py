@@ -7,6 +7,7 @@ nobody disturbed. The read-only disk and the small one are mounted, which is roo
 
 from __future__ import annotations
 
+import argparse
 import errno
 import io
 import json
@@ -33,6 +34,7 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import CheckpointStore, run_id_of
 from ddp_loop.distributed import Pool
 from tests.faults.job import final_digest
+from tests.support.both_exchanges import add_exchange, use_exchange
 
 STEPS, EVERY, HARMED, HEALED, KEEP = 10, 2, 3, 7, 9
 LIMIT = 16 << 10  # bytes of a file: less than the tensors take, more than all else
@@ -372,6 +374,9 @@ def words_of(outcome: Outcome, whole: str) -> list[str]:
 
 def main() -> int:
     """Print the report; 1 if a promise is broken."""
+    parser = argparse.ArgumentParser(description="disks that are harmed")
+    add_exchange(parser)
+    use_exchange(parser.parse_args())
     with Pool(RANKS) as pool, tempfile.TemporaryDirectory() as folder:
         whole = pool.run(train, RANKS, "")[0].digest
         print("| the disk | on_save_error | the ranks | valid checkpoints | resumed with |\n|---|---|---|---|---|")

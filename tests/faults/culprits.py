@@ -10,6 +10,7 @@ where something has to time out).
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from typing import Any
 from ddp_loop.distributed import Pool, RankFailed
 from tests.faults.training import RANKS, STEP, Case, Seen, on_this_rank, warm_up
 from tests.faults.under_torchrun import Ended, kill_a_worker, kill_torchrun, lives, raise_in_a_worker
+from tests.support.both_exchanges import add_exchange, use_exchange
 from tests.support.harness import Result
 
 # where it raises: the stage that is told, and the step
@@ -89,7 +91,7 @@ def wrong(case: Case, outcome: Outcome) -> list[str]:
     lines = [f"{number} lives" for number in outcome.left]
     if outcome.took_s > case.limit_s:
         lines.append(f"took {outcome.took_s:.1f} s")
-    if outcome.blamed not in (None, case.culprit) and case.how not in LEAVES_WELL | TOLD_BY_HEADERS:
+    if outcome.blamed not in (None, case.culprit) and case.how not in LEAVES_WELL | TOLD_BY_HEADERS.keys():
         lines.append(f"the pool blames rank {outcome.blamed}")
     for rank in set(range(RANKS)) - {case.culprit}:
         one = outcome.seen.get(rank)
@@ -103,9 +105,8 @@ def wrong(case: Case, outcome: Outcome) -> list[str]:
 
 def wrong_of(case: Case, seen: Seen) -> list[str]:
     """Of what one of the others saw."""
-    if case.how in TOLD_BY_HEADERS:
-        kind = "a gather of a value" if case.how == "gathers" else "a sum of torch.float32 (2,)"
-        return [] if f"rank {case.culprit} is at {kind}" in seen.text else [seen.text]
+    if seen.kind == "Parted" and (place := TOLD_BY_HEADERS.get(case.how)) is not None:
+        return [] if f"rank {case.culprit} is at {place}" in seen.text else [seen.text]
     if seen.kind != "PeerFailed" or seen.rank != case.culprit or f"rank {case.culprit} " not in seen.text.lower():
         return [f"{seen.kind} of rank {seen.rank}: {seen.text}"]
     if case.how == "raises":
@@ -118,7 +119,11 @@ def wrong_of(case: Case, seen: Seen) -> list[str]:
 
 
 LEAVES_WELL = {"leaves the loop", "leaves early"}  # so the pool has only those to blame that waited for it
-TOLD_BY_HEADERS = {"sums another shape", "gathers"}  # all ranks raise the same, with what each came for
+TOLD_BY_HEADERS = {  # where ranks meet, all of them raise the same, with what each came for
+    "sums another shape": "a sum of torch.float32 (2,)",
+    "gathers": "a gather of a value",
+    "evaluates": "a gather of the names of the metrics",
+}
 RAISES = [Case("raises", place, rank) for place, rank in product(PLACES, range(RANKS))]
 ROWS = Case("raises", "rows", 0)
 BUSY = [
@@ -134,6 +139,7 @@ DESERTERS = [
     Case("leaves early", "end of the script", 1),
 ]
 SLEEPER = Case("sleeps", "forward", 1, times_out=True)
+LONE_CALL = Case("calls dist.all_reduce", "forward", 1, times_out=True)
 OTHERS = [
     Case("evaluates", "another collective", 1),
     Case("gathers", "elsewhere", 1),
@@ -146,7 +152,7 @@ DEAD = [Case("is killed", "forward", 1), Case("aborts", "forward", 1), Case("is 
 def all_cases() -> Iterator[Case]:
     """Those that run in a pool."""
     yield from (*RAISES, ROWS, *BUSY, OWN_WORKER)
-    for one in (*DESERTERS, SLEEPER, *OTHERS, *DEAD):
+    for one in (*DESERTERS, SLEEPER, LONE_CALL, *OTHERS, *DEAD):
         yield from (replace(one, culprit=rank) for rank in range(RANKS))
 
 
@@ -157,7 +163,12 @@ def on_pool(pool: Pool, ranks: int, function: Callable[..., Result], *arguments:
 
 def main() -> int:
     """Run all, or those cases that an argument stands in; print the table."""
-    only = " ".join(sys.argv[1:])
+    parser = argparse.ArgumentParser(description="faults on one of three ranks")
+    parser.add_argument("only", nargs="*", default=[])
+    add_exchange(parser)
+    said = parser.parse_args()
+    use_exchange(said)
+    only = " ".join(said.only)
     print("| what | where | rank | the others | named | s |\n|---|---|--:|---|---|--:|")
     bad = 0
     with tempfile.TemporaryDirectory() as folder, Pool(RANKS) as pool:

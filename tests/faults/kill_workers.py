@@ -28,6 +28,7 @@ from ddp_loop.checkpoint.atomic_files import SAVING
 from ddp_loop.distributed import Pool, RankFailed
 from tests.faults.job import FINAL, Job, Mark
 from tests.faults.launched import start_torchrun
+from tests.support.both_exchanges import add_exchange, use_exchange
 
 AIMS = ("data", "forward", "backward", "optimizer", "save", "peers", "backward", "data", "forward", "peers")
 RANKS = 4
@@ -257,7 +258,9 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--torchrun", type=int, default=None, help="how many of them under torchrun; a third")
     parser.add_argument("--seed", type=int, default=0)
+    add_exchange(parser)
     said = parser.parse_args()
+    use_exchange(said)
     by_torchrun = said.times // 3 if said.torchrun is None else said.torchrun
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place, Pool(RANKS) as pool:

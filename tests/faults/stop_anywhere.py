@@ -34,6 +34,7 @@ from ddp_loop.distributed import Pool, RankFailed
 from tests.faults.job import FINAL, Job, Mark
 from tests.faults.kill_workers import end_problem, make_job, rows_problem
 from tests.faults.launched import hear_ctrl_c, left_below, left_of, start_torchrun, variables
+from tests.support.both_exchanges import add_exchange, use_exchange
 
 RANK, TORCHRUN, RUN = "one rank", "torchrun", "the run folder"
 COMMAND, FILE, CALL = "`python -m ddp_loop stop`", "the file `stop`", "`loop.stop()`"
@@ -373,7 +374,9 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--torchrun", type=int, default=None, help="how many of them under torchrun; an eighth")
     parser.add_argument("--seed", type=int, default=0)
+    add_exchange(parser)
     said = parser.parse_args()
+    use_exchange(said)
     by_torchrun = said.times // 8 if said.torchrun is None else said.torchrun
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place, Pool(RANKS) as pool:

@@ -140,6 +140,8 @@ def act(case: Case, folder: str) -> None:
             os._exit(0)
         case "sleeps":
             time.sleep(LONG_S)
+        case "calls dist.all_reduce":
+            torch.distributed.all_reduce(torch.ones(3))
         case "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
         case "aborts":

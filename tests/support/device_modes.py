@@ -5,8 +5,8 @@ A test, or a file by its `pytestmark`, marked `both_modes` runs in each; the fix
 
 [Note: The simulation] In the mode "asynchronous" the CPU says that it is asynchronous, so the package takes the paths
 of a GPU. A copy to the host holds 0xFF in every byte, which is NaN and -1, until two more copies were started, or
-somebody waits for it. It brings what the tensor held when the copy was started, as on a GPU's stream. Its ranks
-exchange values over gloo, so what runs in both modes runs over both exchanges.
+somebody waits for it. It brings what the tensor held when the copy was started, as on a GPU's stream. Unless the
+environment says otherwise, its ranks exchange values over gloo, so what runs in both modes runs over both exchanges.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from ddp_loop.accelerators import KINDS, Accelerator, Cpu, accelerator_of
+from tests.support.both_exchanges import EXCHANGE, GLOO, MEMORY, exchange_of
 from tests.support.harness import Result, run_cleanly
 
 SYNCHRONOUS, ASYNCHRONOUS = MODES = ("synchronous", "asynchronous")
-EXCHANGE = "DDP_LOOP_EXCHANGE"
 _LAG = 2  # so many copies that were started later complete one
 
 
@@ -75,24 +75,33 @@ def modes_of(test: pytest.Item) -> tuple[str, ...]:
     return MODES if test.get_closest_marker("both_modes") else (SYNCHRONOUS,)
 
 
+def ways_of(test: pytest.Item) -> dict[str, list[Any]]:
+    """The values of the fixtures `device_mode` and `exchange` for which a test is to run, those of a case in one place.
+
+    In the asynchronous mode it runs over gloo alone.
+    """
+    modes = modes_of(test)
+    if test.get_closest_marker("both_exchanges"):
+        ways = [(mode, name) for mode in modes for name in (MEMORY, GLOO) if mode == SYNCHRONOUS or name == GLOO]
+        return {"device_mode,exchange": ways}
+    return {} if modes == (SYNCHRONOUS,) else {"device_mode": list(modes)}
+
+
 @contextmanager
 def device_mode_of(mode: str) -> Iterator[None]:
     """Have this process's CPU answer so."""
     kind: type[Accelerator] = AsynchronousCpu if mode == ASYNCHRONOUS else Cpu
     former, KINDS["cpu"] = KINDS["cpu"], kind
     accelerator_of.cache_clear()
-    exchange = os.environ.get(EXCHANGE)
-    if mode == ASYNCHRONOUS:
-        os.environ[EXCHANGE] = "gloo"
-    try:
-        yield
-    finally:
-        os.environ.pop(EXCHANGE, None)
-        if exchange is not None:
-            os.environ[EXCHANGE] = exchange
-        KINDS["cpu"] = former
-        accelerator_of.cache_clear()
-        SlowCopy.under_way.clear()
+    with ExitStack() as ending:
+        if mode == ASYNCHRONOUS and EXCHANGE not in os.environ:
+            ending.enter_context(exchange_of(GLOO))
+        try:
+            yield
+        finally:
+            KINDS["cpu"] = former
+            accelerator_of.cache_clear()
+            SlowCopy.under_way.clear()
 
 
 def current_mode() -> str:

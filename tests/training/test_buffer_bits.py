@@ -193,6 +193,7 @@ def train_complex(shards: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.covers("H7")
+@pytest.mark.both_exchanges
 def test_complex_parameters_have_the_same_bits_on_1_2_and_3_ranks(on_ranks: OnRanks) -> None:
     (first,) = on_ranks(1, train_complex, 4)
     assert is_same(same_on_all(on_ranks(2, train_complex, 4)), first)

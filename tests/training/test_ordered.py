@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import ddp_loop as dl
 from ddp_loop import networks
+from tests.support.both_exchanges import GLOO, MEMORY, exchange_of
 from tests.support.harness import OnRanks
 
 pytestmark = pytest.mark.both_modes
@@ -156,24 +157,35 @@ def train(
     *,
     bucket_cap_mib: float = 0.02,
     ordered: bool | None = None,
+    is_fixed: bool = True,
     shared_stream: bool = False,
 ) -> str:
     """Train a job; the digest of what is left. An epoch has seven mini-batches, the last with fewer samples."""
     with dl.join_world(seed=3) as world:
-        model, optimizer, loop = begin(name, shards, steps, world, bucket_cap_mib=bucket_cap_mib, ordered=ordered)
+        options: dict[str, Any] = {"bucket_cap_mib": bucket_cap_mib, "ordered": ordered, "is_fixed": is_fixed}
+        model, optimizer, loop = begin(name, shards, steps, world, **options)
         for step in loop:
             make(step, JOBS[name], model, optimizer, shared_stream)
         return digest(model, optimizer)
 
 
 def begin(
-    name: str, shards: int, steps: int, world: dl.World, *, bucket_cap_mib: float = 0.02, ordered: bool | None = None
+    name: str,
+    shards: int,
+    steps: int,
+    world: dl.World,
+    *,
+    bucket_cap_mib: float = 0.02,
+    ordered: bool | None = None,
+    is_fixed: bool = True,
 ) -> tuple[nn.Module, Optimizer, dl.Loop]:
     job = JOBS[name]
     model = job.build()
     optimizer = job.optimizer(list(model.parameters()))
     samples = 6 * 2 * shards + shards // 2 + 1  # so that of the last one some shards are empty
-    batches = dl.Batches(job.data(samples), 2 * shards, world, shards=shards, transform=job.transform)
+    batches = dl.Batches(
+        job.data(samples), 2 * shards, world, shards=shards if is_fixed else None, transform=job.transform
+    )
     state = {"model": model, "optimizer": optimizer}
     loop = dl.Loop(batches, steps=steps, state=state, progress=False, bucket_cap_mib=bucket_cap_mib, ordered=ordered,
                    allow_single_sample_shards=True)  # fmt: skip
@@ -210,11 +222,15 @@ def train_part(
 @pytest.mark.covers("H7")
 @pytest.mark.parametrize("name", ["digit network", "transformer"])
 @pytest.mark.slow
-def test_the_bits_are_the_same_when_the_number_of_ranks_changes_in_mid_run(name: str, on_ranks: OnRanks) -> None:
+def test_the_bits_are_the_same_when_the_ranks_and_their_exchange_change_in_mid_run(
+    name: str, on_ranks: OnRanks
+) -> None:
     undisturbed, _ = on_ranks(1, train_part, name, 8, 20, None)[0]
     state, changed = None, ""
-    for ranks, to in ((2, 5), (3, 7), (1, 20)):  # in mid-epoch, and at an epoch's end
-        (changed, state), *others = on_ranks(ranks, train_part, name, 8, to, state)
+    parts = ((2, 5, MEMORY), (3, 7, GLOO), (2, 10, MEMORY), (2, 12, GLOO), (1, 20, MEMORY))
+    for ranks, to, exchange in parts:  # in mid-epoch, and at an epoch's end
+        with exchange_of(exchange):
+            (changed, state), *others = on_ranks(ranks, train_part, name, 8, to, state)
         assert {one for one, _ in others} <= {changed}
         assert state is not None
         assert state[2] == {"iteration": to, "epoch": to // 7, "position": to % 7}
@@ -225,8 +241,24 @@ def test_the_bits_are_the_same_when_the_number_of_ranks_changes_in_mid_run(name:
 @pytest.mark.quick_in_both_modes
 def test_a_plain_sum_gives_other_bits_on_three_ranks(name: str, on_ranks: OnRanks) -> None:
     # Else the test above would prove nothing: it is the order that makes the bits the same.
-    one, three = (on_ranks(ranks, train, name, 8, 10, ordered=False)[0] for ranks in (1, 3))
+    with exchange_of(GLOO):
+        one, three = (on_ranks(ranks, train, name, 8, 10, ordered=False)[0] for ranks in (1, 3))
     assert one != three
+
+
+@pytest.mark.covers("H7")
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("name", ["digit network", "transformer"])
+@pytest.mark.quick_in_both_modes
+def test_in_memory_a_sum_has_the_trees_order_also_with_a_shard_per_rank(
+    name: str, ranks: int, on_ranks: OnRanks
+) -> None:
+    fixed = on_ranks(1, train, name, ranks, 5)[0]
+    with exchange_of(MEMORY):
+        assert set(on_ranks(ranks, train, name, ranks, 5, is_fixed=False)) == {fixed}
+    if ranks == 3:  # else this would prove nothing
+        with exchange_of(GLOO):
+            assert fixed not in on_ranks(ranks, train, name, ranks, 5, is_fixed=False)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -245,6 +277,7 @@ def evaluate_fixed_shards() -> float:
 
 @pytest.mark.covers("H7")
 @pytest.mark.slow
+@pytest.mark.both_exchanges
 def test_evaluation_gives_the_same_bits_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
     assert len({value for ranks in (1, 2, 3, 4, 7) for value in on_ranks(ranks, evaluate_fixed_shards)}) == 1
 
@@ -256,6 +289,7 @@ def test_evaluation_gives_the_same_bits_on_any_number_of_ranks(on_ranks: OnRanks
     [(8, (1, 2, 3, 4, 6, 8), 8.0, 25), (12, (1, 3, 4, 5), 0.02, 15)],
 )
 @pytest.mark.parametrize("name", JOBS)
+@pytest.mark.both_exchanges
 def test_the_bits_are_the_same_on_any_number_of_ranks(
     name: str, shards: int, numbers: tuple[int, ...], bucket_cap_mib: float, steps: int, on_ranks: OnRanks
 ) -> None:

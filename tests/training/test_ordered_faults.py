@@ -109,6 +109,7 @@ def unfreeze_twice() -> str:
 
 @pytest.mark.covers("H7")
 @pytest.mark.quick_in_both_modes
+@pytest.mark.both_exchanges
 def test_layers_unfrozen_one_after_the_other_have_the_same_bits_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
     assert len({one for ranks in (1, 2, 3) for one in on_ranks(ranks, unfreeze_twice)}) == 1
 

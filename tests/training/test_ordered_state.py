@@ -113,6 +113,7 @@ def with_parts_that_come_and_go() -> dict[str, str]:
 @pytest.mark.covers("H7", "B10")
 @pytest.mark.parametrize("job", [with_a_scaler_and_an_average, with_two_optimizers, with_parts_that_come_and_go])
 @pytest.mark.slow
+@pytest.mark.both_exchanges
 def test_everything_that_is_kept_has_the_same_bits(job: Callable[[], dict[str, Any]], on_ranks: OnRanks) -> None:
     expected = on_ranks(1, job)[0]
     for ranks in (2, 3, 4, 7):  # 7: one has no shard

@@ -111,6 +111,7 @@ def train(
     ("place", "workers"), [*((place, 0) for place in PLACES), *((place, 2) for place in PLACES[:2])]
 )
 @pytest.mark.slow
+@pytest.mark.both_exchanges
 def test_fixed_shards_that_draw_give_the_same_weights_on_any_number_of_ranks(
     place: str, workers: int, on_ranks: OnRanks
 ) -> None:
@@ -123,6 +124,7 @@ def test_fixed_shards_that_draw_give_the_same_weights_on_any_number_of_ranks(
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.slow
+@pytest.mark.both_exchanges
 def test_a_run_that_stops_in_mid_epoch_draws_on_as_if_it_had_not(place: str, tmp_path: Path, on_ranks: OnRanks) -> None:
     expected = on_ranks(1, train, place)[0]
     on_ranks(2, train, place, run=str(tmp_path), stop_at=13)
@@ -140,6 +142,7 @@ def evaluate_drawn(place: str, names: tuple[str, ...], workers: int) -> dict[str
 
 @pytest.mark.parametrize("place", PLACES[:3])
 @pytest.mark.slow
+@pytest.mark.both_exchanges
 def test_what_is_evaluated_does_not_depend_on_the_ranks(place: str, on_ranks: OnRanks) -> None:
     expected = on_ranks(1, evaluate_drawn, place, tuple(GENERATORS), 0)[0]
     assert on_ranks(3, evaluate_drawn, place, EACH, 0) == [{name: expected[name] for name in EACH}] * 3

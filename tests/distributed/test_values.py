@@ -1,0 +1,83 @@
+"""Values that ranks send each other: what arrives is what was sent, and nothing that was sent is executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ddp_loop as dl
+from ddp_loop.distributed.failures import RankStatus
+from ddp_loop.distributed.values import from_bytes, to_bytes
+from tests.support.harness import OnRanks, caught
+
+VALUES: list[Any] = [
+    None,
+    True,
+    -(2**70),
+    0.1,
+    -0.0,
+    float("inf"),
+    "ä\n\0\ud800",
+    b"\0\xff",
+    [],
+    (1, ("2", [3.0])),
+    {1},
+    frozenset({(1, 2)}),
+    {"a": 1, (1, 2): {"b": ()}, 3: None},
+    torch.bfloat16,
+    Path("runs/a"),
+    RankStatus("forward", 3, "a sum"),
+    ["dict", ["list"], "path"],
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_arrives_as_it_was_sent(value: Any) -> None:
+    found = from_bytes(to_bytes(value))
+    assert (type(found), repr(found)) == (type(value), repr(value))
+    assert found == value
+
+
+def test_numbers_of_numpy_arrive_as_pythons_own() -> None:
+    assert from_bytes(to_bytes([np.int64(3), np.float32(0.5), np.bool_(True)])) == [3, 0.5, True]
+
+
+class Call:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
+
+
+def test_what_a_peer_sends_is_not_executed(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    with pytest.raises(ValueError, match="is no value"):
+        from_bytes(pickle.dumps(Call(str(there))))
+    for word in ('["Call", "there"]', '["dtype", "load"]', '["RankStatus", 1, 2, 3, 4]', '["bytes"]', '[["list"]]'):
+        with pytest.raises(ValueError, match="is no value"):
+            from_bytes(word.encode())
+    assert not there.exists()
+
+
+def send(value: Any) -> Any:
+    with dl.join_world() as world:
+        return world.on_rank_zero(lambda: value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_value_that_cannot_be_sent_is_refused_with_the_remedy(ranks: int, on_ranks: OnRanks) -> None:
+    assert on_ranks(ranks, send, Path("runs")) == [Path("runs")] * ranks
+    own, *others = on_ranks(ranks, caught, send, torch.ones(2))
+    assert own[0] == "TypeError"
+    assert "Got Tensor. Send its parts, or use world.sum or world.broadcast" in own[1]
+    for kind, text, _ in others:
+        assert (kind, "Got Tensor" in text) == ("PeerFailed", True)
