@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,16 +42,17 @@ def small(
         state = {"model": model, "optimizer": optimizer, "schedule": schedule}
         loop = dl.Loop(batches, state=state, run_dir=folder, **{"progress": False, **options})
         made = []
-        for step in loop:
-            for rows in step:
-                step.backward(model(rows).square().mean())
-            if step.iteration == stop_at:
-                loop.stop()
-            step.fold()
-            optimizer.step()
-            schedule.step()
-            made.append(step.iteration)
-            after_step()
+        with suppress(dl.Stopped):
+            for step in loop:
+                for rows in step:
+                    step.backward(model(rows).square().mean())
+                if step.iteration == stop_at:
+                    loop.stop()
+                step.fold()
+                optimizer.step()
+                schedule.step()
+                made.append(step.iteration)
+                after_step()
         return made, digests({"model": model}), optimizer.param_groups[0]["lr"]
 
 
@@ -139,11 +141,12 @@ def test_many_changes_are_one_short_notice(tmp_path: Path, capsys: pytest.Captur
             groups = [{"params": [one], "lr": rate, "weight_decay": rate} for one in model.parameters()]
             state = {"m": model, "o": torch.optim.SGD(groups)}
             loop = dl.Loop(dl.Batches(torch.ones(8, 3), 4, world), 1, state=state, run_dir=tmp_path, progress=False)
-            for step in loop:
-                for rows in step:
-                    step.backward(model(rows).mean())
-                loop.stop()
-                step.fold()
+            with suppress(dl.Stopped):
+                for step in loop:
+                    for rows in step:
+                        step.backward(model(rows).mean())
+                    loop.stop()
+                    step.fold()
 
     train_groups(0.1)
     train_groups(0.2)

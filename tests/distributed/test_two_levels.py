@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -104,16 +105,17 @@ def train(exchange: str, machines: Machines, batch_norm: bool, fails: int = -1, 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = dl.Batches(rows, 11, world, shards=None if batch_norm else 7)
         loop = dl.Loop(batches, 2, state={"m": model, "o": optimizer}, progress=False, ordered=True, bucket_cap_mib=0.2)
-        for step in loop:
-            for mine in step:
-                if (world.rank, step.iteration) == (fails, 3):
-                    raise LookupError("at the third step")
-                step.backward(model(mine).square().mean())
-            if (world.rank, step.iteration) == (stops, 3):
-                loop.stop()
-            step.fold()
-            optimizer.step()
-            made += 1
+        with suppress(dl.Stopped):
+            for step in loop:
+                for mine in step:
+                    if (world.rank, step.iteration) == (fails, 3):
+                        raise LookupError("at the third step")
+                    step.backward(model(mine).square().mean())
+                if (world.rank, step.iteration) == (stops, 3):
+                    loop.stop()
+                step.fold()
+                optimizer.step()
+                made += 1
         if loop.stopped is not None:
             return loop.stopped, made
         result = dl.evaluate(model, dl.Batches(rows, 5, world), mean=lambda output, rows: output.mean())

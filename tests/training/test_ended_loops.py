@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,15 +60,16 @@ def train_once(world: dl.World, way: str, folder: str, *, in_memory: bool) -> di
     except ValueError:
         assert way == "refused"
         return {name: weakref.ref(one) for name, one in known.items()}
-    for step in loop:
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
-        optimizer.step()
-        if way == "stop":
-            loop.stop()
-        if way == "break":
-            break
+    with suppress(dl.Stopped):
+        for step in loop:
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            step.fold()
+            optimizer.step()
+            if way == "stop":
+                loop.stop()
+            if way == "break":
+                break
     if way == "evaluation":
         dl.evaluate(model, batches, size=size_of)
     known |= {"loop": loop, "fold": loop.fold}

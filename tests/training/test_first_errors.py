@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +148,14 @@ class iter_of_ones:  # noqa: N801
 def last_iteration(folder: str, stop_at: int | None) -> tuple[int, int]:
     with dl.join_world() as world:
         loop, iteration = loop_over(world, folder, model := network(), epochs=2), 0
-        for step in loop:
-            iteration = step.iteration
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            if iteration == stop_at:
-                loop.stop()
-            step.fold()
+        with suppress(dl.Stopped):
+            for step in loop:
+                iteration = step.iteration
+                for rows in step:
+                    step.backward(loss_of(model, rows))
+                if iteration == stop_at:
+                    loop.stop()
+                step.fold()
         return iteration, len(loop)
 
 
