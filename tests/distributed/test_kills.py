@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ddp_loop.distributed import Pool
 from tests.faults.kill_workers import RANKS, Counts, in_the_pool, judge, make_job, under_torchrun
+from tests.support.harness import TASK_S
+from tests.support.paths import ROOT
 
 
 @pytest.mark.slow
@@ -27,3 +31,13 @@ def test_a_killed_rank_leaves_no_trace_in_the_end(pool: Pool, tmp_path: Path) ->
     under_torchrun(job, 1, 5, chance, counts, tmp_path / "log")
     judge(job, expected, counts)
     assert (counts.broken, counts.kills, counts.equal) == ([], 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("D10")
+@pytest.mark.both_exchanges
+def test_a_killed_rank_is_named_by_all_others_and_nothing_is_left_of_it(exchange: str) -> None:
+    command = [sys.executable, "-m", "tests.faults.notice_kills", "--times=4", f"--exchange={exchange}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TASK_S, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "4 kills, 8 ranks raised PeerFailed" in ended.stdout
