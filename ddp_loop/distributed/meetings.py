@@ -329,7 +329,7 @@ class Meetings:
         """A part of the arena that no rank reads any more. See [Note: Using memory again]."""
         size, regions = aligned(size), self._regions
         start = self._head if self._head + size <= ARENA_BYTES else 0
-        end, known = start + size, min(self._completed, *self._done.values())
+        end, known = start + size, min([self._completed, *self._done.values()])
         while regions and regions[0][0] <= known:
             regions.popleft()
         if needed := max((one for one, first, last in regions if first < end and start < last), default=0):
