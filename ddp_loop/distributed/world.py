@@ -121,10 +121,10 @@ class World:
     def __str__(self) -> str:
         """The ranks, their devices, and how they exchange values."""
         if self.size == 1:
-            return f"1 rank on {self.device.type}"
+            return f"1 rank on {self.accelerator.kind}"
         ways = {"memory": "shared memory", "gloo": "gloo"}
         over = ways[self.exchange] if self.accelerator.is_host else f"{self._groups and self._groups.description}"
-        return f"{self.size} ranks on {self.device.type}, sums over {over}" + (self.why_gloo and f" ({self.why_gloo})")
+        return f"{self.size} ranks on {self.accelerator.kind}, sums over {over}" + (self.why_gloo and f" ({self.why_gloo})")
 
     @property
     def adds_in_order(self) -> bool:
