@@ -260,6 +260,10 @@ class Step:
     def fold(self) -> StepResult:
         """Make `.grad`, statistics, buffers, loss and metrics those of the whole mini-batch. Every rank must call this.
 
+        Each `.grad` is a view into memory that the next pass writes. A gradient that is kept longer must be copied:
+
+            kept = [parameter.grad.clone() for parameter in model.parameters()]
+
         Returns:
             The step's result; its values are on the device and the same on every rank.
 
