@@ -69,7 +69,7 @@ class Accelerator:
 
     def empty_on_host(self, like: torch.Tensor) -> torch.Tensor:
         """Host memory of the shape and dtype of `like` to which this device copies quickly."""
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
     def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> Event | None:
         """Start to copy `there`, on this device, into `here`, from `empty_on_host`.
@@ -143,7 +143,7 @@ class Cuda(Accelerator):
 
     def empty_on_host(self, like: torch.Tensor) -> torch.Tensor:
         """Pinned memory, to which a GPU copies while the host continues."""
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> Event:
         """Copy on the device's current stream, after the work launched there before."""

@@ -319,7 +319,7 @@ class Batches:
                 self._order = (epoch, order.to(self._reader.place) if isinstance(self._reader, TensorReader) else order)
             return self._order[1][start : start + number]
         before = 0 if self._has_length else epoch * (self.length or 0)
-        return torch.arange(before + start, before + start + number)
+        return torch.arange(before + start, before + start + number, device="cpu")
 
     def epoch(self, epoch: int, start: int = 0, *, held: bool = True) -> Generator[LoadedBatch, None, None]:
         """The mini-batches of an epoch from position `start` on, with this rank's data.

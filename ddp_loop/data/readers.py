@@ -279,7 +279,8 @@ class LoaderReader:
             sampler=self._sampler,
             batch_size=None,  # shards are made in SeededDataset
             collate_fn=_as_it_is,
-            generator=torch.Generator().manual_seed(stream_key(seed)),  # else each pass draws from the global generator
+            # Else each pass draws from the global generator.
+            generator=torch.Generator("cpu").manual_seed(stream_key(seed)),
             **keywords,
         )
         self._loader = self._make_loader()
@@ -334,7 +335,7 @@ class LoaderReader:
         before = children_except(set())
         workers: set[BaseProcess] = set()
         try:
-            with keep():
+            with keep(), torch.device("cpu"):  # torch draws a seed there by the loader's generator
                 loaded = iter(self._loader)
             workers = set() if self._loader.persistent_workers else children_except(before)
             while True:

@@ -165,7 +165,7 @@ class Collectives:
         self._wait(others, numbers, kind)
         told = numbers.rows()
         if len({crc for crc, _ in told}) > 1:
-            room = torch.zeros(_KIND_BYTES, dtype=torch.uint8)
+            room = torch.zeros(_KIND_BYTES, dtype=torch.uint8, device="cpu")
             text = f"{kind}{where}".encode(errors="replace")[:_KIND_BYTES]
             room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             rows = self._side_by_side(room, kind)
@@ -201,7 +201,7 @@ class Collectives:
             return [value]
         kind, word = f"a gather of {what}", pickle.dumps(value)
         lengths = self._check_alignment(kind, where, len(word))
-        room = torch.zeros(max(lengths), dtype=torch.uint8)
+        room = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         room[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8)
         rows: Any = self._side_by_side(room, kind).numpy()
         return [pickle.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]

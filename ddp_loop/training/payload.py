@@ -67,7 +67,7 @@ def control_word(mini_batch: MiniBatch, *, problem: bool, new: bool, asked: Cont
 @lru_cache(maxsize=1024)  # most words are one of 256
 def word_tensor(word: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """The word as a tensor, which must not be written."""
-    return torch.tensor(word, dtype=dtype)
+    return torch.tensor(word, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
