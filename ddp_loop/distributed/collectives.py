@@ -138,6 +138,16 @@ class Collectives:
         self._parted = self._parted + 1 if self._store.wait_of_next() not in ("", kind) else 0
         return self._parted >= _SEEN
 
+    def check_peers(self, has_lost_a_peer: Callable[[], bool]) -> None:
+        """Look for a killed rank while this one waits for its device, which may wait for that rank.
+
+        Raises:
+            PeerFailed: a connection has ended, and no rank has left without an error.
+        """
+        if has_lost_a_peer() and not self._store.has_ended_rank():
+            error = RuntimeError("A connection has ended while the device was waited for.")
+            raise self._failure(error, self.waits or "a wait for its device") from error
+
     # -- all others ----------------------------------------------------------------------------------------
 
     def _side_by_side(self, part: torch.Tensor, waits: str) -> torch.Tensor:

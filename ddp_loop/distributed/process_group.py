@@ -17,12 +17,13 @@ import torch.distributed.nn.functional
 from torch.distributed.rendezvous import rendezvous
 
 from ddp_loop.accelerators import accelerator_of
+from ddp_loop.determinism import require_pinned
 from ddp_loop.distributed.backend import Backend, Work
 from ddp_loop.distributed.collectives import Backends
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.failures import PeerFailed, RankStatus
-from ddp_loop.distributed.gloo import GlooBackend, accepted, cut, free_kept, open_sockets
-from ddp_loop.distributed.machine import NoSharedMemory, meet_in_memory
+from ddp_loop.distributed.gloo import GlooBackend, accepted, cut, free_kept, has_closed_one, open_sockets
+from ddp_loop.distributed.machine import NoSharedMemory, identities_of_all, meet_in_memory
 from ddp_loop.distributed.memory import MemoryBackend
 from ddp_loop.distributed.store import own_keys
 from ddp_loop.distributed.torch_backend import TorchBackend
@@ -49,7 +50,8 @@ class ProcessGroups:
 
     Raises:
         PeerFailed: not all ranks joined.
-        ValueError: the script's group is not that of the launcher, or has no backend for the CPU.
+        ValueError: the script's group is not that of the launcher, or has no backend for the CPU; or a rank has
+            another kind of device.
         RuntimeError: the exchange in memory was asked for, and cannot be had.
     """
 
@@ -79,12 +81,15 @@ class ProcessGroups:
         default = dist.distributed_c10d._get_default_group()
         self._require_cpu_sums(default)
         self.description = str(dist.get_backend_config(default))
+        require_pinned(self.description)
         self.store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
         self._made: list[dist.ProcessGroup] = []
         self.exchange, self.why_gloo = exchange, ""
         memory: MemoryBackend | None = None
         machines: list[range] = []
         try:
+            if not self._owns:
+                identities_of_all(self.store, place, device, timeout_s)
             memory, machines = meet_in_memory(self.store, place, exchange, timeout_s, where=where, in_vain=in_vain)
             self.exchange = "memory"
         except NoSharedMemory as no:
@@ -114,8 +119,8 @@ class ProcessGroups:
                 return memory
             if memory is None:
                 return GlooBackend(self._make_group(place, timeout_s))
-            group = self._make_group(place, timeout_s, [ranks.start for ranks in machines])
-            leaders = GlooBackend(group) if any(place.rank == ranks.start for ranks in machines) else None
+            starts = [ranks.start for ranks in machines]
+            leaders = GlooBackend(self._make_group(place, timeout_s, starts)) if place.rank in starts else None
             return TwoLevelBackend(memory, leaders, machines, place.rank)
 
         host, others = make(), make()
@@ -147,26 +152,42 @@ class ProcessGroups:
         try:
             store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=self._timeout))
             store.set_timeout(self._timeout)
+            store = own_keys(store, place.rank)
             self._before = open_sockets()  # without the store's, from which the others read why rank 0 failed
+            identities = identities_of_all(store, place, device, timeout_s)
+        except RuntimeError as error:
+            raise _not_all_came(place, timeout_s, error) from error
+        backends, bound_device = accelerator_of(device).process_group(identities)
+        require_pinned(backends)
+        try:
             dist.init_process_group(
-                accelerator_of(device).backends(place.local_size),
+                backends,
                 timeout=self._timeout,
-                store=own_keys(store, place.rank),
+                store=store,
                 rank=place.rank,
                 world_size=place.size,
+                device_id=bound_device,  # NCCL connects at once, so what it needs is known to be there
             )
         except RuntimeError as error:
             raise _not_all_came(place, timeout_s, error) from error
 
     def _make_group(self, place: RankEnv, timeout_s: float, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """A new group of these ranks, by default of all. Every rank must call this."""
+        """A new group of these ranks, by default of all. Each of them must call this, and no other one.
+
+        Where the default group is bound to a GPU, torch has the other ranks of a part split NCCL's group, which hangs.
+        """
         try:
-            group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=self._timeout)
+            group: dist.ProcessGroup = dist.new_group(
+                ranks, backend="gloo", timeout=self._timeout, use_local_synchronization=ranks is not None
+            )
         except RuntimeError as error:
             raise _not_all_came(place, timeout_s, error) from error
-        if ranks is None or place.rank in ranks:
-            self._made.append(group)
+        self._made.append(group)
         return group
+
+    def has_lost_a_peer(self) -> bool:
+        """Whether a connection has ended, since a rank was killed or has left."""
+        return has_closed_one(self.connections)
 
     def cut_off(self) -> None:
         """Cut the connections of this rank, which failed, so that no peer waits for the timeout."""

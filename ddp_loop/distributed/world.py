@@ -13,8 +13,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ddp_loop.accelerators import accelerator_of
-from ddp_loop.determinism import EVALUATION, require_pinned, seed_everything, stream_key
+from ddp_loop.accelerators import accelerator_of, check_in_waits
+from ddp_loop.determinism import EVALUATION, seed_everything, stream_key
 from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
 from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
@@ -87,7 +87,7 @@ class World:
             raise
 
     def _join(self, place: RankEnv, exchange: str) -> None:
-        self._groups = ProcessGroups(
+        groups = self._groups = ProcessGroups(
             place,
             self.device,
             self.timeout_s,
@@ -95,10 +95,10 @@ class World:
             where=lambda: self.where,
             in_vain=lambda: self._collectives.is_in_vain(),
         )
-        self._store = RankStore(self._groups.store, self.rank, self.size)
-        self._collectives = Collectives(self._groups.backends, self._store, self.timeout_s)
-        self.exchange, self.why_gloo = self._groups.exchange, self._groups.why_gloo
-        require_pinned(self._groups.description)
+        self._store = RankStore(groups.store, self.rank, self.size)
+        self._collectives = Collectives(groups.backends, self._store, self.timeout_s)
+        self.exchange, self.why_gloo = groups.exchange, groups.why_gloo
+        self.on_leaving(check_in_waits(lambda: self._collectives.check_peers(groups.has_lost_a_peer)))
 
     def _store_aside(self) -> RankStore:
         """The same store through another connection: a wait blocks the connection on which it is made."""

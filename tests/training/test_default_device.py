@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,10 +58,14 @@ def skipping(world: dl.World, folder: str) -> list[torch.Tensor]:
         model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
-    rows_to = {"on_row": lambda row: None, "progress": False}
     batches = dl.Batches(ROWS, 6, world, shards=2)
-    loop = dl.Loop(batches, 1, state=state, on_nonfinite="skip", bucket_cap_mib=1e-6, run_dir=folder, **rows_to)
-    for step in loop:
+    options: dict[str, Any] = {
+        "on_nonfinite": "skip",
+        "bucket_cap_mib": 1e-6,
+        "on_row": lambda row: None,
+        "progress": False,
+    }
+    for step in dl.Loop(batches, 1, state=state, run_dir=folder, **options):
         for rows in step:
             step.backward(loss_of(model, rows) * (torch.inf if step.iteration == 2 else 1.0))
         step.fold()
