@@ -259,7 +259,7 @@ def as_metric(name: str, value: Value, samples: int, device: torch.device) -> to
         )
     reduced = number.sum(dtype=torch.float64) if isinstance(value, Sum) else number.mean(dtype=torch.float64)
     # The script may reuse its own tensor for the next shard.
-    return reduced.clone() if number.dim() == 0 else reduced.to(device)
+    return reduced.to(device, copy=number.dim() == 0)
 
 
 @dataclass(slots=True)
