@@ -134,7 +134,8 @@ class Batches:
         transform: `transform(data, draws)` returns the data to use in place of a shard's data, on the same device.
             `draws` gives random numbers for each sample (see `Draws`). It is called once per shard and mini-batch.
         devices: where a shard's data go: one device, or a tuple or dict of devices with the structure of the data,
-            such as (None, "cpu"). None, the default, is the world's device.
+            such as (None, "cpu"). None, the default, is the world's device. What stays on the CPU of a GPU's world is
+            in pinned memory, from which `.to(device, non_blocking=True)` copies while the host continues.
         check_data: whether the ranks compare their data once: tensors, or three samples of a data set, or the first
             sample of each mini-batch of a stream. Pass False for samples whose bits depend on the machine.
         loader: these arguments of `DataLoader`: `collate_fn`, `num_workers`, `pin_memory`, `prefetch_factor`,
@@ -218,7 +219,7 @@ class Batches:
                 raise ValueError(f"An epoch of a stream ends with the stream. Got length={length}. Remove length=.")
             self._reader = self._open_stream(data, places, loader)
         else:
-            self._reader, self.length = make_reader(data, self.seed, places, loader)
+            self._reader, self.length = make_reader(data, self.seed, places, loader, self.world.accelerator)
         self._has_length = self.length is not None
         if self._has_length and length is not None:
             raise ValueError(
