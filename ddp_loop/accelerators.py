@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 import torch
+
+_CHECK_S = 0.5  # between two checks while the host waits for a device
+_SPIN_S = 0.005  # so long a wait looks without a pause
+_NAP_S = 0.0002
+_checks: list[Callable[[], None]] = []
 
 
 class Event(Protocol):
@@ -57,9 +63,17 @@ class Accelerator:
     def activate(self) -> None:
         """Make it this process's current device."""
 
-    def backends(self, local_ranks: int) -> str:
-        """The backends of a process group in which `local_ranks` ranks of this machine compute on such devices."""
-        return "gloo"
+    def identity(self) -> str:
+        """What tells the device from those of other ranks, on any machine; empty where that does not matter."""
+        return ""
+
+    def process_group(self, identities: Sequence[str]) -> tuple[str, torch.device | None]:
+        """The backends of a process group, and the device that it is bound to; None without one.
+
+        Args:
+            identities: of the devices of all ranks, in rank order.
+        """
+        return "gloo", None
 
     # -- copies --------------------------------------------------------------------------------------------
 
@@ -69,7 +83,7 @@ class Accelerator:
 
     def empty_on_host(self, like: torch.Tensor) -> torch.Tensor:
         """Host memory of the shape and dtype of `like` to which this device copies quickly."""
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
     def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> Event | None:
         """Start to copy `there`, on this device, into `here`, from `empty_on_host`.
@@ -133,9 +147,15 @@ class Cuda(Accelerator):
         torch.cuda.init()  # otherwise the generators exist only after the first tensor on the device
         torch.cuda.set_device(self.device)
 
-    def backends(self, local_ranks: int) -> str:
+    def identity(self) -> str:
+        """Its UUID; one word for all slices of GPUs, which NCCL refuses as one GPU."""
+        properties = torch.cuda.get_device_properties(self.device)
+        return "MIG" if " MIG " in properties.name else str(properties.uuid)
+
+    def process_group(self, identities: Sequence[str]) -> tuple[str, torch.device | None]:
         """NCCL where each rank has a GPU of its own, since it refuses two ranks on one."""
-        return "cpu:gloo,cuda:nccl" if local_ranks <= torch.cuda.device_count() else "gloo"
+        has_own = len(set(identities)) == len(identities)
+        return ("cpu:gloo,cuda:nccl", self.device) if has_own else ("gloo", None)
 
     def start_copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         host = self.empty_on_host(tensor)
@@ -143,7 +163,7 @@ class Cuda(Accelerator):
 
     def empty_on_host(self, like: torch.Tensor) -> torch.Tensor:
         """Pinned memory, to which a GPU copies while the host continues."""
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
 
     def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> Event:
         """Copy on the device's current stream, after the work launched there before."""
@@ -201,6 +221,31 @@ def all_gpus() -> list[Accelerator]:
     return [accelerator_of(torch.device("cuda", number)) for number in range(gpu_count())]
 
 
+def check_in_waits(check: Callable[[], None]) -> Callable[[], None]:
+    """Call `check` every half second in which the host waits for a device. It raises where the wait is in vain.
+
+    Returns:
+        What ends that.
+    """
+    _checks.append(check)
+    return lambda: _checks.remove(check)
+
+
+def wait_for(event: Event) -> None:
+    """Wait until the device has reached an event; it may wait there for a rank that never comes."""
+    if not _checks:
+        event.synchronize()
+        return
+    began = checked = time.monotonic()
+    while not event.query():
+        now = time.monotonic()
+        time.sleep(0.0 if now - began < _SPIN_S else _NAP_S)
+        if now - checked > _CHECK_S:
+            checked = now
+            for check in _checks:
+                check()
+
+
 class HostCopy:
     """A copy on the host of a tensor as it is now, perhaps not complete yet."""
 
@@ -213,7 +258,7 @@ class HostCopy:
 
     def wait(self) -> torch.Tensor:
         """Wait until the copy is complete, and return it."""
-        if (event := self._event) is not None:
-            event.synchronize()
+        if self._event is not None:
+            wait_for(self._event)
             self._event = None
         return self._values

@@ -177,7 +177,7 @@ def _total(name: str, value: Any, samples: int) -> torch.Tensor:
     value = value.value if is_sum else value
     if not isinstance(value, torch.Tensor | np.ndarray | np.generic | float | int):
         raise TypeError(f"A metric must return a tensor, an array or a number. {name} gave {type(value).__name__}.")
-    values: torch.Tensor = torch.as_tensor(value, dtype=None if isinstance(value, torch.Tensor) else torch.float64)
+    values = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
     if values.dim() == 0:
         return values.double() * (1 if is_sum else samples)
     if values.shape != (samples,):

@@ -39,7 +39,7 @@ def test_the_cpu_has_no_generator_of_its_own_and_does_not_count_its_memory(late:
     assert cpu.random_state() is None
     assert cpu.memory_free() == float("inf")
     assert cpu.memory_held() >= 0
-    assert cpu.backends(2) == "gloo"
+    assert cpu.process_group([cpu.identity()] * 2) == ("gloo", None)
 
 
 def test_a_device_of_an_unknown_kind_is_never_asked_for_values() -> None:
@@ -64,5 +64,7 @@ def test_a_gpu_copies_beside_the_host_and_puts_its_generator_back() -> None:
     assert torch.rand(3, device=gpu.device).tolist() == drawn
     assert gpu.memory_held() >= values.nbytes
     assert gpu.memory_free() > 0
-    assert gpu.backends(gpu_count()) == "cpu:gloo,cuda:nccl"
-    assert gpu.backends(gpu_count() + 1) == "gloo"
+    identities = [one.identity() for one in all_gpus()]
+    assert len(set(identities)) == gpu_count()
+    assert gpu.process_group(identities) == ("cpu:gloo,cuda:nccl", gpu.device)
+    assert gpu.process_group([*identities, identities[0]]) == ("gloo", None)

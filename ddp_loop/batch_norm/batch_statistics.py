@@ -385,7 +385,7 @@ class BatchNormStatistics:
         if counts not in self._counts:
             if len(self._counts) > 64:  # sequences with ever new lengths
                 self._counts.clear()
-            self._counts[counts] = torch.tensor(counts, dtype=like.dtype).to(like.device)
+            self._counts[counts] = torch.tensor(counts, dtype=like.dtype, device="cpu").to(like.device)
         return self._counts[counts]
 
     def apply(self, rows: torch.Tensor, calls: tuple[int, ...], keep: torch.Tensor | None = None) -> None:

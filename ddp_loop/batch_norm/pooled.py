@@ -71,10 +71,11 @@ class LayerGroup:
         self.channels = sum(self.sizes)
         self.width = len(layers) + 3 * self.channels + len(self.own)
         self._layers = layers
-        owner = torch.arange(len(layers)).repeat_interleave(torch.tensor(self.sizes))  # of each channel
+        sizes = torch.tensor(self.sizes, device="cpu")
+        owner = torch.arange(len(layers), device="cpu").repeat_interleave(sizes)  # of each channel
         self._owner = owner.to(layers[0].running_mean.device if layers[0].running_mean is not None else "cpu")
         self._momenta: list[float | None] = []
-        self._factors = torch.empty(0)
+        self._factors = torch.empty(0, device="cpu")
 
     def move(self, rows: torch.Tensor, keep: torch.Tensor | None = None) -> None:
         """Update the running statistics with the pooled ones of all shards.

@@ -359,7 +359,7 @@ class Checkpointer:
                     f"At {which}, the state of rank {rank} and that of rank 0 have different tensors: {odd[:3]}. Pass "
                     "a state= with the same tensors on all ranks."
                 )
-            rows.append(torch.tensor(values, dtype=sums.dtype))
+            rows.append(torch.tensor(values, dtype=sums.dtype, device="cpu"))
         different = describe_difference(rows, names)
         if different is not None:
             raise ReplicaMismatch(f"At {which}, {different}")
@@ -377,7 +377,7 @@ class Checkpointer:
         if self._found is not None:
             tensors = self._found.packed.tensors
         else:
-            tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in forms.items()}
+            tensors = {key: torch.empty(shape, dtype=dtype, device="cpu") for key, (shape, dtype) in forms.items()}
         self._found = None
         self._world.broadcast_all(list(tensors.values()))
         self._on_all_ranks(lambda: self._job.restore(SerializedState(structure, tensors), facts["checksums"]))

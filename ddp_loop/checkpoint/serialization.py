@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ddp_loop.accelerators import accelerator_of
+from ddp_loop.accelerators import accelerator_of, wait_for
 
 # [Note: Tags] None, booleans, strings, finite floats, 64-bit integers and lists stand for themselves. Other values are
 # objects with one key, the tag: {"dict": [[key, value], ...]}, {"tensor": [name, dtype, shape, strides]}. Only the tags
@@ -126,7 +126,7 @@ class StagingBuffers:
             events = [accelerator_of(device).start_copies(*copies) for device, copies in pairs.items()]
         for event in events:
             if event is not None:
-                event.synchronize()
+                wait_for(event)
         self._memory = memory
         return SerializedState(packed.structure, dict(memory))
 

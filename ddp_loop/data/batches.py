@@ -134,7 +134,8 @@ class Batches:
         transform: `transform(data, draws)` returns the data to use in place of a shard's data, on the same device.
             `draws` gives random numbers for each sample (see `Draws`). It is called once per shard and mini-batch.
         devices: where a shard's data go: one device, or a tuple or dict of devices with the structure of the data,
-            such as (None, "cpu"). None, the default, is the world's device.
+            such as (None, "cpu"). None, the default, is the world's device. What stays on the CPU of a GPU's world is
+            in pinned memory, from which `.to(device, non_blocking=True)` copies while the host continues.
         check_data: whether the ranks compare their data once: tensors, or three samples of a data set, or the first
             sample of each mini-batch of a stream. Pass False for samples whose bits depend on the machine.
         loader: these arguments of `DataLoader`: `collate_fn`, `num_workers`, `pin_memory`, `prefetch_factor`,
@@ -223,7 +224,7 @@ class Batches:
                 raise ValueError(f"An epoch of a stream ends with the stream. Got length={length}. Remove length=.")
             self._reader = self._open_stream(data, places, loader)
         else:
-            self._reader, self.length = make_reader(data, self.seed, places, loader)
+            self._reader, self.length = make_reader(data, self.seed, places, loader, self.world.accelerator)
         self._has_length = self.length is not None
         if self._has_length and length is not None:
             raise ValueError(
@@ -343,7 +344,7 @@ class Batches:
                 self._order = (epoch, order.to(self._reader.place) if isinstance(self._reader, TensorReader) else order)
             return self._order[1][start : start + number]
         before = 0 if self._has_length else (epoch - 1) * (self.length or 0)
-        return torch.arange(before + start, before + start + number)
+        return torch.arange(before + start, before + start + number, device="cpu")
 
     def epoch(self, epoch: int, start: int = 0, *, held: bool = True) -> Generator[LoadedBatch, None, None]:
         """The mini-batches of an epoch from position `start` on, with this rank's data.

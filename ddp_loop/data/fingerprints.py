@@ -41,7 +41,8 @@ def of_numbers(name: str, numbers: Sequence[int]) -> Fingerprint:
     """The fingerprint of up to 100,000 of the numbers, evenly spread."""
     found = [numbers[at] for at in _spread(len(numbers), 100_000)]
     try:
-        return {name: (f"{len(numbers)} numbers", _bits(torch.tensor([int(one) for one in found], dtype=torch.int64)))}
+        bits = _bits(torch.tensor([int(one) for one in found], dtype=torch.int64, device="cpu"))
+        return {name: (f"{len(numbers)} numbers", bits)}
     except (TypeError, ValueError, RuntimeError):  # other keys than numbers; the samples are compared anyway
         return {name: (f"{len(numbers)} keys", "")}
 

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import signal_handling
 
+from ddp_loop.accelerators import Accelerator, accelerator_of
 from ddp_loop.data import fingerprints
 from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.placement import Places, at_places, gpu_in, keep_if_fits, map_tensors, tensors_in, to_devices
@@ -130,11 +131,17 @@ def common_length(parts: Any) -> int:
 class TensorReader:
     """Reads shards from tensors by index; the tensors stay on their devices if they fit.
 
+    Args:
+        parts: the tensors.
+        places: their devices.
+        accelerator: of the world; contiguous rows that stay on a GPU's host are in pinned memory.
+
     Attributes:
         place: the device of all tensors; the CPU if they have several. Indices on this device need no copy.
     """
 
-    def __init__(self, parts: Any, places: Places) -> None:
+    def __init__(self, parts: Any, places: Places, accelerator: Accelerator | None = None) -> None:
+        self._pins = accelerator if accelerator is not None and accelerator.is_gpu else None
         self._parts = at_places(keep_if_fits, parts, places)
         self._homes = list(dict.fromkeys(tensor.device for tensor in tensors_in(self._parts)))
         self.place = self._homes[0] if len(self._homes) == 1 else torch.device("cpu")
@@ -146,6 +153,8 @@ class TensorReader:
         at_places(look, self._parts, places)
         self._elsewhere = None if all(stay) else places
         parts = self._parts if type(self._parts) is tuple and all(stay) and len(self._homes) == 1 else ()
+        if self._pins is not None and any(accelerator_of(home).is_host for home in self._homes):
+            parts = ()
         self._tensors = parts if all(isinstance(part, torch.Tensor) for part in parts) else ()
 
     def __call__(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
@@ -162,8 +171,13 @@ class TensorReader:
         if self._tensors and indices.device == self.place:  # the usual case, in half the time
             return tuple([_rows(tensor, indices) for tensor in self._tensors])
         at = {home: indices.to(home, non_blocking=True) for home in self._homes}
-        taken = map_tensors(lambda tensor: _rows(tensor, at[tensor.device]), self._parts)
+        taken = map_tensors(lambda tensor: self._pinned(_rows(tensor, at[tensor.device])), self._parts)
         return taken if self._elsewhere is None else to_devices(taken, self._elsewhere)
+
+    def _pinned(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._pins is None or not (accelerator_of(rows.device).is_host and rows.is_contiguous()):
+            return rows
+        return self._pins.empty_on_host(rows).copy_(rows)
 
 
 def _rows(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -199,13 +213,21 @@ def _as_it_is(shard: Any) -> Any:
 class LoaderReader:
     """Reads shards through torch's `DataLoader`: an item of the loader is a shard of this rank."""
 
-    def __init__(self, source: Any, length: int | None, seed: int, places: Places, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        source: Any,
+        length: int | None,
+        seed: int,
+        places: Places,
+        options: Mapping[str, Any],
+        accelerator: Accelerator | None = None,
+    ) -> None:
         self._probed = sorted({0, (length or 3) // 2, (length or 3) - 1})
         self._sampler = _RequestSampler()
         self._places = places
         self._passes = 0
         self._gpu = gpu_in(places)
-        keywords = {"pin_memory": self._gpu is not None, **options}
+        keywords = {"pin_memory": accelerator is not None and accelerator.is_gpu, **options}
         collate = keywords.pop("collate_fn", None) or default_collate
         self._keyed = SeededDataset(source, seed, collate, self._gpu, fingerprints.of)
         self._signals = WorkerSignals(keywords.pop("worker_init_fn", None)) if keywords.get("num_workers") else None
@@ -217,7 +239,8 @@ class LoaderReader:
             batch_size=None,  # shards are made in SeededDataset
             collate_fn=_as_it_is,
             worker_init_fn=self._signals,
-            generator=torch.Generator().manual_seed(stream_key(seed)),  # else each pass draws from the global generator
+            # Else each pass draws from the global generator.
+            generator=torch.Generator("cpu").manual_seed(stream_key(seed)),
             **keywords,
         )
         self._loader = self._make_loader()
@@ -272,7 +295,7 @@ class LoaderReader:
         before = children_except(set())
         workers: set[BaseProcess] = set()
         try:
-            with keep():
+            with keep(), torch.device("cpu"):  # torch draws a seed there by the loader's generator
                 loaded = self._start()
             workers = set() if self._loader.persistent_workers else children_except(before)
             while True:
@@ -334,8 +357,10 @@ def is_stream(data: Any) -> bool:
     return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and has_order and not has_index)
 
 
-def make_reader(data: Any, seed: int, places: Places, options: Mapping[str, Any]) -> tuple[Reader, int | None]:
-    """The reader for `data`, and the number of samples; None without a length.
+def make_reader(
+    data: Any, seed: int, places: Places, options: Mapping[str, Any], accelerator: Accelerator | None = None
+) -> tuple[Reader, int | None]:
+    """The reader for `data`, and the number of samples; None without a length. A GPU's host memory is pinned.
 
     Raises:
         TypeError: `data` cannot be read by index, or an option is not one of LOADER_OPTIONS.
@@ -354,7 +379,7 @@ def make_reader(data: Any, seed: int, places: Places, options: Mapping[str, Any]
     if parts is not None:
         length: int | None = common_length(parts)
         if not options:
-            return TensorReader(parts, places), length
+            return TensorReader(parts, places, accelerator), length
         data = _TensorRows(parts)
     if parts is None and _is_mixed(data):
         kinds = [type(part).__name__ for part in (data.values() if isinstance(data, dict) else data)]
@@ -370,7 +395,7 @@ def make_reader(data: Any, seed: int, places: Places, options: Mapping[str, Any]
         )
     if parts is None:
         length = len(data) if hasattr(data, "__len__") else None
-    return LoaderReader(data, length, seed, places, options), length
+    return LoaderReader(data, length, seed, places, options, accelerator), length
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ class ImageFolder:
         self.class_names = tuple(files)
         self.paths = tuple(path for paths in files.values() for path in paths)
         self.labels = torch.repeat_interleave(
-            torch.arange(len(files)), torch.tensor([len(paths) for paths in files.values()])
+            torch.arange(len(files), device="cpu"),
+            torch.tensor([len(paths) for paths in files.values()], device="cpu"),
         )
 
     def __len__(self) -> int:
@@ -79,7 +80,7 @@ class ImageFolder:
             ValueError: two images have different sizes, or one cannot be read.
         """
         height, width = self.size or (self[0][0].shape[1:] if len(self) else (0, 0))
-        images = torch.empty((len(self), CHANNELS[self.mode], height, width), dtype=torch.uint8)
+        images = torch.empty((len(self), CHANNELS[self.mode], height, width), dtype=torch.uint8, device="cpu")
         for i, path in enumerate(self.paths):
             image, _ = self[i]
             if image.shape != images.shape[1:]:

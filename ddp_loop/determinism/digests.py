@@ -71,7 +71,7 @@ def checksum_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         (T,) int64, on the device of the first tensor; (0,) on the CPU without one.
     """
     if not tensors:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     found: dict[int, torch.Tensor] = {}
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         here = {number: tensor for number, tensor in enumerate(tensors) if tensor.device == device}

@@ -146,8 +146,8 @@ def seed_transform(seed: int, epoch: int, start: int, device: torch.device) -> N
 
 def permutation(seed: int, epoch: int, size: int) -> torch.Tensor:
     """The order of an epoch's samples, (size,) int64: `torch.randperm` seeded by (seed, epoch)."""
-    generator = torch.Generator().manual_seed(stream_key(seed, ORDER, epoch))
-    return torch.randperm(size, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(stream_key(seed, ORDER, epoch))
+    return torch.randperm(size, generator=generator, device="cpu")
 
 
 def streams(device: torch.device | None = None) -> tuple[Any, ...]:

@@ -129,6 +129,16 @@ class Collectives:
         self._parted = self._parted + 1 if self._store.wait_of_next() not in ("", kind) else 0
         return self._parted >= _SEEN
 
+    def check_peers(self, has_lost_a_peer: Callable[[], bool]) -> None:
+        """Look for a killed rank while this one waits for its device, which may wait for that rank.
+
+        Raises:
+            PeerFailed: a connection has ended, and no rank has left without an error.
+        """
+        if has_lost_a_peer() and not self._store.has_ended_rank():
+            with self._waiting(self.waits or "a wait for its device"):
+                raise RuntimeError("A connection has ended while the device was waited for.")
+
     # -- all others ----------------------------------------------------------------------------------------
 
     def _side_by_side(self, part: torch.Tensor, waits: str) -> torch.Tensor:
@@ -158,7 +168,7 @@ class Collectives:
             others.wait(numbers, self.is_in_vain)
         told = numbers.rows()
         if len({crc for crc, _ in told}) > 1:
-            room = torch.zeros(_KIND_BYTES, dtype=torch.uint8)
+            room = torch.zeros(_KIND_BYTES, dtype=torch.uint8, device="cpu")
             text = f"{kind}{where}".encode(errors="replace")[:_KIND_BYTES]
             room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             rows = self._side_by_side(room, kind)
@@ -194,7 +204,7 @@ class Collectives:
         """Every rank's `value`, in rank order."""
         kind, word = f"a gather of {what}", to_bytes(value)
         lengths = self._check_alignment(kind, where, len(word))
-        room = torch.zeros(max(lengths), dtype=torch.uint8)
+        room = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         room[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8)
         rows: Any = self._side_by_side(room, kind).numpy()
         return [from_bytes(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]

@@ -68,6 +68,11 @@ def open_sockets() -> dict[int, str]:
     return found
 
 
+def has_closed_one(sockets: dict[int, str]) -> bool:
+    """Whether one of them is closed: gloo does that when its peer ends."""
+    return any(_name(descriptor) != name for descriptor, name in sockets.items())
+
+
 def cut(sockets: dict[int, str]) -> None:
     """Shut down those of these sockets that are still open; their owner closes them."""
     for _, one in _opened(sockets):

@@ -1,4 +1,4 @@
-"""How the ranks of one machine find each other, and agree on whether they exchange values in memory.
+"""How ranks agree on their devices, find the others of their machine, and agree on an exchange in memory.
 
 Each rank publishes in the launcher's store where it is and where it listens. Then it connects to the others, and sends
 them its arena. At last each publishes whether all that worked. So all ranks take the same way: in memory, or, with the
@@ -16,8 +16,10 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from ddp_loop.accelerators import accelerator_of
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.failures import RankStatus
 from ddp_loop.distributed.local_sockets import Header, Listener, LocalPeers, await_accepted, connect
@@ -38,6 +40,33 @@ class NoSharedMemory(Exception):
     """
 
     is_needed = False
+
+
+def identities_of_all(store: dist.Store, place: RankEnv, device: torch.device, timeout_s: float) -> list[str]:
+    """The identities of all ranks' devices, in rank order. Every rank must call this.
+
+    Args:
+        store: with keys of this world alone.
+        place, device: of this rank.
+        timeout_s: for all ranks to come, in seconds.
+
+    Raises:
+        ValueError: a rank has another kind of device; on every rank.
+        RuntimeError: a rank did not come in time.
+    """
+    own = accelerator_of(device)
+    said = json.dumps({"kind": own.kind, "device": str(device), "identity": own.identity()})
+    every = [json.loads(word) for word in _told_by_all(store, "device", place, said, timeout_s)]
+    for rank, one in enumerate(every):
+        if one["kind"] != every[0]["kind"]:
+            with suppress(RuntimeError):  # rank 0 may have the store, and must not end while others read
+                _told_by_all(store, "refused", place, "", timeout_s)
+            raise ValueError(
+                "All ranks must compute on the same kind of device. "
+                f"Rank 0 has {every[0]['device']}, rank {rank} has {one['device']}. Start each rank where its GPU is "
+                'visible (CUDA_VISIBLE_DEVICES), or pass join_world device="cpu" on all of them.'
+            )
+    return [one["identity"] for one in every]
 
 
 def meet_in_memory(

@@ -54,7 +54,7 @@ class MemoryFlatSum:
                 segment = Segment.make(aligned(self._size) * self._rows[self._meetings.rank])
                 self._own[segment.bytes.data_ptr()] = len(self._own) + 1, segment
                 return segment.values(self._dtype, self._length)
-        return torch.empty(self._length, dtype=self._dtype)
+        return torch.empty(self._length, dtype=self._dtype, device="cpu")
 
     def arrive(self, rows: Sequence[torch.Tensor]) -> Meeting:
         self._sent = list(rows)

@@ -17,12 +17,13 @@ import torch.distributed.nn.functional
 from torch.distributed.rendezvous import rendezvous
 
 from ddp_loop.accelerators import accelerator_of
+from ddp_loop.determinism import require_pinned
 from ddp_loop.distributed.backend import Backend, Work
 from ddp_loop.distributed.collectives import Backends
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.failures import PeerFailed, RankStatus
-from ddp_loop.distributed.gloo import GlooBackend, accepted, cut, free_kept, open_sockets
-from ddp_loop.distributed.machine import NoSharedMemory, meet_in_memory
+from ddp_loop.distributed.gloo import GlooBackend, accepted, cut, free_kept, has_closed_one, open_sockets
+from ddp_loop.distributed.machine import NoSharedMemory, identities_of_all, meet_in_memory
 from ddp_loop.distributed.memory import MemoryBackend
 from ddp_loop.distributed.store import own_keys
 from ddp_loop.distributed.torch_backend import TorchBackend
@@ -50,7 +51,8 @@ class ProcessGroups:
 
     Raises:
         PeerFailed: not all ranks joined.
-        ValueError: the script's group is not that of the launcher, or has no backend for the CPU.
+        ValueError: the script's group is not that of the launcher, or has no backend for the CPU; or a rank has
+            another kind of device.
         RuntimeError: the exchange in memory was asked for, and cannot be had.
     """
 
@@ -80,12 +82,13 @@ class ProcessGroups:
         default = dist.distributed_c10d._get_default_group()
         self._require_cpu_sums(default)
         self.description = str(dist.get_backend_config(default))
+        require_pinned(self.description)
         self.store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
         self._made: list[dist.ProcessGroup] = []
         self.exchange, self.why_gloo = exchange, ""
         self.memory: MemoryBackend | None = None
         try:
-            self.memory, machines = self._meet(place, exchange, timeout_s, where, in_vain)
+            self.memory, machines = self._meet(place, device, exchange, timeout_s, where, in_vain)
             self.backends = self._make_backends(place, device, timeout_s, self.memory, machines)
         except BaseException:
             if self.memory is not None:
@@ -98,6 +101,7 @@ class ProcessGroups:
     def _meet(
         self,
         place: RankEnv,
+        device: torch.device,
         exchange: str,
         timeout_s: float,
         where: Callable[[], RankStatus],
@@ -105,6 +109,8 @@ class ProcessGroups:
     ) -> tuple[MemoryBackend | None, list[range]]:
         """The exchange in memory, if it can be had, and the ranks of each machine. Every rank must call this."""
         try:
+            if not self._owns:
+                identities_of_all(self.store, place, device, timeout_s)
             found = meet_in_memory(self.store, place, exchange, timeout_s, where=where, in_vain=in_vain)
         except NoSharedMemory as no:
             if no.is_needed:
@@ -134,8 +140,8 @@ class ProcessGroups:
                 return memory
             if memory is None:
                 return GlooBackend(self._make_group(place, timeout_s))
-            group = self._make_group(place, timeout_s, [ranks.start for ranks in machines])
-            leaders = GlooBackend(group) if any(place.rank == ranks.start for ranks in machines) else None
+            starts = [ranks.start for ranks in machines]
+            leaders = GlooBackend(self._make_group(place, timeout_s, starts)) if place.rank in starts else None
             return TwoLevelBackend(memory, leaders, machines, place.rank)
 
         host, others = make(), make()
@@ -167,26 +173,42 @@ class ProcessGroups:
         try:
             store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=self._timeout))
             store.set_timeout(self._timeout)
+            store = own_keys(store, place.rank)
             self._before = open_sockets()  # without the store's, from which the others read why rank 0 failed
+            identities = identities_of_all(store, place, device, timeout_s)
+        except RuntimeError as error:
+            raise _not_all_came(place, timeout_s, error) from error
+        backends, bound_device = accelerator_of(device).process_group(identities)
+        require_pinned(backends)
+        try:
             dist.init_process_group(
-                accelerator_of(device).backends(place.local_size),
+                backends,
                 timeout=self._timeout,
-                store=own_keys(store, place.rank),
+                store=store,
                 rank=place.rank,
                 world_size=place.size,
+                device_id=bound_device,  # NCCL connects at once, so what it needs is known to be there
             )
         except RuntimeError as error:
             raise _not_all_came(place, timeout_s, error) from error
 
     def _make_group(self, place: RankEnv, timeout_s: float, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """A new group of these ranks, by default of all. Every rank must call this."""
+        """A new group of these ranks, by default of all. Each of them must call this, and no other one.
+
+        Where the default group is bound to a GPU, torch has the other ranks of a part split NCCL's group, which hangs.
+        """
         try:
-            group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=self._timeout)
+            group: dist.ProcessGroup = dist.new_group(
+                ranks, backend="gloo", timeout=self._timeout, use_local_synchronization=ranks is not None
+            )
         except RuntimeError as error:
             raise _not_all_came(place, timeout_s, error) from error
-        if ranks is None or place.rank in ranks:
-            self._made.append(group)
+        self._made.append(group)
         return group
+
+    def has_lost_a_peer(self) -> bool:
+        """Whether a connection has ended, since a rank was killed or has left."""
+        return has_closed_one(self.connections)
 
     def cut_off(self) -> None:
         """Cut the connections of this rank, which failed, so that no peer waits for the timeout."""

@@ -194,7 +194,7 @@ def _difference(taken: _ReplicaDigest | None, world: World) -> str | None:
     names, sums = _without_late_buffers(names, sums)
     if len(set(map(tuple, names))) > 1:
         return _describe_names(names)
-    different = describe_difference([torch.tensor(row) for row in sums], names[0])
+    different = describe_difference([torch.tensor(row, device="cpu") for row in sums], names[0])
     return ", and ".join(filter(None, [_describe_settings(settings), different])) or None
 
 

@@ -39,7 +39,8 @@ class Segment:
                 raise PermissionError("a segment is not sealed")
             size = os.fstat(descriptor).st_size
             # It opens the file anew and closes it; Python's mmap would hold a descriptor for each mapping.
-            self.bytes = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
+            path = f"/proc/self/fd/{descriptor}"
+            self.bytes = torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             self.close()
             raise OSError(errno.ENOMEM, f"a segment cannot be mapped: {error}") from error

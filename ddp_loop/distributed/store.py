@@ -93,6 +93,10 @@ class RankStore:
         """Note that this rank leaves without an error."""
         self.put(f"{_ENDED}/{self._rank}", "")
 
+    def has_ended_rank(self) -> bool:
+        """Whether a rank has left without an error."""
+        return any(self._store.check([f"{_ENDED}/{rank}"]) for rank in range(self._size))
+
     # -- failures ------------------------------------------------------------------------------------------
 
     def set_failure(self, error: BaseException, where: RankStatus) -> None:

@@ -24,7 +24,7 @@ class TorchBackend:
         self._group, self.size = group, group.size()
 
     def start_numbers(self, numbers: Sequence[int], what: str) -> TorchNumbers:
-        part = torch.tensor(numbers)
+        part = torch.tensor(numbers, device="cpu")
         whole = part.new_empty(self.size * len(numbers))
         return TorchNumbers(self.start_gather(whole, part, what), whole.view(self.size, -1))
 

@@ -161,7 +161,7 @@ class TwoLevelBackend:
         self.size = machines[-1].stop
 
     def start_numbers(self, numbers: Sequence[int], what: str) -> AllNumbers:
-        part = torch.tensor(numbers)
+        part = torch.tensor(numbers, device="cpu")
         whole = part.new_empty(self.size * len(numbers))
         return AllNumbers(self.start_gather(whole, part, what), whole.view(self.size, -1))
 
@@ -251,7 +251,7 @@ class TwoLevelFlatSum:
             self._leaders = leaders
             self._between = leaders.flat_sum(cut.between, self._length, real, host)
         self._sent: list[list[torch.Tensor]] = []
-        self._own = torch.empty(0)
+        self._own = torch.empty(0, device="cpu")
 
     def empty(self) -> torch.Tensor:
         return self._sums[0].empty().view(self._dtype)

@@ -11,8 +11,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ddp_loop.accelerators import accelerator_of
-from ddp_loop.determinism import EVALUATION, require_pinned, seed_everything, stream_key
+from ddp_loop.accelerators import accelerator_of, check_in_waits
+from ddp_loop.determinism import EVALUATION, seed_everything, stream_key
 from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
 from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
@@ -95,7 +95,7 @@ class World:
             raise
 
     def _join(self, place: RankEnv, exchange: str) -> None:
-        self._groups = ProcessGroups(
+        groups = self._groups = ProcessGroups(
             place,
             self.device,
             self.timeout_s,
@@ -103,10 +103,10 @@ class World:
             where=lambda: self.where,
             in_vain=lambda: self._collectives.is_in_vain(),
         )
-        self._store = RankStore(self._groups.store, self.rank, self.size)
-        self._collectives = Collectives(self._groups.backends, self._store, self.timeout_s)
-        self.exchange, self.why_gloo = self._groups.exchange, self._groups.why_gloo
-        require_pinned(self._groups.description)
+        self._store = RankStore(groups.store, self.rank, self.size)
+        self._collectives = Collectives(groups.backends, self._store, self.timeout_s)
+        self.exchange, self.why_gloo = groups.exchange, groups.why_gloo
+        self.on_leaving(check_in_waits(lambda: self._collectives.check_peers(groups.has_lost_a_peer)))
 
     @property
     def store(self) -> RankStore:
@@ -122,9 +122,11 @@ class World:
         """The ranks, their devices, and how they exchange values."""
         if self.size == 1:
             return f"1 rank on {self.accelerator.kind}"
-        ways = {"memory": "shared memory", "gloo": "gloo"}
-        over = ways[self.exchange] if self.accelerator.is_host else f"{self._groups and self._groups.description}"
-        return f"{self.size} ranks on {self.accelerator.kind}, sums over {over}" + (self.why_gloo and f" ({self.why_gloo})")
+        over = {"memory": "shared memory", "gloo": "gloo"}[self.exchange]
+        if not self.accelerator.is_host and self._groups is not None:
+            over = self._groups.description
+        why = f" ({self.why_gloo})" if self.why_gloo else ""
+        return f"{self.size} ranks on {self.accelerator.kind}, sums over {over}{why}"
 
     @property
     def adds_in_order(self) -> bool:

@@ -203,7 +203,8 @@ class _DifferenceMeter:
                     key = _companions(name, tensor)
                     self._companions[key] = max(self._companions.get(key, 0.0), self._largest[name])
         sizes = [largest for name, largest in self._largest.items() if kind_of(name) == "parameter"]
-        self._companions["parameter"] = float(torch.tensor(sizes, dtype=torch.float64).quantile(0.5)) if sizes else 0.0
+        all_sizes = torch.tensor(sizes, dtype=torch.float64, device="cpu")
+        self._companions["parameter"] = float(all_sizes.quantile(0.5)) if sizes else 0.0
         for (stage, name), gradient in here.items():
             if kind_of(name) == "gradient" and stage == "fold" and (stage, name) in there:
                 owner = name.partition("gradient of ")[2]

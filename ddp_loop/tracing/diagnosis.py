@@ -146,7 +146,7 @@ def _folded(trace: Trace, step: int, turn: str) -> tuple[torch.Tensor, torch.Ten
     begin = f"{turn}gradient of "
     names = sorted(name for stage, name in values if stage == "fold" and name.startswith(begin))
     parts = [sparse_part(values["fold", name]) for name in names]
-    return values["fold", f"{turn}loss"].double(), torch.cat(parts) if parts else torch.zeros(0)
+    return values["fold", f"{turn}loss"].double(), torch.cat(parts) if parts else torch.zeros(0, device="cpu")
 
 
 def _shards(trace: Trace, step: int, turn: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,8 +164,8 @@ def _shards(trace: Trace, step: int, turn: str) -> tuple[torch.Tensor, torch.Ten
     nothing = {name: torch.zeros_like(value) for each in gradients.values() for name, value in sorted(each.items())}
     names, shards = sorted(nothing), sorted(shard for shard in gradients if weights.get(shard))
     if not names or not shards:
-        return torch.zeros(0), torch.zeros(0, 0)
-    share = torch.tensor([weights[shard] for shard in shards], dtype=torch.float64)
+        return torch.zeros(0, device="cpu"), torch.zeros(0, 0, device="cpu")
+    share = torch.tensor([weights[shard] for shard in shards], dtype=torch.float64, device="cpu")
     parts = [torch.cat([gradients[shard].get(name, nothing[name]) for name in names]) for shard in shards]
     return share / share.sum(), torch.stack(parts)
 

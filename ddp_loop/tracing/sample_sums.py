@@ -64,8 +64,8 @@ def _of_rows(tensor: torch.Tensor) -> torch.Tensor:
     rounding = 0.0 if whole else min(_ULPS * torch.finfo(there.dtype).eps, _MOST)
     there = torch.view_as_real(there.to(torch.complex128)) if there.is_complex() else there.to(torch.float64)
     rows = there.reshape(len(there), -1)
-    weights = torch.cos(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64))
-    sums = torch.empty(len(rows), 6, dtype=torch.float64)
+    weights = torch.cos(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64, device="cpu"))
+    sums = torch.empty(len(rows), 6, dtype=torch.float64, device="cpu")
     sums[:, SUM], sums[:, WEIGHTED] = rows.sum(1), (rows * weights).sum(1)
     sums[:, SIZE], sums[:, COUNT] = rows.abs().sum(1), rows.shape[1]
     sums[:, ROUNDING], sums[:, WHOLE] = max(rounding, _LEAST), whole

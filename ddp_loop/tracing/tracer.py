@@ -149,8 +149,8 @@ class Tracer:
         self._entries.append((stage, f"{self._pass}{name}", digest(value)))
         if keep and self._values is not None and not isinstance(value, str | bytes | None) and not _is_long(value):
             dtype = self._dtype if isinstance(value, float) else torch.int64  # a float is as precise as the parameters
-            there = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
-            self._kept[f"{stage}: {self._pass}{name}"] = there.to("cpu").contiguous().clone()
+            here = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype, device="cpu")
+            self._kept[f"{stage}: {self._pass}{name}"] = here.to("cpu").contiguous().clone()
 
     # -- stages --------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Tracer:
         for name, value in values.items():
             self._record("forward", f"shard {shard}, {name}", value)
         if self._of_shards is not None and isinstance(weight := values.get("weight"), float):
-            self._kept_of_shards[f"forward: {self._pass}shard {shard}, weight"] = torch.tensor(weight)
+            self._kept_of_shards[f"forward: {self._pass}shard {shard}, weight"] = torch.tensor(weight, device="cpu")
 
     def backward(self, number: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Record the gradients of this rank's shard number `number`, counted from 0."""

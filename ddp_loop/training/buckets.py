@@ -70,7 +70,7 @@ class FlatAllReduce:
         self, world: World, order: ReductionOrder, length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._world, self._rows = world, max(1, order.pieces[world.rank])
-        self._length, self._dtype, self._device = length, dtype, device
+        self._length, self._dtype, self.device = length, dtype, device
         self._sum = world.flat_sum(order, length, dtype, device)
         self._work: Work | None = None
         self.flat: torch.Tensor | None = None  # where the sum will be, from `start` to `finish`
@@ -78,7 +78,7 @@ class FlatAllReduce:
     def empty(self) -> torch.Tensor:
         """New memory for a row, from which the sum is quickest; with any values."""
         if self._sum is None:
-            return torch.empty(self._length, dtype=self._dtype, device=self._device)
+            return torch.empty(self._length, dtype=self._dtype, device=self.device)
         return self._sum.empty()
 
     def empty_rows(self) -> list[torch.Tensor]:
@@ -90,14 +90,14 @@ class FlatAllReduce:
         flat = [as_real(row).reshape(-1) for row in rows]  # no backend adds complex numbers
         self.flat, whole = flat[0], self._sum
         if whole is not None:
-            self._work = self._world.start(lambda _: whole.arrive(flat), self._device)
+            self._work = self._world.start(lambda _: whole.arrive(flat), self.device)
 
     def fold(self) -> None:
         """Add up this rank's part of all pieces, and send it to all ranks. Every rank must call this."""
         if self._sum is not None:
             self._world.finish(self._work)
             whole = self._sum
-            self._work = self._world.start(lambda _: whole.reduce(), self._device)
+            self._work = self._world.start(lambda _: whole.reduce(), self.device)
 
     def finish(self) -> None:
         """Wait until the sum has come."""
@@ -113,7 +113,8 @@ def finish_all(sums: Sequence[FlatAllReduce], world: World) -> None:
         one.fold()
     for one in sums:
         one.finish()
-    world.finish(world.start(lambda backend: backend.start_settling(), world.device))
+    for device in dict.fromkeys(one.device for one in sums):
+        world.finish(world.start(lambda backend: backend.start_settling(), device))
 
 
 class Bucket:

@@ -192,10 +192,11 @@ class Fold:
         record.failed = True  # stays True if backward raises
         self._statistics.discard()
         if self.sync_channels:  # also of a factor of 0: ranks communicate in this backward
-            factor = factor if isinstance(factor, torch.Tensor) or factor != 0 else torch.as_tensor(factor)
+            weight = torch.as_tensor(factor, device=loss.device)
+            factor = factor if isinstance(factor, torch.Tensor) or factor != 0 else weight
             with ExitStack() as ending:
                 for channel in self.sync_channels:
-                    ending.enter_context(channel.masking(torch.as_tensor(factor) == 0))
+                    ending.enter_context(channel.masking(weight == 0))
                 self.gradients.backward(loss, factor, last=last, more=more)
         elif isinstance(factor, torch.Tensor) or factor != 0:
             self.gradients.backward(loss, factor, last=last, more=more)
@@ -263,8 +264,7 @@ class Fold:
         """Make `.grad`, statistics and buffers those of the whole mini-batch. Every rank must call this.
 
         Args:
-            mini_batch: of the records.
-            iteration: of the step.
+            mini_batch, iteration: of the step.
             problem: raised here, where the other ranks raise PeerFailed.
 
         Raises:
@@ -436,7 +436,7 @@ class Fold:
                 raise error if isinstance(error, CallMismatch) else why from None  # the other ranks know
             send_no_gather(why)
             if layout is not None and send_nothing is not None:
-                word = torch.tensor([1, *[0] * (CONTROL_LENGTH - 1 + self.gradients.planned)], dtype=torch.int32)
+                word = word_tensor((1, *[0] * (CONTROL_LENGTH - 1 + self.gradients.planned)), torch.int32).clone()
                 send_nothing(PROBLEM if self._word_in_tail else None, None if self._word_in_tail else word)
             self._world.raise_if_any_failed(why)
 

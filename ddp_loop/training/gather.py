@@ -153,7 +153,7 @@ class BatchGather:
     ) -> tuple[int, int]:
         """A word of all ranks; returns the numbers of those with new specs and of those at their stream's end."""
         # On the CPU, where reading it does not hold up a GPU's host.
-        said = torch.tensor([problem is not None, without, new, ends], dtype=torch.int32)
+        said = torch.tensor([problem is not None, without, new, ends], dtype=torch.int32, device="cpu")
         self.world.finish(self.world.start_sum(said))
         problems, withouts, news, all_ends = said.tolist()
         if problems:  # a rank's own problem comes first, such as that it leaves the loop

@@ -69,7 +69,7 @@ class Gradients:
         self._versions: list[int] = []  # of the parameters, when the pass opened
         self.wanted: tuple[str, ...] = ()  # the parameters that want a gradient, with their shapes
         self._tail = 0
-        self.tail = torch.empty(0)  # room for the other sums of the step, of `slot_dtype`, shape (the planned length,)
+        self.tail = torch.empty(0, device="cpu")  # room for other sums, of `slot_dtype`, shape (the planned length,)
         self._planned: dict[Parameter, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._home: dict[Parameter, tuple[int, Bucket]] = {}  # with its number
         self._hooks: list[RemovableHandle] = []
@@ -373,7 +373,7 @@ class Gradients:
             norms = [bucket.norm() for bucket in (*self.buckets, *self.unplanned.buckets) if bucket.length]
             if len(norms) != 1:
                 norms = [norm.to(self._world.device, torch.float64) for norm in norms]
-                norms = [torch.linalg.vector_norm(torch.stack(norms))] if norms else [torch.zeros(())]
+                norms = [torch.linalg.vector_norm(torch.stack(norms)) if norms else self.tail.new_zeros(())]
             (self.known_norm,) = norms
         return self.known_norm
 

@@ -166,7 +166,8 @@ class NonFiniteGuard:
         bad, self.bad = self.bad, False
         if bad is False:
             return
-        values = HostCopy(torch.cat([torch.as_tensor(bad).to(loss).reshape(1), loss.reshape(1), losses, share]))
+        is_bad = torch.as_tensor(bad, device=loss.device).to(loss)
+        values = HostCopy(torch.cat([is_bad.reshape(1), loss.reshape(1), losses, share]))
         look = _PendingCheck(iteration, mini_batch, values, late=isinstance(bad, torch.Tensor))
         if look.late:
             self.pending = look

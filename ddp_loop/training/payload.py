@@ -69,7 +69,7 @@ def control_word(mini_batch: MiniBatch, *, problem: bool, new: bool, asked: Cont
 @lru_cache(maxsize=1024)  # most words are one of 256
 def word_tensor(word: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """The word as a tensor, which must not be written."""
-    return torch.tensor(word, dtype=dtype)
+    return torch.tensor(word, dtype=dtype, device="cpu")
 
 
 class FoldEvents(Protocol):
@@ -272,7 +272,7 @@ def as_metric(name: str, value: Value, samples: int, device: torch.device) -> to
         )
     reduced = number.sum(dtype=torch.float64) if isinstance(value, Sum) else number.mean(dtype=torch.float64)
     # The script may reuse its own tensor for the next shard.
-    return reduced.clone() if number.dim() == 0 else reduced.to(device)
+    return reduced.to(device, copy=number.dim() == 0)
 
 
 @dataclass(slots=True)

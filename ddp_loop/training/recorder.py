@@ -181,7 +181,8 @@ class RunRecorder:
             beside["skipped"] = result.is_bad
         if self._world.accelerator.is_asynchronous:  # reading them would hold up the host
             away = [name for name, one in beside.items() if isinstance(one, torch.Tensor) and is_asynchronous(one)]
-            values = torch.cat([values, *(torch.as_tensor(beside.pop(name)).to(values).reshape(1) for name in away)])
+            there = [torch.as_tensor(beside.pop(name), device=values.device).to(values) for name in away]
+            values = torch.cat([values, *(one.reshape(1) for one in there)])
             names = (*names, *away)
         return names, values, {name: float(one) for name, one in beside.items()}
 

@@ -59,7 +59,7 @@ class Slots:
     def share(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Each shard's part of the samples, (S,); kept, since an epoch's mini-batches have two sizes at most."""
         if (sizes, dtype) not in self._shares:
-            self._shares[sizes, dtype] = shares(torch.tensor(sizes, dtype=dtype)).to(self._device)
+            self._shares[sizes, dtype] = shares(torch.tensor(sizes, dtype=dtype, device="cpu")).to(self._device)
         return self._shares[sizes, dtype]
 
     def merge(
@@ -83,7 +83,7 @@ class Slots:
             return total, share, means
         if layout not in self._summed:
             names = ("loss", *(layout.metrics or ()))
-            adds_up = torch.tensor([name in (layout.sums or ()) for name in names])
+            adds_up = torch.tensor([name in (layout.sums or ()) for name in names], device="cpu")
             self._summed = {layout: adds_up.to(self._device)}
         # A shard of weight 0 adds nothing to the loss, but its sums count.
         totals = torch.cat([total_of(values[:, :1], share), values[:, 1:].sum(0)])

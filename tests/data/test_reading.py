@@ -14,7 +14,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import ddp_loop as dl
 from ddp_loop import datasets
-from ddp_loop.data.readers import LoaderReader, TensorReader, make_reader
+from ddp_loop.accelerators import Cpu
+from ddp_loop.data.placement import tensors_in
+from ddp_loop.data.readers import LoaderReader, Request, TensorReader, make_reader
 from tests.support.sources import INPUTS, SIZE, WORKERS, Images, Pair
 
 
@@ -271,3 +273,32 @@ def test_tensors_are_read_on_their_device_unless_an_option_needs_a_loader() -> N
     cpu = torch.device("cpu")
     assert isinstance(make_reader(TensorDataset(INPUTS), 0, cpu, {})[0], TensorReader)
     assert isinstance(make_reader(TensorDataset(INPUTS), 0, cpu, {"num_workers": 0})[0], LoaderReader)
+
+
+class Pinning(Cpu):
+    """A CPU in place of a GPU, whose host memory it notes as pinned."""
+
+    is_gpu = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.pinned: list[int] = []
+
+    def empty_on_host(self, like: torch.Tensor) -> torch.Tensor:
+        memory = super().empty_on_host(like)
+        self.pinned.append(memory.data_ptr())
+        return memory
+
+
+@pytest.mark.parametrize("data", [(INPUTS, INPUTS[:, :1]), {"x": INPUTS}])
+def test_rows_on_a_gpus_host_are_pinned(data: Any) -> None:
+    accelerator = Pinning(torch.device("cpu"))
+    reader, _ = make_reader(data, 0, accelerator.device, {}, accelerator)
+    plain, _ = make_reader(data, 0, accelerator.device, {}, Cpu(accelerator.device))
+    request = Request(0, 0, torch.tensor([2, 0]))
+    found, expected = tensors_in(reader.one(request)), tensors_in(plain.one(request))
+    assert [one.data_ptr() for one in found] == accelerator.pinned
+    assert all(map(torch.equal, found, expected))
+    loader, _ = make_reader(data, 0, accelerator.device, {"num_workers": 0}, accelerator)
+    assert isinstance(loader, LoaderReader)
+    assert loader._loader.pin_memory

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import ddp_loop as dl
+from ddp_loop.accelerators import KINDS, Cpu, accelerator_of
 from ddp_loop.distributed import describe_devices, join_world, scale_batch_size
 from ddp_loop.distributed.devices import RankEnv, choose_device, read_rank_env
+from tests.support.harness import FAULT_S, OnRanks, caught
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @dataclass
@@ -132,3 +141,122 @@ def test_with_gpus_each_is_described_and_one_rank_each_is_proposed() -> None:
     lines = describe_devices().splitlines()
     assert [line.split(":")[:2] for line in lines[1:-1]] == [["cuda", str(number)] for number in range(gpus)]
     assert f"--nproc_per_node={gpus} " in lines[-1]
+
+
+# -- the devices of all ranks --------------------------------------------------------------------------------
+
+
+class Gpu(Cpu):
+    """A CPU in place of a GPU, one for each of the numbers in `identities`."""
+
+    identities = ""
+    asked: ClassVar[list[Sequence[str]]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.kind = "cuda"
+
+    def identity(self) -> str:
+        return f"GPU-{self.identities[int(os.environ['RANK'])]}"
+
+    def process_group(self, identities: Sequence[str]) -> tuple[str, torch.device | None]:
+        self.asked.append(identities)
+        return super().process_group(identities)
+
+
+@contextmanager
+def on_gpus(identities: str) -> Iterator[None]:
+    """This rank's device is the GPU of that number; "-" for a rank on the CPU."""
+    former = KINDS["cpu"]
+    Gpu.identities, Gpu.asked = identities, []
+    if identities[int(os.environ["RANK"])] != "-":
+        KINDS["cpu"] = Gpu
+    accelerator_of.cache_clear()
+    try:
+        yield
+    finally:
+        KINDS["cpu"] = former
+        accelerator_of.cache_clear()
+
+
+def identities_seen(identities: str) -> list[Sequence[str]]:
+    with on_gpus(identities), dl.join_world(device="cpu") as world:
+        assert world.sum(torch.ones(())).item() == world.size
+        return Gpu.asked
+
+
+@pytest.mark.parametrize("identities", ["00", "01", "010"])
+def test_each_rank_knows_the_gpus_of_all_before_it_starts_a_group(identities: str, on_ranks: OnRanks) -> None:
+    expected = [[f"GPU-{one}" for one in identities]]
+    assert on_ranks(len(identities), identities_seen, identities) == [expected] * len(identities)
+
+
+@pytest.mark.parametrize(
+    ("identities", "group"),
+    [
+        (["GPU-a"], ("cpu:gloo,cuda:nccl", GPU)),
+        (["GPU-a", "GPU-b"], ("cpu:gloo,cuda:nccl", GPU)),  # each rank sees its own GPU alone, as cuda:0
+        (["GPU-a", "GPU-b", "GPU-a"], ("gloo", None)),
+        (["MIG", "MIG"], ("gloo", None)),
+    ],
+)
+def test_gpus_take_nccl_unless_two_ranks_share_one(
+    identities: list[str], group: tuple[str, torch.device | None]
+) -> None:
+    assert accelerator_of(GPU).process_group(identities) == group
+
+
+def join_mixed(identities: str, script_group: bool) -> tuple[str, str, float]:
+    def join() -> None:
+        if script_group:
+            dist.init_process_group("gloo")
+        with dl.join_world(device="cpu", timeout_s=20.0):
+            pass
+
+    try:
+        with on_gpus(identities):
+            return caught(join)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("script_group", [False, True])
+@pytest.mark.parametrize(("identities", "odd_rank"), [("0-", 1), ("-00", 1), ("00-", 2)])
+def test_ranks_on_different_kinds_of_devices_are_refused_on_all(
+    identities: str, odd_rank: int, script_group: bool, on_ranks: OnRanks
+) -> None:
+    for error, said, seconds in on_ranks(len(identities), join_mixed, identities, script_group):
+        assert error == "ValueError"
+        assert f"same kind of device. Rank 0 has cpu, rank {odd_rank} has cpu." in said
+        assert seconds < FAULT_S
+
+
+def sums_on_machines(sizes: list[int], script_group: bool) -> tuple[float, list[str], int]:
+    rank = int(os.environ["RANK"])
+    machine = next(number for number in range(len(sizes)) if rank < sum(sizes[: number + 1]))
+    first = sum(sizes[:machine])
+    local = {"LOCAL_RANK": str(rank - first), "LOCAL_WORLD_SIZE": str(sizes[machine])}
+    if script_group:
+        dist.init_process_group("gloo")
+    try:
+        with mock.patch.dict(os.environ, local), dl.join_world(device="cpu", timeout_s=20.0) as world:
+            groups = len(dist.distributed_c10d._world.pg_map)
+            total = world.sum(torch.ones(())).item()
+            return total, world.gather(f"rank {rank}"), groups
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("script_group", [False, True])
+@pytest.mark.parametrize("sizes", [[2, 1], [2, 2]])
+def test_only_the_first_ranks_of_machines_take_part_in_their_group(
+    sizes: list[int], script_group: bool, on_ranks: OnRanks
+) -> None:
+    """Others must not: where the default group is bound to a GPU, torch has them split NCCL's group alone."""
+    ranks = sum(sizes)
+    found = on_ranks(ranks, sums_on_machines, sizes, script_group)
+    names = [f"rank {rank}" for rank in range(ranks)]
+    assert [(total, every) for total, every, _ in found] == [(float(ranks), names)] * ranks
+    assert [groups for _, _, groups in found] == [3 if rank in (0, sizes[0]) else 1 for rank in range(ranks)]

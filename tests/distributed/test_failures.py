@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
+import signal
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ddp_loop as dl
+from ddp_loop.accelerators import HostCopy
 from ddp_loop.distributed import RankFailed
+from ddp_loop.distributed.torch_backend import TorchBackend
 from tests.support.harness import FAULT_S, OnRanks, Unspeakable, caught
 
 
@@ -188,3 +196,98 @@ def test_a_text_of_5_mb_is_cut_and_the_run_folder_keeps_the_whole(
     kept = list(tmp_path.glob("error.*"))
     assert [path.name for path in kept] == ["error.rank-1.txt"] * with_folder
     assert all(len(path.read_text()) > 5_000_000 for path in kept)
+
+
+class Never:
+    """The event of a device that waits for a killed rank."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host must be able to look for failures")
+
+
+def end_at_once(rank: int) -> None:
+    with dl.join_world(exchange="gloo"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_a_killed_rank(killed: int) -> tuple[str, str, float] | None:
+    """A child of that rank's process takes its part, so that the pool sees no failure."""
+    if int(os.environ["RANK"]) == killed:
+        child = multiprocessing.get_context("fork").Process(target=end_at_once, args=(killed,))
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+        return None
+
+    def wait() -> None:
+        with dl.join_world(exchange="gloo"):
+            copy = HostCopy(torch.ones(()))
+            copy._event = Never()
+            copy.wait()
+
+    return caught(wait)
+
+
+@pytest.mark.covers("D10")
+@pytest.mark.parametrize(("ranks", "killed"), [(2, 1), (3, 1)])
+def test_a_rank_that_is_killed_while_others_wait_for_their_device_is_named(
+    ranks: int, killed: int, on_ranks: OnRanks
+) -> None:
+    found = on_ranks(ranks, wait_for_a_killed_rank, killed)
+    for kind, text, took_s in [one for one in found if one is not None]:
+        assert kind == "PeerFailed"
+        assert f"Rank {killed} does not answer (killed" in text
+        assert took_s < FAULT_S
+
+
+class Later(Never):
+    """The event of a device that computes for a second, in which the others end."""
+
+    def __init__(self) -> None:
+        self._until = time.monotonic() + 1.2
+
+    def query(self) -> bool:
+        return time.monotonic() > self._until
+
+
+def end_well_before_the_others() -> float:
+    with dl.join_world(exchange="gloo") as world:
+        world.sum(torch.ones(()))
+        if world.rank == 0:
+            return 0.0
+        copy = HostCopy(torch.full((), 7.0))
+        copy._event = Later()
+        return copy.wait().item()
+
+
+@pytest.mark.covers("D10")
+def test_a_rank_that_has_ended_well_disturbs_no_wait_for_a_device(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, end_well_before_the_others) == [0.0, 7.0]
+
+
+def part_on_the_host() -> tuple[str, str, float]:
+    """Rank 0 waits in a step's sum of host tensors, rank 1 elsewhere; the device's backend would wait to the end."""
+
+    def work() -> None:
+        with dl.join_world(exchange="gloo", timeout_s=40.0) as world:
+            backends = world._collectives._backends
+            assert backends is not None
+            device = TorchBackend(dist.distributed_c10d._get_default_group())
+            world._collectives._backends = replace(backends, device=device)
+            if world.rank == 0:
+                world.finish(world.start_sum(torch.ones(())))
+            else:
+                world.gather("elsewhere")
+
+    return caught(work)
+
+
+@pytest.mark.covers("D10")
+def test_host_tensors_are_waited_for_in_slices_whatever_the_devices_backend(on_ranks: OnRanks) -> None:
+    for kind, text, took_s in on_ranks(2, part_on_the_host):
+        assert kind == "PeerFailed"
+        assert "Every rank must make the same collectives in the same order." in text
+        assert took_s < FAULT_S

@@ -5,8 +5,9 @@ A test, or a file by its `pytestmark`, marked `both_modes` runs in each; the fix
 
 [Note: The simulation] In the mode "asynchronous" the CPU says that it is asynchronous, so the package takes the paths
 of a GPU. A copy to the host holds 0xFF in every byte, which is NaN and -1, until two more copies were started, or
-somebody waits for it. It brings what the tensor held when the copy was started, as on a GPU's stream. Unless the
-environment says otherwise, its ranks exchange values over gloo, so what runs in both modes runs over both exchanges.
+somebody waits for it, by `synchronize` or a hundred looks. It brings what the tensor held when the copy was started, as
+on a GPU's stream. Unless the environment says otherwise, its ranks exchange values over gloo, so what runs in both
+modes runs over both exchanges.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tests.support.harness import Result, run_cleanly
 
 SYNCHRONOUS, ASYNCHRONOUS = MODES = ("synchronous", "asynchronous")
 _LAG = 2  # so many copies that were started later complete one
+_LOOKS = 100
 
 
 class SlowCopy:
@@ -34,7 +36,7 @@ class SlowCopy:
     under_way: ClassVar[deque[SlowCopy]] = deque()
 
     def __init__(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> None:
-        self._here, self._values = here, [one.detach().clone() for one in there]
+        self._here, self._values, self._looks = here, [one.detach().clone() for one in there], 0
         for one in here:
             one.reshape(-1).view(torch.uint8).fill_(0xFF)
         self.under_way.append(self)
@@ -47,6 +49,9 @@ class SlowCopy:
                 one.copy_(value)
 
     def query(self) -> bool:
+        self._looks += 1
+        if self._looks == _LOOKS:
+            self.synchronize()
         return self not in self.under_way
 
     def synchronize(self) -> None:

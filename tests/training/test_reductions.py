@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import ddp_loop as dl
+from ddp_loop.training.payload import as_metric
 from tests.support.comparing import Tensors, distance, gradients_of, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
@@ -294,3 +295,11 @@ def sum_in_one_shard(world: dl.World, folder: str) -> None:
 
 def test_a_sum_in_one_shard_alone_is_refused(refused: Refused) -> None:
     refused(2, sum_in_one_shard, kind="ValueError", said="hits is a dl.Sum of some", by=ALL)
+
+
+@pytest.mark.parametrize(
+    "value", [1.5, torch.tensor(1.5), torch.ones(3), dl.Sum(torch.tensor(1.5)), dl.Sum(torch.ones(3))]
+)
+def test_a_metric_goes_to_the_device_of_the_loss(value: Any) -> None:
+    """As where a GPU's loss comes with a metric on the CPU; torch's "meta" is the second device of every machine."""
+    assert as_metric("m", value, 3, torch.device("meta")).device.type == "meta"
