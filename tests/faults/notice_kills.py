@@ -70,9 +70,8 @@ def train(world: dl.World, begun: int) -> None:
         optimizer.step()
 
 
-def on_this_rank(begun: int, seen: int) -> None:
-    """Train until a peer is killed, and write what was seen to a pipe."""
-    before = holdings()
+def seen_in(begun: int) -> dict[str, object]:
+    """Train until a peer is killed; returns what was raised."""
     found: dict[str, object] = {}
     try:
         with dl.join_world(seed=1) as world:
@@ -84,6 +83,13 @@ def on_this_rank(begun: int, seen: int) -> None:
                 raise
     except dl.PeerFailed:
         pass
+    return found
+
+
+def on_this_rank(begun: int, seen: int) -> None:
+    """Write what was seen to a pipe, and what this process holds more than before."""
+    before = holdings()
+    found = seen_in(begun)
     gc.collect()  # the exception's traceback held the world, and with it the connections to the store
     found["more"] = [now - then for now, then in zip(holdings(), before, strict=True)]
     os.write(seen, json.dumps({"own": int(os.environ["RANK"]), **found}).encode() + b"\n")
