@@ -213,21 +213,13 @@ def _as_it_is(shard: Any) -> Any:
 class LoaderReader:
     """Reads shards through torch's `DataLoader`: an item of the loader is a shard of this rank."""
 
-    def __init__(
-        self,
-        source: Any,
-        length: int | None,
-        seed: int,
-        places: Places,
-        options: Mapping[str, Any],
-        accelerator: Accelerator | None = None,
-    ) -> None:
+    def __init__(self, source: Any, length: int | None, seed: int, places: Places, options: Mapping[str, Any]) -> None:
         self._probed = sorted({0, (length or 3) // 2, (length or 3) - 1})
         self._sampler = _RequestSampler()
         self._places = places
         self._passes = 0
         self._gpu = gpu_in(places)
-        keywords = {"pin_memory": accelerator is not None and accelerator.is_gpu, **options}
+        keywords = dict(options)
         collate = keywords.pop("collate_fn", None) or default_collate
         self._keyed = SeededDataset(source, seed, collate, self._gpu, fingerprints.of)
         self._signals = WorkerSignals(keywords.pop("worker_init_fn", None)) if keywords.get("num_workers") else None
@@ -395,7 +387,8 @@ def make_reader(
         )
     if parts is None:
         length = len(data) if hasattr(data, "__len__") else None
-    return LoaderReader(data, length, seed, places, options, accelerator), length
+    pins = accelerator is not None and accelerator.is_gpu
+    return LoaderReader(data, length, seed, places, {"pin_memory": pins, **options}), length
 
 
 @dataclass(frozen=True)
