@@ -54,22 +54,19 @@ class World:
         self, place: RankEnv, device: torch.device, *, seed: int, threads: int, timeout_s: float, exchange: str = "auto"
     ) -> None:
         self.rank, self.size = place.rank, place.size
-        self.device, self.seed, self.timeout_s = device, seed, timeout_s
-        self.accelerator = accelerator_of(device)
+        self.device, self.accelerator, self.seed, self.timeout_s = device, accelerator_of(device), seed, timeout_s
         self._closers: list[Callable[[], None]] = []
-        self._firsts = 0
         self._refusal: str | None = None  # why no collective can run now
         self._busy: str | None = None  # why only those of the current step can run
         self._deferred: list[Callable[[], None]] = []  # to run before the next collective
-        self._threads_before = torch.get_num_threads()
+        self._firsts, self._threads_before = 0, torch.get_num_threads()
         self._groups: ProcessGroups | None = None
-        self.exchange, self.why_gloo = "", ""
         # A world of one has no groups and a store of its own.
         self._store = RankStore(dist.HashStore(), self.rank, self.size)
         self._collectives = Collectives(None, self._store, timeout_s)
         self._watchdog: Watchdog | None = None
         self.stops = Stops(self.rank, lambda: self.gather(self.stops.asked, "requests to stop"))
-        self.stage, self.step = "", 0
+        self.stage, self.step, self.exchange, self.why_gloo = "", 0, "", ""
         self.ended_by: BaseException | None = None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # set by a loop
         self.explain: Callable[[BaseException], None] = lambda error: None  # adds a remedy; set by a loop that was left
@@ -159,9 +156,7 @@ class World:
         return self._collectives.start(operation, device)
 
     def finish(self, work: Work | None) -> None:
-        """Wait for what `start` began.
-
-        On a GPU with NCCL only the device waits, not the host.
+        """Wait for what `start` began; on a GPU with NCCL only the device waits, not the host.
 
         Raises:
             PeerFailed: a rank failed, or did not come within the world's timeout.
@@ -187,6 +182,15 @@ class World:
             )
         self._collectives.sum(tensor, self.where)
         return tensor
+
+    def mean(self, value: float | torch.Tensor, weight: float) -> float:
+        """sum_r(weight_r value_r) / sum_r(weight_r) over the ranks, in float64. Every rank must call this.
+
+        Args:
+            value, weight: such as the mean over this rank's samples, and their number. Weight 0 adds exactly 0.
+        """
+        part = torch.tensor([float(value) * weight if weight else 0.0, weight], dtype=torch.float64, device=self.device)
+        return float(torch.div(*self.sum(part)))
 
     def gather(self, value: Value, what: str = "a value", *, in_step: bool = False) -> list[Value]:
         """Every rank's `value`, in rank order. Every rank must call this.

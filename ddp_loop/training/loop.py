@@ -249,7 +249,7 @@ class Loop:
         try:
             while again or not self._is_over:
                 again, number = False, where.epochs + 1
-                yield Epoch(number, self._steps_of)
+                yield Epoch(number, self._steps_of, self.batches)
                 if self._begun or not (self._is_over or where.epochs == number):
                     raise self._out_of_turn()
         finally:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ddp_loop.data import LoadedBatch, MiniBatch, check_end
+from ddp_loop.data import Batches, LoadedBatch, MiniBatch, check_end
 from ddp_loop.determinism import Leaf, seed_shard
 from ddp_loop.distributed import PeerFailed, World
 from ddp_loop.tracing import Tracer
@@ -49,8 +49,16 @@ class Epoch:
         number: counted from 1, also in a run that resumes.
     """
 
-    def __init__(self, number: int, steps: Callable[[int], Iterator[Step]]) -> None:
-        self.number, self._steps = number, steps
+    def __init__(self, number: int, steps: Callable[[int], Iterator[Step]], batches: Batches) -> None:
+        self.number, self._steps, self._batches = number, steps, batches
+
+    def __len__(self) -> int:
+        """The number of steps of the whole epoch, those before a resume too; as `len(batches)`.
+
+        Raises:
+            TypeError: it is unknown, as for a stream.
+        """
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Step]:
         """Its remaining steps. Every rank must call this.

@@ -42,6 +42,23 @@ def facts() -> dict[str, Any]:
         }
 
 
+def means() -> list[float]:
+    with dl.join_world() as world:
+        mine = torch.arange(world.rank + 1, dtype=torch.float32)
+        uneven = world.mean(mine.mean(), len(mine))
+        only_first = world.mean(3.5 if world.rank == 0 else float("nan"), world.rank == 0)
+        return [uneven, only_first, world.mean(1.0, 0)]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_mean_over_the_ranks_is_weighted_and_a_weight_of_0_adds_nothing(ranks: int, on_ranks: OnRanks) -> None:
+    every = [number for rank in range(ranks) for number in range(rank + 1)]
+    for uneven, only_first, of_nothing in on_ranks(ranks, means):
+        assert uneven == pytest.approx(sum(every) / len(every), abs=1e-15)
+        assert only_first == 3.5
+        assert np.isnan(of_nothing)
+
+
 @pytest.mark.covers("C1", "H1")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_of_a_launcher_and_a_world_of_one_run_the_same_lines(ranks: int, on_ranks: OnRanks) -> None:

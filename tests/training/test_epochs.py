@@ -67,6 +67,7 @@ def evaluate_between() -> list[dict[str, float]]:
         test_batches = dl.Batches(samples(7), 3, world, shuffle=False)
         results = []
         for epoch in loop.epochs():
+            assert len(epoch) == 4
             for step in epoch:
                 for rows in step:
                     step.backward(loss_of(model, rows))
