@@ -45,17 +45,20 @@ class PeerFailureHook:
     Args:
         usual: the hook for other exceptions.
         rank, where: of this rank.
+
+    Attributes:
+        usual: as given.
     """
 
     def __init__(self, usual: ExceptHook, rank: int, where: RankStatus) -> None:
-        self._usual: ExceptHook = usual._usual if isinstance(usual, PeerFailureHook) else usual
+        self.usual: ExceptHook = usual.usual if isinstance(usual, PeerFailureHook) else usual
         self._start = f"ddp_loop: rank {rank} was ended{where}"
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, PeerFailed):
             sys.stderr.write(f"{self._start}: {error.summary}\n")
         else:
-            self._usual(kind, error, trace)
+            self.usual(kind, error, trace)
 
 
 class PeerGone(RuntimeError):

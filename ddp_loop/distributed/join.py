@@ -102,3 +102,5 @@ def leave_open_worlds(error: BaseException | None) -> None:
     """
     for world in reversed(_open[:]):
         world.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
+    if isinstance(sys.excepthook, PeerFailureHook):  # the pool has caught the error
+        sys.excepthook = sys.excepthook.usual
