@@ -389,7 +389,7 @@ class Loop:
         if self._guard.pending is not None or self._guard.bad is not False:
             self._guard.raise_or_count(result.iteration, mini_batch, result.values[0], result.losses, result.shares)
         if passes == 0:
-            if self.world.rank == 0 and not self.world.accelerator.is_asynchronous:
+            if result.total is not None and self.world.rank == 0 and not self.world.accelerator.is_asynchronous:
                 self._weightless.check(result)
             if result.iteration >= self._state_check.due:
                 self._state_check.look(result.iteration)

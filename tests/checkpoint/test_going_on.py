@@ -158,12 +158,13 @@ def test_many_changes_are_one_short_notice(tmp_path: Path, capsys: pytest.Captur
 def test_what_changed_is_not_said_where_nothing_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    state = {"m": (model := nn.Linear(3, 1)), "o": torch.optim.SGD(model.parameters())}
     monkeypatch.setattr(sys, "argv", ["train.py", "1"])
     with dl.join_world() as world:  # left before the first checkpoint
-        dl.Loop(dl.Batches(torch.ones(4, 3), 4, world), 1, state={"m": nn.Linear(3, 1)}, run_dir=tmp_path)
+        dl.Loop(dl.Batches(torch.ones(4, 3), 4, world), 1, state=state, run_dir=tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", "2"])
     with dl.join_world() as world:
-        dl.Loop(dl.Batches(torch.ones(4, 3), 4, world), 1, state={"m": nn.Linear(3, 1)}, run_dir=tmp_path)
+        dl.Loop(dl.Batches(torch.ones(4, 3), 4, world), 1, state=state, run_dir=tmp_path)
     assert notices(capsys) == []
     assert [one["iteration"] for one in lines_of(tmp_path / STARTS)] == [0, 0]
 

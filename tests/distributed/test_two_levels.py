@@ -70,7 +70,7 @@ def collect(machines: Machines) -> str:
                 one = values(count, torch.uint8, number, world.rank).to(dtype)
                 found.append(world.sum(one.clone()))
                 found.append(world.broadcast(one.clone()))
-            found += world.gather(torch.full((world.rank * count % 1001,), float(world.rank)))
+            found += map(torch.tensor, world.gather([float(world.rank)] * (world.rank * count % 1001)))
         found.append(torch.tensor(world.numbers(world.rank - 5, "numbers")))
         works = [world.start_sum(torch.ones(count)) for count in (3, 200_000, 10)]
         for work in works:
