@@ -61,14 +61,17 @@ def _tagged(value: Any) -> Any:
         return ["bytes", b64encode(value).decode()]
     if isinstance(value, torch.dtype):
         return ["dtype", str(value).removeprefix("torch.")]
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        flat = value.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8)
+        data = b64encode(flat.numpy().tobytes()).decode()
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), data]
     if isinstance(value, PurePath):
         return ["path", str(value)]
     if type(value) is _SENDABLE.get(type(value).__name__):
         return [type(value).__name__, *(_tagged(getattr(value, field.name)) for field in fields(value))]
     raise TypeError(
-        "Ranks send each other None, booleans, numbers, strings, bytes, paths, torch dtypes, and lists, tuples, sets "
-        f"and dicts of these. Got {type(value).__name__}. Send its parts, or use world.sum or world.broadcast for a "
-        "tensor."
+        "Ranks send each other None, booleans, numbers, strings, bytes, paths, dense tensors, torch dtypes, and lists, "
+        f"tuples, sets and dicts of these. Got {type(value).__name__}. Send its parts."
     )
 
 
@@ -85,7 +88,20 @@ def _plain(word: Any) -> Any:
     if kind == "path":
         return Path(parts[0])
     if kind == "dtype":
-        if not isinstance(found := getattr(torch, parts[0]), torch.dtype):
-            raise ValueError(f"torch.{parts[0]} is no dtype.")
-        return found
+        return _dtype(parts[0])
+    if kind == "tensor":
+        name, shape, data = parts
+        flat = (
+            torch.frombuffer(bytearray(b64decode(data)), dtype=torch.uint8)
+            if data
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
+        return flat.view(_dtype(name)).reshape(shape)
     return _SENDABLE[kind](*map(_plain, parts))
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype.")
+    return found

@@ -117,13 +117,11 @@ class World:
 
     def __str__(self) -> str:
         """The ranks, their devices, and how they exchange values."""
-        if self.size == 1:
-            return f"1 rank on {self.accelerator.kind}"
-        over = {"memory": "shared memory", "gloo": "gloo"}[self.exchange]
+        over = "shared memory" if self.exchange == "memory" else "gloo"
         if not self.accelerator.is_host and self._groups is not None:
             over = self._groups.description
-        why = f" ({self.why_gloo})" if self.why_gloo else ""
-        return f"{self.size} ranks on {self.accelerator.kind}, sums over {over}{why}"
+        over += f" ({self.why_gloo})" if self.why_gloo else ""
+        return f"{self.size} ranks on {self.accelerator.kind}, sums over {over}"
 
     @property
     def adds_in_order(self) -> bool:

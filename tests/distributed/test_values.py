@@ -68,6 +68,20 @@ def test_what_a_peer_sends_is_not_executed(tmp_path: Path) -> None:
     assert not there.exists()
 
 
+class Unsendable:
+    """A class of a script's own."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (3, 0)])
+def test_tensors_are_sent_to_the_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.randn(shape).to(dtype)
+    found = from_bytes(to_bytes([value, value.mT if len(shape) == 2 else value]))
+    assert (found[0].dtype, found[0].shape) == (dtype, value.shape)
+    assert torch.equal(found[0], value)
+    assert torch.equal(found[1], value.mT if len(shape) == 2 else value)
+
+
 def send(value: Any) -> Any:
     with dl.join_world() as world:
         return world.on_rank_zero(lambda: value)
@@ -76,8 +90,8 @@ def send(value: Any) -> Any:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_value_that_cannot_be_sent_is_refused_with_the_remedy(ranks: int, on_ranks: OnRanks) -> None:
     assert on_ranks(ranks, send, Path("runs")) == [Path("runs")] * ranks
-    own, *others = on_ranks(ranks, caught, send, torch.ones(2))
+    own, *others = on_ranks(ranks, caught, send, Unsendable())
     assert own[0] == "TypeError"
-    assert "Got Tensor. Send its parts, or use world.sum or world.broadcast" in own[1]
+    assert "Got Unsendable. Send its parts." in own[1]
     for kind, text, _ in others:
-        assert (kind, "Got Tensor" in text) == ("PeerFailed", True)
+        assert (kind, "Got Unsendable" in text) == ("PeerFailed", True)
