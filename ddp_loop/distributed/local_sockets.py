@@ -38,7 +38,7 @@ _NO_WORDS = (0,) * WORDS
 
 
 class Header(NamedTuple):
-    """What a message says.
+    """The content of a message.
 
     Attributes:
         stage: which meeting of an operation it is, or another of the message's purposes.
@@ -116,7 +116,7 @@ class Listener:
         return found
 
     def _greeting(self, one: socket.socket, missing: set[int]) -> int | None:
-        """The rank that greets, -1 for a stranger, None without a message yet."""
+        """The rank that sent the greeting; -1 for a wrong one, None before it has come."""
         try:
             if not _is_same_user(one):
                 return -1
@@ -240,7 +240,7 @@ class LocalPeers:
         return full
 
     def watch(self, descriptor: int) -> None:
-        """Have `wait` return when this descriptor can be read too."""
+        """Let `wait` return also when this descriptor can be read."""
         self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, timeout_s: float) -> list[int]:
@@ -270,7 +270,7 @@ class LocalPeers:
         return header, bytes(self._buffer[_FORM.size : size]), descriptors
 
     def _forget(self, rank: int) -> None:
-        """Note that a connection has ended: no more comes from it."""
+        """Note that a connection has ended."""
         if rank not in self.gone:
             self.gone.add(rank)
             with suppress(KeyError, ValueError):

@@ -4,12 +4,12 @@
 rank a header, which states the operation, its length, and where the values lie. Once the headers of all ranks have
 come, it reads their values. So one meeting is enough for a small sum, and all ranks have the same bits.
 
-[Note: Using memory again] A header also states the last operation that its sender completed. A rank writes over values
-in its arena once all others have completed the operation that they belong to. Usually the next headers say so by
-themselves; where they do not, the rank asks.
+[Note: Using memory again] A header also states the last operation that its sender completed. A rank overwrites values
+in its arena once all others have completed the operation that the values belong to. Usually the next headers show
+this; otherwise the rank sends a request, and the others complete the operation and reply.
 
-[Note: Parting] Ranks that meet in different operations see it in each other's headers. Each then sends its place in
-words, and all raise the same error.
+[Note: Parting] Headers show when ranks are at different operations. Each rank then sends a text with its place, and all
+raise the same error.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Meeting:
         return self.is_over
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
-        """Not without its backend, which was left."""
+        """Raise: its backend is needed for the wait, and was left."""
         raise RuntimeError("The world of this operation was left.")
 
     def rows(self) -> list[tuple[int, ...]]:
@@ -86,7 +86,7 @@ class Meeting:
         return [found[rank].words[:count] for rank in range(size)]
 
     def complete(self, headers: dict[int, Header], in_vain: Callable[[], bool]) -> None:
-        """Take the headers, and do what remains of the operation; again, where Ctrl-C ended that before."""
+        """Store the headers, and do the rest of the operation; again if Ctrl-C interrupted that before."""
         self.headers = headers
         if self._then is not None:
             self._then(self, in_vain)
@@ -148,7 +148,7 @@ class Meetings:
         then: Then | None = None,
         reads: bool = False,
     ) -> Meeting:
-        """Start an operation: put values into the arena, and say so to all ranks. Every rank must call this.
+        """Start an operation: copy values into the arena, and send a header to all ranks. Every rank must call this.
 
         Args:
             kind, length, what, dtype, layout: the same on every rank; otherwise all raise.
@@ -202,7 +202,7 @@ class Meetings:
             self._answer()
 
     def _spin(self, key: tuple[int, int]) -> None:
-        """Look for a moment before sleeping: waking up takes longer than most waits."""
+        """Poll for a moment before sleeping: waking up takes longer than most waits."""
         end = time.monotonic() + self._spin_s
         while len(self._inbox.get(key, {})) < len(self.others) and time.monotonic() < end:
             os.sched_yield()
@@ -220,7 +220,7 @@ class Meetings:
         return work
 
     def _answer(self) -> None:
-        """Complete what ranks asked for, if it has come, and tell them how far this one is."""
+        """Complete the operations that other ranks requested, if their headers have come, and reply."""
         for rank, sequence in list(self._asked.items()):
             for number in [number for number in self._open if number <= sequence]:
                 headers = self._inbox.get((number, ARRIVED), {})
@@ -255,7 +255,7 @@ class Meetings:
         raise Parted({self._first + rank: place for rank, place in sorted(places.items())})
 
     def watch(self, descriptor: int) -> None:
-        """Have waits check at once whether they are in vain when this descriptor can be read."""
+        """End waits early, to check whether they are in vain, when this descriptor can be read."""
         self._peers.watch(descriptor)
 
     # -- messages ------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class Meetings:
             self._asked[rank] = header.sequence
 
     def attached(self, meeting: Meeting, rank: int) -> list[int]:
-        """The descriptors that a rank sent with an operation; whoever takes them closes them."""
+        """The descriptors that a rank sent with an operation; the caller closes them."""
         return self._attached.pop((meeting.sequence, rank), [])
 
     # -- the arena -----------------------------------------------------------------------------------------

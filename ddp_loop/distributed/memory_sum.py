@@ -2,12 +2,12 @@
 
 [Note: In place] The row of a large bucket lies in a segment of its rank, which all ranks have mapped. Gradients are
 written there once. When all have arrived, each rank adds up one slice of all rows and writes the sum into its own row.
-When all have done so, each copies the other slices from there into its row, where `.grad` already points. Before
-anybody may change it, all ranks must have copied (`start_settling`).
+When all have done so, each copies the other slices into its own row, where `.grad` already points. The script may
+change that row only after all ranks have copied (`start_settling`).
 
 A small bucket goes through the arena instead: every rank adds up all of it, after one meeting.
 
-Where a rank has no memory for a segment, all ranks take the way through the arena, in parts.
+If a rank has no memory for a segment, all ranks use the arena instead, part by part.
 """
 
 from __future__ import annotations

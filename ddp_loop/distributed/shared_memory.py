@@ -50,7 +50,7 @@ class Segment:
 
     @classmethod
     def make(cls, size: int) -> Segment:
-        """A new segment of at least `size` bytes, whose pages are there.
+        """A new segment of at least `size` bytes, with all its pages allocated.
 
         Raises:
             OSError: the system has no such files, no memory for it, or no descriptor left.

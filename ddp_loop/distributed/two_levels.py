@@ -270,7 +270,7 @@ class TwoLevelFlatSum:
         return Stages(first, rest)
 
     def reduce(self) -> None:
-        """Do all that remains; the ranks of a machine wait for their leader."""
+        """Do the rest of the sum; the ranks of a machine wait for their leader."""
         for work in [one.reduce() for one in self._sums]:
             if work is not None:
                 self._local.finish_now(work)
