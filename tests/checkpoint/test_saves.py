@@ -48,8 +48,8 @@ def steps_and_copies(folder: Path, **options: Any) -> list[int]:
         return [*counted, copies()]
 
 
+@pytest.mark.slow
 @pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
 @pytest.mark.parametrize("options", [{"save_every": 1}, {"save_every": 100}, {}])
 def test_a_large_state_is_in_memory_once_after_a_save(
     options: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -63,6 +63,7 @@ def test_a_large_state_is_in_memory_once_after_a_save(
     )  # the loop's bucket is freed with it
 
 
+@pytest.mark.slow
 @pytest.mark.both_modes
 def test_a_small_state_keeps_its_memory_until_the_end(tmp_path: Path) -> None:
     counted = steps_and_copies(tmp_path, save_every=1)
