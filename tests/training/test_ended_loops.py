@@ -90,7 +90,9 @@ def living(way: str, folder: str, *, in_memory: bool) -> list[set[str]]:
 
 @pytest.mark.quick_in_both_modes
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] if way == "run folder" else []) for way in WAYS]
+)
 def test_an_ended_loop_is_freed_with_model_optimizer_and_data(
     way: str, ranks: int, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
