@@ -57,7 +57,8 @@ import ddp_loop as dl
 
 world = dl.join_world()
 model = torch.nn.Linear(3, 1)
-loop = dl.Loop(dl.Batches(torch.ones(6, 3), 2, world), 5, state={"model": model}, run_dir=sys.argv[1], progress=False)
+state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+loop = dl.Loop(dl.Batches(torch.ones(6, 3), 2, world), 5, state=state, run_dir=sys.argv[1], progress=False)
 for epoch in loop.epochs():
     for step in epoch:
         for rows in step:

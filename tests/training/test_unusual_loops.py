@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
 from tests.support.comparing import values_of
+from tests.support.device_modes import SYNCHRONOUS
 from tests.support.harness import OnRanks
 from tests.support.refusals import (
     BOUND,
@@ -187,9 +188,11 @@ def add_a_group_on_one(world: dl.World, folder: str, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["after the step", "before the shards"])
 @pytest.mark.slow
-def test_a_group_added_on_one_rank_alone_is_refused(where: str, refused: Refused) -> None:
-    said = "Rank 1 waits in a gather of modules and parameters that are new in state"
-    refused(2, add_a_group_on_one, where, kind="PeerFailed", said=said)
+def test_a_group_added_on_one_rank_alone_is_refused(where: str, device_mode: str, refused: Refused) -> None:
+    what = "a gather of modules and parameters that are new in state"
+    in_memory = device_mode == SYNCHRONOUS
+    kind, said = ("Parted", f"rank 1 is at {what}") if in_memory else ("PeerFailed", f"rank 1 waits in {what}")
+    refused(2, add_a_group_on_one, where, kind=kind, said=said)
 
 
 def norm_network() -> nn.Sequential:
