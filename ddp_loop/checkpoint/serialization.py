@@ -104,7 +104,9 @@ def parse(data: bytes) -> Any:
 class StagingBuffers:
     """Copies serialized states into memory that it reuses: mapping fresh pages takes longer than the copy.
 
-    A large state's copy is not kept beyond its use.
+    A large state's copy is not kept beyond its use. At most KEPT_BYTES of a copy are pinned memory, which a GPU copies
+    to quickly: torch keeps freed pinned memory for itself, and to pin more anew for each copy would take longer than
+    the copy.
     """
 
     def __init__(self) -> None:
@@ -112,12 +114,14 @@ class StagingBuffers:
 
     def copy(self, packed: SerializedState) -> SerializedState:
         """Copy the tensors to the CPU; this overwrites the result of the last call."""
-        memory = {}
+        memory, taken = {}, 0
         pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for name, tensor in packed.tensors.items():
             own = self._memory.get(name)
             if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                own = accelerator_of(tensor.device).empty_on_host(tensor)
+                device = tensor.device if taken + tensor.nbytes <= KEPT_BYTES else torch.device("cpu")
+                own = accelerator_of(device).empty_on_host(tensor)
+            taken += own.nbytes
             memory[name] = own
             here, there = pairs.setdefault(tensor.device, ([], []))
             here.append(own)

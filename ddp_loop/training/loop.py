@@ -65,8 +65,8 @@ class Loop:
         trace: write a digest of every tensor of every step into the run folder, for `python -m ddp_loop diff`; some
             milliseconds a step for a small network, seconds for a large one.
         on_nonfinite: what all ranks do where a mini-batch's loss or gradients are not finite: "raise"; "skip" the step,
-            which then changes nothing, at most 99 times in a row; or "allow" it. With a GradScaler in `state` only the
-            loss is checked. Parameters, buffers and optimizer states that became NaN raise too, or print a line once.
+            which then changes nothing, at most 99 times in a row (with fused optimizers a GPU is not waited for); or
+            "allow" it. With a GradScaler in `state` only the loss is checked. State that became NaN raises, or is told.
         check_replicas_every: the steps between two comparisons of all ranks' parameters, buffers and optimizers, with
             settings, by checksums; also after steps 1 and 10 and at the end. 0 for none, nor before an evaluation.
 
@@ -145,11 +145,11 @@ class Loop:
                 self._leave()
                 raise
 
-    def _make_recorder(self, folder: Path | None, policy: CheckpointPolicy, on_nonfinite: OnNonFinite) -> RunRecorder:
+    def _make_recorder(self, folder: Path | None, policy: CheckpointPolicy, rule: OnNonFinite) -> RunRecorder:
         """The recorder, and the checks of the values of steps and state."""
         state, local = self._job.state, [name for name, rule in self._job.rules.items() if rule == "local"]
-        self._state_check = NonFiniteStateCheck(state, self.world, on_nonfinite, local)
-        self._guard = NonFiniteGuard(on_nonfinite, self.batches.indices, state, blame=self._state_check.blame)
+        self._state_check = NonFiniteStateCheck(state, self.world, rule, local)
+        self._guard = NonFiniteGuard(rule, self.batches.indices, state, self._state_check.blame, self.world.print)
         checkpointer = None
         if folder is not None:
             parts: dict[str, Stateful] = {"guard": self._guard, "trained": FrozenParameters(state)}

@@ -3,8 +3,8 @@
 [Note: Skipping] A skipped step leaves everything as it was. On the host the gradients become None, which torch's
 optimizers leave alone. Reading a GPU's value would hold up the host: there optimizers get `found_inf`, a tensor that
 their fused kernels read themselves, as with torch's GradScaler. Where one of them does not know it, or a parameter is
-in none of them, the host waits for each step's value. With a GradScaler the gradients of such a step become NaN and the
-scaler skips it, since it refuses gradients that are all None.
+in none of them, the host waits for each step's value, as GradScaler does, and one line says so. With a GradScaler the
+gradients of such a step become NaN and the scaler skips it, since it refuses gradients that are all None.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class NonFiniteGuard:
         state: of the job; its optimizers skip steps.
         blame: gives the tensors of the job's state that are not finite in a bad step, given whether its update was made
             and its iteration; a collective where all ranks raise.
+        say: prints a line on rank 0.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ class NonFiniteGuard:
         rule: OnNonFinite,
         indices: Callable[[int, int, int], torch.Tensor],
         state: Mapping[str, object] | None = None,
-        *,
         blame: Callable[[bool, int], NonFiniteTensors] | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         values = list((state or {}).values())
         self.allows, self.skips, self._indices = rule == "allow", rule == "skip", indices
@@ -78,7 +79,7 @@ class NonFiniteGuard:
         self._gradients: Gradients | None = None
         self.bad: torch.Tensor | bool = False
         self.pending: _PendingCheck | None = None
-        self._blame = blame
+        self._blame, self._say_once = blame, say
         self._skipped = self._in_a_row = self._last = 0
 
     @property
@@ -137,10 +138,20 @@ class NonFiniteGuard:
                 for optimizer in self._optimizers:
                     optimizer.found_inf = found  # type: ignore[attr-defined]  # of torch's protocol with GradScaler
                 return
+            self._say_that_it_waits()
             self.bad = bool(self.bad)
         self.release()
         if self.bad:
             gradients.drop()
+
+    def _say_that_it_waits(self) -> None:
+        slow = [type(one).__name__ for one in self._optimizers if not _reads_found_inf(one)]
+        if slow and self._say_once is not None:
+            self._say_once(
+                f'ddp_loop: With on_nonfinite="skip" the host waits for the device in each step. {listed_are(slow)} '
+                "not fused. Pass fused=True where the optimizer has it."
+            )
+            self._say_once = None
 
     def release(self) -> None:
         """Take `found_inf` from the optimizers."""
@@ -260,13 +271,18 @@ def _know_found_inf(optimizers: list[Optimizer]) -> bool:
     return bool(optimizers) and all(map(_knows_found_inf, optimizers))
 
 
+def _reads_found_inf(optimizer: Optimizer) -> bool:
+    """Whether its kernels do; those of the protocol before this one do not."""
+    return (
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(group.get("fused", True) for group in optimizer.param_groups)
+        and "grad_scaler" not in inspect.signature(optimizer.step).parameters
+    )
+
+
 def _knows_found_inf(optimizer: Optimizer) -> bool:
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not _reads_found_inf(optimizer):
         return False
-    if not all(group.get("fused", True) for group in optimizer.param_groups):
-        return False
-    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-        return False  # the protocol before this one
     # A skipped first step would leave torch's fused SGD an unwritten momentum.
     return not isinstance(optimizer, SGD) or all(
         not group["momentum"] or parameter.grad is None or "momentum_buffer" in optimizer.state.get(parameter, {})

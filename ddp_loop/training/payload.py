@@ -271,6 +271,8 @@ def as_metric(name: str, value: Value, samples: int, device: torch.device) -> to
             f"{name} has shape {tuple(number.shape)}. Take its {what}."
         )
     reduced = number.sum(dtype=torch.float64) if isinstance(value, Sum) else number.mean(dtype=torch.float64)
+    if reduced.device != device and not is_asynchronous(reduced):  # a copy from the host would hold it up
+        return torch.full((), reduced.item(), dtype=torch.float64, device=device)
     # The script may reuse its own tensor for the next shard.
     return reduced.to(device, copy=number.dim() == 0)
 
@@ -327,7 +329,7 @@ class ShardRecord:
 
 def _is_same(one: Weight | None, other: Weight | None) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return is_asynchronous(one) or bool(one == other)  # reading a GPU's value would hold up the host
+        return True  # reading a GPU's values would hold up the host
     return type(one) is type(other) and one == other
 
 

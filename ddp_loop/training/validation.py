@@ -206,7 +206,7 @@ def bad_loss(loss: object) -> ValueError:
 
 
 def check_weight(weight: Weight) -> Weight:
-    """A shard's weight; a tensor as a copy in float64, shape ().
+    """A shard's weight: a number, or a GPU's value as a copy in float64, shape ().
 
     Raises:
         ValueError: no finite number of 0 or more. A GPU's value is not read; a wrong one makes the step NaN.
@@ -217,6 +217,7 @@ def check_weight(weight: Weight) -> Weight:
         weight = weight.detach().reshape(()).to(torch.float64, copy=True)  # float32 would round w / R
         if is_asynchronous(weight):
             return weight.where((weight >= 0) & weight.isfinite(), math.nan)  # the guard finds it one step later
+        weight = weight.item()  # a number needs no copy to the loss's device
     elif not isinstance(weight, Real):
         raise ValueError(f"A shard's weight must be a number or a tensor of one value. Got {weight!r}.")
     if not (math.isfinite(weight) and weight >= 0):

@@ -11,14 +11,16 @@ import sys
 import time
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from ddp_loop.accelerators import KINDS, Cpu, accelerator_of
+from ddp_loop.checkpoint import serialization
 from ddp_loop.checkpoint.serialization import (
     DTYPES,
     JSON_LEVELS,
@@ -393,6 +395,42 @@ def test_a_copy_stays_when_the_state_goes_on() -> None:
         weight.add_(1)
     assert from_tree(kept)["w"].eq(1).all()
     assert from_tree(kept)["w"].stride() == weight.stride()
+
+
+class Pinning(Cpu):
+    """A device, here "meta", that counts the memory of the host that it asks for."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.asked = 0
+
+    def empty_on_host(self, like: torch.Tensor) -> torch.Tensor:
+        self.asked += like.nbytes
+        return super().empty_on_host(like)
+
+    def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> None:
+        for one in here:
+            one.zero_()
+
+
+@pytest.mark.parametrize(("sizes", "pinned"), [([5, 3], 8), ([6, 4, 2], 6), ([9, 9], 0)])
+def test_only_so_much_of_a_copy_is_pinned(
+    sizes: list[int], pinned: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(serialization, "KEPT_BYTES", 8)
+    monkeypatch.setitem(KINDS, "meta", Pinning)
+    accelerator_of.cache_clear()
+    request.addfinalizer(accelerator_of.cache_clear)
+    tensors = {str(number): torch.empty(size, dtype=torch.uint8, device="meta") for number, size in enumerate(sizes)}
+    state = SerializedState({}, tensors)
+    copies, device = StagingBuffers(), cast(Pinning, accelerator_of(torch.device("meta")))
+    for _ in range(2):
+        kept = copies.copy(state)
+        assert [one.nbytes for one in kept.tensors.values()] == sizes
+    assert device.asked == pinned
+    copies.free_if_large()
+    copies.copy(state)
+    assert device.asked == (pinned if sum(sizes) <= 8 else 2 * pinned)
 
 
 @pytest.mark.gpu

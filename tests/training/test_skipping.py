@@ -311,6 +311,22 @@ def test_an_optimizer_that_loses_found_inf_takes_the_next_step() -> None:
         assert "found_inf" not in vars(optimizer)
 
 
+@pytest.mark.one_mode(ASYNCHRONOUS, "on the host there is nothing to wait for")
+@pytest.mark.parametrize(
+    ("optimizer", "says"), [("fused adam", False), ("fused sgd", False), ("adam", True), ("sgd", True)]
+)
+def test_an_optimizer_that_the_host_waits_for_is_named_once(
+    optimizer: str, says: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train("", optimizer=optimizer)
+    kind = "Adam" if optimizer.endswith("adam") else "SGD"
+    said = (
+        f'ddp_loop: With on_nonfinite="skip" the host waits for the device in each step. {kind} '
+        "is not fused. Pass fused=True where the optimizer has it.\n"
+    )
+    assert capfd.readouterr().out.count(said) == says
+
+
 def never_finite(world: dl.World, folder: str, relief: int) -> None:
     weight = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.Adam([weight], fused=True)
