@@ -14,8 +14,12 @@ makes for the current shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress, repeat
+from operator import attrgetter, is_, is_not, not_
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -25,6 +29,7 @@ from ddp_loop.distributed import Work, World, as_real, fill_identity, merge, pad
 from ddp_loop.training.ordered_sum import ReductionOrder
 
 _LARGE_BYTES = 2**17  # of a gradient that is copied at once
+_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 def grouped(parameters: list[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
@@ -52,6 +57,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def set_grads(parameters: Iterable[Parameter], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Assign each parameter's `.grad`; a loop in Python takes three times as long."""
+    deque(map(setattr, parameters, repeat("grad"), gradients), maxlen=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,8 +149,9 @@ class Bucket:
     ) -> None:
         self.parameters = parameters
         self.given = [False] * len(parameters)
-        self.missing = set(parameters)  # by the current backward
-        self._places = {parameter: place for place, parameter in enumerate(parameters)}
+        self._all, self._nothing = frozenset(range(len(parameters))), [None] * len(parameters)
+        self._left: Sequence[torch.Tensor | None] = self._nothing  # by the step's backwards, in each `.grad`
+        self.missing = set(self._all)  # the places whose gradients the current backward has not made
         self.length = sum(parameter.numel() for parameter in parameters)
         self.is_precise = dtype in (torch.float32, torch.float64)  # so sums over gradients can have their dtype
         self._dtype, self._device, self._world, self._order = dtype, device, world, order
@@ -200,23 +211,28 @@ class Bucket:
     def _show(self, flat: FlatBuffer) -> None:
         """Note which tensor holds the parameters' gradients now, for `tampered`."""
         self._shown, self._version = flat, flat.whole._version
+        self._left = _where(flat.views, self.given) if any(self.given) else self._nothing
 
     def begin_backward(self) -> None:
         """Let autograd make the next shard's gradients apart from those before."""
         self._is_collected = False
-        if not self._order.in_place:
-            for parameter, view in zip(self.parameters, self._shown.views, strict=True):
-                if parameter.grad is view:
-                    parameter.grad = None
+        if self._shards and not self._kept and not self._order.in_place:
+            set_grads(self.parameters, repeat(None))
 
-    def take(self, parameter: Parameter) -> None:
+    def expect_all(self) -> None:
+        """Count every gradient as missing."""
+        self.missing.update(self._all)
+
+    def take(self, place: int) -> None:
         """Copy a large gradient that has just been made into the flat tensor, while it is in the cache.
 
         Autograd then uses its memory again for the next one. Small ones are copied together, in fewer calls.
         """
+        self.missing.discard(place)
+        parameter = self.parameters[place]
         gradient = parameter.grad
         if self._order.in_place and gradient is not None and gradient.nbytes >= _LARGE_BYTES and not gradient.is_sparse:
-            view = self.own.views[self._places[parameter]]
+            view = self.own.views[place]
             if gradient is not view:
                 parameter.grad = view.copy_(gradient)
 
@@ -239,22 +255,21 @@ class Bucket:
                 self.given[place] = True
             self._add(places, gradients)
             self._show(self._sums[-1] or self._shown)
-            for parameter, view, given in zip(self.parameters, self._shown.views, self.given, strict=True):
-                parameter.grad = view if given else None
+            set_grads(self.parameters, self._left)
 
-    def fresh(self) -> tuple[list[int], list[torch.Tensor]]:
+    def fresh(self, flat: FlatBuffer | None = None) -> tuple[Sequence[int], list[torch.Tensor]]:
         """The gradients that autograd made apart from those of the shards before, with their parameters' places."""
-        places, gradients = [], []
-        for place, (parameter, view) in enumerate(zip(self.parameters, self._shown.views, strict=True)):
-            gradient = parameter.grad
-            if gradient is not None and gradient is not view:
-                if gradient.is_sparse:
-                    raise _sparse(gradient)
-                places.append(place)
-                gradients.append(gradient)
+        found: list[Any] = list(map(_GRAD, self.parameters))
+        places: Sequence[int] = range(len(found))
+        views = (flat or self._shown).views
+        if any(map(is_, found, repeat(None))) or any(map(is_, found, views)):
+            places = [place for place in places if found[place] is not None and found[place] is not views[place]]
+        gradients = list(map(found.__getitem__, places))
+        if any(map(_IS_SPARSE, gradients)):
+            raise _sparse(next(filter(_IS_SPARSE, gradients)))
         return places, gradients
 
-    def _add(self, places: list[int], gradients: list[torch.Tensor]) -> None:
+    def _add(self, places: Sequence[int], gradients: list[torch.Tensor]) -> None:
         """Add one more shard's gradients, in the tree's order."""
         merges = self._order.merges[self._shards]
         self._shards += 1
@@ -269,7 +284,7 @@ class Bucket:
         if merges:
             self._spare += merge(self._sums, merges, lambda left, right: left.gradients.add_(right.gradients))
 
-    def _filled(self, places: list[int], gradients: list[torch.Tensor]) -> FlatBuffer:
+    def _filled(self, places: Sequence[int], gradients: list[torch.Tensor]) -> FlatBuffer:
         if not any(self._sums):
             flat = self.own
         else:
@@ -282,23 +297,16 @@ class Bucket:
     def _collect(self) -> None:
         """Copy the gradients that autograd made elsewhere into the flat tensor, all in one call."""
         self._is_collected = True
-        views, gradients = [], []
-        for number, (parameter, view) in enumerate(zip(self.parameters, self.own.views, strict=True)):
-            gradient = parameter.grad
-            self.given[number] = gradient is not None
-            if gradient is view:
-                continue
-            if gradient is None:
-                fill_identity(view)
-                continue
-            if gradient.is_sparse:
-                raise _sparse(gradient)
-            views.append(view)
-            gradients.append(gradient)
-            parameter.grad = view
-        if views:
-            torch._foreach_copy_(views, gradients)
+        views = self.own.views
+        self.given = list(map(is_not, map(_GRAD, self.parameters), repeat(None)))
+        for view in compress(views, map(not_, self.given)):
+            fill_identity(view)
+        places, gradients = self.fresh(self.own)
+        if gradients:
+            torch._foreach_copy_(list(map(views.__getitem__, places)), gradients)
         self._show(self.own)
+        if gradients:
+            set_grads(self.parameters, self._left)
 
     def finish_shards(self) -> None:
         """Finish the rank's shards; empty ones, which had no backward, add nothing."""
@@ -325,8 +333,8 @@ class Bucket:
 
     def assign_grads(self, given: list[bool]) -> None:
         """Make the sum each parameter's `.grad`; None where no shard of any rank gave one."""
-        for parameter, view, there in zip(self.parameters, self.own.views, given, strict=True):
-            parameter.grad = view if there else None
+        if not self._order.in_place or given != self.given:  # else they are there since they were collected
+            set_grads(self.parameters, _where(self.own.views, given))
 
     def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the largest gradient, shape () each; one is NaN if a gradient is.
@@ -353,7 +361,7 @@ class Bucket:
 
     def gave(self, parameter: Parameter) -> bool:
         """Whether a backward of this pass gave the parameter a gradient."""
-        return bool(self._kept) or self.given[self._places[parameter]]
+        return bool(self._kept) or any(map(is_, compress(self.parameters, self.given), repeat(parameter)))
 
     def tampered(self) -> Parameter | None:
         """A parameter whose gradient is not what the step's backwards left; None without one.
@@ -365,11 +373,15 @@ class Bucket:
                 return parameter
         if self._kept:
             return None
-        for parameter, view, given in zip(self.parameters, self._shown.views, self.given, strict=True):
-            if parameter.grad is not (view if given else None):
-                return parameter
+        if any(differs := list(map(is_not, map(_GRAD, self.parameters), self._left))):
+            return next(compress(self.parameters, differs))
         changed = self.summing.flat is None and self._shown.whole._version != self._version
         return self.parameters[0] if changed and self.parameters else None
+
+
+def _where(views: Sequence[torch.Tensor], given: Sequence[bool]) -> Sequence[torch.Tensor | None]:
+    """The views, or None where no gradient was given."""
+    return views if all(given) else [view if is_given else None for view, is_given in zip(views, given, strict=True)]
 
 
 def _sparse(gradient: torch.Tensor) -> ValueError:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from itertools import chain, compress
-from operator import attrgetter, ne
+from functools import partial
+from itertools import chain, compress, repeat
+from operator import attrgetter, methodcaller, ne
 
 import torch
 from torch.nn import Parameter
@@ -17,13 +18,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ddp_loop.distributed import World
-from ddp_loop.training.buckets import Bucket, finish_all, grouped
+from ddp_loop.training.buckets import Bucket, finish_all, grouped, set_grads
 from ddp_loop.training.ordered_sum import ReductionOrder
 from ddp_loop.training.unplanned import UnplannedGradients
 
 _FLOAT32_BYTES = 4
 _NORM_EACH = 2**20  # gradients that a step's norm may read
 _VERSION, _WANTS, _GIVEN, _PRECISE = map(attrgetter, ("_version", "requires_grad", "given", "is_precise"))
+_DTYPE, _STRIDES = attrgetter("dtype"), methodcaller("stride")
 _OWN_BACKWARD = (
     "Between a step's first shard and its fold, step.backward alone makes gradients. {} got one from another backward, "
     "which would count once per rank. Call step.backward(loss, more_losses=True) for each further loss of a shard, or "
@@ -71,7 +73,6 @@ class Gradients:
         self._tail = 0
         self.tail = torch.empty(0, device="cpu")  # room for other sums, of `slot_dtype`, shape (the planned length,)
         self._planned: dict[Parameter, tuple[torch.dtype, tuple[int, ...]]] = {}
-        self._home: dict[Parameter, tuple[int, Bucket]] = {}  # with its number
         self._hooks: list[RemovableHandle] = []
         self._next = 0  # the first bucket whose sum has not started
         self._in_backward = self._in_last = False
@@ -103,15 +104,15 @@ class Gradients:
         self.tail = self.buckets[-1].tail
         self._planned = {parameter: (parameter.dtype, parameter.stride()) for parameter in wanted}
         for number, bucket in enumerate(self.buckets[:-1]):
-            for parameter in bucket.parameters:
-                self._home[parameter] = number, bucket
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
+            for index, parameter in enumerate(bucket.parameters):
+                arrived = partial(self._arrived, number, index)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def release(self) -> None:
         """Drop the buckets and the hooks; assigned gradients stay."""
         for hook in self._hooks:
             hook.remove()
-        self.buckets, self._hooks, self._home, self._planned = [], [], {}, {}
+        self.buckets, self._hooks, self._planned = [], [], {}
         self.unplanned.release()
         self._holds_sums = False
 
@@ -130,16 +131,11 @@ class Gradients:
         Raises:
             RuntimeError: a parameter's dtype or memory format changed after the first step.
         """
-        for parameter, form in self._planned.items():
-            if (parameter.dtype, parameter.stride()) != form:
-                raise RuntimeError(
-                    "A parameter's dtype and memory format must not change during training. "
-                    f"{self._names[parameter]} had {form[0]} with strides {form[1]} and now has {parameter.dtype} with "
-                    f"strides {parameter.stride()}. Convert the model before the Loop is created."
-                )
+        forms = list(zip(map(_DTYPE, self._planned), map(_STRIDES, self._planned), strict=True))
+        if forms != list(self._planned.values()):
+            self._refuse_new_form()
         asks, self._versions = list(map(_WANTS, self._names)), list(map(_VERSION, self._names))
-        for parameter in self._names:
-            parameter.grad = None
+        set_grads(self._names, repeat(None))
         if not self.buckets:
             self.plan(0)
         if asks != self._asks:
@@ -152,6 +148,15 @@ class Gradients:
         self.known_norm = None
         for bucket in (*self.buckets, *self.unplanned.buckets):
             bucket.open()
+
+    def _refuse_new_form(self) -> None:
+        for parameter, form in self._planned.items():
+            if (parameter.dtype, parameter.stride()) != form:
+                raise RuntimeError(
+                    "A parameter's dtype and memory format must not change during training. "
+                    f"{self._names[parameter]} had {form[0]} with strides {form[1]} and now has {parameter.dtype} with "
+                    f"strides {parameter.stride()}. Convert the model before the Loop is created."
+                )
 
     def backward(self, loss: torch.Tensor, factor: float | torch.Tensor, *, last: bool, more: bool = False) -> None:
         """Backpropagate `factor` times the loss of one shard.
@@ -176,7 +181,7 @@ class Gradients:
             self._backward_apart(loss, factor, more)
         else:
             for bucket in self.buckets[:-1]:
-                bucket.missing.update(bucket.parameters)
+                bucket.expect_all()
             self._in_backward, self._in_last = True, last and self._tail > 0 and self._overlaps
             try:
                 loss.backward(loss.new_full((), factor), retain_graph=more)
@@ -194,8 +199,7 @@ class Gradients:
         """Backpropagate the loss of no samples for the collectives in it; its gradients are discarded."""
         before = {parameter: parameter.grad for parameter in self._names}
         loss.backward(torch.zeros_like(loss), retain_graph=more)
-        for parameter, gradient in before.items():
-            parameter.grad = gradient
+        set_grads(before, before.values())
 
     def finish_shard(self, *, skipped: bool = False) -> None:
         """Finish a shard with the gradients that it has; raises where a `skipped` one has any of the script's own."""
@@ -231,8 +235,7 @@ class Gradients:
     def _backward_apart(self, loss: torch.Tensor, factor: float | torch.Tensor, more: bool) -> None:
         """Backpropagate apart from the gradients of the shards before, and add `factor` times the new ones to them."""
         before = {parameter: parameter.grad for parameter in self._names}
-        for parameter in self._names:
-            parameter.grad = None
+        set_grads(self._names, repeat(None))
         is_low = loss.dtype.itemsize < _FLOAT32_BYTES
         seed = torch.ones_like(loss) if is_low else torch.as_tensor(factor, dtype=loss.dtype, device=loss.device)
         loss.backward(seed.reshape(loss.shape), retain_graph=more)
@@ -254,8 +257,7 @@ class Gradients:
         void = factor == 0
         return void & ~gradient.isfinite() if self._synced else void
 
-    def _arrived(self, parameter: Parameter) -> None:
-        number, bucket = self._home[parameter]
+    def _arrived(self, number: int, place: int, parameter: Parameter) -> None:
         if not self._in_backward:
             if self._is_pass_open and number < self._next:
                 raise RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
@@ -266,8 +268,7 @@ class Gradients:
                 "one after its sum over the ranks had begun, as with reentrant checkpointing of a shared weight. "
                 "Checkpoint with use_reentrant=False, or give Loop a bucket_cap_mib larger than the network."
             )
-        bucket.missing.discard(parameter)
-        bucket.take(parameter)
+        self.buckets[number].take(place)
         while self._in_last and self._next < len(self.buckets) - 1 and not self.buckets[self._next].missing:
             first = self.buckets[self._next]
             self._next += 1
@@ -415,8 +416,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Make all gradients None."""
-        for parameter in self._names:
-            parameter.grad = None
+        set_grads(self._names, repeat(None))
 
     def fill_with_nan(self, where: torch.Tensor | bool) -> None:
         """Make all gradients NaN, if `where`, shape ()."""
