@@ -35,7 +35,7 @@ TOPICS = {
     "watching": Topic(watching.report, watching.JOBS),
     "reading": Topic(reading.report, reading.PARTS),
     "peers": Topic(peers.report, peers.PARTS),
-    "versions": Topic(versions.report),
+    "versions": Topic(versions.report, (), ("ranks", "exchange")),
     "mutants": Topic(mutants.report),
     "accuracy": Topic(accuracy.report, accuracy.SETTINGS),
 }
@@ -56,7 +56,7 @@ def main() -> None:
         metavar="PART",
         help="of a topic, by default all; versions takes another checkout's folder first, mutants their numbers",
     )
-    parser.add_argument("--ranks", type=int, choices=(2, 3, 4), help="of the topics that have a choice")
+    parser.add_argument("--ranks", type=int, choices=(1, 2, 3, 4), help="of the topics that have a choice")
     parser.add_argument("--exchange", choices=exchanges(), help="between our ranks; by default join_world's own choice")
     arguments = parser.parse_intermixed_args()
     given = {name: getattr(arguments, name) for name in ("ranks", "exchange") if getattr(arguments, name) is not None}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import __main__ as command
-from benchmarks import exchange, order, steps
+from benchmarks import exchange, order, steps, versions
 from benchmarks.measuring import LEAST_PAIRS, Ratio, compare, exchanges, joined
 from ddp_loop import launch
 from tests.support.harness import OnRanks, until
@@ -219,6 +219,15 @@ def test_every_cost_is_measured_and_in_the_table(on_ranks: OnRanks) -> None:
     for what, ratio in on_ranks(2, measure_order)[0].items():
         assert min(ratio.median, ratio.one_ms, ratio.other_ms) > 0  # quartiles of two pairs mean nothing
         assert f" | {what} | " in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_checkouts_are_timed_in_turn(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "STARTS", 2)
+    ratio = versions.compare(versions.HERE, versions.HERE, "32-wide MLP", 4, 1, ranks, "gloo")
+    assert ratio.pairs == 4
+    assert min(ratio.median, ratio.one_ms, ratio.other_ms) > 0
 
 
 # -- the command -------------------------------------------------------------------------------------------
