@@ -90,6 +90,8 @@ class Checkout:
                 rank.stdin.close()
         for rank in self._ranks:
             rank.wait(timeout=60)
+            if rank.stdout is not None:
+                rank.stdout.close()
         self._scratch.cleanup()
 
     def seconds(self, steps: int) -> float:
