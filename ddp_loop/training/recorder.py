@@ -119,10 +119,12 @@ class RunRecorder:
         where = self._where
         if self.checkpointer is not None and where.iteration and where.has_no_step_left:
             bound = "steps" if where.has_made_all else "epochs"
+            made = f"the {where.iteration} steps of {bound}={where.extent[bound]}"
+            if where.length is not None and where.iteration > where.length:
+                made = f"{where.iteration} steps, and {bound}={where.extent[bound]} asks for {where.length}"
             self.checkpointer.say(
-                f"{self.checkpointer.folder} is finished: it has made the {where.iteration} steps of "
-                f"{bound}={where.extent[bound]}. Raise {bound}= to go on, or pass resume=False to start over (its "
-                "files move to before/)."
+                f"{self.checkpointer.folder} is finished: it has made {made}. Raise {bound}= to go on, or pass "
+                "resume=False to start over (its files move to before/)."
             )
         elif self.checkpointer is not None and where.iteration and reporting.progress:
             self._world.print(f"{self.checkpointer.folder}: resumes after step {where.iteration}")
