@@ -1,7 +1,7 @@
 """Checkpoints: when they are saved, how they reach the disk whole, and how a run resumes from one."""
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
-from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, OnSaveError
+from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, OnSaveError, Snapshot
 from ddp_loop.checkpoint.run_folder import (
     EVALUATIONS,
     PICTURES,
@@ -36,6 +36,7 @@ __all__ = [
     "Checkpointer",
     "OnSaveError",
     "RunFolder",
+    "Snapshot",
     "Stateful",
     "ask_to_stop",
     "best_of",

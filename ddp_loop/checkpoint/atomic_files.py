@@ -60,14 +60,24 @@ def write_new(path: Path, parts: list[bytes | memoryview]) -> dict[str, int | st
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path is a folder and not a link to one."""
-    return path.is_dir() and not path.is_symlink()
+    """Whether a path is a folder and not a link to one.
+
+    Raises:
+        OSError: the path cannot be looked up now, which `Path.is_dir` takes for no folder.
+    """
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's names to the disk."""
-    with opened(folder) as descriptor:
+    """Flush a folder's names to the disk. It may be a link, as a run folder may."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
         _sync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_files(folder: Path, names: Iterable[str]) -> None:

@@ -63,7 +63,7 @@ class CheckpointPolicy:
 
 
 @dataclass(frozen=True)
-class _Snapshot:
+class Snapshot:
     """The state at one moment: rank 0 has a copy, the others have its checksums as JSON.
 
     Attributes:
@@ -113,7 +113,6 @@ class Checkpointer:
         self._identity: tuple[int, int] | None = None
         self._extent: Mapping[str, object] = {}
         self._buffers, self._held_buffers = StagingBuffers(), StagingBuffers()
-        self._held: _Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._found: Checkpoint | None = None  # on rank 0, during `_restore`
@@ -224,26 +223,28 @@ class Checkpointer:
             position: where a resumed run continues.
         """
         self.wait()
-        self._held = None
         self._begin(self._take(position, self._buffers), self.score)
         self.asked, self.score = False, None
 
-    def hold(self, position: Mapping[str, int]) -> None:
-        """Copy the current state, which `save_held` can save later. Every rank must call this."""
-        self._held = self._take(position, self._held_buffers)
+    def hold(self, position: Mapping[str, int]) -> Snapshot:
+        """Copy the current state, which `save_held` can save until the next step. Every rank must call this."""
+        return self._take(position, self._held_buffers)
 
-    def save_held(self, score: float | None = None) -> None:
+    def save_held(self, held: Snapshot, score: float | None = None) -> None:
         """Start to save the state of the last `hold`. Every rank must call this."""
-        held, self._held = self._held, None
-        if held is not None:
-            self.wait()
-            self._buffers, self._held_buffers = self._held_buffers, self._buffers  # the next `hold` needs other memory
-            self._begin(held, score)
+        self.wait()
+        self._buffers, self._held_buffers = self._held_buffers, self._buffers  # the next `hold` needs other memory
+        self._begin(held, score)
 
     def drop_held(self) -> None:
-        """Forget the state of the last `hold`."""
-        self._held = None
+        """Free the memory of the last `hold`, which is not saved."""
         self._held_buffers.free_if_large()
+
+    def release_state(self) -> None:
+        """Let the job's state be freed; what was copied before can still be saved."""
+        self._state, self._parts, self._refuses = {}, {}, lambda iteration: None
+        self._buffers, self._held_buffers = StagingBuffers(), StagingBuffers()
+        self._job.release()
 
     def give_score(self, score: float, *, is_last: bool) -> None:
         """Write the score of the newest checkpoint, on rank 0. An error is raised on all ranks in the next step.
@@ -277,14 +278,14 @@ class Checkpointer:
         self.wait()
         self._world.raise_if_any_failed(self.problem())
 
-    def _take(self, position: Mapping[str, int], buffers: StagingBuffers) -> _Snapshot:
+    def _take(self, position: Mapping[str, int], buffers: StagingBuffers) -> Snapshot:
         serialized, problem = self._job.serialize(), self._refuses(position["iteration"])
         if self._store is not None:
-            return _Snapshot(dict(position), buffers.copy(serialized), "", problem)
+            return Snapshot(dict(position), buffers.copy(serialized), "", problem)
         names, sums = self._job.checksums(serialized)
-        return _Snapshot(dict(position), None, json.dumps([names, sums.tolist()]), problem)
+        return Snapshot(dict(position), None, json.dumps([names, sums.tolist()]), problem)
 
-    def _begin(self, snapshot: _Snapshot, score: float | None) -> None:
+    def _begin(self, snapshot: Snapshot, score: float | None) -> None:
         self._began = time.monotonic()
         store, copied, started = self._store, snapshot.copied, threading.Event()
         buffers = self._buffers
@@ -306,10 +307,10 @@ class Checkpointer:
         self._thread.start()
         started.set()
 
-    def _key(self, snapshot: _Snapshot) -> str:
+    def _key(self, snapshot: Snapshot) -> str:
         return f"ddp_loop/save/{self._number}/{snapshot.position['iteration']}"
 
-    def _write(self, store: CheckpointStore, snapshot: _Snapshot, copied: SerializedState, score: float | None) -> None:
+    def _write(self, store: CheckpointStore, snapshot: Snapshot, copied: SerializedState, score: float | None) -> None:
         try:
             names, sums = self._job.checksums(copied)
             self._compare(snapshot, names, sums)
@@ -332,7 +333,7 @@ class Checkpointer:
         elif self._error is None:  # the first error is the cause
             self._error = error
 
-    def _compare(self, snapshot: _Snapshot, names: list[str], sums: torch.Tensor) -> None:
+    def _compare(self, snapshot: Snapshot, names: list[str], sums: torch.Tensor) -> None:
         """Wait for the other ranks' checksums, and compare them.
 
         Raises:
@@ -420,7 +421,7 @@ class Checkpointer:
             return
         self._ended = True
         self.wait()
-        self._held, self._buffers, self._held_buffers = None, StagingBuffers(), StagingBuffers()
+        self._buffers, self._held_buffers = StagingBuffers(), StagingBuffers()
         if (problem := self.problem()) is not None:  # the loop was left before its next step
             self.say(f"No checkpoint was written. {format_error(problem)}")
         facts: dict[str, object] = {"iteration": iteration} | ({"why": why} if why else {})

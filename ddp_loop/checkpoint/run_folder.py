@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint.atomic_files import explained, write_atomic
+from ddp_loop.checkpoint.atomic_files import explained, is_folder, write_atomic
 from ddp_loop.distributed import MOST_LETTERS
 
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
@@ -147,8 +147,9 @@ class RunFolder:
             self._directory = os.getcwd()
         self._lock = self._take_lock()
         try:
+            before = self._read_run()
             with self._explaining():
-                self._open(facts, settings or {}, resume)
+                self._open(before, facts, settings or {}, resume)
         except BaseException:
             self.close()
             raise
@@ -179,13 +180,32 @@ class RunFolder:
         _open_here[self._place] = lock
         return lock
 
-    def _open(self, facts: Mapping[str, object], settings: Mapping[str, object], resume: bool | None) -> None:
+    def _read_run(self) -> dict[str, Any] | None:
+        """Read run.json; None if it is missing or damaged. While it cannot be read, no new run may take its place.
+
+        Raises:
+            OSError: it cannot be read now.
+        """
+        path, remedy = self.folder / RUN, "Start again when it can be read."
+        with suppress(FileNotFoundError, IsADirectoryError), explained(f"{path} cannot be read now", remedy):
+            path.read_bytes()
+        before = read_json(path)
+        whole = before is not None and isinstance(before.get("id"), str) and isinstance(before.get("fingerprint"), dict)
+        return before if whole else None
+
+    def _open(
+        self,
+        before: dict[str, Any] | None,
+        facts: Mapping[str, object],
+        settings: Mapping[str, object],
+        resume: bool | None,
+    ) -> None:
         self.forget_stop()
-        before = read_json(self.folder / RUN)
-        known = before is not None and isinstance(before.get("id"), str)
-        if resume is False and any((self.folder / name).exists() for name in _MOVED):
+        known = before is not None
+        if resume is False and any(os.path.lexists(self.folder / name) for name in _MOVED):
             self._move_away()
             known = False
+        self._check_no_link()
         if not known and any((self.folder / "checkpoints").glob("step-*")):
             raise ValueError(
                 f"{self.folder} has checkpoints, but its run.json is missing or damaged. Restore it, or pass "
@@ -193,7 +213,7 @@ class RunFolder:
             )
         now = fingerprint({**facts, **settings}, self.folder)
         if known and before is not None:
-            former = before.get("fingerprint") or {}
+            former = before["fingerprint"]
             self._check_same(_changed(former, facts), resume)
             self._check_checkpoints()
             self.changed = list(_changed(former, now).values())
@@ -216,6 +236,15 @@ class RunFolder:
             f"{self.folder} has another run (status: {status}): {'; '.join(changed.values())}. {remedy} resume=False "
             "to start over (its files move to before/), or another run_dir=."
         )
+
+    def _check_no_link(self) -> None:
+        """Raise ValueError if a link or a file stands in the place of the folder of checkpoints."""
+        if os.path.lexists(folder := self.folder / "checkpoints") and not is_folder(folder):
+            raise ValueError(
+                f"{folder} must be a folder of its own, since no checkpoint is read or written through a link. It is a "
+                f"{'link' if folder.is_symlink() else 'file'}. Move the folder back there, make the whole run folder a "
+                "link, or pass resume=False to start over."
+            )
 
     def _check_checkpoints(self) -> None:
         """Raise ValueError if the run had checkpoints that are gone; starting over would cut its rows to nothing."""
@@ -259,7 +288,7 @@ class RunFolder:
         target.mkdir(parents=True)
         others = [path.name for pattern in (_DAMAGED, ERROR.format(rank="*")) for path in self.folder.glob(pattern)]
         for name in (*_MOVED, *others):
-            if (self.folder / name).exists():
+            if os.path.lexists(self.folder / name):
                 (self.folder / name).rename(target / name)
         self.news.append(f"{self.folder} starts over; its earlier files are in {target}")
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
 from ddp_loop.determinism import checksum_all, leaves
-from ddp_loop.distributed import ReplicaMismatch, ends_of_copies, own_names
+from ddp_loop.distributed import ReplicaMismatch, ends_of_copies, find_modules, own_names
 
 _JOB, _GENERATORS, _PARTS = "job", "generators", "parts"
 _MOST_SETTINGS, _LETTERS = 200, 80
@@ -51,6 +51,7 @@ class JobState:
     ) -> None:
         self._state, self._parts, self._device = state, parts, device
         self._local, self._local_endings = own_names(state, local), ends_of_copies(state, local)
+        self._modules = set(find_modules(state))
 
     def serialize(self) -> SerializedState:
         """Serialize the current state; the tensors share its memory.
@@ -70,8 +71,12 @@ class JobState:
     def _is_local(self, name: str) -> bool:
         """Whether a tensor is a buffer that differs between ranks, or a copy of one."""
         name = name.removeprefix(f"{_JOB}.")
-        owner = self._state.get(name.partition(".")[0])
-        return name in self._local or (not isinstance(owner, nn.Module) and name.endswith(self._local_endings))
+        is_in_module = name.partition(".")[0] in self._modules
+        return name in self._local or (not is_in_module and name.endswith(self._local_endings))
+
+    def release(self) -> None:
+        """Forget the objects; `checksums` still knows which tensors are compared."""
+        self._state, self._parts = {}, {}
 
     def restore(self, serialized: SerializedState, checksums: Mapping[str, int]) -> None:
         """Restore a serialized state, and compare its checksums with those of the checkpoint.

@@ -224,7 +224,9 @@ class CheckpointStore:
             OSError: it cannot be read now.
         """
         self.refused = []
-        for name in self._names():
+        with explained(f"The checkpoints in {self.folder} cannot be listed now", "Start again when they can be."):
+            names = self._names()
+        for name in names:
             try:
                 return self.read(self.folder / name)
             except CorruptCheckpoint as error:
@@ -309,7 +311,7 @@ class CheckpointStore:
 def run_id_of(run: Path) -> str | None:
     """Return the id in run.json; None if it cannot be read."""
     try:
-        with opened(run) as folder:
+        with opened(Path(os.path.realpath(run))) as folder:
             content = parse(bytes_of(folder, "run.json", MANIFEST_BYTES))
     except (OSError, ValueError):
         return None

@@ -255,7 +255,7 @@ class Loop:
         finally:
             self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
             self._leave(abandoned=True)
-        self._end()
+        self._recorder.end()
         if self.stopped is not None:
             raise Stopped
 
@@ -442,9 +442,5 @@ class Loop:
 
     def _leave(self, *, abandoned: bool = False) -> None:
         self.close()
-        if not (abandoned and self._recorder.keeps):  # a run folder gets the reason when the world is left
-            self._end()
-
-    def _end(self) -> None:
-        self._recorder.end()
+        self._recorder.end(later=abandoned)
         self.world.forget(self._leave)  # so that the loop can be freed, with model, optimizer and data

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_loop.accelerators import is_asynchronous
-from ddp_loop.checkpoint import Checkpointer
+from ddp_loop.checkpoint import Checkpointer, Snapshot
 from ddp_loop.data import Batches, LoopPosition, MiniBatch
 from ddp_loop.distributed import World
 from ddp_loop.reporting import NORM, RATE, Receivers, Reporter, all_of
@@ -21,6 +22,19 @@ from ddp_loop.tracing import TRACE as FOLDER
 from ddp_loop.tracing import Tracer, TraceRequest
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.payload import StepResult
+
+
+def _nothing() -> None:
+    """Nothing waits for the world's end."""
+
+
+def _end(
+    world: World, where: LoopPosition, checkpointer: Checkpointer | None, report: Reporter, stopped: str | None
+) -> None:
+    if checkpointer is not None:
+        status = "stopped" if stopped is not None else "done" if where.is_done else "left"
+        checkpointer.end(status, world.ended_by, where.state_dict()["iteration"], stopped)
+    report.end()
 
 
 def open_trace(
@@ -90,7 +104,9 @@ class RunRecorder:
         self.tracer: Tracer | None = None
         self.stopped: str | None = None
         self.holds, self.keeps, self.has_rows = True, checkpointer is not None, False
-        self._saved = self._held = -1  # the iteration of the last checkpoint, and of the copy that could become one
+        self._saved = -1  # the iteration of the last checkpoint
+        self._held: Snapshot | None = None  # a copy of the last step's state, which could become one
+        self._ending: Callable[[], None] = _nothing  # called when the world is left
 
     def open(self, facts: Mapping[str, object], resume: bool | None) -> dict[str, int] | None:
         """Take the run folder, and restore the newest checkpoint's state. Every rank must call this.
@@ -119,10 +135,12 @@ class RunRecorder:
         where = self._where
         if self.checkpointer is not None and where.iteration and where.has_no_step_left:
             bound = "steps" if where.has_made_all else "epochs"
+            made = f"the {where.iteration} steps of {bound}={where.extent[bound]}"
+            if where.length is not None and where.iteration > where.length:
+                made = f"{where.iteration} steps, and {bound}={where.extent[bound]} asks for {where.length}"
             self.checkpointer.say(
-                f"{self.checkpointer.folder} is finished: it has made the {where.iteration} steps of "
-                f"{bound}={where.extent[bound]}. Raise {bound}= to go on, or pass resume=False to start over (its "
-                "files move to before/)."
+                f"{self.checkpointer.folder} is finished: it has made {made}. Raise {bound}= to go on, or pass "
+                "resume=False to start over (its files move to before/)."
             )
         elif self.checkpointer is not None and where.iteration and reporting.progress:
             self._world.print(f"{self.checkpointer.folder}: resumes after step {where.iteration}")
@@ -222,17 +240,16 @@ class RunRecorder:
         """
         where = self._where
         if self.checkpointer is not None:
-            if self._held not in (-1, where.iteration):
-                self._held = -1
+            if self._held is not None and not self._holds_last_step:
+                self._held = None
                 self.checkpointer.drop_held()
             is_due = self.checkpointer.is_due_after(where.iteration, is_last_of_epoch=is_last_of_epoch)
             if stops or ends or saves or is_due:
                 self._save()
             elif is_last_of_epoch and self.holds:
                 # A resumed run repeats what the script does before the next step.
-                self._held = where.iteration
                 with self._world.in_stage("save"):
-                    self.checkpointer.hold(where.state_dict())
+                    self._held = self.checkpointer.hold(where.state_dict())
             if stops or ends:
                 with self._world.in_stage("save"):
                     self.checkpointer.finish()
@@ -243,7 +260,7 @@ class RunRecorder:
         """Ask for a checkpoint after the current step, or of the epoch's end. Every rank must call this."""
         if self.checkpointer is None:
             return
-        if self._held == self._where.iteration:
+        if self._holds_last_step:
             self._save_held(score)
         elif self._saved == self._where.iteration:
             if score is not None:
@@ -252,11 +269,16 @@ class RunRecorder:
             self.checkpointer.asked = True
             self.checkpointer.score = self.checkpointer.score if score is None else score
 
+    @property
+    def _holds_last_step(self) -> bool:
+        return self._held is not None and self._held.position["iteration"] == self._where.iteration
+
     def _save_held(self, score: float | None = None) -> None:
-        if self.checkpointer is not None:
-            self._saved, self._held = self._held, -1
+        held, self._held = self._held, None
+        if self.checkpointer is not None and held is not None:
+            self._saved = self._where.iteration
             self._flush_all()
-            self.checkpointer.save_held(score)
+            self.checkpointer.save_held(held, score)
 
     def _save(self) -> None:
         position = self._where.state_dict()
@@ -276,7 +298,7 @@ class RunRecorder:
         """Save, where all ranks stop between two steps or after a fold. Every rank must call this."""
         self.stopped = why
         if self.checkpointer is not None:
-            if self._held == self._where.iteration:
+            if self._holds_last_step:
                 self._save_held()
             else:
                 self._save()
@@ -293,13 +315,19 @@ class RunRecorder:
                 ending.callback(tracer.close)
             ending.callback(self._report.close, self._last_words())
 
-    def end(self) -> None:
-        """Write how the run ended, and release its folder."""
-        if self.checkpointer is not None:
-            status = "stopped" if self.stopped is not None else "done" if self._where.is_done else "left"
-            made = self._where.state_dict()["iteration"]
-            self.checkpointer.end(status, self._world.ended_by, made, self.stopped)
-        self._report.end()
+    def end(self, *, later: bool = False) -> None:
+        """Write how the run ended, and release its folder; if `later`, when the world is left, which gives the reason.
+
+        What waits until then keeps neither the state nor a copy of it alive.
+        """
+        self._world.forget(self._ending)
+        self._ending = partial(_end, self._world, self._where, self.checkpointer, self._report, self.stopped)
+        if later and self.checkpointer is not None:
+            self.checkpointer.release_state()
+            self._world.on_leaving(self._ending)
+        else:
+            self._held = None
+            self._ending()
 
     def _last_words(self) -> str | None:
         """The terminal's line about a loop that stopped on request."""

@@ -19,6 +19,7 @@ from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.checkpoint import atomic_files, storage
+from ddp_loop.cli import list_checkpoints
 from tests.support.harness import OnRanks, caught
 from tests.support.resuming import EPOCHS, STEPS, different, train
 from tests.support.runs import checkpoints_of, digests, lines_of, rows_of, status_of
@@ -246,6 +247,43 @@ def test_a_path_spelled_differently_is_the_same_run(
     assert rows_of(tmp_path / "run") == list(range(1, 11))
 
 
+def test_a_run_folder_may_be_a_link_from_the_start(tmp_path: Path) -> None:
+    _, whole, _ = small(tmp_path / "whole", epochs=2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    small(tmp_path / "link", epochs=2, stop_at=3)
+    lines = (tmp_path / "run" / "rows.jsonl").read_text().splitlines()
+    (tmp_path / "run" / "rows.jsonl").write_text("\n".join(reversed(lines)) + "\n")  # the file is replaced
+    assert list_checkpoints(tmp_path / "link")[0]
+    made, weights, _ = small(tmp_path / "link", epochs=2)
+    assert (made[0], weights) == (4, whole)
+    assert checkpoints_of(tmp_path / "run") == [3, 5, 10]
+    assert rows_of(tmp_path / "run") == list(range(1, 11))
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_no_checkpoint_is_read_or_written_through_a_link(begun: bool, kind: str, tmp_path: Path) -> None:
+    """As if the folder had been moved to a larger disk: no checkpoint would be found, and the run begin anew."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    run.mkdir()
+    if begun:
+        small(run, epochs=2, stop_at=3)
+        (run / "checkpoints").rename(disk)
+    elif kind == "link":
+        disk.mkdir()
+    (run / "checkpoints").write_text("") if kind == "file" else (run / "checkpoints").symlink_to(
+        tmp_path / "nowhere" if kind == "dangling link" else disk
+    )
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file() and path.name != "lock"}
+    for resume in (None, True):
+        with pytest.raises(ValueError, match=f"must be a folder of its own, .* It is a {kind.split()[-1]}\\. Move"):
+            small(run, epochs=2, resume=resume)
+    assert {name: (run / name).read_bytes() for name in before} == before
+    assert small(run, epochs=2, resume=False)[0][0] == 1
+    assert os.path.lexists(run / "before" / "1" / "checkpoints")
+
+
 @pytest.mark.parametrize("removed", ["the folder", "its checkpoints"])
 @pytest.mark.parametrize("ended", ["stopped", "killed", "resumed and killed"])
 def test_a_run_whose_checkpoints_were_removed_is_refused(removed: str, ended: str, tmp_path: Path) -> None:
@@ -308,6 +346,32 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_gone_back_from(on_ranks: On
     assert small(tmp_path, epochs=2)[0] == [8, 9, 10]
 
 
+def failing(usual: Callable[..., Any], path: Path) -> Callable[..., Any]:
+    def fail(one: Any, *arguments: Any, **keywords: Any) -> Any:
+        if Path(one) == path:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return usual(one, *arguments, **keywords)
+
+    return fail
+
+
+@pytest.mark.parametrize("name", ["run.json", "checkpoints"])
+def test_a_run_that_cannot_be_read_now_is_not_begun_anew(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small(tmp_path, epochs=2, stop_at=7)
+    before = {name: (tmp_path / name).read_text() for name in ("run.json", STARTS, "status.json", "rows.jsonl")}
+    with monkeypatch.context() as broken:
+        if name == "run.json":
+            broken.setattr(Path, "read_bytes", failing(Path.read_bytes, tmp_path / name))
+        else:
+            broken.setattr(os, "lstat", failing(os.lstat, tmp_path / name))
+        with pytest.raises(OSError, match=f"{name}.* cannot be .* now \\(Stale file handle\\). Start again when"):
+            small(tmp_path, epochs=2)
+    assert {name: (tmp_path / name).read_text() for name in before} == before
+    assert small(tmp_path, epochs=2)[0] == [8, 9, 10]
+
+
 # -- a finished run ------------------------------------------------------------------------------------------
 
 
@@ -325,6 +389,17 @@ def test_a_finished_run_says_that_it_is_finished_and_how_to_go_on(
         f"ddp_loop: {tmp_path} is finished: it has made the {len(made)} steps of {bound}. Raise {name}= to go on, or "
         "pass resume=False to start over (its files move to before/)."
     ]
+
+
+@pytest.mark.covers("J10")
+@pytest.mark.parametrize(("less", "asked"), [({"epochs": 1}, 5), ({"steps": 7}, 7)])
+def test_a_run_that_has_made_more_than_it_is_asked_for_says_how_many_steps(
+    less: dict[str, Any], asked: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small(tmp_path, epochs=2)
+    assert small(tmp_path, **less)[0] == []
+    (bound, value), (_, said) = *less.items(), notices(capsys)
+    assert f"it has made 10 steps, and {bound}={value} asks for {asked}. Raise {bound}= to go on" in said
 
 
 def test_a_start_that_cannot_be_recorded_is_said_and_goes_on(

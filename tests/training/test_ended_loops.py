@@ -11,12 +11,17 @@ import pytest
 import torch
 
 import ddp_loop as dl
+from ddp_loop.checkpoint import is_running
 from tests.support.harness import OnRanks
 from tests.support.refusals import loss_of, network, samples
+from tests.support.runs import checkpoints_of, status_of
 
 pytestmark = pytest.mark.both_modes
 
-WAYS = ("plain", "run folder", "rows", "evaluation", "trace", "stop", "break", "nothing left", "refused", "skip")
+WAYS = (
+    *("plain", "run folder", "rows", "evaluation", "trace", "stop", "break", "nothing left", "refused", "skip"),
+    *("break in a run folder", "break between epochs"),
+)
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
@@ -43,6 +48,8 @@ def options_of(way: str, folder: str) -> dict[str, object]:
         "nothing left": {"run_dir": folder},
         "refused": {"steps": -1},
         "skip": {"on_nonfinite": "skip"},
+        "break in a run folder": {"run_dir": folder, "save_every": 1, "on_row": [lambda row: None]},
+        "break between epochs": {"run_dir": folder, "save_every": 3},
     }
     return options.get(way, {})
 
@@ -61,18 +68,23 @@ def train_once(world: dl.World, way: str, folder: str, *, in_memory: bool) -> di
         assert way == "refused"
         return {name: weakref.ref(one) for name, one in known.items()}
     with suppress(dl.Stopped):
-        for step in loop:
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
-            optimizer.step()
-            if way == "stop":
-                loop.stop()
-            if way == "break":
+        for epoch in loop.epochs():
+            for step in epoch:
+                for rows in step:
+                    step.backward(loss_of(model, rows))
+                step.fold()
+                optimizer.step()
+                if way == "stop":
+                    loop.stop()
+                if way in ("break", "break in a run folder"):
+                    break
+            if way.startswith("break"):
                 break
     if way == "evaluation":
         dl.evaluate(model, batches, size=size_of)
     known |= {"loop": loop, "fold": loop.fold}
+    if (held := loop._recorder._held) is not None and held.copied is not None:
+        known |= {f"copy of {name}": one for name, one in held.copied.tensors.items()}
     return {name: weakref.ref(one) for name, one in known.items()}
 
 
@@ -98,3 +110,37 @@ def test_an_ended_loop_is_freed_with_model_optimizer_and_data(
 ) -> None:
     for found in on_ranks(ranks, living, way, str(tmp_path / "run"), in_memory=way != "rows"):
         assert found == [set()] * 3
+
+
+def leave_between_epochs(folder: str, ends: str) -> list[str]:
+    """The statuses when the loop was left, when it was freed, and when the world was left."""
+    found = []
+    with suppress(ZeroDivisionError), dl.join_world() as world:
+        model = network()
+        state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        loop = dl.Loop(dl.Batches(samples(12), 6, world), 3, state=state, run_dir=folder, save_every=3, progress=False)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for rows in step:
+                    step.backward(loss_of(model, rows))
+                step.fold()
+            break
+        found.append(status_of(Path(folder))["status"])
+        loop.save(0.5)
+        del loop, model, state, step, epoch
+        gc.collect()
+        assert world.gather(is_running(Path(folder))) == [True] * world.size
+        found.append(status_of(Path(folder))["status"])
+        if ends == "an error":
+            1 / 0  # noqa: B018
+    return [*found, status_of(Path(folder))["status"]]
+
+
+@pytest.mark.parametrize(("ends", "status"), [("its end", "left"), ("an error", "failed")])
+def test_a_run_whose_loop_was_left_ends_with_the_world_and_saves_what_was_asked_for(
+    ends: str, status: str, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    first, *_ = on_ranks(2, leave_between_epochs, str(tmp_path), ends)
+    assert first == ["running", "running", status]
+    assert checkpoints_of(tmp_path) == [2]
+    assert not is_running(tmp_path)
