@@ -116,7 +116,7 @@ def evaluate(
         The means and sums by name, and the number of `samples`; the same on every rank.
 
     Raises:
-        Stopped: the ranks have stopped, or are asked to in the middle of a loop. It ends the script.
+        Stopped: the ranks have stopped, or are asked to between two steps of a loop or after it. It ends the script.
         ValueError: a metric of another shape, one named "samples", metrics that differ between ranks, a sum in some
             shards alone, or data that never end.
         ReplicaMismatch: the models differ; on every rank.
@@ -139,7 +139,7 @@ def evaluate(
                 kinds.add((name, isinstance(value, Sum)))
                 row[place] = _total(name, value, shard.samples)
             rows[mini_batch.position * batches.shards + shard.number] = row
-            if world.stops.asked is not None:
+            if world.stops.breaks_off:
                 break
     with world.in_stage("evaluate"):
         world.stops.agree()
@@ -229,7 +229,7 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
             if form == forms[0]:  # copied at once: a model may use one buffer for all its outputs
                 at = batches.indices(1, mini_batch.start + shard.start, shard.samples)
                 whole[at.to(world.device)] = output.to(world.device)
-            if world.stops.asked is not None:
+            if world.stops.breaks_off:
                 break
     with world.in_stage("predict"):
         world.stops.agree()

@@ -135,7 +135,7 @@ def _agreed_calls(
     """The most calls of each layer in a shard of any rank; None if any rank was asked to stop."""
     world.raise_if_any_failed(problem)
     facts = None if mini_batch is None else (mini_batch.position, mini_batch.samples)
-    gathered = world.gather((facts, calls, world.stops.asked is not None), "a mini-batch of update_bn")
+    gathered = world.gather((facts, calls, world.stops.breaks_off), "a mini-batch of update_bn")
     if any(other != gathered[0][0] for other, _, _ in gathered):
         raise ValueError(
             "A stream must give every rank the same samples. Its mini-batches (position, samples) are "

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from ddp_loop.distributed.failures import Stopped
 from ddp_loop.distributed.watchdog import Watchdog
 
 
+class Stoppable(Protocol):
+    """A loop, as a stop sees it."""
+
+    def asked_to_stop(self) -> str | None:
+        """Why something besides signals asks it to stop, such as a file; None without a request."""
+
+    def is_inside_step(self) -> bool:
+        """Whether the script is in the body of a step that a resumed run does not repeat; the same on every rank."""
+
+    def stop_here(self, why: str) -> None:
+        """Save the work so far and make no further step. Every rank must call this."""
+
+
 class Stops:
     """Requests to stop, as a world's ranks follow them together.
+
+    Loops may be nested. A stop is one of all loops that are open, and a request that comes after the last fold of one
+    holds for what follows.
 
     Args:
         rank: of this process.
@@ -23,31 +40,67 @@ class Stops:
     def __init__(self, rank: int, gather: Callable[[], Sequence[str | None]]) -> None:
         self._rank, self._gather = rank, gather
         self.watchdog: Watchdog | None = None
-        self._stop_here: Callable[[str], None] | None = None
+        self._loops: list[Stoppable] = []  # those with handlers, the innermost last
+        self._has_begun = False  # whether any loop had handlers, on every rank alike
+        self._asked: str | None = None  # by the script of this rank
 
     @property
     def asked(self) -> str | None:
-        """Why the ranks were asked to stop, as far as this one knows; None without a request or a running loop."""
-        return None if self.watchdog is None or self._stop_here is None else self.watchdog.stop
+        """Why the ranks were asked to stop, as far as this one knows; None without a request."""
+        return self._asked or (None if self.watchdog is None else self.watchdog.stop)
 
-    def install_handlers(self, elsewhere: Callable[[], str | None], stop_here: Callable[[str], None]) -> None:
-        """Take SIGINT, SIGTERM and what `elsewhere` returns as requests to stop; `stop_here` saves the work so far."""
+    @property
+    def can_stop_here(self) -> bool:
+        """Whether a stop between two steps is obeyed at this place; the same on every rank."""
+        return self._has_begun and not any(loop.is_inside_step() for loop in self._loops)
+
+    @property
+    def breaks_off(self) -> bool:
+        """Whether this rank should break off what it does, and call `agree`."""
+        return self.asked is not None and self.can_stop_here
+
+    def ask(self, why: str) -> None:
+        """Ask all ranks to stop at the next place where they agree on it."""
+        self._asked = why
+
+    def install_handlers(self, loop: Stoppable) -> None:
+        """Take SIGINT, SIGTERM and what asks the loop as requests to stop, until `restore_handlers`."""
         if self.watchdog is not None:
-            self.watchdog.look_for_stop, self.watchdog.say = elsewhere, self._say
+            if loop not in self._loops:
+                self._loops.append(loop)
+            self._has_begun = True
+            self.watchdog.look_for_stop, self.watchdog.say = self._look, self._say
             self.watchdog.install_stop_handlers()
-            self._stop_here = stop_here
 
-    def restore_handlers(self) -> None:
-        """Restore the former handlers; after a stop only on leaving, since the same request may arrive twice."""
+    def restore_handlers(self, loop: Stoppable) -> None:
+        """Restore the former handlers after the outermost loop; after a stop only on leaving, since the same request
+        may arrive twice."""
+        if loop in self._loops:
+            self._loops.remove(loop)
+        if self.watchdog is not None and not self._loops and not self.watchdog.requests.has_followed:
+            self.watchdog.signals.restore()
+
+    def _look(self) -> str | None:
+        return next((why for loop in self._loops[:] if (why := loop.asked_to_stop())), None)
+
+    def follow(self, inner: Stoppable | None = None, why: str | None = None) -> str:
+        """Stop all open loops, on every rank at the same place. Every rank must call this.
+
+        Args:
+            inner: a loop that has stopped already.
+            why: the reason; by default that of the request.
+
+        Returns:
+            The reason.
+        """
+        why = why or (None if self.watchdog is None else self.watchdog.reason_to_stop()) or "loop.stop()"
+        for loop in reversed(self._loops):
+            if loop is not inner:
+                loop.stop_here(why)
+        self._asked = None
         if self.watchdog is not None:
-            self.watchdog.look_for_stop = lambda: None
-            if not self.watchdog.requests.has_followed:
-                self.watchdog.signals.restore()
-            self._stop_here = None
-
-    def followed(self) -> str | None:
-        """Note that all ranks stopped at the same step; returns the reason of the request, if it had one."""
-        return None if self.watchdog is None else self.watchdog.stop_followed()
+            self.watchdog.stop_followed()
+        return why
 
     def raise_if_stopped(self) -> None:
         """Raise Stopped if the ranks have stopped, and no loop began since; no collective, the same on every rank."""
@@ -55,14 +108,13 @@ class Stops:
             raise Stopped
 
     def agree(self) -> None:
-        """Leave on every rank if one was asked to stop, outside of a step. Every rank must call this.
+        """Stop on every rank if one was asked to, outside of a step. Every rank must call this.
 
         Raises:
             Stopped: the work so far is saved.
         """
-        if self._stop_here is not None and any(asked := self._gather()):
-            self._stop_here(next(why for why in asked if why))
-            self.followed()
+        if self.can_stop_here and any(asked := self._gather()):
+            self.follow(why=next(why for why in asked if why))
             raise Stopped
 
     def _say(self, line: str) -> None:

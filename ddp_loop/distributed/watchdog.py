@@ -113,21 +113,19 @@ class Watchdog:
         self.requests.begin()
         self.signals.take()
 
-    def stop_followed(self) -> str | None:
-        """Note that all ranks stopped at the same step, so that the request is not seen again.
+    def reason_to_stop(self) -> str | None:
+        """The reason of a request, even if this rank has not seen it before; None without one."""
+        with self._lock, suppress(RuntimeError):  # the store is gone with the launcher
+            return self.stop or self._store.get_stop()
+        return None
 
-        Returns:
-            The reason, even if this rank had not seen the request before; None without a reason.
-        """
+    def stop_followed(self) -> None:
+        """Note that all ranks stopped at the same step, so that the request is not seen again."""
         with self._lock:
-            why = self.stop
-            with suppress(RuntimeError):  # the store is gone with the launcher
-                why = why or self._store.get_stop()
             self._store.stop_followed()
             self.stop = None
             self.requests.follow()
             self._seen_news = -1
-        return why
 
     def ask_to_stop(self, why: str) -> None:
         """Ask all ranks to stop, unless they have just stopped: a file that requests it exists for a moment longer."""

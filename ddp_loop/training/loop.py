@@ -112,14 +112,13 @@ class Loop:
         epochs, steps = as_int(epochs), as_int(steps)
         self.batches, self.world = batches, batches.world
         self._where = LoopPosition(batches, epochs, steps)
-        self._begun, self._ahead = None, ReadAhead(batches)
+        self._begun, self._ahead, self._compares = None, ReadAhead(batches), self.world.size > 1  # compares the ranks
         watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir).absolute()
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         is_ordered = batches.fixed_shards if ordered is None else ordered
         self._job = Job(state, batches, ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}))
         self._recorder = self._make_recorder(folder if watched is None else None, policy, on_nonfinite)
         self._gathering, self._weightless = BatchGather(self.world), WeightlessStepCheck()
-        self._asks_stop, self._compares = False, self.world.size > 1  # whether the script does, and ranks compare state
         self.world.on_leaving(self._leave)
         with self.world.in_stage("start"):
             problem: Exception | None = None
@@ -188,9 +187,9 @@ class Loop:
     def stop(self) -> None:
         """Ask all ranks to end the script, with a checkpoint, after the current step. One rank may call this.
 
-        A call after `fold` takes effect at the next fold. To end the loop and go on with the script, use `break`.
+        After `fold` it takes effect in the next fold, evaluation or end of a loop. To leave the loop alone, `break`.
         """
-        self._asks_stop = True
+        self.world.stops.ask("loop.stop()")
 
     def save(self, score: float | None = None) -> None:
         """Ask for a checkpoint after the current step; after an epoch, of its last step. Every rank must call this.
@@ -252,6 +251,7 @@ class Loop:
                 yield Epoch(number, self._steps_of, self.batches)
                 if self._begun or not (self._is_over or where.epochs == number):
                     raise self._out_of_turn()
+            self.world.stops.agree()  # a request since the last fold
         finally:
             self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
             self._leave(abandoned=True)
@@ -362,7 +362,7 @@ class Loop:
 
     def requests(self) -> ControlRequest:
         """What this rank asks of all in a fold."""
-        stop = self._asks_stop or self.world.stops.asked is not None
+        stop = self.world.stops.asked is not None
         save, problem = False, None if self._state_check.found is None else self._state_check.take()
         if self._recorder.keeps:
             save, problem = self._recorder.save_requests(problem)

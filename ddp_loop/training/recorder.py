@@ -163,8 +163,7 @@ class RunRecorder:
 
     def install_stop_handlers(self) -> None:
         """Let signals and the run folder ask for a stop from now on."""
-        asked = (lambda: None) if self.checkpointer is None else self.checkpointer.asked_to_stop
-        self._world.stops.install_handlers(asked, self._stop_here)
+        self._world.stops.install_handlers(self)
 
     def save_requests(self, problem: Exception | None) -> tuple[bool, Exception | None]:
         """Whether a checkpoint is due by the clock, and `problem`, or else what went wrong in an earlier save."""
@@ -254,7 +253,7 @@ class RunRecorder:
                 with self._world.in_stage("save"):
                     self.checkpointer.finish()
         if stops:
-            self.stopped = self._world.stops.followed() or "loop.stop()"
+            self.stopped = self._world.stops.follow(self)
 
     def save(self, score: float | None) -> None:
         """Ask for a checkpoint after the current step, or of the epoch's end. Every rank must call this."""
@@ -294,21 +293,29 @@ class RunRecorder:
             with self._world.in_stage("rows"):
                 self._report.rows.flush_all()
 
-    def _stop_here(self, why: str) -> None:
-        """Save, where all ranks stop between two steps or after a fold. Every rank must call this."""
+    # -- a stop that is not decided in a fold of this loop: `Stoppable` ----------------------------------------
+
+    def asked_to_stop(self) -> str | None:
+        """Why a file in the run folder asks for a stop; None without one."""
+        return None if self.checkpointer is None else self.checkpointer.asked_to_stop()
+
+    def is_inside_step(self) -> bool:
+        """Whether a resumed run would not repeat what the script does now: it has no checkpoint of this moment."""
+        return self.keeps and self._where.iteration not in (self._saved, self._held)
+
+    def stop_here(self, why: str) -> None:
+        """Save where a resumed run can begin, and make no further step. Every rank must call this."""
         self.stopped = why
         if self.checkpointer is not None:
             if self._holds_last_step:
                 self._save_held()
-            else:
-                self._save()
             self.checkpointer.finish()
 
     # -- the end -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Hand on the last rows, close the files, restore the signal handlers."""
-        self._world.stops.restore_handlers()
+        self._world.stops.restore_handlers(self)
         tracer, self.tracer = self.tracer, None
         with ExitStack() as ending:  # each one even if the other raises
             if tracer is not None:

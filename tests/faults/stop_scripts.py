@@ -38,6 +38,7 @@ from tests.support.runs import lines_of
 
 EPOCHS, STEPS, SHARDS, RANKS = 6, 5, 6, 3
 FILE = "the file `stop`"
+AFTER_EPOCH = ["evaluates", "schedules", "saves"]  # what the script does after each epoch
 KINDS = ("SIGTERM", "SIGINT", FILE)
 _LOOK_S, _PATIENCE_S = 0.0005, 120.0
 
@@ -169,8 +170,9 @@ def judge(request: Request, ranks: int, ended: float, counts: Counts) -> None:
         made = said(request.log / f"rank-{rank}")[1:]
         last = max((n for n, line in enumerate(made) if line.startswith("step")), default=-1)
         after = made[last + 1 :]
-        # The run was stopped in its last step, or in the evaluation that follows it and was left.
-        if after not in ([], ["evaluates"]) or (last >= 0 and made[last] != f"step {status.get('iteration')}"):
+        # The run was stopped in its last step, in the evaluation that follows it, or at the end of the whole loop.
+        ends = [[], ["evaluates"], *([AFTER_EPOCH] if status.get("iteration") == EPOCHS * STEPS else [])]
+        if after not in ends or (last >= 0 and made[last] != f"step {status.get('iteration')}"):
             counts.broken.append(f"{request}: rank {rank} made {made[last:]} although {status}")
 
 
