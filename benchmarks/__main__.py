@@ -13,7 +13,20 @@ import shlex
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from benchmarks import accuracy, calls, exchange, faults, mutants, order, peers, reading, steps, versions, watching
+from benchmarks import (
+    accuracy,
+    calls,
+    exchange,
+    faults,
+    mutants,
+    order,
+    peers,
+    reading,
+    steps,
+    surface,
+    versions,
+    watching,
+)
 from benchmarks.measuring import RANKS, exchanges, hardware
 
 
@@ -34,6 +47,7 @@ TOPICS = {
     "faults": Topic(faults.report, faults.PARTS),
     "watching": Topic(watching.report, watching.JOBS),
     "reading": Topic(reading.report, reading.PARTS),
+    "surface": Topic(surface.report, surface.PARTS),
     "peers": Topic(peers.report, peers.PARTS),
     "versions": Topic(versions.report, (), ("ranks", "exchange")),
     "mutants": Topic(mutants.report),

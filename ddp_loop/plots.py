@@ -1,4 +1,4 @@
-"""Pictures in files: pairs of images, differences of weights, curves of a run."""
+"""Pictures in files: pairs of images, differences of weights, surfaces, curves of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,44 @@ def differences(
     axes.set_xlim(0, values.numel() + 1)
     if reach is not None:
         axes.set_ylim(-reach, reach)
+    return _write(figure, path)
+
+
+def surfaces(
+    panels: Mapping[str, torch.Tensor | str], path: str | os.PathLike[str], *, reach: tuple[float, float] = (-1.0, 1.0)
+) -> Path:
+    """Draw surfaces z(x, y) side by side on the same axes, as PNG.
+
+    Args:
+        panels: by title, heights of shape (H, W), of which column j is at the j-th x and row i at the i-th y; or a
+            text in place of a surface, such as "left out".
+        path: of the file; its folder is created.
+        reach: the smallest and the largest x, which are those of y too.
+
+    Returns:
+        The path.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: there is no surface, or heights have another number of dimensions than two.
+    """
+    heights = {name: panel.detach().cpu() for name, panel in panels.items() if isinstance(panel, torch.Tensor)}
+    if not heights or any(each.dim() != 2 for each in heights.values()):
+        got = [tuple(each.shape) for each in heights.values()]
+        raise ValueError(f"Surfaces must have two dimensions, (H, W). Got {got}. Pass at least one of that shape.")
+    low, high = min(float(each.min()) for each in heights.values()), max(float(each.max()) for each in heights.values())
+    figure = _make_figure(width=4.5 * len(panels), height=4.2)
+    for number, (name, panel) in enumerate(panels.items(), 1):
+        axes: Any = figure.add_subplot(1, len(panels), number, projection="3d")
+        axes.set(title=name, xlabel="x", ylabel="y", xlim=reach, ylim=reach, zlim=(low, high))
+        if isinstance(panel, torch.Tensor):
+            y, x = np.meshgrid(*(np.linspace(*reach, size) for size in panel.shape), indexing="ij")
+            rows, columns = panel.shape
+            axes.plot_surface(
+                x, y, heights[name].numpy(), cmap="viridis", vmin=low, vmax=high, rcount=rows, ccount=columns
+            )
+        else:
+            axes.text2D(0.5, 0.5, panel, transform=axes.transAxes, horizontalalignment="center")
     return _write(figure, path)
 
 

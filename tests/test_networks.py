@@ -64,6 +64,7 @@ def test_the_autoencoder_starts_with_a_gradient_in_every_tensor_whatever_the_see
         assert all(p.grad is not None and p.grad.abs().max() > 0 for p in network.parameters()), seed
 
 
+@pytest.mark.covers("B3")
 @pytest.mark.parametrize("linear_end", [False, True])
 def test_the_surface_network_has_171_parameters_with_either_end(linear_end: bool) -> None:
     network = surface_network(linear_end)
@@ -71,8 +72,10 @@ def test_the_surface_network_has_171_parameters_with_either_end(linear_end: bool
     widths = [(layer.in_features, layer.out_features) for layer in network if isinstance(layer, nn.Linear)]
     assert widths == [(2, 20), (20, 5), (5, 1)]
     assert network(torch.zeros(4, 2)).shape == (4, 1)
+    assert [type(layer) for layer in list(network)[1::2]] == [nn.ReLU] * (2 if linear_end else 3)
 
 
+@pytest.mark.covers("B3")
 def test_the_surface_network_has_negative_outputs_only_with_a_linear_end() -> None:
     networks = {linear_end: surface_network(linear_end) for linear_end in (False, True)}
     for network in networks.values():

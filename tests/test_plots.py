@@ -114,3 +114,32 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'Pictures need matplotlib\. Run pip install "ddp_loop\[digits\]"'):
         plots.differences(torch.ones(3), tmp_path / "bars.png")
+
+
+# -- surfaces ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("I7")
+def test_surfaces_are_drawn_side_by_side_on_the_same_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    high = torch.arange(12.0).view(3, 4)
+    path = plots.surfaces({"High": high, "Low": high - 20, "None": "left out"}, tmp_path / "new" / "surfaces.png")
+    picture = read(path)
+    third = picture.shape[1] // 3
+    left, right = (float((abs(part - 0.5) < 0.3).mean()) for part in (picture[:, :third], picture[:, -third:]))
+    assert left > 2 * right
+
+    written: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: written.append(figure))
+    plots.surfaces({"High": high, "Low": high - 20, "None": "left out"}, path, reach=(-3.0, 3.0))
+    panels = written[0].axes
+    assert [panel.get_title() for panel in panels] == ["High", "Low", "None"]
+    assert {tuple(round(float(end)) for end in panel.get_xlim()) for panel in panels} == {(-3, 3)}
+    assert len({panel.get_zlim() for panel in panels}) == 1  # type: ignore[attr-defined]
+    assert [len(panel.collections) for panel in panels] == [1, 1, 0]
+    assert [text.get_text() for text in panels[2].texts] == ["left out"]
+
+
+@pytest.mark.parametrize("panels", [{}, {"None": "left out"}, {"One": torch.zeros(3)}, {"One": torch.zeros(1, 3, 3)}])
+def test_surfaces_of_another_shape_are_refused(panels: dict[str, torch.Tensor | str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="two dimensions"):
+        plots.surfaces(panels, tmp_path / "surfaces.png")

@@ -338,13 +338,18 @@ class Batches:
         """
         if epoch < 1:
             raise ValueError(f"Epochs are counted from 1, as in Step.epoch. Got {epoch!r}. Pass epoch + 1.")
+        at = self._positions(epoch, start, number)
+        return torch.arange(at.start, at.stop, device="cpu") if isinstance(at, range) else at
+
+    def _positions(self, epoch: int, start: int, number: int) -> torch.Tensor | range:
+        """What `indices` returns; a range where nothing is shuffled."""
         if self.shuffle and self.length is not None:
             if self._order is None or self._order[0] != epoch:
                 order = permutation(self.seed, epoch - 1, self.length)
                 self._order = (epoch, order.to(self._reader.place) if isinstance(self._reader, TensorReader) else order)
             return self._order[1][start : start + number]
         before = 0 if self._has_length else (epoch - 1) * (self.length or 0)
-        return torch.arange(before + start, before + start + number, device="cpu")
+        return range(before + start, before + start + number)
 
     def epoch(self, epoch: int, start: int = 0, *, held: bool = True) -> Generator[LoadedBatch, None, None]:
         """The mini-batches of an epoch from position `start` on, with this rank's data.
@@ -423,7 +428,7 @@ class Batches:
                 "read by index. A stream has no index. Use a map-style data set, or larger mini-batches."
             )
         start = mini_batch.start
-        first = Request(mini_batch.epoch - 1, start, self.indices(mini_batch.epoch, start, 1))
+        first = Request(mini_batch.epoch - 1, start, self._positions(mini_batch.epoch, start, 1))
         data = self._changed(mini_batch, Shard(0, 0, 1), self._reader.one(first))
         return map_tensors(lambda tensor: tensor[:0] if tensor.dim() else tensor, data)
 
@@ -435,4 +440,4 @@ class Batches:
         for mini_batch in plan:
             for shard in mini_batch.shards:
                 start = mini_batch.start + shard.start
-                yield Request(mini_batch.epoch - 1, start, self.indices(mini_batch.epoch, start, shard.samples))
+                yield Request(mini_batch.epoch - 1, start, self._positions(mini_batch.epoch, start, shard.samples))

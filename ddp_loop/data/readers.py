@@ -41,12 +41,12 @@ class Request:
     Attributes:
         epoch: counted from 0.
         start: the number of samples before them in the epoch.
-        indices: their positions in the data, (n,) int64.
+        indices: their positions in the data, (n,) int64; a range where they are neighbors.
     """
 
     epoch: int
     start: int
-    indices: torch.Tensor
+    indices: torch.Tensor | range
 
 
 class Reader(Protocol):
@@ -168,9 +168,9 @@ class TensorReader:
     def one(self, request: Request) -> Any:
         """Read a single shard, outside of any pass."""
         indices = request.indices
-        if self._tensors and indices.device == self.place:  # the usual case, in half the time
-            return tuple([_rows(tensor, indices) for tensor in self._tensors])
-        at = {home: indices.to(home, non_blocking=True) for home in self._homes}
+        if self._tensors and (isinstance(indices, range) or indices.device == self.place):
+            return tuple([_rows(tensor, indices) for tensor in self._tensors])  # the usual case, in half the time
+        at = {home: _on(home, indices) for home in self._homes}
         taken = map_tensors(lambda tensor: self._pinned(_rows(tensor, at[tensor.device])), self._parts)
         return taken if self._elsewhere is None else to_devices(taken, self._elsewhere)
 
@@ -180,11 +180,20 @@ class TensorReader:
         return self._pins.empty_on_host(rows).copy_(rows)
 
 
-def _rows(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def _on(device: torch.device, indices: torch.Tensor | range) -> torch.Tensor | range:
+    return indices if isinstance(indices, range) else indices.to(device, non_blocking=True)
+
+
+def _rows(tensor: torch.Tensor, at: torch.Tensor | range) -> torch.Tensor:
     """A copy of the tensor's rows, in its own memory layout, which the caller may change in place.
 
+    Neighbors are copied in one piece: 40,000 rows of two floats take 9 microseconds instead of 280. Of the other ways,
     `index_select` takes a third of the time, but loses channels_last and does not support all dtypes.
     """
+    if isinstance(at, range):
+        if tensor.is_contiguous():
+            return tensor[at.start : at.stop].clone(memory_format=torch.contiguous_format)
+        at = torch.arange(at.start, at.stop, device=tensor.device)
     plain = tensor.is_contiguous() and tensor.dtype not in (torch.uint16, torch.uint32, torch.uint64)
     return tensor.index_select(0, at) if plain else tensor[at]
 
@@ -203,7 +212,8 @@ class _RequestSampler:
 
 
 def _wanted(request: Request) -> Wanted:
-    return request.epoch, request.start, request.indices.tolist()
+    at = request.indices
+    return request.epoch, request.start, list(at) if isinstance(at, range) else at.tolist()
 
 
 def _as_it_is(shard: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import ddp_loop as dl
@@ -131,6 +132,48 @@ def test_rows_keep_the_memory_layout() -> None:
     rows = first_of(images)
     assert equal(rows, images[:4])
     assert rows.is_contiguous(memory_format=torch.channels_last)
+
+
+LAYOUTS = {
+    "rows": torch.rand(SIZE, 3),
+    "columns": torch.rand(3, SIZE).t(),
+    "some columns": torch.rand(SIZE, 9)[:, 2:5],
+    "every other row": torch.rand(2 * SIZE, 3)[::2],
+    "expanded": torch.rand(1, 4).expand(SIZE, 4),
+    "channels last": torch.rand(SIZE, 3, 5, 5).to(memory_format=torch.channels_last),
+    "one channel, last": torch.rand(SIZE, 1, 5, 5).to(memory_format=torch.channels_last),
+    "second dimension outside": torch.rand(5, SIZE, 4).transpose(0, 1),
+    "uint16": torch.arange(SIZE).to(torch.uint16),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_in_order_have_the_layout_of_shuffled_rows(layout: str) -> None:
+    data = LAYOUTS[layout]
+    in_order, shuffled = first_of(data), first_of(data, shuffle=True)
+    assert in_order.numpy().tolist() == data[:4].numpy().tolist()
+    assert in_order.stride() == shuffled.stride()
+    assert in_order.data_ptr() != data.data_ptr()
+
+
+class Calls(TorchDispatchMode):
+    """The operations that torch performs."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_in_order_are_copied_in_one_piece() -> None:
+    with dl.join_world(seed=3) as world:
+        batches = dl.Batches((INPUTS, LABELS), SIZE, world, shuffle=False)
+        with Calls() as calls:
+            list(batches.epoch(1))
+    assert calls.names == ["slice.Tensor", "clone.default"] * 2
 
 
 def test_data_that_need_a_gradient_give_rows_that_do_not() -> None:
