@@ -116,6 +116,36 @@ def test_autocast_around_more_than_the_forward_gives_the_same_bits(where: str, r
     assert distance(on_ranks(1, train_under, "nothing")[0], expected) > 1e-4
 
 
+def train_images(shards: int, precision: str, channels_last: bool) -> Tensors:
+    with dl.join_world(seed=1) as world:
+        layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Flatten()]
+        model = nn.Sequential(*layers, nn.Linear(32, 5))
+        if channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        images = torch.randn(40, 3, 6, 6, generator=torch.Generator().manual_seed(2))
+        batches = dl.Batches((images, torch.arange(40) % 5), 16, world, shards=shards)
+        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+            for inputs, labels in step:
+                with autocast(precision == "bf16"):
+                    logits = model(inputs)
+                step.backward(nn.functional.cross_entropy(logits.float(), labels))
+            step.fold()
+            optimizer.step()
+        return [one.detach().clone() for one in model.state_dict().values()]
+
+
+@pytest.mark.covers("J12")
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fixed_shards_give_the_same_bits_on_any_ranks_with_any_kernels(
+    ranks: int, precision: str, channels_last: bool, on_ranks: OnRanks
+) -> None:
+    expected = on_ranks(1, train_images, 5, precision, channels_last)[0]
+    assert is_same(same_on_all(on_ranks(ranks, train_images, 5, precision, channels_last)), expected)
+
+
 OVERFLOW = 3  # the update in which the last sample, one of the last shard, is enormous
 UPDATES = 8
 
