@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready-for-ddp_loop
 ARGS ?=
 JOBS ?= 2
+KERNELS ?= --channels-last --precision bf16
 RANKS ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
 .DEFAULT_GOAL := help
@@ -18,8 +19,8 @@ help:  ## list the targets
 
 setup: $(READY)  ## make .venv and install into it; the other targets do this themselves
 
-train: $(READY)  ## train the digit network on all GPUs, else on 2 CPU ranks (RANKS=, ARGS=)
-	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/digits/train.py $(ARGS)
+train: $(READY)  ## train the digit network on all GPUs, else on 2 CPU ranks (RANKS=, KERNELS=, ARGS=)
+	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/digits/train.py $(KERNELS) $(ARGS)
 
 test: $(READY)  ## run the quick tests (ARGS=), in JOBS= processes, 0 for this one
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not full" $(ARGS)

@@ -34,11 +34,16 @@ class Setting:
 
     data: Callable[[], datasets.LabelledImages] = datasets.digits
     bf16: bool = False
+    channels_last: bool = False
     drop: bool = False
     transform: Callable[[Any, dl.Draws], Any] | None = None
 
     def precision(self, world: dl.World) -> AbstractContextManager[object]:
         return torch.autocast(world.device.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        return torch.channels_last if self.channels_last else torch.contiguous_format
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
         """By epochs: a tenth of the rate in the last four, or the same rate throughout."""
@@ -58,6 +63,8 @@ SETTINGS = {
     "rate 0.01": Setting(),
     "shifted, 0.001 from epoch 17": Setting(drop=True, transform=shift),
     "rate 0.01, bf16": Setting(bf16=True),
+    "rate 0.01, channels_last": Setting(channels_last=True),
+    "rate 0.01, bf16, channels_last": Setting(bf16=True, channels_last=True),
     "handwriting": Setting(datasets.handwritten),
     "handwriting, shifted, 0.001 from epoch 17": Setting(datasets.handwritten, drop=True, transform=shift),
 }
@@ -70,6 +77,7 @@ def train(name: str, seed: int) -> list[float]:
         with world.rank_zero_first():
             images, test = setting.data().split(0.9)
         model = networks.digit_classifier().to(world.device)
+        model.to(memory_format=setting.memory_format)  # type: ignore[call-overload]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         batches = dl.Batches(images, MINI_BATCH, world, transform=setting.transform)
         test_batches = dl.Batches(test, 1000, world, shuffle=False)

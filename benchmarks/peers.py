@@ -8,6 +8,7 @@ with every step, the others once. In a step, where loss and accuracy of the mini
 
 from __future__ import annotations
 
+import copy
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable
@@ -18,11 +19,18 @@ from torch.utils.data import TensorDataset
 
 import ddp_loop as dl
 from benchmarks.jobs import NETWORKS, Job, Material, make_material
+from benchmarks.jobs.ours import Ours
 from benchmarks.jobs.variants import installed, mean_over_ranks, set_up, set_up_peer
 from benchmarks.meaning import WEIGHTED, meaning
 from benchmarks.measuring import RANKS, Ratio, Step, compare, joined, print_table
 from benchmarks.scripts import lines_of_code, peak_memory, start_up
 from benchmarks.steps import JOBS, SAMPLES, ddp_step, make, mine, our_step
+
+KERNELS = {
+    "ours": {},
+    "ours, channels_last": {"channels_last": True},
+    "ours, bf16, channels_last": {"channels_last": True, "bf16": True},
+}
 
 # -- in one process group ----------------------------------------------------------------------------------
 
@@ -46,6 +54,21 @@ def measure_epochs(names: list[str], pairs: int, samples: int | None = None) -> 
             f"ours / {name}": compare(ours, other, pairs=pairs, steps=1)
             for name, other in {"DDP": ddp, **others}.items()
         }
+        return {**ratios, "DDP / DDP": compare(again, ddp, pairs=pairs, steps=1)}
+
+
+def measure_kernels(pairs: int, samples: int | None = None) -> dict[str, Ratio]:
+    """Epochs of ours with faster kernels over those of DDP's script, on every rank; run by `launch`."""
+    with joined() as world:
+        with world.rank_zero_first():
+            whole = make_material("digits")
+        train = TensorDataset(*whole.train[:samples])
+        ddp, again = (epoch_of(set_up("DDP", world, Material(whole.model, train, whole.test))) for _ in range(2))
+        ratios = {}
+        for name, options in KERNELS.items():
+            model = copy.deepcopy(whole.model)
+            ours = epoch_of(Ours(world, model, train, whole.test, 10**6, **options))
+            ratios[f"{name} / DDP"] = compare(ours, ddp, pairs=pairs, steps=1)
         return {**ratios, "DDP / DDP": compare(again, ddp, pairs=pairs, steps=1)}
 
 
@@ -93,6 +116,10 @@ def report_epochs() -> None:
     print_ratios(dl.launch(measure_epochs, RANKS, installed(), 8)[0], "epoch")
 
 
+def report_kernels() -> None:
+    print_ratios(dl.launch(measure_kernels, RANKS, 8)[0], "epoch")
+
+
 def report_steps() -> None:
     print_ratios(dl.launch(measure_steps, RANKS, installed(), 100, 2)[0], "step")
 
@@ -135,6 +162,7 @@ def said(value: object) -> str:
 
 PARTS: dict[str, Callable[[], None]] = {
     "epochs": report_epochs,
+    "kernels": report_kernels,
     "steps": report_steps,
     "start": report_start,
     "memory": report_memory,

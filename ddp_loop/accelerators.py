@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -75,6 +75,10 @@ class Accelerator:
         """
         return "gloo", None
 
+    def has_bfloat16(self) -> bool:
+        """Whether it multiplies in bfloat16. Where it does not, torch refuses or converts, which is slower."""
+        return torch.amp.is_autocast_available(self.kind)
+
     # -- copies --------------------------------------------------------------------------------------------
 
     def start_copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
@@ -126,6 +130,12 @@ class Cpu(Accelerator):
     def __str__(self) -> str:
         return f"cpu: {torch.get_num_threads()} threads"
 
+    def has_bfloat16(self) -> bool:
+        """Whether the processor has instructions for it: AVX512-BF16 or AMX, or those of ARM."""
+        known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older torch lacks it
+        found = [bool(value) for name, value in known.items() if name.endswith("bf16")]
+        return any(found) if found else bool(torch.cpu._is_avx512_bf16_supported())
+
     def memory_held(self) -> float:
         """The resident part of this process's memory."""
         with suppress(OSError, ValueError, IndexError):
@@ -156,6 +166,9 @@ class Cuda(Accelerator):
         """NCCL where each rank has a GPU of its own, since it refuses two ranks on one."""
         has_own = len(set(identities)) == len(identities)
         return ("cpu:gloo,cuda:nccl", self.device) if has_own else ("gloo", None)
+
+    def has_bfloat16(self) -> bool:
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
     def start_copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         host = self.empty_on_host(tensor)

@@ -19,9 +19,19 @@ class Ours:
     """The digit network in the hands of a `Loop`."""
 
     def __init__(
-        self, world: dl.World, model: nn.Module, train: TensorDataset, test: TensorDataset, epochs: int
+        self,
+        world: dl.World,
+        model: nn.Module,
+        train: TensorDataset,
+        test: TensorDataset,
+        epochs: int,
+        *,
+        channels_last: bool = False,
+        bf16: bool = False,
     ) -> None:
-        self.model = model
+        if channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.model, self.bf16 = model, bf16
         self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
         self.test = dl.Batches(test, 1000, world, shuffle=False)
         state = {"model": model, "optimizer": self.optimizer}
@@ -31,7 +41,8 @@ class Ours:
         totals, samples = torch.zeros(2), 0
         for step in next(self.epochs):
             for images, labels in step:
-                logits = self.model(images)
+                with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+                    logits = self.model(images).float()
                 step.backward(cross_entropy(logits, labels), accuracy=hits(logits, labels))
             result = step.fold()
             self.optimizer.step()
@@ -41,7 +52,8 @@ class Ours:
         return {"loss": loss, "accuracy": accuracy, "samples": samples}
 
     def evaluate(self) -> dict[str, float]:
-        return dl.evaluate(self.model, self.test, accuracy=hits)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            return dl.evaluate(self.model, self.test, accuracy=hits)
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 [Note: Far means] torch rounds a shard's mean to float32: at mean 1,000 and deviation 1 it is off by 7e-5, and the
 pooled variance by 1e-5. If a mean is large against the deviation, a second pass over the values computes its
-rounding error, which is sent with it. Small inputs that a graph keeps are checked together, before the backward.
+rounding error, which is sent with it. Small inputs that a graph keeps are checked together, before the backward; in
+compiled code all are, since it has no sizes in bytes if they vary, and a read of a value would cut it in two.
 
 [Note: One tensor] A layer costs as many operations as it has tensors. So the statistics of all layers' first calls lie
 in one tensor, in the layers' order, and are packed in one piece where each layer was called once.
@@ -51,6 +52,10 @@ def refine_statistics(
 
 def _is_checked(mean: torch.Tensor) -> bool:
     return mean.dtype == torch.float32 and accelerator_of(mean.device).is_host
+
+
+def _is_kept_and_small(inputs: torch.Tensor) -> bool:
+    return inputs.requires_grad and inputs.nbytes <= _SMALL_BYTES and torch.is_grad_enabled()
 
 
 def _is_far(mean: torch.Tensor, variance: torch.Tensor) -> bool:
@@ -116,7 +121,7 @@ class Captures(list[list[BatchStatistics]]):
         if self._form is not None and number < len(self._pairs) and mean is self._pairs[number][0]:
             capture = BatchStatistics(count, mean, self._form.rest_of[number], variance, momentum)
             self._plain += 1
-            if inputs.requires_grad and inputs.nbytes <= _SMALL_BYTES and torch.is_grad_enabled():
+            if torch.compiler.is_compiling() or _is_kept_and_small(inputs):
                 self._unchecked.append((inputs, capture))
             else:
                 self._refine(inputs, capture)

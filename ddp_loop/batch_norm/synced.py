@@ -25,6 +25,7 @@ from itertools import zip_longest
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once, for 3 s
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -233,8 +234,11 @@ class SyncedBatchNorm(_BatchNorm):
             return self.normalise(input, self._channel)
         return super().forward(input)
 
+    @_disable_dynamo
     def normalise(self, values: torch.Tensor, channel: SyncChannel) -> torch.Tensor:
         """Normalise by the statistics of all ranks' values, and move the running ones. Every rank must call this.
+
+        torch.compile leaves it as it is: a collective has nothing to compile, and what it depends on always changes.
 
         Raises:
             ValueError: values that do not fit the layer, or less than two values per channel, over all ranks together.

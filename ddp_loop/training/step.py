@@ -151,6 +151,7 @@ class Step:
                 f"Only the newest step of a loop can be iterated and folded. Step {self.iteration} is over, and a pass "
                 "of another one is open. Use the step that the loop gave last."
             )
+        torch.clear_autocast_cache()  # of an evaluation: weights without a graph
         self._fold.open(self)
         if self._gathering.is_used:
             self._gathering.open()
@@ -404,6 +405,7 @@ class Step:
         self.is_broken = False
         if self._tracer is not None:
             self._tracer.folded(result.names, result.values, fold.named_gradients())
+        torch.clear_autocast_cache()  # an update follows, and autocast around the loop would keep the weights before it
         self.passes += 1
         self._events.after_fold(result, mini_batch, self.passes - 1)
         self._world.stage = "optimizer"

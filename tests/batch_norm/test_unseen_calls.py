@@ -103,6 +103,25 @@ def test_a_model_compiled_and_called_before_its_loop_moves_its_statistics_by_the
         assert all(map(is_close, found, expected))
 
 
+def train_on_any_size(how: str, shards: int) -> Tensors:
+    torch._dynamo.reset()
+    with dl.join_world(seed=0) as world:
+        model = network()
+        call: Any = torch.compile(model, backend="eager", dynamic=True) if how == "compiled" else model
+        found = train(world, model, call, shards)
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.covers("D4", "J3", "J12")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow
+def test_a_model_compiled_for_any_size_takes_shards_of_several_sizes(ranks: int, on_ranks: OnRanks) -> None:
+    expected = on_ranks(1, train_on_any_size, "plain", 3)[0]  # 3, 3 and 2 of a mini-batch
+    for found in on_ranks(ranks, train_on_any_size, "compiled", 3, timeout_s=120):
+        assert is_close(found, expected)
+
+
 def move_unseen(world: dl.World, folder: str, culprit: int) -> None:
     """F.batch_norm on the buffers of a layer that is not called."""
     model = network()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -76,6 +77,73 @@ def test_bf16_autocast_is_near_one_process_over_the_same_shards(ranks: int, shar
     # Equal bits are seen: gradients of bf16 products have 8 bits each, and float32 mostly adds these exactly.
     assert distance(same_on_all(on_ranks(ranks, train_half, shards)), expected) <= 2**-8
     assert distance(train_half_plainly(shards, None), expected) > 1e-4  # bf16 it was
+
+
+def train_under(where: str) -> Tensors:
+    """Four shards on each rank's part, an evaluation in the middle; autocast around as much as `where` says."""
+    with dl.join_world() as world, autocast(where == "everything"):
+        model = network().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        batches = dl.Batches(samples(24).float(), 8, world, shards=4, shuffle=False)
+        losses = []
+        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+            with autocast(where == "the pass"):
+                for rows in step:
+                    with autocast(where == "the forward"):
+                        loss = loss_of(model, rows)
+                    with autocast(where == "the backward too"):
+                        step.backward(loss_of(model, rows) if where == "the backward too" else loss)
+            losses.append(step.fold().loss)
+            optimizer.step()
+            if step.is_last_of_epoch:
+                with autocast(where != "nothing"):
+                    found = dl.evaluate(model, batches, loss=lambda output, _: output.float().square().mean(1))
+                losses.append(torch.tensor(found["loss"]))
+        return [torch.stack(losses), *values_of(model)]
+
+
+def autocast(enabled: bool) -> AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if enabled else nullcontext()
+
+
+@pytest.mark.covers("B10", "J12")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("where", ["the pass", "the backward too", "everything"])
+def test_autocast_around_more_than_the_forward_gives_the_same_bits(where: str, ranks: int, on_ranks: OnRanks) -> None:
+    """Its cache of weights in bf16 serves several shards, and no weight outlives its update there."""
+    expected = on_ranks(1, train_under, "the forward")[0]
+    assert is_same(same_on_all(on_ranks(ranks, train_under, where)), expected)
+    assert distance(on_ranks(1, train_under, "nothing")[0], expected) > 1e-4
+
+
+def train_images(shards: int, precision: str, channels_last: bool) -> Tensors:
+    with dl.join_world(seed=1) as world:
+        layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Flatten()]
+        model = nn.Sequential(*layers, nn.Linear(32, 5))
+        if channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        images = torch.randn(40, 3, 6, 6, generator=torch.Generator().manual_seed(2))
+        batches = dl.Batches((images, torch.arange(40) % 5), 16, world, shards=shards)
+        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+            for inputs, labels in step:
+                with autocast(precision == "bf16"):
+                    logits = model(inputs)
+                step.backward(nn.functional.cross_entropy(logits.float(), labels))
+            step.fold()
+            optimizer.step()
+        return [one.detach().clone() for one in model.state_dict().values()]
+
+
+@pytest.mark.covers("J12")
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fixed_shards_give_the_same_bits_on_any_ranks_with_any_kernels(
+    ranks: int, precision: str, channels_last: bool, on_ranks: OnRanks
+) -> None:
+    expected = on_ranks(1, train_images, 5, precision, channels_last)[0]
+    assert is_same(same_on_all(on_ranks(ranks, train_images, 5, precision, channels_last)), expected)
 
 
 OVERFLOW = 3  # the update in which the last sample, one of the last shard, is enormous

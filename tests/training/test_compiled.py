@@ -1,0 +1,154 @@
+"""torch.compile of the model and of the loss: what equals what under it.
+
+Code that is compiled for each size, `dynamic=False`, gives a shard the same bits on every rank and in every run. By
+default torch compiles a second size for all sizes, so a shard's last bits depend on what the process met before.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import ddp_loop as dl
+from tests.support.cases import CLASSES, make_data
+from tests.support.comparing import Tensors, distance, is_same, same_on_all
+from tests.support.harness import OnRanks
+
+HAS_COMPILER = shutil.which("g++") is not None
+pytestmark = [
+    pytest.mark.slow,  # each process compiles for some seconds
+    pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile needs g++ on a CPU"),
+    pytest.mark.covers("J3", "J12"),
+]
+
+SAMPLES, BATCH, SHARDS, EPOCHS = 28, 10, 4, 2  # shards of 3, 3, 2, 2 and, in the last mini-batch, of 2
+COMPILING_S = 200.0
+TOLERANCE = 1e-10  # float64: a step's rounding, amplified by 6 steps
+
+
+def network(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 4, 2), nn.BatchNorm1d(4), nn.Flatten(),
+        nn.Dropout(dropout), nn.Linear(8, CLASSES),
+    ).double()  # fmt: skip
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """As in a process of its own, which has compiled nothing; leaves no process, thread or variable of the compiler."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(compile_threads=1), patch.dict(os.environ):
+        yield
+    torch._dynamo.reset()
+    tqdm: Any = sys.modules.get("tqdm")
+    if tqdm is not None and tqdm.tqdm.monitor is not None:
+        tqdm.tqdm.monitor.exit()
+        tqdm.tqdm.monitor = None
+
+
+def train(
+    shards: int | None,
+    compiled: tuple[str, ...] = ("model", "loss"),
+    *,
+    dynamic: bool | None = False,
+    dropout: float = 0.0,
+    synced: bool = False,
+    folder: str = "",
+    stop_at: int | None = None,
+) -> Tensors:
+    """The state, the losses, and an evaluation. A tiny bucket, so that there are hooks on the parameters."""
+    with compiling(), dl.join_world(seed=3) as world:
+        model = network(dropout)
+        if synced:
+            dl.sync_batch_norm(model, world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        call: Any = torch.compile(model, dynamic=dynamic) if "model" in compiled else model
+        loss: Any = torch.compile(cross_entropy, dynamic=dynamic) if "loss" in compiled else cross_entropy
+        data = make_data((2, 4), SAMPLES)
+        state = {"model": model, "optimizer": optimizer}
+        options: dict[str, Any] = {"run_dir": folder or None, "progress": False, "bucket_cap_mib": 0.0002}
+        loop = dl.Loop(dl.Batches(data, BATCH, world, shards=shards), EPOCHS, state=state, **options)
+        losses = []
+        with suppress(dl.Stopped):
+            for step in loop:
+                for inputs, labels in step:
+                    step.backward(loss(call(inputs), labels))
+                losses.append(step.fold().loss.clone())
+                optimizer.step()
+                if step.iteration == stop_at:
+                    loop.stop()
+            found = dl.evaluate(call, dl.Batches(data, BATCH, world, shards=SHARDS, shuffle=False), loss=each_loss)
+            losses.append(torch.tensor(found["loss"], dtype=torch.float64))
+        return [*(one.detach().clone() for one in model.state_dict().values()), torch.stack(losses[-2:])]
+
+
+def each_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits, labels, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "compiled"), [(None, ("model", "loss")), (True, ("model",)), (False, ("loss",)), (False, ("model",))]
+)
+def test_compiled_in_any_way_they_are_those_that_were_not_up_to_rounding(
+    dynamic: bool | None, compiled: tuple[str, ...], on_ranks: OnRanks
+) -> None:
+    expected = on_ranks(1, train, SHARDS, ())[0]
+    found = on_ranks(2, train, SHARDS, compiled, dynamic=dynamic, timeout_s=COMPILING_S)
+    assert distance(same_on_all(found), expected) < TOLERANCE
+
+
+@pytest.mark.covers("F4")
+def test_a_compiled_run_that_was_stopped_resumes_with_the_same_bits(on_ranks: OnRanks, tmp_path: Path) -> None:
+    whole = on_ranks(1, train, SHARDS, dropout=0.1, timeout_s=COMPILING_S)[0]
+    folder = str(tmp_path)
+    for stop_at, ranks in ((1, 2), (3, 1), (None, 3)):
+        options: dict[str, Any] = {"dropout": 0.1, "folder": folder, "stop_at": stop_at}
+        found = on_ranks(ranks, train, SHARDS, **options, timeout_s=COMPILING_S)
+    assert is_same(same_on_all(found), whole)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_compiled_synced_layers_are_one_device_on_the_whole_mini_batch(ranks: int, on_ranks: OnRanks) -> None:
+    expected = on_ranks(1, train, None, (), synced=True)[0]
+    found = same_on_all(on_ranks(ranks, train, None, synced=True, timeout_s=COMPILING_S))
+    assert distance(found, expected) < TOLERANCE
+
+
+def train_whole(way: str) -> Tensors:
+    """One rank, one shard: by a Loop, or by the plain loop, with the same mini-batches."""
+    with compiling(), dl.join_world(seed=3) as world:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        call: Any = torch.compile(model, dynamic=False)
+        loss: Any = torch.compile(cross_entropy, dynamic=False)
+        data = make_data((2, 4), SAMPLES)
+        if way == "plain":
+            for inputs, labels in [*zip(*(one.split(BATCH) for one in data), strict=True)] * EPOCHS:
+                optimizer.zero_grad()
+                loss(call(inputs), labels).backward()
+                optimizer.step()
+        else:
+            batches = dl.Batches(data, BATCH, world, shuffle=False)
+            for step in dl.Loop(batches, EPOCHS, state={"model": model, "optimizer": optimizer}, progress=False):
+                for inputs, labels in step:
+                    step.backward(loss(call(inputs), labels))
+                step.fold()
+                optimizer.step()
+        return [one.detach().clone() for one in model.state_dict().values()]
+
+
+def test_one_shard_on_one_rank_has_the_bits_of_the_plain_loop_compiled(on_ranks: OnRanks) -> None:
+    found, expected = (on_ranks(1, train_whole, way, timeout_s=COMPILING_S)[0] for way in ("loop", "plain"))
+    assert is_same(found, expected)
