@@ -1,10 +1,11 @@
 """Checkpoints: when they are saved, how they reach the disk whole, and how a run resumes from one."""
 
-from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
+from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder, write_atomic
 from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, OnSaveError
 from ddp_loop.checkpoint.run_folder import (
     EVALUATIONS,
     PICTURES,
+    PROFILE,
     RANKS,
     ROWS,
     STATUS,
@@ -24,6 +25,7 @@ __all__ = [
     "EVALUATIONS",
     "NAME",
     "PICTURES",
+    "PROFILE",
     "RANKS",
     "REPAIR",
     "ROWS",
@@ -46,4 +48,5 @@ __all__ = [
     "run_id_of",
     "stop_and_wait",
     "sync_folder",
+    "write_atomic",
 ]
