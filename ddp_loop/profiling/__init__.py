@@ -2,13 +2,12 @@
 
 from ddp_loop.profiling.clock import BACKWARD, COMMUNICATION, DATA, FOLD, FORWARD, PhaseClock
 from ddp_loop.profiling.command import CannotProfile, ProfileJob, profile
-from ddp_loop.profiling.recording import FILE, WARM_UP, StepProfile
+from ddp_loop.profiling.recording import WARM_UP, StepProfile
 
 __all__ = [
     "BACKWARD",
     "COMMUNICATION",
     "DATA",
-    "FILE",
     "FOLD",
     "FORWARD",
     "WARM_UP",

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_loop.checkpoint import PROFILE_FILE
 from ddp_loop.distributed import RankFailed, launch
-from ddp_loop.profiling.recording import FILE, TRACED, WARM_UP
+from ddp_loop.profiling.recording import TRACED, WARM_UP
 from ddp_loop.profiling.times import Profile
 from ddp_loop.tracing import TraceRequest, last_output, run_requested
 
@@ -83,7 +84,7 @@ def profile(job: ProfileJob, say: Callable[[str], None]) -> None:
 
 def _report(folder: Path, say: Callable[[str], None]) -> int:
     """Report what each Loop has measured; returns the number of such Loops."""
-    found = sorted(folder.glob(f"loop-*/{FILE}"))
+    found = sorted(folder.glob(f"loop-*/{PROFILE_FILE}"))
     for number, path in enumerate(found, 1):
         lines = Profile.from_json(json.loads(path.read_text(encoding="utf-8"))).lines()
         say("\n".join([*([f"Loop {number}"] if len(found) > 1 else []), *lines]))

@@ -142,8 +142,8 @@ def _communication(ranks: Sequence[RankTimes]) -> Iterator[Hint]:
     if len(ranks) > 1 and share >= _LEAST[COMMUNICATION]:
         yield Hint(
             share,
-            f"{percent(share)} of the step waits for sums over the ranks that backward does not hide {figure}. A larger "
-            "mini-batch, or more shards in it, makes fewer sums per sample; bucket_cap_mib= sets the size of each sum.",
+            f"{percent(share)} of the step waits for sums over the ranks that backward does not hide {figure}. A "
+            "larger mini-batch, or more shards in it, makes fewer sums per sample; bucket_cap_mib= sets their size.",
         )
 
 
@@ -153,15 +153,16 @@ def _idle_cores(ranks: Sequence[RankTimes], where: Surroundings) -> Iterator[Hin
         won = share * (1 - where.threads / where.cores)
         yield Hint(
             won,
-            f"{percent(share)} of the step is forward and backward, on {where.threads} of the {where.cores} cores that each "
-            f"rank could have: join_world(threads={where.cores}), or more ranks.",
+            f"{percent(share)} of the step is forward and backward, on {where.threads} of the {where.cores} cores that "
+            f"each rank could have: join_world(threads={where.cores}), or more ranks.",
         )
 
 
 def _own_work(ranks: Sequence[RankTimes]) -> Iterator[Hint]:
     share, figure = _share(ranks, OPTIMIZER)
     if share >= _LEAST[OPTIMIZER] and any(one.can_fuse for one in ranks):
-        yield Hint(share, f"{percent(share)} of the step is the optimizer {figure}. Pass it fused=True where it takes that.")
+        remedy = "Pass it fused=True where it takes that."
+        yield Hint(share, f"{percent(share)} of the step is the optimizer {figure}. {remedy}")
     share, figure = _share(ranks, FOLD)
     shards = max(one.shards for one in ranks)
     if share >= _LEAST[FOLD] and shards > 1:
@@ -174,6 +175,6 @@ def _own_work(ranks: Sequence[RankTimes]) -> Iterator[Hint]:
     if share >= _LEAST[OTHER]:
         yield Hint(
             share,
-            f"{percent(share)} of the step is outside of its phases {figure}: the script's own lines, checkpoints, or an "
-            "optimizer that is not torch's. Move what not every step needs out of the loop.",
+            f"{percent(share)} of the step is outside of its phases {figure}: the script's own lines, checkpoints, or "
+            "an optimizer that is not torch's. Move what not every step needs out of the loop.",
         )

@@ -25,7 +25,6 @@ from ddp_loop.profiling.times import Profile, RankTimes, Surroundings
 
 WARM_UP = 5  # steps; in the first ones layouts are agreed on and memory is allocated
 TRACED = 2  # steps in a Chrome trace, after the measured ones
-FILE = "profile.json"
 _PATIENCE_S = 0.5  # for the times of other ranks, once the loop has ended
 _LOOK_S = 0.01
 

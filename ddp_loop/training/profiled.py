@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ddp_loop.checkpoint import PROFILE
+from ddp_loop.checkpoint import PROFILE, PROFILE_FILE
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, ReadAhead
 from ddp_loop.determinism import check_count
-from ddp_loop.profiling import BACKWARD, COMMUNICATION, DATA, FILE, FOLD, FORWARD, WARM_UP, PhaseClock, StepProfile
+from ddp_loop.profiling import BACKWARD, COMMUNICATION, DATA, FOLD, FORWARD, WARM_UP, PhaseClock, StepProfile
 from ddp_loop.tracing import TraceRequest
 from ddp_loop.training.payload import StepResult
 from ddp_loop.training.step import Step
@@ -145,7 +145,7 @@ def open_steps(
     if where.length is not None and where.length < WARM_UP + number:
         raise ValueError(_too_short(number, where.length))
     prints = request is None
-    file = None if path is None else path / FILE
+    file = None if path is None else path / PROFILE_FILE
     profile = StepProfile(batches.world, number, batches.num_workers, file, traces, prints=prints)
     return ProfiledReadAhead(batches, profile), partial(ProfiledStep, profile.clock)
 
