@@ -150,13 +150,11 @@ class StepProfile:
     def _begin_trace(self) -> None:
         if self._traces is None:
             return
-        try:
-            self._tracer = torch.profiler.profile()  # of the CPU, and of the device where torch supports it
-            self._tracer.start()
-        except RuntimeError as error:  # the script runs a profiler itself
-            self._tracer = None
-            self._world.say(f"No Chrome trace is written, since torch's profiler does not start ({error}).")
+        if torch.autograd._profiler_enabled():  # a second one would end it without a result
+            self._world.say("No Chrome trace is written, since the script runs torch's profiler itself.")
             return
+        self._tracer = torch.profiler.profile()  # of the CPU, and of the device where torch supports it
+        self._tracer.start()
         self.clock.annotate()
 
     def _end_trace(self) -> None:

@@ -88,6 +88,8 @@ class Loop:
     """
 
     _begun: str | None  # where it is in its epochs, or was left
+    _asks_stop: bool  # whether the script does
+    _compares: bool  # whether ranks compare their state
 
     def __init__(
         self,
@@ -115,17 +117,15 @@ class Loop:
         profile: int | None = None,
     ) -> None:
         check_batches(batches)
-        epochs, steps = as_int(epochs), as_int(steps)
-        self.batches, self.world = batches, batches.world
+        self._begun, self._asks_stop, epochs, steps = None, False, as_int(epochs), as_int(steps)
+        self.batches, self.world, self._compares = batches, batches.world, batches.world.size > 1
         self._where = LoopPosition(batches, epochs, steps)
-        self._begun = None
         watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir).absolute()
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         is_ordered = batches.fixed_shards if ordered is None else ordered
         self._job = Job(state, batches, ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}))
         self._recorder = self._make_recorder(folder if watched is None else None, policy, on_nonfinite)
         self._gathering, self._weightless = BatchGather(self.world), WeightlessStepCheck()
-        self._asks_stop, self._compares = False, self.world.size > 1  # whether the script does, and ranks compare state
         self.world.on_leaving(self._leave)
         with self.world.in_stage("start"):
             problem: Exception | None = None

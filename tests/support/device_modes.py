@@ -77,7 +77,7 @@ class HostReads(TorchDispatchMode):
     """Notes the file and the line of each read of a value."""
 
     def __init__(self, note: Callable[[str, int], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._note = note
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:

@@ -63,9 +63,11 @@ def line_of(script: Path, place: str) -> int:
     return next(number for number, line in enumerate(script.read_text().splitlines(), 1) if f"# {place}" in line)
 
 
-def profiled(on_ranks: OnRanks, script: Path, ranks: int = 2, **job: Any) -> list[str]:
-    """The lines that `profile` reports of a script on the pool's ranks."""
-    said: list[str] = []
+def profiled(
+    on_ranks: OnRanks, script: Path, said: list[str] | None = None, *, ranks: int = 2, **job: Any
+) -> list[str]:
+    """The lines that `profile` reports of a script on the pool's ranks; its parts are appended to `said`."""
+    said = [] if said is None else said
 
     def start(function: Any, number: int, *arguments: Any, timeout_s: float | None) -> list[None]:
         return on_ranks(number, function, *arguments)
