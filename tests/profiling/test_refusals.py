@@ -74,6 +74,19 @@ def test_what_was_measured_is_reported_where_the_script_fails(on_ranks: OnRanks,
     assert said[0].startswith(f"Profile: 2 of 10 steps after {WARM_UP} of warm-up, 2 ranks on cpu.")
 
 
+def test_each_loop_of_a_script_has_a_table_and_one_that_ends_in_its_warm_up_says_so(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    script = planted(
+        tmp_path, "AFTER", "if step.iteration == 3 and len(sys.argv) < 2: sys.argv.append(''); main(); break"
+    )
+    lines = profiled(on_ranks, script)
+    assert lines[0] == "Loop 1"
+    assert lines[1] == "Profile: no step was measured, since the run ended within its first 6 steps."
+    assert lines[2] == "Loop 2"
+    assert lines[3].startswith("Profile: 5 steps after 5 of warm-up, 2 ranks on cpu.")
+
+
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_others_are_reported(tmp_path: Path) -> None:
     script = planted(tmp_path, "AFTER", "step.iteration < 9 or world.rank == 0 or os.kill(os.getpid(), 9)")
