@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ import torch
 _CHECK_S = 0.5  # between two checks while the host waits for a device
 _SPIN_S = 0.005  # so long a wait looks without a pause
 _NAP_S = 0.0002
+_READS = "synchronizing CUDA operation"  # in torch's warning
 _checks: list[Callable[[], None]] = []
 
 
@@ -97,6 +99,21 @@ class Accelerator:
         """
         torch._foreach_copy_(here, there)  # type: ignore[arg-type]
         return None
+
+    # -- measuring -----------------------------------------------------------------------------------------
+
+    def mark(self) -> Any:
+        """A point in the device's work; `seconds` gives the time between two of them."""
+        return time.perf_counter()
+
+    def seconds(self, first: Any, last: Any) -> float:
+        """The seconds from one mark to a later one, once the device has reached it."""
+        return float(last - first)
+
+    @contextmanager
+    def host_reads(self, note: Callable[[str, int], None]) -> Iterator[None]:
+        """Inside the block call `note` with the file and the line of each operation that makes the host wait for it."""
+        yield
 
     # -- random numbers ------------------------------------------------------------------------------------
 
@@ -184,6 +201,38 @@ class Cuda(Accelerator):
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the device's current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1000
+
+    @contextmanager
+    def host_reads(self, note: Callable[[str, int], None]) -> Iterator[None]:
+        """Inside the block call `note` for each warning of `torch.cuda.set_sync_debug_mode`."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            show = warnings.showwarning
+
+            def see(message: Any, category: Any, filename: str, lineno: int, *more: Any, **others: Any) -> None:
+                if _READS in str(message):
+                    note(filename, lineno)
+                else:
+                    show(message, category, filename, lineno, *more, **others)
+
+            warnings.filterwarnings("always", f".*{_READS}")
+            warnings.filterwarnings("ignore", "Synchronization debug mode")
+            warnings.showwarning = see
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
 
     def seed(self, key: int) -> None:
         """Seed its generator. A DataLoader's worker has no GPU, and does nothing."""

@@ -1,4 +1,4 @@
-"""The command line: `python -m ddp_loop devices | verify | diff | checkpoints | stop | monitor | plot`."""
+"""The command line: `python -m ddp_loop devices | verify | profile | diff | checkpoints | stop | monitor | plot`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ddp_loop.accelerators import gpu_count
 from ddp_loop.checkpoint import CheckpointInfo, CheckpointStore, best_of, run_id_of, stop_and_wait
 from ddp_loop.distributed import describe_devices
 from ddp_loop.monitor import serve
+from ddp_loop.profiling import CannotProfile, ProfileJob, profile
 from ddp_loop.reporting import export
 from ddp_loop.tracing import CannotVerify, VerifyJob, compare_runs, verify
 
@@ -108,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--steps", type=_count, default=5, metavar="K", help="steps of each Loop (default: 5)")
     one.add_argument("--timeout-s", type=_count, default=600, metavar="S", help="seconds for each run (default: 600)")
     one.add_argument("--tolerance", type=_fraction, metavar="T", help="relative, for all values (default: by dtype)")
+    _add_profile(add)
     two = add(
         "diff",
         lambda options: _show(*compare_runs(*options.runs)),
@@ -145,6 +148,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_profile(add: Callable[..., Any]) -> None:
+    command = add(
+        "profile",
+        _profile,
+        "run a script and show where the time of a step goes on each rank",
+        f"{EQUAL} measured, {FAILED} the script failed or made no step",
+        usage="python -m ddp_loop profile SCRIPT [--ranks N] [--steps K] [--trace FOLDER] [-- SCRIPT'S ARGUMENTS]",
+    )
+    command.add_argument("script", type=Path, metavar="SCRIPT")
+    command.add_argument("--ranks", type=_count, metavar="N", help="number of ranks (default: the GPUs, or 2)")
+    command.add_argument("--steps", type=_count, default=20, metavar="K", help="steps to measure (default: 20)")
+    command.add_argument("--trace", type=Path, metavar="FOLDER", help="also write a Chrome trace of each rank there")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit code.
 
@@ -156,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(given[:end], argparse.Namespace(arguments=given[end + 1 :]))
     try:
         return EQUAL if options.call(options) else UNEQUAL
-    except (CannotVerify, ValueError, ImportError) as error:
+    except (CannotVerify, CannotProfile, ValueError, ImportError) as error:
         print(f"ddp_loop {options.command}: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
@@ -168,6 +185,14 @@ def _verify(options: argparse.Namespace) -> bool:
         raise CannotVerify(f"SCRIPT must be a Python file. {options.script} does not exist. Check its path.")
     job = VerifyJob(options.script, options.arguments, options.steps, options.timeout_s, options.tolerance)
     return verify(job, options.ranks, _say)
+
+
+def _profile(options: argparse.Namespace) -> bool:
+    if not options.script.is_file():
+        raise CannotProfile(f"SCRIPT must be a Python file. {options.script} does not exist. Check its path.")
+    ranks = options.ranks or gpu_count() or 2
+    profile(ProfileJob(options.script, ranks, options.arguments, options.steps, options.trace), _say)
+    return True
 
 
 def _monitor(options: argparse.Namespace) -> bool:

@@ -1,10 +1,12 @@
 """Checkpoints: when they are saved, how they reach the disk whole, and how a run resumes from one."""
 
-from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
+from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder, write_atomic
 from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, OnSaveError, Snapshot
 from ddp_loop.checkpoint.run_folder import (
     EVALUATIONS,
     PICTURES,
+    PROFILE,
+    PROFILE_FILE,
     RANKS,
     ROWS,
     STATUS,
@@ -24,6 +26,8 @@ __all__ = [
     "EVALUATIONS",
     "NAME",
     "PICTURES",
+    "PROFILE",
+    "PROFILE_FILE",
     "RANKS",
     "REPAIR",
     "ROWS",
@@ -47,4 +51,5 @@ __all__ = [
     "run_id_of",
     "stop_and_wait",
     "sync_folder",
+    "write_atomic",
 ]

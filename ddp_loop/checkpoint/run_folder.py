@@ -33,8 +33,8 @@ from ddp_loop.distributed import MOST_LETTERS
 
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
 EVALUATIONS, RANKS, PICTURES, TABLE = "evaluations.jsonl", "ranks.jsonl", "pictures", "rows.csv"
-STARTS = "starts.jsonl"
-_MOVED = ("checkpoints", "trace", ROWS, EVALUATIONS, RANKS, STARTS, PICTURES, TABLE, STATUS, RUN)
+STARTS, PROFILE, PROFILE_FILE = "starts.jsonl", "profile", "profile.json"  # the file is in the folder
+_MOVED = ("checkpoints", "trace", ROWS, EVALUATIONS, RANKS, STARTS, PICTURES, PROFILE, TABLE, STATUS, RUN)
 _DAMAGED = "*.damaged*.jsonl"  # their damaged lines
 ERROR = "error.rank-{rank}.txt"  # the whole of an error's text that was too long for the ranks' messages
 _OF_POSITIONS = ("samples", "batch_size", "drop_last")  # no run goes on when these change

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from ddp_loop.data.fingerprints import REMEDY, Fingerprint, difference, of, unlike
 from ddp_loop.data.placement import Places, gpu_in, map_tensors, parse_devices
-from ddp_loop.data.readers import Reader, Request, TensorReader, is_stream, make_reader
+from ddp_loop.data.readers import LoaderReader, Reader, Request, TensorReader, is_stream, make_reader
 from ddp_loop.data.shards import MiniBatch, Shard, cut, split_range, split_sizes
 from ddp_loop.data.streams import StreamBatcher, StreamReader
 from ddp_loop.data.transforms import Draws, Transform
@@ -149,6 +149,7 @@ class Batches:
         batch_size, shards, seed, shuffle, drop_last, world: as given, or their defaults.
         length: the number of samples in an epoch; None for a stream and for an endless source. `len(batches)` is the
             number of mini-batches in an epoch.
+        num_workers: of the `DataLoader`; None for tensors and streams, which this process reads.
 
     Raises:
         ValueError: a size is below 1, there are no samples, tensors have unequal lengths, or the ranks disagree.
@@ -225,6 +226,7 @@ class Batches:
             self._reader = self._open_stream(data, places, loader)
         else:
             self._reader, self.length = make_reader(data, self.seed, places, loader, self.world.accelerator)
+        self.num_workers: int | None = loader.get("num_workers", 0) if isinstance(self._reader, LoaderReader) else None
         self._has_length = self.length is not None
         if self._has_length and length is not None:
             raise ValueError(

@@ -15,6 +15,8 @@ from ddp_loop.checkpoint import (
     CHECKPOINTS,
     EVALUATIONS,
     NAME,
+    PROFILE,
+    PROFILE_FILE,
     RANKS,
     ROWS,
     STATUS,
@@ -29,7 +31,7 @@ from ddp_loop.reporting import JsonlTail, TailUpdate
 FRESH_S = 0.4  # between two polls of the folder, at least
 READ_S = 0.5  # for one poll; a long file takes several
 RECENT = 100  # rows over which speed is measured
-MOST_MARKS, MOST_RANKS, MOST_COMMAND = 60, 64, 20_000
+MOST_MARKS, MOST_RANKS, MOST_COMMAND, MOST_PHASES, MOST_HINTS = 60, 64, 20_000, 16, 3
 ENDED = ("done", "stopped", "left", "failed")
 
 
@@ -50,6 +52,7 @@ class RunView:
         self._rows, self._evaluations = MetricSeries(), MetricSeries()
         self._tails = [JsonlTail(self.folder / name) for name in (ROWS, EVALUATIONS, RANKS)]
         self._ranks: list[dict[str, float | int | None]] = []
+        self._profile: dict[str, Any] | None = None
         self._status: dict[str, Any] = {}
         self._extent: dict[str, int] = {}
         self._state, self._is_behind = "missing", False
@@ -67,6 +70,7 @@ class RunView:
             self._status = read_json(self.folder / STATUS) or {}
             self._state = self._state_now()
             self._record_extent()
+            self._profile = _profile_of(read_json(self.folder / PROFILE / PROFILE_FILE) or {})
             self._read()
         self._looked = time.monotonic()
         self._summary = self._sum_up()
@@ -151,6 +155,7 @@ class RunView:
             "names": rows.names,
             "evaluated": self._evaluations.names,
             "by_rank": self._ranks,
+            "profile": self._profile,
             "problems": self._problems(),
             "continue": self._continue(),
             "can_stop": self._state == "running",
@@ -319,6 +324,21 @@ class RunView:
 
 def _listed(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:
     return [nothing_for_nan(value) for value in values.tolist()]
+
+
+def _profile_of(found: dict[str, Any]) -> dict[str, Any] | None:
+    """A profile with what the page shows: the table's columns and rows, in seconds, and the hints; None without one."""
+    phases, ranks, hints = (found.get(name) for name in ("phases", "ranks", "hints"))
+    if not (isinstance(phases, list) and isinstance(ranks, list) and isinstance(hints, list)):
+        return None
+    names = [name for name in map(_text, phases[:MOST_PHASES]) if name is not None]
+    rows = [
+        [_finite(one.get("rank")), _finite(one.get("step_s")), *(_finite(one["phases"].get(name)) for name in names)]
+        for one in ranks[:MOST_RANKS]
+        if isinstance(one, dict) and isinstance(one.get("phases"), dict)
+    ]
+    texts = [text for text in map(_text, hints[:MOST_HINTS]) if text is not None]
+    return {"heading": _text(found.get("heading")), "phases": names, "rows": rows, "hints": texts} if rows else None
 
 
 def _count(value: object) -> int | None:

@@ -5,6 +5,7 @@ from ddp_loop.reporting.jsonl import append_whole
 from ddp_loop.reporting.jsonl_tail import JsonlTail, TailUpdate
 from ddp_loop.reporting.reporter import Receivers, Reporter, all_of
 from ddp_loop.reporting.rows import NORM, RATE, OnRow, WeightedMeans, is_averaged
+from ddp_loop.reporting.throughput import slowest
 
 __all__ = [
     "NORM",
@@ -19,4 +20,5 @@ __all__ = [
     "append_whole",
     "export",
     "is_averaged",
+    "slowest",
 ]

@@ -1,9 +1,9 @@
-"""Traces of the values in each step, and the comparison of two runs."""
+"""Traces of the values in each step, and the comparison of two runs; scripts that run under a request."""
 
 from ddp_loop.tracing.compare import compare_runs
 from ddp_loop.tracing.trace import TRACE
 from ddp_loop.tracing.tracer import Tracer, TraceRequest, current_trace_request
-from ddp_loop.tracing.verification import CannotVerify, VerifyJob, verify
+from ddp_loop.tracing.verification import CannotVerify, VerifyJob, last_output, run_requested, verify
 
 __all__ = [
     "TRACE",
@@ -13,5 +13,7 @@ __all__ = [
     "VerifyJob",
     "compare_runs",
     "current_trace_request",
+    "last_output",
+    "run_requested",
     "verify",
 ]

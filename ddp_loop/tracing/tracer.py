@@ -40,13 +40,17 @@ _AMPLE = 10  # tolerances within which an element of a gradient is replaced
 
 @dataclass
 class TraceRequest:
-    """A request that every Loop of this process writes a trace with values, whatever its arguments.
+    """A request that every Loop of this process writes a trace with values, or measures its steps.
+
+    A Loop under a request has no run folder, whatever its arguments.
 
     Attributes:
-        folder: of the traces; each Loop has its own folder in it, numbered in the order of creation.
+        folder: of what the Loops write; they are numbered in the order of creation.
         steps: after which a Loop ends.
         followed: the folder of another run, whose gradients are used. See [Note: Followed gradients].
         rounding: the relative difference up to which two gradients are the same.
+        profile: the number of steps that a profile measures; None for a trace.
+        traces: the folder of Chrome traces, which a profile writes; None for none.
         loops: the number of Loops so far.
     """
 
@@ -54,6 +58,8 @@ class TraceRequest:
     steps: int
     followed: Path | None = None
     rounding: float = 0.0
+    profile: int | None = None
+    traces: Path | None = None
     loops: int = field(default=0)
 
 

@@ -34,8 +34,8 @@ class CannotVerify(Exception):
 # -- runs --------------------------------------------------------------------------------------------------
 
 
-def run_traced(script: str, arguments: Sequence[str], request: TraceRequest) -> None:
-    """Run a script on this rank as its launcher would, with traces and output in the request's folder."""
+def run_requested(script: str, arguments: Sequence[str], request: TraceRequest) -> None:
+    """Run a script on this rank as its launcher would, under a request and with its output in the request's folder."""
     rank, before = os.environ["RANK"], (sys.argv, list(sys.path))
     sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).resolve().parent)]
     path = request.folder / f"output-{rank}.txt"
@@ -89,21 +89,22 @@ def run_on(
     folder.mkdir(parents=True)
     try:
         request = TraceRequest(folder, job.steps, followed, rounding)
-        job.start(run_traced, ranks, str(job.script), list(job.arguments), request, timeout_s=job.timeout_s)
+        job.start(run_requested, ranks, str(job.script), list(job.arguments), request, timeout_s=job.timeout_s)
     except RankFailed as error:
-        raise CannotVerify(f"{job.script} fails on {_ranks(ranks)}:\n{error}\n{_printed(folder)}") from error
+        raise CannotVerify(f"{job.script} fails on {_ranks(ranks)}:\n{error}\n{last_output(folder)}") from error
     traces = [read_trace(loop) for loop in sorted(folder.glob("loop-*"))]
     traces = [trace for trace in traces if trace.numbers]  # without Loops that were never iterated over
     if not any(trace.numbers[1:] for trace in traces):
         raise CannotVerify(
             f"verify compares the steps of a Loop. {job.script} made none on {_ranks(ranks)}. Pass the arguments that "
             "it needs (verify SCRIPT -- ARGUMENTS), train with dl.Loop, and leave out dl.launch, since verify starts "
-            f"the ranks itself.\n{_printed(folder)}"
+            f"the ranks itself.\n{last_output(folder)}"
         )
     return traces
 
 
-def _printed(folder: Path, lines: int = 12) -> str:
+def last_output(folder: Path, lines: int = 12) -> str:
+    """The last lines that rank 0 printed in `run_requested`, with a heading; empty without any."""
     path = folder / "output-0.txt"
     last = path.read_text(encoding="utf-8").splitlines()[-lines:] if path.exists() else []
     return "\n".join(["The last output of rank 0:", *(f"  {line}" for line in last)]) if last else ""

@@ -126,6 +126,7 @@ class Fold:
         self.had_gradients = False  # whether the last fold left any
         self.decision: ControlDecision | None = None  # of all ranks at the last fold
         self.waited_s: float = 0.0 if former is None else former.waited_s  # for the sums, in all folds so far
+        self.clock: Callable[[], float] = time.perf_counter  # read as a wait begins and as it ends
 
     def release(self) -> None:
         """Remove all hooks."""
@@ -339,12 +340,12 @@ class Fold:
             work = self._world.start_sum(sums)
         if self._events is not None:
             self._events.while_reducing()
-        since = time.perf_counter()
+        since = self.clock()
         if self._world.size > 1:
             self.gradients.finish_sums()
         if work is not None:
             self._world.finish(work)
-        self.waited_s += time.perf_counter() - since
+        self.waited_s += self.clock() - since
         self.decision, given = read_word(sums.tolist(), self._world.size)
         return given
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful
-from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch, ReadAhead
+from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
 from ddp_loop.determinism import as_int, seed_step
 from ddp_loop.distributed import FrozenParameters, ReplicaCheck, Stopped
 from ddp_loop.reporting import Receivers
@@ -17,12 +17,16 @@ from ddp_loop.training.gather import BatchGather
 from ddp_loop.training.job import Job, ReductionSettings, WeightlessStepCheck
 from ddp_loop.training.nonfinite import NonFiniteGuard, OnNonFinite
 from ddp_loop.training.payload import NO_REQUEST, ControlRequest, StepResult
+from ddp_loop.training.profiled import open_steps
 from ddp_loop.training.recorder import Reporting, RunRecorder, open_trace
 from ddp_loop.training.state_check import NonFiniteStateCheck
 from ddp_loop.training.step import Epoch, Step
 from ddp_loop.training.validation import check_batches, check_extent, check_rows, check_rules
 
-_SAME = "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every, trace"
+_SAME = (
+    "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every, trace, "
+    "profile"
+)
 
 
 class Loop:
@@ -64,6 +68,7 @@ class Loop:
             of shards gives the same bits on any number of ranks; by default where `batches` has `shards`.
         trace: write a digest of every tensor of every step into the run folder, for `python -m ddp_loop diff`; some
             milliseconds a step for a small network, seconds for a large one.
+        profile: measure so many steps, and print where their time goes on each rank; see docs/profile.md.
         on_nonfinite: what all ranks do where a mini-batch's loss or gradients are not finite: "raise"; "skip" the step,
             which then changes nothing, at most 99 times in a row (with fused optimizers a GPU is not waited for); or
             "allow" it. With a GradScaler in `state` only the loss is checked. State that became NaN raises, or is told.
@@ -83,6 +88,7 @@ class Loop:
     """
 
     _begun: str | None  # where it is in its epochs, or was left
+    _compares: bool  # whether ranks compare their state
 
     def __init__(
         self,
@@ -107,12 +113,12 @@ class Loop:
         check_replicas_every: int = 100,
         ordered: bool | None = None,
         trace: bool = False,
+        profile: int | None = None,
     ) -> None:
         check_batches(batches)
-        epochs, steps = as_int(epochs), as_int(steps)
-        self.batches, self.world = batches, batches.world
+        self._begun, epochs, steps = None, as_int(epochs), as_int(steps)
+        self.batches, self.world, self._compares = batches, batches.world, batches.world.size > 1
         self._where = LoopPosition(batches, epochs, steps)
-        self._begun, self._ahead, self._compares = None, ReadAhead(batches), self.world.size > 1  # compares the ranks
         watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir).absolute()
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         is_ordered = batches.fixed_shards if ordered is None else ordered
@@ -127,6 +133,7 @@ class Loop:
                 check_rules(on_nonfinite, check_replicas_every)
                 if not allow_single_sample_shards:
                     check_rows(batches, self._job.state)
+                self._ahead, self._step = open_steps(profile, batches, self._where, folder, watched)
                 traced = folder, batches, self._job.state, watched
                 self._recorder.tracer = open_trace(*traced, trace=trace, ordered=is_ordered)
                 self.fold = self._make_fold()
@@ -138,7 +145,7 @@ class Loop:
             try:
                 self.world.raise_if_any_failed(problem)
                 facts = epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir is None
-                self.world.require_equal(_SAME, (*facts, resume, save_every, trace))
+                self.world.require_equal(_SAME, (*facts, resume, save_every, trace, profile))
                 self._begin(resume, Reporting(on_row, progress, monitor and watched is None))
             except BaseException:
                 self._leave()
@@ -307,16 +314,8 @@ class Loop:
         where.iteration, where.at, where.is_folded = where.iteration + 1, mini_batch.position + 1, False
         is_last_of_epoch = mini_batch.is_last or mini_batch.ends_stream
         self.world.step = iteration = where.iteration
-        step = Step(
-            self,
-            self.fold,
-            self._gathering,
-            self.world,
-            loaded,
-            iteration,
-            is_last_of_epoch=is_last_of_epoch,
-            tracer=self._recorder.tracer,
-        )
+        parts = self, self.fold, self._gathering, self.world, loaded, iteration
+        step = self._step(*parts, is_last_of_epoch=is_last_of_epoch, tracer=self._recorder.tracer)
         try:
             yield step
         except GeneratorExit:

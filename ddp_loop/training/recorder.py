@@ -53,6 +53,8 @@ def open_trace(
     """
     if trace and run is None:
         raise ValueError("A trace is written into the run folder. Got trace=True without one. Pass run_dir=.")
+    if watch is not None and watch.profile is not None:
+        return None
     if watch is not None:
         watch.loops += 1
         folder = watch.folder / f"loop-{watch.loops:03}"

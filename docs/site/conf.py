@@ -62,6 +62,7 @@ CONTENTS = """
 docs/migrate
 docs/faults
 docs/watching
+docs/profile
 docs/design
 docs/capabilities
 ```

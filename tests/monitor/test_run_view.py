@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -33,6 +34,56 @@ def test_curves_and_facts_of_a_run_are_those_of_its_files(page: Served, client: 
     assert len(curves["smoothed"]["loss"]) == 20
     assert curves["evaluated_x"] == [10]
     assert curves["evaluated"] == {"accuracy": [0.5], "samples": [100.0]}
+
+
+PROFILE = {
+    "heading": "20 steps after 5 of warm-up, 2 ranks on cpu",
+    "phases": ["data", "forward"],
+    "ranks": [{"rank": rank, "step_s": 0.3, "phases": {"data": 0.1, "forward": 0.2}} for rank in range(2)],
+    "hints": ["33 % of the step waits for data."],
+}
+
+
+def write_profile(run: Path, profile: object) -> None:
+    (run / "profile").mkdir(exist_ok=True)
+    (run / "profile" / "profile.json").write_text(json.dumps(profile))
+
+
+@pytest.mark.covers("J11")
+def test_a_profile_is_shown_as_its_table_and_its_hints(run: Path) -> None:
+    write_profile(run, PROFILE)
+    assert RunView("one", run).summary()["profile"] == {
+        "heading": "20 steps after 5 of warm-up, 2 ranks on cpu",
+        "phases": ["data", "forward"],
+        "rows": [[rank, 0.3, 0.1, 0.2] for rank in range(2)],
+        "hints": ["33 % of the step waits for data."],
+    }
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        {},
+        [],
+        "text",
+        PROFILE | {"ranks": []},
+        PROFILE | {"ranks": None},
+        PROFILE | {"ranks": [7, {"rank": 0, "phases": 3}]},
+        PROFILE | {"phases": "data"},
+        PROFILE | {"hints": 3},
+    ],
+)
+def test_a_damaged_profile_is_left_out(profile: object, run: Path) -> None:
+    write_profile(run, profile)
+    assert RunView("one", run).summary()["profile"] is None
+
+
+def test_of_a_profile_only_what_fits_the_page_is_shown(run: Path) -> None:
+    ranks = [{"rank": rank, "step_s": "soon", "phases": {"data": 1e999, "forward": []}} for rank in range(1000)]
+    write_profile(run, PROFILE | {"ranks": ranks, "hints": ["x" * 10_000, 4, None], "heading": 5})
+    shown = RunView("one", run).summary()["profile"]
+    assert shown["rows"] == [[rank, None, None, None] for rank in range(64)]
+    assert ([len(hint) for hint in shown["hints"]], shown["heading"]) == ([2000], None)
 
 
 def test_a_long_run_is_thinned_out_and_a_part_of_it_is_exact(tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ A test, or a file by its `pytestmark`, marked `both_modes` runs in each; the fix
 [Note: The simulation] In the mode "asynchronous" the CPU says that it is asynchronous, so the package takes the paths
 of a GPU. A copy to the host holds 0xFF in every byte, which is NaN and -1, until two more copies were started, or
 somebody waits for it, by `synchronize` or a hundred looks. It brings what the tensor held when the copy was started, as
-on a GPU's stream. Unless the environment says otherwise, its ranks exchange values over gloo, so what runs in both
-modes runs over both exchanges.
+on a GPU's stream. In `host_reads` each `.item()` counts but those of such copies. A mark has no value but to `seconds`.
+Unless the environment says otherwise, its ranks exchange values over gloo, so what runs in both modes runs over both
+exchanges.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +23,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_loop.accelerators import KINDS, Accelerator, Cpu, accelerator_of
 from tests.support.both_exchanges import EXCHANGE, GLOO, MEMORY, exchange_of
@@ -34,8 +39,10 @@ class SlowCopy:
     """Copies on their way: an event."""
 
     under_way: ClassVar[deque[SlowCopy]] = deque()
+    on_host: ClassVar[Any] = WeakIdKeyDictionary()  # the copies, which a GPU's host has in its own memory
 
     def __init__(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> None:
+        self.on_host.update(dict.fromkeys(here))
         self._here, self._values, self._looks = here, [one.detach().clone() for one in there], 0
         for one in here:
             one.reshape(-1).view(torch.uint8).fill_(0xFF)
@@ -59,6 +66,33 @@ class SlowCopy:
             self.under_way.popleft()._arrive()
 
 
+class Mark:
+    """A point in the device's work."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
+
+class HostReads(TorchDispatchMode):
+    """Notes the file and the line of each read of a value."""
+
+    def __init__(self, note: Callable[[str, int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default and not self._is_on_host(*arguments):
+            frame = sys._getframe(1)
+            while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
+                frame = frame.f_back
+            self._note(frame.f_code.co_filename, frame.f_lineno)
+        return function(*arguments, **(keywords or {}))
+
+    @staticmethod
+    def _is_on_host(value: torch.Tensor) -> bool:
+        return (value if value._base is None else value._base) in SlowCopy.on_host
+
+
 class AsynchronousCpu(Cpu):
     """A CPU that answers as a GPU does."""
 
@@ -70,6 +104,17 @@ class AsynchronousCpu(Cpu):
 
     def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> SlowCopy:
         return SlowCopy(here, there)
+
+    def mark(self) -> Mark:
+        return Mark()
+
+    def seconds(self, first: Mark, last: Mark) -> float:
+        return last.at - first.at
+
+    @contextmanager
+    def host_reads(self, note: Callable[[str, int], None]) -> Iterator[None]:
+        with HostReads(note):
+            yield
 
 
 def modes_of(test: pytest.Item) -> tuple[str, ...]:

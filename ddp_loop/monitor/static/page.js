@@ -56,6 +56,7 @@ function showCard({ card, summary }) {
   write(find(".percent"), summary.fraction === null ? "" : `${Math.floor(100 * summary.fraction)} %`);
   showFacts(find(".facts"), summary);
   showRanks(find(".ranks"), summary.by_rank);
+  showProfile(find(".profile"), summary.profile);
   showLines(find(".problems"), summary.problems);
   find(".continue").hidden = !summary.continue;
   write(find(".continue code"), summary.continue ?? "");
@@ -112,6 +113,26 @@ function showRanks(block, ranks) {
     write(find(".took"), times(own, waits));
     write(find(".memory"), memory(one.memory_mib));
   });
+}
+
+// Where a step's time goes on each rank: milliseconds, and each phase's share over all ranks.
+function showProfile(block, profile) {
+  block.hidden = !profile;
+  if (!profile || block.dataset.profile === JSON.stringify(profile)) return;
+  block.dataset.profile = JSON.stringify(profile);
+  const { heading, phases, rows, hints } = profile;
+  const cells = (texts, kind) => texts.map((text) => Object.assign(document.createElement(kind), { textContent: text }));
+  const total = (column) => rows.reduce((sum, row) => sum + (row[column] ?? 0), 0);
+  write(block.querySelector("h3"), `Milliseconds per step: ${heading ?? ""}`);
+  block.querySelector("thead tr").replaceChildren(...cells(["rank", "step", ...phases], "th"));
+  block.querySelector("tbody").replaceChildren(...rows.map(([rank, ...times]) => {
+    const line = document.createElement("tr");
+    line.append(...cells([rank, ...times.map((one) => (one === null ? "–" : (1000 * one).toFixed(2)))], "td"));
+    return line;
+  }));
+  const shares = phases.map((_, at) => `${Math.round((100 * total(at + 2)) / Math.max(total(1), 1e-12))} %`);
+  block.querySelector("tfoot tr").replaceChildren(...cells(["share", "", ...shares], "td"));
+  showLines(block.querySelector("ul"), hints);
 }
 
 function showLines(list, lines) {

@@ -1,0 +1,91 @@
+"""`python -m ddp_loop profile SCRIPT`: the steps of a script measured on a number of ranks."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_loop.checkpoint import PROFILE_FILE
+from ddp_loop.distributed import RankFailed, launch
+from ddp_loop.profiling.recording import TRACED, WARM_UP
+from ddp_loop.profiling.times import Profile
+from ddp_loop.tracing import TraceRequest, last_output, run_requested
+
+
+class CannotProfile(Exception):
+    """The script failed, or made no step that could be measured."""
+
+
+@dataclass(frozen=True)
+class ProfileJob:
+    """A script to profile.
+
+    Attributes:
+        script: its path.
+        ranks: the number of ranks.
+        arguments: of its command line.
+        steps: the number of steps to measure of each Loop.
+        traces: the folder for Chrome traces of the first Loop; None for none.
+        timeout_s: of the run, in seconds; None for no limit.
+        start: calls a function on a number of ranks, as `launch` does.
+    """
+
+    script: Path
+    ranks: int
+    arguments: Sequence[str] = ()
+    steps: int = 20
+    traces: Path | None = None
+    timeout_s: float | None = None
+    start: Callable[..., list[None]] = launch
+
+
+def profile(job: ProfileJob, say: Callable[[str], None]) -> None:
+    """Run a script until its steps are measured, and report where their time goes.
+
+    Each Loop ends after the measured steps, and the script goes on. No Loop has a run folder, so nothing of the user's
+    is written or resumed. What was measured is reported also where the script fails or is stopped.
+
+    Args:
+        job: the script.
+        say: called with each part of the report.
+
+    Raises:
+        CannotProfile: the script fails, or makes no step.
+    """
+    with tempfile.TemporaryDirectory(prefix="ddp_loop-profile-") as name:
+        folder = Path(name)
+        traces = None if job.traces is None else job.traces.absolute()
+        steps = WARM_UP + job.steps + (TRACED if traces is not None else 0)
+        request = TraceRequest(folder, steps, profile=job.steps, traces=traces)
+        begun, failure = [str(job.script), list(job.arguments), request], ""
+        try:
+            job.start(run_requested, job.ranks, *begun, timeout_s=job.timeout_s)
+        except RankFailed as error:
+            failure = str(error)
+        except KeyboardInterrupt:
+            _report(folder, say)
+            raise
+        found = _report(folder, say)
+        on = f"{job.ranks} rank{'' if job.ranks == 1 else 's'}"
+        if failure:
+            raise CannotProfile(f"{job.script} fails on {on}:\n{failure}\n{last_output(folder)}".rstrip())
+        if not found:
+            raise CannotProfile(
+                f"profile measures the steps of a Loop. {job.script} made none on {on}. Pass the arguments that it "
+                "needs (profile SCRIPT -- ARGUMENTS), train with dl.Loop, and leave out dl.launch, since profile "
+                f"starts the ranks itself.\n{last_output(folder)}".rstrip()
+            )
+        if traces is not None:
+            say(f"Chrome traces of {TRACED} further steps: {traces}. Open them at https://ui.perfetto.dev.")
+
+
+def _report(folder: Path, say: Callable[[str], None]) -> int:
+    """Report what each Loop has measured; returns the number of such Loops."""
+    found = sorted(folder.glob(f"loop-*/{PROFILE_FILE}"))
+    for number, path in enumerate(found, 1):
+        lines = Profile.from_json(json.loads(path.read_text(encoding="utf-8"))).lines()
+        say("\n".join([*([f"Loop {number}"] if len(found) > 1 else []), *lines]))
+    return len(found)

@@ -1,0 +1,159 @@
+"""The reading and the steps of a loop whose steps are profiled: the usual ones, with a cut at each end of a phase.
+
+A loop without a profile has `ReadAhead` and `Step` themselves, so a profile that is off costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_loop.checkpoint import PROFILE, PROFILE_FILE
+from ddp_loop.data import Batches, LoadedBatch, LoopPosition, ReadAhead
+from ddp_loop.determinism import check_count
+from ddp_loop.profiling import BACKWARD, COMMUNICATION, DATA, FOLD, FORWARD, WARM_UP, PhaseClock, StepProfile
+from ddp_loop.tracing import TraceRequest
+from ddp_loop.training.payload import StepResult
+from ddp_loop.training.step import Step
+
+
+class ProfiledBatch(LoadedBatch):
+    """A mini-batch; to read what was not read ahead is the phase "data"."""
+
+    def __init__(self, loaded: LoadedBatch, clock: PhaseClock) -> None:
+        self.mini_batch, self._loaded, self._clock = loaded.mini_batch, loaded, clock
+
+    def data(self, shard: int) -> Any:
+        self._clock.cut(DATA)
+        data = self._loaded.data(shard)
+        self._clock.cut(FOLD)
+        return data
+
+    def nothing(self) -> Any:
+        self._clock.cut(DATA)
+        data = self._loaded.nothing()
+        self._clock.cut(FOLD)
+        return data
+
+
+class ProfiledReadAhead(ReadAhead):
+    """Reads mini-batches; what it takes is the phase "data".
+
+    Args:
+        batches: with the data.
+        profile: of the loop.
+    """
+
+    def __init__(self, batches: Batches, profile: StepProfile) -> None:
+        super().__init__(batches)
+        self._profile, self._clock = profile, profile.clock
+
+    @contextmanager
+    def epoch(self, number: int, start: int) -> Iterator[None]:
+        with super().epoch(number, start):
+            yield
+            self._profile.end()
+            self._clock.pause()
+
+    def take(self) -> LoadedBatch | None:
+        self._profile.end()
+        self._clock.cut(DATA)
+        loaded = super().take()
+        if loaded is None:
+            self._clock.pause()
+            return None
+        self._profile.begin(loaded.mini_batch)
+        self._clock.cut_outside()
+        return ProfiledBatch(loaded, self._clock)
+
+    def read(self) -> None:
+        self._clock.cut(DATA)
+        super().read()
+        self._clock.cut(FOLD)
+
+
+class ProfiledStep(Step):
+    """A step of a profiled loop.
+
+    Args:
+        clock: of the profile.
+        parts, more: as `Step` takes them.
+    """
+
+    def __init__(self, clock: PhaseClock, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, **more)
+        self._clock = clock
+
+    def __iter__(self) -> Iterator[Any]:
+        self._clock.cut(FOLD)
+        with closing(super().__iter__()) as shards:  # type: ignore[type-var]
+            for data in shards:
+                self._clock.cut(FORWARD)
+                yield data
+                self._clock.cut(FOLD)
+        self._clock.cut_outside()
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._fold.clock = self._clock.wait
+
+    def backward(self, loss: torch.Tensor, **how: Any) -> None:
+        self._clock.cut(BACKWARD)
+        super().backward(loss, **how)
+        self._clock.cut_outside()
+
+    def gather(self) -> Any:
+        self._clock.cut(COMMUNICATION)
+        whole = super().gather()
+        self._clock.cut(FORWARD)
+        return whole
+
+    def _close(self, problem: Exception | None = None) -> StepResult:
+        self._clock.cut(FOLD)
+        result = super()._close(problem)
+        self._clock.cut_outside()
+        return result
+
+
+def open_steps(
+    steps: int | None, batches: Batches, where: LoopPosition, folder: Path | None, request: TraceRequest | None
+) -> tuple[ReadAhead, Callable[..., Step]]:
+    """What reads a loop's mini-batches, and what makes its steps; those that measure where a profile is asked for.
+
+    Args:
+        steps: the number of steps to measure, as `Loop` was given it; None for no profile.
+        batches, where: of the loop; its position.
+        folder: of the run; None without one.
+        request: whose profile comes before that of the script; None without one.
+
+    Raises:
+        ValueError: the number is no count, or the run has too few steps.
+    """
+    path = traces = None if folder is None else folder / PROFILE
+    if request is not None:
+        steps = request.profile
+        request.loops += steps is not None
+        path, traces = request.folder / f"loop-{request.loops:03}", request.traces if request.loops == 1 else None
+    if steps is None:
+        return ReadAhead(batches), Step
+    number = check_count("profile", steps, remedy="It is the number of steps to measure.")
+    if where.length is not None and where.length < WARM_UP + number:
+        raise ValueError(_too_short(number, where.length))
+    prints = request is None
+    file = None if path is None else path / PROFILE_FILE
+    profile = StepProfile(batches.world, number, batches.num_workers, file, traces, prints=prints)
+    return ProfiledReadAhead(batches, profile), partial(ProfiledStep, profile.clock)
+
+
+def _too_short(asked: int, length: int) -> str:
+    most = length - WARM_UP
+    remedy = f"Ask for {most} at most (profile={most}, --steps {most}), or" if most > 0 else "Give the run more steps:"
+    return (
+        f"A profile measures steps after the first {WARM_UP}. Got profile={asked} and a run of {length} steps. "
+        f"{remedy} train for more epochs."
+    )
