@@ -71,7 +71,7 @@ class Loop:
         profile: measure so many steps, and print where their time goes on each rank; see docs/profile.md.
         on_nonfinite: what all ranks do where a mini-batch's loss or gradients are not finite: "raise"; "skip" the step,
             which then changes nothing, at most 99 times in a row (with fused optimizers a GPU is not waited for); or
-            "allow" it. With a GradScaler in `state` only the loss is checked. State that became NaN raises, or is told.
+            "allow" it. With a GradScaler in `state` only the loss is checked. State that became NaN raises or warns.
         check_replicas_every: the steps between two comparisons of all ranks' parameters, buffers and optimizers, with
             settings, by checksums; also after steps 1 and 10 and at the end. 0 for none, nor before an evaluation.
 

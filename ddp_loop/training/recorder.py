@@ -303,7 +303,7 @@ class RunRecorder:
 
     def is_inside_step(self) -> bool:
         """Whether a resumed run would not repeat what the script does now: it has no checkpoint of this moment."""
-        return self.keeps and self._where.iteration not in (self._saved, self._held)
+        return self.keeps and self._where.iteration != self._saved and not self._holds_last_step
 
     def stop_here(self, why: str) -> None:
         """Save where a resumed run can begin, and make no further step. Every rank must call this."""

@@ -75,6 +75,7 @@ def test_a_large_state_is_in_memory_once_after_a_save(
 
 @pytest.mark.usefixtures("only_new_objects")
 @pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
 def test_a_small_state_keeps_its_memory_until_the_end(tmp_path: Path) -> None:
     counted = steps_and_copies(tmp_path, save_every=1)
     assert [one - counted[0] for one in counted] == [0, 1, 1, 1, 1, 1, 1, 1, -1]
