@@ -283,8 +283,9 @@ class LoaderReader:
             workers = children_except(before)
             return dict(next(loaded))
         except Exception:  # reading a shard raises it again
-            _end_workers(loaded, workers)
             return {}
+        finally:
+            _end_workers(loaded, workers)
 
     def __call__(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
         self._passes += 1
@@ -310,6 +311,7 @@ class LoaderReader:
                     data = next(loaded, self)
                 if data is self:
                     self._release()
+                    _end_workers(loaded, workers)  # torch waits 5 s for each, and leaves one that takes longer
                     return
                 yield to_devices(data, self._places)
         except GeneratorExit:
@@ -322,6 +324,7 @@ class LoaderReader:
             # End all workers, persistent ones too. The message has the worker's traceback; DataLoader's frames in this
             # traceback would keep the workers alive.
             self._release(persistent=True)
+            _end_workers(loaded, workers)
             self._loader = self._make_loader()
             error.__context__ = None
             raise error.with_traceback(None)  # noqa: B904

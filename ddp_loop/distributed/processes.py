@@ -19,6 +19,7 @@ from ddp_loop.distributed.failures import format_error
 PEER_FAILED_EXIT = 75  # the exit code of a process that was ended because another rank failed
 _PR_SET_PDEATHSIG = 1
 _TRACE_LETTERS = 8000
+_DAEMON_END_S = 5.0  # for a daemon that was terminated; then it is killed
 
 
 def end_with_parent() -> bool:
@@ -52,7 +53,13 @@ def children_except(known: set[BaseProcess]) -> set[BaseProcess]:
 
 
 def end_daemons(children: set[BaseProcess]) -> None:
-    """Terminate those that would end with this process, such as a DataLoader's workers."""
-    for child in children:
-        if child.daemon:
-            child.terminate()
+    """End those that would end with this process, such as a DataLoader's workers, and wait until they have ended."""
+    daemons = [child for child in children if child.daemon]
+    for child in daemons:
+        child.terminate()
+    deadline = time.monotonic() + _DAEMON_END_S
+    for child in daemons:
+        child.join(max(0.0, deadline - time.monotonic()))
+        if child.is_alive():
+            child.kill()
+            child.join()

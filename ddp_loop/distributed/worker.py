@@ -329,7 +329,8 @@ def _run(task: Task, threads: int) -> Answer:
             leave_open_worlds(error)
         _leave_group(failed=True)
         answer = _raised(error)
-        end_daemons(children_except(children))
+        with suppress(Exception):  # torch's handler of SIGCHLD raises for a worker that was killed
+            end_daemons(children_except(children))
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _flush()

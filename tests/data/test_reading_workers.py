@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from multiprocessing import util
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import ddp_loop as dl
 from ddp_loop.data import readers as reading
 from ddp_loop.distributed import children_except
 from tests.support.harness import OnRanks, child_processes
+from tests.support.runs import LONG_S
 from tests.support.sources import SIZE, WORKERS, Images
 
 # -- randomness while reading ----------------------------------------------------------------------------------
@@ -169,6 +172,28 @@ def test_workers_end_when_reading_fails_while_the_exception_is_held(workers: str
         with pytest.raises(OSError, match="the file is torn") as caught:
             [loaded.data(0) for loaded in dl.Batches(Torn(), 2, world, **options).epoch(1)]
         assert caught.value.__traceback__ is not None
+        assert child_processes() == before
+
+
+def end_late(_: int) -> None:
+    """As on a busy machine, a worker that takes longer than torch waits for it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    util.Finalize(None, time.sleep, args=(LONG_S,), exitpriority=0)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_no_worker_is_left_that_takes_longer_to_end_than_torch_waits(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    monkeypatch.setattr("ddp_loop.distributed.processes._DAEMON_END_S", 0.1)
+    with dl.join_world() as world:
+        before = child_processes()
+        for loaded in dl.Batches(Images(), 4, world, num_workers=2, worker_init_fn=end_late).epoch(1):
+            loaded.data(0)
+            if leaves:
+                break
+        del loaded
         assert child_processes() == before
 
 
