@@ -279,7 +279,11 @@ class Checkpointer:
         self._world.raise_if_any_failed(self.problem())
 
     def _take(self, position: Mapping[str, int], buffers: StagingBuffers) -> Snapshot:
-        serialized, problem = self._job.serialize(), self._refuses(position["iteration"])
+        try:
+            serialized, problem = self._job.serialize(), self._refuses(position["iteration"])
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"The checkpoint of step {position['iteration']} could not be made. {error}") from error
         if self._store is not None:
             return Snapshot(dict(position), buffers.copy(serialized), "", problem)
         names, sums = self._job.checksums(serialized)

@@ -439,7 +439,7 @@ class Gradients:
     def norm(self) -> torch.Tensor:
         """The Euclidean norm of all gradients as they are now; shape ()."""
         gradients = [parameter.grad for parameter in self._names if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+        return torch.nn.utils.get_total_norm(gradients) if gradients else self.tail.new_zeros(())
 
 
 def _multiply(gradient: torch.Tensor, factor: float | torch.Tensor) -> None:

@@ -173,7 +173,12 @@ class UnmovedParametersCheck:
 
 
 def _averaged(state: Mapping[str, object], optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
-    """The parameters of the averaged models in a state that no optimizer has."""
+    """The parameters of the averaged models in a state that no optimizer has.
+
+    A state without an optimizer does not tell what is trained, so there they may get gradients.
+    """
+    if not optimizers:
+        return []
     trained = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     models = [one for one in each_module(find_modules(state)).values() if isinstance(one, AveragedModel)]
     return [one for model in models for one in model.parameters() if one not in trained]

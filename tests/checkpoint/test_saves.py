@@ -118,6 +118,29 @@ def test_replicas_that_differ_at_a_checkpoint_are_named_with_its_step(
         assert said in text
 
 
+def save_what_cannot_be_stored(folder: str, held: bool) -> None:
+    with dl.join_world() as world:
+        model, log = network(), dict[str, object]()
+        batches = dl.Batches(torch.randn(24, 4, dtype=torch.float64), 6, world)
+        state = {"m": model, "log": log}
+        loop = dl.Loop(batches, 2, state=state, run_dir=folder, progress=False, save_every=100 if held else 4)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for rows in step:
+                    step.backward(loss_of(model, rows))
+                step.fold()
+                if step.iteration == 3 and world.rank == 0:
+                    log["file"] = range(3)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_value_that_cannot_be_stored_is_named_with_the_step(held: bool, on_ranks: OnRanks, tmp_path: Path) -> None:
+    first, second = on_ranks(2, caught, save_what_cannot_be_stored, str(tmp_path), held)
+    assert (first[0], second[0]) == ("TypeError", "PeerFailed")
+    for _, text, _ in (first, second):
+        assert "The checkpoint of step 4 could not be made. state.job.log.file is a range" in text
+
+
 # -- a world that is left ------------------------------------------------------------------------------------
 
 

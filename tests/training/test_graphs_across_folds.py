@@ -222,6 +222,8 @@ def train(kind: str, size: int, shards: int | None, synced: bool = False) -> tup
         for step in loop:
             fakes: list[torch.Tensor] = []
             for drawn in step:
+                if not fakes:  # the last step's graphs are gone
+                    assert before == {name: id(one) for name, one in both.named_buffers()}
                 fakes.append(both["generator"](drawn[:, 2:]))
                 step.backward(first_loss(both, drawn, fakes[-1]))
             step.fold()

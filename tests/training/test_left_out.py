@@ -79,6 +79,28 @@ def test_a_copy_of_the_model_is_not_in_the_sums(kind: str, ranks: int, shards: i
             assert begun[0] == wanted_begun[0]
 
 
+def train_the_average(way: str) -> list[bool]:
+    """Whether each parameter of an averaged model moves where that is the model that is trained."""
+    with dl.join_world() as world:
+        model = AveragedModel(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = [one.detach().clone() for one in model.parameters()]
+        state: dict[str, object] = {"model": model}
+        state |= {"optimizer": optimizer} if way == "optimizer in state" else {}
+        for step in dl.Loop(dl.Batches(samples(24), 6, world, shuffle=False), 1, state=state, progress=False):
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            step.fold()
+            optimizer.step()
+        return [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("way", ["optimizer in state", "optimizer elsewhere"])
+def test_an_averaged_model_that_is_trained_is_not_left_out(way: str, on_ranks: OnRanks) -> None:
+    for moved in on_ranks(2, train_the_average, way):
+        assert all(moved)
+
+
 def body_and_heads() -> tuple[nn.Module, nn.ModuleList]:
     heads = nn.ModuleList([nn.Linear(6, 1).double() for _ in range(3)])
     for one in heads.parameters():
@@ -95,7 +117,7 @@ def fold_by_turns(shards: int | None, more_losses: bool) -> list[list[torch.Tens
         batches = dl.Batches((samples(24), torch.arange(24)), 6, world, shards=shards, shuffle=False)
         for step in dl.Loop(batches, 1, state={"model": model}, progress=False, check_replicas_every=0):
             for rows, numbers in step:
-                used = [0] if step.iteration == 1 else [0, step.iteration - 2] if int(numbers[-1]) % 6 > 3 else [0]
+                used = [0] if step.iteration == 1 else [0, step.iteration - 2] if int(numbers[-1]) % 6 > 2 else [0]
                 losses = [heads[one](torch.tanh(body(rows))).square().mean() for one in used]
                 if more_losses and len(losses) > 1:
                     step.backward(losses[0], more_losses=True)
@@ -115,7 +137,7 @@ def plain_turns(shards: int) -> list[list[torch.Tensor | None]]:
     for iteration, (mini_batch, numbers) in enumerate(pairs, 1):
         model.zero_grad()
         for rows, those in zip(mini_batch.tensor_split(shards), numbers.tensor_split(shards), strict=True):
-            used = [0] if iteration == 1 else [0, iteration - 2] if int(those[-1]) % 6 > 3 else [0]
+            used = [0] if iteration == 1 else [0, iteration - 2] if int(those[-1]) % 6 > 2 else [0]
             loss = torch.stack([heads[one](torch.tanh(body(rows))).square().mean() for one in used]).sum()
             (loss * len(rows) / 6).backward()
         found.append([None if one.grad is None else one.grad.clone() for one in model.parameters()])
@@ -142,6 +164,36 @@ def test_what_gets_its_first_gradient_later_counts_in_that_step(
 def _same(one: list[list[torch.Tensor | None]], other: list[list[torch.Tensor | None]]) -> bool:
     pairs = [pair for steps in zip(one, other, strict=True) for pair in zip(*steps, strict=True)]
     return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+
+def test_its_first_gradients_are_added_in_the_shards_own_places(on_ranks: OnRanks) -> None:
+    """Of four shards the last three give it one: g2 + (g3 + g4), on any number of ranks."""
+    with torch.random.fork_rng():
+        first, *others = [found for ranks in (1, 2, 3) for found in on_ranks(ranks, fold_by_turns, 4, False)]
+    assert all(_same(first, found) for found in others)
+
+
+def plans_of_heads_by_turns() -> list[int]:
+    """How often the sums were laid out anew, up to each step; the heads are used by turns, from the second step on."""
+    plans: list[int] = []
+    with dl.join_world() as world:
+        body, heads = body_and_heads()
+        state = {"model": nn.ModuleDict({"body": body, "heads": heads})}
+        loop = dl.Loop(dl.Batches(samples(24), 4, world, shuffle=False), 1, state=state, progress=False)
+        seen: list[object] = []
+        for step in loop:
+            for rows in step:
+                step.backward(heads[max(0, step.iteration - 2) % 2](torch.tanh(body(rows))).square().mean())
+            step.fold()
+            if not any(loop.fold.gradients.buckets is one for one in seen):
+                seen.append(loop.fold.gradients.buckets)
+            plans.append(len(seen))
+    return plans
+
+
+def test_what_got_a_gradient_once_stays_in_the_plan(on_ranks: OnRanks) -> None:
+    """Only the first fold, and the first step of the second head, lead to another plan."""
+    assert on_ranks(2, plans_of_heads_by_turns) == [[1, 1, 2, 2, 2, 2]] * 2
 
 
 def give_a_left_out_parameter_a_gradient_of_the_scripts_own() -> str:
