@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 
-from ddp_loop.accelerators import HostCopy, accelerator_of, all_gpus, gpu_count, is_asynchronous
+from ddp_loop.accelerators import Cuda, HostCopy, accelerator_of, all_gpus, gpu_count, is_asynchronous
 from tests.support.device_modes import ASYNCHRONOUS
 
 pytestmark = pytest.mark.both_modes
@@ -68,3 +71,22 @@ def test_a_gpu_copies_beside_the_host_and_puts_its_generator_back() -> None:
     assert len(set(identities)) == gpu_count()
     assert gpu.process_group(identities) == ("cpu:gloo,cuda:nccl", gpu.device)
     assert gpu.process_group([*identities, identities[0]]) == ("gloo", None)
+
+
+@pytest.mark.covers("J11")
+def test_host_reads_are_noted_at_their_line_and_other_warnings_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    noted: list[tuple[str, int]] = []
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with Cuda(torch.device("cuda")).host_reads(lambda file, line: noted.append((file, line))):
+            for _ in range(2):  # torch's warning, as CUDAFunctions.cpp words it
+                warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1)
+            warnings.warn("another one", stacklevel=1)
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+    assert [Path(file).name for file, _ in noted] == [Path(__file__).name] * 2
+    assert noted[0] == noted[1]
+    assert [str(one.message) for one in shown] == ["another one", "called a synchronizing CUDA operation"]
+    assert modes == ["warn", 0]

@@ -170,6 +170,31 @@ def test_the_curves_end_with_the_last_row_and_the_last_evaluation(visit: Any, ru
         assert one.last("loss")[0] == [401, 1 / 401]
 
 
+@pytest.mark.covers("J11")
+def test_a_profile_is_a_table_with_its_hints_and_appears_while_the_page_is_open(visit: Any, run: Path) -> None:
+    times = {"step_s": 0.03, "phases": {"data": 0.02, "forward": 0.01}}
+    profile = {
+        "heading": "20 steps after 5 of warm-up, 2 ranks on cpu",
+        "phases": ["data", "forward"],
+        "ranks": [{"rank": rank, **times} for rank in range(2)],
+        "hints": ["67 % of the step waits for <b>data</b>."],
+    }
+    with served(run) as page:
+        one = visit(page, PHONE)
+        assert not one.page.locator(".profile").is_visible()
+        (run / "profile").mkdir()
+        (run / "profile" / "profile.json").write_text(json.dumps(profile))
+        one.waits_for(".profile h3", "Milliseconds per step: 20 steps after 5 of warm-up, 2 ranks on cpu")
+        rows = [line.locator("th, td").all_inner_texts() for line in one.page.locator(".profile tr").all()]
+        assert rows == [
+            ["rank", "step", "data", "forward"],
+            ["0", "30.00", "20.00", "10.00"],
+            ["1", "30.00", "20.00", "10.00"],
+            ["share", "", "67 %", "33 %"],
+        ]
+        assert one.page.locator(".profile li").all_inner_texts() == profile["hints"]
+
+
 @pytest.mark.covers("E4")
 def test_scale_smoothing_epoch_marks_and_zoom(visit: Any, run: Path) -> None:
     with served(run) as page:
