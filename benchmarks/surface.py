@@ -3,23 +3,30 @@
     python -m benchmarks surface [PART ...]
 
 "plain loop": the example's step over that of a plain PyTorch loop with the data resident and the same optimizer, with
-the same number of threads. "reading": resident data over `DataLoader`. "sizes": grids of 100 to 1,000,000 points on
-both devices. "compile": start-up and first step apart from the others. "rounding": how far two trainings from the same
-weights lie apart after 1, 10 and 2,000 steps. "capture": an eager step of a plain loop over its CUDA graph. What needs
-a GPU is left out without one, and the report says so.
+the same number of threads, each in processes of its own. "reading": resident data over `DataLoader`. "sizes": grids of
+100 to 1,000,000 points on both devices. "compile": start-up and first step apart from the others. "rounding": how far
+two trainings from the same weights lie apart after 1, 10 and 2,000 steps. "capture": an eager step of a plain loop over
+its CUDA graph. What needs a GPU is left out without one, and the report says so.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from subprocess import PIPE
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import ddp_loop as dl
-from benchmarks.measuring import RANKS, Ratio, Step, compare, joined, print_table
+from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
 from ddp_loop import networks
 from examples.surface.train import Trained, grid, largest_differences, read_arguments, train
 
@@ -111,38 +118,65 @@ def completed(step: Step, device: torch.device, times: int = 10) -> Step:
 # -- what is measured, each run by `launch` ----------------------------------------------------------------
 
 
-def measure_alone() -> dict[str, Ratio]:
-    """Our step over a plain one, in a process of one thread."""
-    with joined() as world:
-        plain, again = (resident_step(world.device, SIDE) for _ in range(2))
-        ways = {"ours, 2 shards": our_step(world, 2), "ours, 1 shard": our_step(world, None), "plain": again}
-        return {
-            f"1 process of 1 thread: {name} / plain": compare(way, plain, pairs=60, steps=10, within_s=8)
-            for name, way in ways.items()
-        }
+@contextmanager
+def process_of(way: str, threads: int = 1) -> Iterator[Step]:
+    """A step of a way in a process of its own, which waits in between; see `serve`."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", "benchmarks.surface", way, str(threads)]
+    with subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, text=True) as process:
+        pipe_in, pipe_out = process.stdin, process.stdout
+        if pipe_in is None or pipe_out is None:
+            raise ValueError("The process must have pipes.")
+
+        def step() -> None:
+            pipe_in.write("step\n")
+            pipe_in.flush()
+            if pipe_out.readline() != "done\n":
+                raise RuntimeError(f"The process of {way} ended.")
+
+        try:
+            yield step
+        finally:
+            pipe_in.close()
+
+
+def serve(way: str, threads: int) -> None:
+    """Make a step for each line of standard input, and write a line after each."""
+    if way == "plain":
+        torch.set_num_threads(threads)
+        step = resident_step(torch.device("cpu"), SIDE)
+    else:
+        keeps, shards = way.startswith("keeping"), int(way[-1])
+        step = our_step(dl.join_world(device="cpu", threads=threads, keep_memory=keeps), shards)
+    for _ in sys.stdin:
+        step()
+        print("done", flush=True)
+
+
+ALONE = {"ours": "keeping 2", "ours, 1 shard": "keeping 1", "ours, keep_memory=False": "returning 2", "plain": "plain"}
+
+
+def measure_alone() -> Iterator[tuple[str, Ratio]]:
+    """Our step over a plain one, each in a process of one thread."""
+    for name, way in ALONE.items():
+        with process_of("plain") as plain, process_of(way) as step:
+            ratio = compare(step, plain, pairs=60, steps=10, within_s=8)
+        yield f"1 process of 1 thread: {name} / plain", ratio
 
 
 def measure_together() -> dict[str, Ratio]:
     """Our step on ranks of one thread over a plain one in one process of as many threads."""
-    with joined() as world:
-        plain, again = (_with_threads(world, resident_step(world.device, SIDE)) for _ in range(2))
+    with dl.join_world(device="cpu", keep_memory=True) as world, ExitStack() as ending:
+        dist.init_process_group("gloo")
+        ending.callback(dist.destroy_process_group)
+        plain = again = lambda: None
+        if world.rank == 0:
+            plain, again = (ending.enter_context(process_of("plain", world.size)) for _ in range(2))
         what = f"{world.size} ranks of 1 thread: ours / plain, 1 process of {world.size} threads"
         return {
             what: compare(our_step(world, world.size), plain, pairs=60, steps=10, within_s=12),
             f"1 process of {world.size} threads: plain / plain": compare(again, plain, pairs=60, steps=10, within_s=8),
         }
-
-
-def _with_threads(world: dl.World, step: Step) -> Step:
-    """The step on rank 0 alone, with the threads of all ranks."""
-
-    def alone() -> None:
-        if world.rank == 0:
-            torch.set_num_threads(world.size)
-            step()
-            torch.set_num_threads(1)
-
-    return alone
 
 
 def measure_reading() -> dict[str, Ratio]:
@@ -186,7 +220,8 @@ def _ratios(measure: Callable[[], dict[str, Ratio]], ranks: int = 1) -> Iterator
 
 
 def report_plain_loop() -> None:
-    print_table(RATIO, (row for job in ((measure_alone, 1), (measure_together, RANKS)) for row in _ratios(*job)))
+    alone = ((what, *ratio.columns()) for what, ratio in measure_alone())
+    print_table(RATIO, chain(alone, _ratios(measure_together, RANKS)))
 
 
 def report_reading() -> None:
@@ -260,3 +295,7 @@ def report(parts: Iterable[str]) -> None:
     """Print the tables of these parts, by default of all."""
     for part in list(parts) or PARTS:
         PARTS[part]()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]))

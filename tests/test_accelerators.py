@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ddp_loop.accelerators import Cuda, HostCopy, accelerator_of, all_gpus, gpu_count, is_asynchronous
-from tests.support.device_modes import ASYNCHRONOUS
+from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS
+from tests.support.scripts import run
 
 pytestmark = pytest.mark.both_modes
 
@@ -43,6 +47,59 @@ def test_the_cpu_has_no_generator_of_its_own_and_does_not_count_its_memory(late:
     assert cpu.memory_free() == float("inf")
     assert cpu.memory_held() >= 0
     assert cpu.process_group([cpu.identity()] * 2) == ("gloo", None)
+
+
+FAULTS = """
+import resource
+import torch
+from ddp_loop import join_world
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(6_000_000)  # 24 MB, 5,900 pages
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+with join_world(device="cpu"):
+    returned = faults()
+with join_world(device="cpu", keep_memory=True):
+    faults()
+    print(returned, faults())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.one_mode(SYNCHRONOUS, "runs in a process of its own")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="memory is kept with glibc only")
+def test_memory_that_a_process_keeps_is_not_cleared_again(tmp_path: Path) -> None:
+    done = run("-c", FAULTS, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    returned, kept = map(int, done.stdout.split())
+    assert returned > 10_000
+    assert kept < 100
+
+
+@pytest.mark.parametrize("largest", [2**30, 2**25])
+def test_memory_is_kept_by_the_thresholds_that_the_c_library_accepts(
+    largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted: dict[int, int] = {}
+
+    def mallopt(parameter: int, value: int) -> int:
+        if parameter == -3 and value > largest:
+            return 0
+        accepted[parameter] = value
+        return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    accelerator_of(torch.device("cpu")).keep_memory()
+    assert accepted == {-1: 2**31 - 1, -3: largest}
+
+
+def test_nothing_is_kept_where_the_c_library_has_no_such_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    accelerator_of(torch.device("cpu")).keep_memory()
+    accelerator_of(torch.device("meta")).keep_memory()
 
 
 def test_a_device_of_an_unknown_kind_is_never_asked_for_values() -> None:

@@ -88,7 +88,7 @@ def seconds(world: dl.World) -> float:
 def train(device: str, arguments: argparse.Namespace) -> Trained:
     """Train on the whole grid in every step, on "cpu" or "gpu". Every rank must call this."""
     began = time.perf_counter()
-    with dl.join_world(device=device, seed=arguments.seed, threads=arguments.threads) as world:
+    with dl.join_world(device=device, seed=arguments.seed, threads=arguments.threads, keep_memory=True) as world:
         points, heights = grid(arguments.side)
         model = networks.surface_network(arguments.linear_end).to(world.device)
         network = torch.compile(model) if arguments.compile else model

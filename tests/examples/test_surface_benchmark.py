@@ -7,9 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import surface
-from benchmarks.measuring import Ratio
 from examples.surface.train import grid
-from tests.support.harness import OnRanks
 
 CPU = torch.device("cpu")
 
@@ -54,19 +52,18 @@ def test_plain_steps_train_alike_on_resident_data_and_from_a_loader() -> None:
     assert not torch.equal(weights_of(jobs[0]), untrained)
 
 
-def measure_small() -> tuple[dict[str, Ratio], int]:
-    surface.SIDE = 8
-    return surface.measure_together(), torch.get_num_threads()
+@pytest.mark.slow
+def test_each_way_trains_in_a_process_of_its_own() -> None:
+    for way in surface.ALONE.values():
+        with surface.process_of(way) as step:
+            step()
+            step()
 
 
 @pytest.mark.slow
-def test_ranks_of_one_thread_are_measured_against_one_process_of_as_many(on_ranks: OnRanks) -> None:
-    for found, threads in on_ranks(2, measure_small):
-        assert list(found) == [
-            "2 ranks of 1 thread: ours / plain, 1 process of 2 threads",
-            "1 process of 2 threads: plain / plain",
-        ]
-        assert threads == 1
+def test_a_process_that_ends_is_reported() -> None:
+    with pytest.raises((RuntimeError, BrokenPipeError)), surface.process_of("unknown") as step:
+        step()
 
 
 @pytest.mark.covers("I5")
