@@ -59,7 +59,8 @@ class UnplannedGradients:
 
     def adopt(self, shards: int) -> None:
         """Make a bucket for each left-out parameter that the backward of shard `shards`, counted from 0, gave one."""
-        for parameter in self.foreign():
+        found = self.foreign()
+        for parameter in found:
             gradient, parameter.grad = parameter.grad, None
             bucket = self._make([parameter])
             bucket.open()
@@ -68,12 +69,13 @@ class UnplannedGradients:
             bucket.begin_backward()
             parameter.grad = gradient
             self.buckets.append(bucket)
-            self.names |= {self._names[parameter]}
+        self.names = self.names.union(map(self._names.__getitem__, found))
 
     def foreign(self) -> list[Parameter]:
         """The left-out parameters that have a gradient and no bucket."""
         found = [parameter for parameter in self._awaited if parameter.grad is not None]
-        return [parameter for parameter in found if parameter not in self._found()] if found else found
+        known = self._found() if found else ()
+        return [parameter for parameter in found if parameter not in known]
 
     def _found(self) -> dict[Parameter, Bucket]:
         return {bucket.parameters[0]: bucket for bucket in self.buckets[self._unfrozen :]}

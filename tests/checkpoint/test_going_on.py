@@ -179,6 +179,8 @@ def test_what_changed_is_not_said_where_nothing_goes_on(
     [
         ({"number": 100}, "samples: was 113, is 100", False),
         ({"batch_size": 12}, "batch_size: was 24, is 12", False),
+        ({"drop_last": True}, "drop_last: was False, is True", False),
+        ({"shuffle": False}, "shuffle: was True, is False", True),
         ({"shards": 3}, "shards: was 6, is 3", True),
         ({"seed": 4}, "seed: was 3, is 4", True),
     ],

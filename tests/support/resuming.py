@@ -87,7 +87,9 @@ def train_in(world: dl.World, folder: str, stop_at: int | None, build: str, **ke
     model, optimizer = BUILDS[build]()
     inputs, labels = samples(keywords.pop("number", 24 * STEPS - 7))
     inputs = inputs.to(next(model.parameters()).dtype)
-    batches = dl.Batches((inputs, labels), keywords.pop("batch_size", 24), world, shards=keywords.pop("shards", SHARDS))
+    cut = {"batch_size": 24, "shards": SHARDS, "drop_last": False, "shuffle": True}
+    cut = {name: keywords.pop(name, usual) for name, usual in cut.items()}
+    batches = dl.Batches((inputs, labels), world=world, **cut)  # type: ignore[arg-type]
     held_out = dl.Batches((inputs[:30], labels[:30]), 10, world, shuffle=False, shards=SHARDS)
     average = AveragedModel(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)  # moved once an epoch

@@ -79,6 +79,31 @@ def test_a_copy_of_the_model_is_not_in_the_sums(kind: str, ranks: int, shards: i
             assert begun[0] == wanted_begun[0]
 
 
+def distill_from_an_average(detached: bool) -> list[list[torch.Tensor | None]]:
+    """The gradients of the model and of its average, through which the loss goes too unless it is detached."""
+    found = []
+    with dl.join_world() as world:
+        model = network()
+        average = AveragedModel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = {"model": model, "optimizer": optimizer, "average": average}
+        for step in dl.Loop(dl.Batches(samples(24), 6, world, shuffle=False), 1, state=state, progress=False):
+            for rows in step:
+                aim = average(rows).detach() if detached else average(rows)
+                step.backward(loss_of(model, rows) + (model(rows) - 2 * aim).square().mean())
+            step.fold()
+            found.append([one.grad for one in (*model.parameters(), *average.parameters())])
+            found[-1] = [None if one is None else one.clone() for one in found[-1]]
+            optimizer.step()
+    return found
+
+
+def test_what_a_loss_gives_an_averaged_model_is_dropped(on_ranks: OnRanks) -> None:
+    wanted = on_ranks(2, distill_from_an_average, True)
+    assert all(map(_same, on_ranks(2, distill_from_an_average, False), wanted))
+    assert [one is None for one in wanted[0][-1]] == [False] * 4 + [True] * 4
+
+
 def train_the_average(way: str) -> list[bool]:
     """Whether each parameter of an averaged model moves where that is the model that is trained."""
     with dl.join_world() as world:
