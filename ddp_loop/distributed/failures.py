@@ -17,6 +17,8 @@ from ddp_loop.distributed.values import sendable
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 MOST_LETTERS = 100_000  # of an error's text; JSON writes up to 12 bytes for one
+_SHOWN_LETTERS = 2_000  # on a peer's terminal; the failed rank prints the whole
+_IN_WORKER = "Original Traceback (most recent call last):\n"  # in the text of an exception from a DataLoader's worker
 
 
 class PeerFailed(RuntimeError):
@@ -56,7 +58,7 @@ class PeerFailureHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, PeerFailed):
-            sys.stderr.write(f"{self._start}: {error.summary}\n")
+            sys.stderr.write(f"{self._start}: {cut_text(error.summary, _SHOWN_LETTERS)}\n")
         else:
             self.usual(kind, error, trace)
 
@@ -142,16 +144,21 @@ class RankReport:
 
 
 def format_error(error: BaseException) -> str:
-    """The last line of an exception's traceback, even if its `__str__` raises; shortened as `cut_text` does."""
-    return cut_text("".join(traceback.format_exception_only(error)).strip())
+    """The last line of an exception's traceback, even if its `__str__` raises; shortened as `cut_text` does.
+
+    An exception from a DataLoader's worker has the worker's traceback in its text, of which only the last line stays.
+    """
+    head, mark, trace = "".join(traceback.format_exception_only(error)).strip().partition(_IN_WORKER)
+    lines = trace.rpartition("Traceback (most recent call last):\n")[2].splitlines()  # those of a chain's last one
+    return cut_text(head + "\n".join(line for line in lines if not line.startswith(" ")) if mark else head)
 
 
-def cut_text(text: str) -> str:
-    """The text without its middle if it is too long for the store, which refuses values above 8 MiB."""
-    if len(text) <= MOST_LETTERS:
+def cut_text(text: str, most: int = MOST_LETTERS) -> str:
+    """The text without its middle if it has more letters; by default what the store takes, which refuses 8 MiB."""
+    if len(text) <= most:
         return text
-    half = MOST_LETTERS // 2
-    left_out = f"[{len(text) - MOST_LETTERS} characters are left out. The run folder, if there is one, has the whole.]"
+    half = most // 2
+    left_out = f"[{len(text) - most} characters are left out. The run folder, if there is one, has the whole.]"
     return f"{text[:half]}\n{left_out}\n{text[-half:]}"
 
 

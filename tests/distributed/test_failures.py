@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -17,10 +18,12 @@ from typing import NoReturn
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import Dataset
 
 import ddp_loop as dl
 from ddp_loop.accelerators import HostCopy
-from ddp_loop.distributed import RankFailed
+from ddp_loop.distributed import RankFailed, format_error
+from ddp_loop.distributed.failures import PeerFailureHook, RankStatus
 from ddp_loop.distributed.torch_backend import TorchBackend
 from tests.support.harness import FAULT_S, OnRanks, Unspeakable, caught
 
@@ -196,6 +199,42 @@ def test_a_text_of_5_mb_is_cut_and_the_run_folder_keeps_the_whole(
     kept = list(tmp_path.glob("error.*"))
     assert [path.name for path in kept] == ["error.rank-1.txt"] * with_folder
     assert all(len(path.read_text()) > 5_000_000 for path in kept)
+
+
+class Torn(Dataset[torch.Tensor]):
+    """Its sample 2 cannot be read."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 2:
+            try:
+                raise LookupError("no such page")
+            except LookupError as error:
+                raise KeyError("the file is torn") from error
+        return torch.ones(3)
+
+
+def test_an_exception_in_a_worker_is_told_without_the_workers_traceback() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(Torn(), 2, world, shuffle=False, num_workers=1, check_data=False)
+        with pytest.raises(KeyError) as caught_here:
+            [loaded.data(0) for loaded in batches.epoch(1)]
+    assert format_error(caught_here.value).splitlines() == [
+        "KeyError: Caught KeyError in DataLoader worker process 0.",
+        "KeyError: 'the file is torn'",
+        "while sample 2 of epoch 1 was read",
+    ]
+
+
+def test_a_peer_shows_the_start_and_the_end_of_a_long_text(capsys: pytest.CaptureFixture[str]) -> None:
+    error = dl.PeerFailed(f"rank 1 failed: ValueError: first words {'x' * 90_000} last words\n\nTraceback", 1)
+    PeerFailureHook(sys.excepthook, 0, RankStatus("fold", 3))(dl.PeerFailed, error, None)
+    said = capsys.readouterr().err
+    assert said.startswith("ddp_loop: rank 0 was ended in fold of step 3: rank 1 failed: ValueError: first words x")
+    assert "characters are left out" in said
+    assert len(said) < 2_500
 
 
 class Never:
