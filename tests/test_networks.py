@@ -23,13 +23,32 @@ def test_the_digit_network_has_123_090_parameters_in_14_tensors_and_6_state_tens
 def test_the_digit_network_has_three_normed_convolutions_and_one_linear_layer() -> None:
     network = digit_classifier()
     block = [nn.Conv2d, nn.BatchNorm2d, nn.ReLU]
-    assert [type(layer) for layer in network] == [*block, *block, *block, nn.Flatten, nn.Linear]
+    assert [type(layer) for layer in network] == [*block, *block, *block, type(network[9]), nn.Linear]
     shapes = [tuple(layer.weight.shape) for layer in network if isinstance(layer, nn.Conv2d | nn.Linear)]
     assert shapes == [(20, 1, 5, 5), (20, 20, 3, 3), (20, 20, 3, 3), (10, 20 * 24 * 24)]
     images = torch.rand(3, 1, 28, 28)
     # Only the first convolution has no padding: 28 - 5 + 1 = 24.
     assert network[:3](images).shape == network[:9](images).shape == (3, 20, 24, 24)
     assert network(images).shape == (3, 10)
+
+
+@pytest.mark.covers("J12")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("samples", [3, 0])
+def test_flattened_values_are_those_of_torch_and_their_gradient_has_the_format_of_the_values(
+    memory_format: torch.memory_format, samples: int
+) -> None:
+    given = torch.randn(samples, 4, 3, 3).contiguous(memory_format=memory_format)
+    values, weight = given.clone().requires_grad_(), torch.randn(samples, 36)
+    gradients: list[torch.Tensor] = []
+    for flatten in (digit_classifier()[9], nn.Flatten()):
+        flat = flatten(values)
+        assert torch.equal(flat, given.flatten(1))
+        gradients += torch.autograd.grad((flat.square() * weight).sum(), values, create_graph=True)
+    assert torch.equal(*gradients)
+    assert gradients[0].is_contiguous(memory_format=memory_format)
+    second = [torch.autograd.grad(one.square().sum(), values)[0] for one in gradients]
+    assert torch.equal(*second)
 
 
 def test_the_autoencoder_has_12_609_parameters_and_72_weights_in_its_first_convolution() -> None:
