@@ -2,7 +2,7 @@
 
     python -m benchmarks faults [PART ...]
 
-The steps are those of `steps`, against the same steps without: the control word's values are constant there and nobody
+The steps are those of `steps`, against the same steps without: the control word's values are constant there and no code
 reads them, gradients are not looked at, replicas are not compared. A save is held against a copy of the state in
 memory, for how long it stalls training, and against `torch.save` into one file with an fsync, for how long it takes.
 """
@@ -49,7 +49,7 @@ class _Nobody:
 
 
 def unguarded(step: Step) -> Step:
-    """The step with nobody at the control word."""
+    """The step without a reader of the control word."""
     place = vars(folding)
     usual = place["control_word"], place["ControlDecision"]
 

@@ -5,7 +5,7 @@
 By the clock, and by the processor time of rank 0's thread that trains, without what it waits for others.
 
 On: a run folder with rows, gradient norms and the ranks' paces; a live display in a terminal of its own; CSV and
-TensorBoard. Off: no folder, no display, nobody who takes rows. Both are whole steps of `Loop` in one process group. No
+TensorBoard. Off: no folder, no display, no receiver of rows. Both are whole steps of `Loop` in one process group. No
 checkpoint falls into the time that is measured; the goals are 1.01 for the digit network, 1.03 for the small one.
 """
 
@@ -81,7 +81,7 @@ def _read_all(near: int) -> None:
         while os.read(near, 65536):
             pass
     except OSError:
-        pass  # nobody writes any more
+        pass  # no process writes any more
 
 
 def step_of(job: Watched, world: dl.World, way: str, folder: str) -> Step:

@@ -43,7 +43,7 @@ def from_bytes(data: bytes) -> Any:
     """
     try:
         return _plain(json.loads(data))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"A rank sent something that is no value ({error!r}).") from error
 
 

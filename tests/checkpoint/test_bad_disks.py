@@ -81,7 +81,7 @@ def outcome(name: str, policy: str, on_ranks: OnRanks, request: pytest.FixtureRe
 
 @pytest.fixture(scope="module")
 def whole(pool: dl.Pool) -> str:
-    """The state at the end of a run that nobody disturbed."""
+    """The state at the end of a run without a fault."""
     first, *others = pool.run(train, RANKS, "")
     assert {one.digest for one in others} == {first.digest}
     return first.digest
@@ -175,7 +175,7 @@ def test_a_run_on_a_full_disk_is_refused_by_all_with_the_remedy(on_ranks: OnRank
     assert "No space left on device" in first.text
     assert (second.kind, second.rank) == ("PeerFailed", 0)
     heal()
-    assert [one.kind for one in on_ranks(2, train, str(disk))] == ["", ""]  # nobody holds it
+    assert [one.kind for one in on_ranks(2, train, str(disk))] == ["", ""]  # no process holds it
 
 
 def test_what_a_killed_save_left_on_a_full_disk_makes_room_for_the_run_that_goes_on(

@@ -300,7 +300,7 @@ def test_only_regular_files_are_read(
     elif kind == "device":
         (newest / name).symlink_to("/dev/zero")
     else:
-        os.mkfifo(newest / name) if kind == "pipe" else (newest / name).mkdir()  # nobody writes to the pipe
+        os.mkfifo(newest / name) if kind == "pipe" else (newest / name).mkdir()  # no process writes to the pipe
     assert_refused(checkpoints, name, "is not a regular file" if (name, kind) == (MANIFEST, "pipe") else "")
 
 

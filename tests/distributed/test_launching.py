@@ -1,4 +1,4 @@
-"""Ranks started from Python: results in order, the culprit named, nobody left waiting and nothing left running."""
+"""Ranks started from Python: results in order, the culprit named, no rank left waiting, no process left running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may connect to a rank of this machine: the other ranks, and nobody else."""
+"""Only the other ranks may connect to a rank of this machine."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_a_stop_in_a_long_evaluation_is_obeyed_at_once(
 @pytest.mark.slow
 def test_a_signal_to_a_rank_and_its_workers_leaves_these_to_the_step(on_ranks: OnRanks, tmp_path: Path) -> None:
     whole = on_ranks(1, train, "")[0]
-    at = STEPS + 3  # the workers of the first epoch have ended by then, and nobody took that for a request
+    at = STEPS + 3  # the workers of the first epoch have ended by then, which is not taken for a request
     for ended in on_ranks(2, train, str(tmp_path), "all processes of rank 0", at=at, workers=1):
         assert (ended.made, ended.exit_code) == (ALL[:at], 0)
     assert status_of(tmp_path)["why"] == "SIGTERM at rank 0"

@@ -62,7 +62,9 @@ def test_what_a_peer_sends_is_not_executed(tmp_path: Path) -> None:
     there = tmp_path / "there"
     with pytest.raises(ValueError, match="is no value"):
         from_bytes(pickle.dumps(Call(str(there))))
-    for word in ('["Call", "there"]', '["dtype", "load"]', '["RankStatus", 1, 2, 3, 4]', '["bytes"]', '[["list"]]'):
+    plain = '["Call", "there"]', '["dtype", "load"]', '["RankStatus", 1, 2, 3, 4]', '["bytes"]', '[["list"]]'
+    tensors = '["tensor", "float32", [3], "AAAA"]', '["tensor", "float32", [-5], ""]'
+    for word in (*plain, *tensors, "[" * 100_000):
         with pytest.raises(ValueError, match="is no value"):
             from_bytes(word.encode())
     assert not there.exists()

@@ -2,7 +2,7 @@
 
 Rank 0 harms the disk after step 3 of 10 and heals it before step 7, where that is possible; a checkpoint is due after
 every second step. Then the run is started again, on another number of ranks, and must end with the bits of a run that
-nobody disturbed. The read-only disk and the small one are mounted, which is root's to do.
+no fault disturbed. The read-only disk and the small one are mounted, which is root's to do.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Mark:
         return STAGES[self["stage"]]
 
     def clear(self) -> None:
-        """Nobody is there."""
+        """Forget all places."""
         for name in _PLACES:
             self[name] = 0
 

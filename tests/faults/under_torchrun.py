@@ -83,7 +83,7 @@ class Job:
 
 
 def lives(process_id: int) -> bool:
-    """Whether it runs; a zombie that nobody waited for does not."""
+    """Whether it runs; a zombie that no process waited for does not."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

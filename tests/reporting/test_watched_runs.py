@@ -1,4 +1,4 @@
-"""What is told of a run stays right, and stops nobody, whatever the script, its receivers, disk and terminal do."""
+"""What a run reports stays right, and no report stops a rank, whatever receivers, disk and terminal do."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def write_run(folder: Path, rows: Iterable[Mapping[str, Any]], **status: Any) -> Path:
-    """A run folder that nobody holds."""
+    """A run folder that no process holds."""
     folder.mkdir(parents=True)
     write_atomic(folder / RUN, {"id": "0123456789abcdef", "began": 1.0, "fingerprint": {}})
     write_lines(folder / "rows.jsonl", rows)

@@ -74,7 +74,7 @@ def test_a_copy_of_the_model_is_not_in_the_sums(kind: str, ranks: int, shards: i
         assert bits == wanted
         assert lengths[1:] == wanted_lengths[1:]
         assert begun[1:] == wanted_begun[1:]
-        if kind != "deepcopy":  # nobody knows before the first fold
+        if kind != "deepcopy":  # that is known only after the first fold
             assert lengths[0] == wanted_lengths[0]
             assert begun[0] == wanted_begun[0]
 
