@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
-from tests.support.refusals import loss_of, network, samples
+from tests.support.refusals import ALL, Refused, loss_of, network, samples
 
 pytestmark = pytest.mark.both_modes
 
@@ -133,7 +133,11 @@ def body_and_heads() -> tuple[nn.Module, nn.ModuleList]:
     return network()[0], heads
 
 
-def fold_by_turns(shards: int | None, more_losses: bool) -> list[list[torch.Tensor | None]]:
+def weight_of(numbers: torch.Tensor) -> float:
+    return float(numbers[0] % 5 + 1)
+
+
+def fold_by_turns(shards: int | None, more_losses: bool, weighted: bool = False) -> list[list[torch.Tensor | None]]:
     """Three heads, used by some steps and some shards alone."""
     found = []
     with dl.join_world() as world:
@@ -144,39 +148,41 @@ def fold_by_turns(shards: int | None, more_losses: bool) -> list[list[torch.Tens
             for rows, numbers in step:
                 used = [0] if step.iteration == 1 else [0, step.iteration - 2] if int(numbers[-1]) % 6 > 2 else [0]
                 losses = [heads[one](torch.tanh(body(rows))).square().mean() for one in used]
+                weight = weight_of(numbers) if weighted else None
                 if more_losses and len(losses) > 1:
-                    step.backward(losses[0], more_losses=True)
-                    step.backward(losses[1])
+                    step.backward(losses[0], more_losses=True, weight=weight)
+                    step.backward(losses[1], weight=weight)
                 else:
-                    step.backward(torch.stack(losses).sum())
+                    step.backward(torch.stack(losses).sum(), weight=weight)
             step.fold()
             found.append([None if one.grad is None else one.grad.clone() for one in model.parameters()])
     return found
 
 
-def plain_turns(shards: int) -> list[list[torch.Tensor | None]]:
+def plain_turns(shards: int, weighted: bool = False) -> list[list[torch.Tensor | None]]:
     found = []
     body, heads = body_and_heads()
     model = nn.ModuleDict({"body": body, "heads": heads})
     pairs = list(zip(samples(24).split(6), torch.arange(24).split(6), strict=True))
     for iteration, (mini_batch, numbers) in enumerate(pairs, 1):
         model.zero_grad()
+        total = sum(map(weight_of, numbers.tensor_split(shards)))
         for rows, those in zip(mini_batch.tensor_split(shards), numbers.tensor_split(shards), strict=True):
             used = [0] if iteration == 1 else [0, iteration - 2] if int(those[-1]) % 6 > 2 else [0]
             loss = torch.stack([heads[one](torch.tanh(body(rows))).square().mean() for one in used]).sum()
-            (loss * len(rows) / 6).backward()
+            (loss * (weight_of(those) / total if weighted else len(rows) / 6)).backward()
         found.append([None if one.grad is None else one.grad.clone() for one in model.parameters()])
     return found
 
 
-@pytest.mark.parametrize("more_losses", [False, True])
+@pytest.mark.parametrize(("more_losses", "weighted"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, None), (1, 3), (3, 3), (2, 3)])
 def test_what_gets_its_first_gradient_later_counts_in_that_step(
-    ranks: int, shards: int | None, more_losses: bool, on_ranks: OnRanks
+    ranks: int, shards: int | None, more_losses: bool, weighted: bool, on_ranks: OnRanks
 ) -> None:
-    wanted = plain_turns(shards or ranks)
+    wanted = plain_turns(shards or ranks, weighted)
     with torch.random.fork_rng():
-        results = on_ranks(ranks, fold_by_turns, shards, more_losses)
+        results = on_ranks(ranks, fold_by_turns, shards, more_losses, weighted)
     for found in results:
         for step, (one, other) in enumerate(zip(found, wanted, strict=True), 1):
             assert [gradient is None for gradient in one] == [gradient is None for gradient in other], step
@@ -189,6 +195,24 @@ def test_what_gets_its_first_gradient_later_counts_in_that_step(
 def _same(one: list[list[torch.Tensor | None]], other: list[list[torch.Tensor | None]]) -> bool:
     pairs = [pair for steps in zip(one, other, strict=True) for pair in zip(*steps, strict=True)]
     return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+
+def give_a_first_gradient_that_is_infinite(world: dl.World, folder: str) -> None:
+    """Of a square root at 0, where the loss is finite."""
+    model = network()
+    late = nn.ParameterList([torch.zeros(2, dtype=torch.float64)])
+    state = {"model": model, "late": late}
+    for step in dl.Loop(dl.Batches(samples(24), 6, world, shuffle=False), 1, state=state, progress=False):
+        for rows in step:
+            loss = loss_of(model, rows)
+            step.backward(loss + late[0].sqrt().sum() if step.iteration == 2 and world.rank == 0 else loss)
+        step.fold()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_first_gradient_that_is_not_finite_is_found(ranks: int, refused: Refused) -> None:
+    said = r"late\.0|In step 2 one is not"  # a GPU's host does not know which
+    refused(ranks, give_a_first_gradient_that_is_infinite, by=ALL, kind="FloatingPointError", said=said)
 
 
 def test_its_first_gradients_are_added_in_the_shards_own_places(on_ranks: OnRanks) -> None:
