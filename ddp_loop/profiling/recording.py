@@ -153,7 +153,7 @@ class StepProfile:
         if torch.autograd._profiler_enabled():  # a second one would end it without a result
             self._world.say("No Chrome trace is written, since the script runs torch's profiler itself.")
             return
-        self._tracer = torch.profiler.profile()  # of the CPU, and of the device where torch supports it
+        self._tracer = torch.profiler.profile(acc_events=True)  # of the CPU, and of the device where torch supports it
         self._tracer.start()
         self.clock.annotate()
 
