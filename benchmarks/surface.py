@@ -20,14 +20,14 @@ from itertools import chain
 from subprocess import PIPE
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import ddp_loop as dl
-from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
+from benchmarks.measuring import RANKS, Ratio, Step, compare, joined, print_table
 from ddp_loop import networks
+from ddp_loop.accelerators import accelerator_of
 from examples.surface.train import Trained, grid, largest_differences, read_arguments, train
 
 SIDE = 200
@@ -47,11 +47,11 @@ def make_job(device: torch.device) -> Job:
     return model, torch.optim.Adam(model.parameters(), lr=0.08, fused=True, capturable=device.type == "cuda")
 
 
-def our_step(world: dl.World, shards: int | None) -> Step:
+def our_step(world: dl.World) -> Step:
     """A step of the example's loop."""
     model, optimizer = make_job(world.device)
     data = grid(SIDE)
-    batches = dl.Batches(data, len(data[0]), world, shuffle=False, shards=shards)
+    batches = dl.Batches(data, len(data[0]), world, shuffle=False)
 
     def steps() -> Iterator[None]:
         for step in dl.Loop(batches, 10**9, state={"model": model, "optimizer": optimizer}, progress=False):
@@ -146,35 +146,33 @@ def serve(way: str, threads: int) -> None:
         torch.set_num_threads(threads)
         step = resident_step(torch.device("cpu"), SIDE)
     else:
-        keeps, shards = way.startswith("keeping"), int(way[-1])
-        step = our_step(dl.join_world(device="cpu", threads=threads, keep_memory=keeps), shards)
+        step = our_step(dl.join_world(device="cpu", threads=threads, keep_memory=way == "ours"))
     for _ in sys.stdin:
         step()
         print("done", flush=True)
 
 
-ALONE = {"ours": "keeping 2", "ours, 1 shard": "keeping 1", "ours, keep_memory=False": "returning 2", "plain": "plain"}
+ALONE = {"ours": "ours", "ours, keep_memory=False": "returning", "plain": "plain"}
 
 
 def measure_alone() -> Iterator[tuple[str, Ratio]]:
     """Our step over a plain one, each in a process of one thread."""
     for name, way in ALONE.items():
         with process_of("plain") as plain, process_of(way) as step:
-            ratio = compare(step, plain, pairs=60, steps=10, within_s=8)
+            ratio = compare(step, plain, pairs=100, steps=5, within_s=10)
         yield f"1 process of 1 thread: {name} / plain", ratio
 
 
 def measure_together() -> dict[str, Ratio]:
     """Our step on ranks of one thread over a plain one in one process of as many threads."""
-    with dl.join_world(device="cpu", keep_memory=True) as world, ExitStack() as ending:
-        dist.init_process_group("gloo")
-        ending.callback(dist.destroy_process_group)
+    with joined() as world, ExitStack() as ending:
+        accelerator_of(world.device).keep_memory()
         plain = again = lambda: None
         if world.rank == 0:
             plain, again = (ending.enter_context(process_of("plain", world.size)) for _ in range(2))
         what = f"{world.size} ranks of 1 thread: ours / plain, 1 process of {world.size} threads"
         return {
-            what: compare(our_step(world, world.size), plain, pairs=60, steps=10, within_s=12),
+            what: compare(our_step(world), plain, pairs=60, steps=10, within_s=12),
             f"1 process of {world.size} threads: plain / plain": compare(again, plain, pairs=60, steps=10, within_s=8),
         }
 
@@ -188,7 +186,7 @@ def measure_reading() -> dict[str, Ratio]:
             "DataLoader": DataLoader(rows, len(rows)),
             "DataLoader by a batch sampler": DataLoader(rows, sampler=whole, batch_size=None),
         }
-        ours = completed(our_step(world, 2 if world.device.type == "cpu" else None), world.device, 1)
+        ours = completed(our_step(world), world.device, 1)
         return {
             f"{world.device.type}: resident / {name}": compare(
                 ours,
@@ -268,7 +266,7 @@ def report_compile() -> None:
 
 def report_rounding() -> None:
     """Print the largest differences of two trainings from the same weights: of the devices, and of other shards."""
-    found, halves = trainings("--shards", "1"), train("cpu", read_arguments(["--shards", "2"]))
+    found, halves = trainings(), train("cpu", read_arguments(["--shards", "2"]))
     pairs = {"CPU: 1 shard, 2 shards": (found["CPU"], halves)}
     rows: list[tuple[str, ...]] = []
     if "GPU" in found:

@@ -93,9 +93,7 @@ def train(device: str, arguments: argparse.Namespace) -> Trained:
         model = networks.surface_network(arguments.linear_end).to(world.device)
         network = torch.compile(model) if arguments.compile else model
         optimizer = torch.optim.Adam(model.parameters(), lr=0.08, fused=True)
-        # A CPU's cache holds more of what half a grid needs; a GPU has half as many kernels to launch for a whole one.
-        shards = arguments.shards or max(world.size, 1 if world.device.type == "cuda" else 2)
-        batches = dl.Batches((points, heights), len(points), world, shuffle=False, shards=shards)
+        batches = dl.Batches((points, heights), len(points), world, shuffle=False, shards=arguments.shards)
         loop = dl.Loop(batches, arguments.steps, state={"model": model, "optimizer": optimizer}, progress=False)
         weights: dict[int, torch.Tensor] = {}
         ready = first = seconds(world)
@@ -175,7 +173,7 @@ def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--side", type=int, default=200, help="points along x and along y")
     parser.add_argument("--seed", type=int, default=0, help="of the start weights")
     parser.add_argument("--linear-end", action="store_true", help="leave out the last relu")
-    parser.add_argument("--shards", type=int, help="of the grid (default: one per rank, at least 2 on a CPU)")
+    parser.add_argument("--shards", type=int, help="of the grid (default: one per rank)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
     parser.add_argument("--compile", action="store_true", help="compile the network in the first step")
     parser.add_argument("--folder", default="runs/surface", help="for the picture")

@@ -7,7 +7,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import surface
+from ddp_loop.accelerators import Cpu
 from examples.surface.train import grid
+from tests.support.harness import OnRanks
 
 CPU = torch.device("cpu")
 
@@ -58,6 +60,21 @@ def test_each_way_trains_in_a_process_of_its_own() -> None:
         with surface.process_of(way) as step:
             step()
             step()
+
+
+def measure_small() -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:  # the ranks of the tests have other tests to run
+        patch.setattr(surface, "SIDE", 8)
+        patch.setattr(Cpu, "keep_memory", lambda cpu: None)
+        return list(surface.measure_together())
+
+
+@pytest.mark.slow
+def test_ranks_of_one_thread_are_measured_against_one_process_of_as_many(on_ranks: OnRanks) -> None:
+    assert (
+        on_ranks(2, measure_small)
+        == [["2 ranks of 1 thread: ours / plain, 1 process of 2 threads", "1 process of 2 threads: plain / plain"]] * 2
+    )
 
 
 @pytest.mark.slow
