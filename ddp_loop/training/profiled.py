@@ -64,8 +64,7 @@ class ProfiledReadAhead(ReadAhead):
         self._profile.end()
         self._clock.cut(DATA)
         loaded = super().take()
-        if loaded is None:
-            self._clock.pause()
+        if loaded is None:  # `epoch` ends, and pauses
             return None
         self._profile.begin(loaded.mini_batch)
         self._clock.cut_outside()
