@@ -151,7 +151,6 @@ class Step:
                 f"Only the newest step of a loop can be iterated and folded. Step {self.iteration} is over, and a pass "
                 "of another one is open. Use the step that the loop gave last."
             )
-        torch.clear_autocast_cache()  # of an evaluation: weights without a graph
         self._fold.open(self)
         if self._gathering.is_used:
             self._gathering.open()
