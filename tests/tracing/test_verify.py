@@ -16,7 +16,7 @@ DIGITS = EXAMPLES / "digits" / "train.py"
 
 # Where a fault is planted: a line of the digit example.
 BEFORE_TRAINING = '        state = {"model": model, "optimizer": optimizer}\n'
-SHARD = "                logits = model(images)\n"
+SHARD = "                    logits = forward(images).float()\n"
 FOLD = "            step.fold()\n"
 UPDATE = "            optimizer.step()\n"
 BATCHES = "dl.Batches(train, batch_size, world, shards=arguments.shards)"
@@ -101,8 +101,8 @@ FAULTS: dict[str, tuple[list[Change], str]] = {
         [
             (
                 SHARD,
-                "                torch.manual_seed(world.rank + step.iteration)\n"
-                "                logits = model(images + 0.1 * torch.randn_like(images))\n",
+                "                    torch.manual_seed(world.rank + step.iteration)\n"
+                "                    logits = forward(images + 0.1 * torch.randn_like(images)).float()\n",
             )
         ],
         "forward: `shard 3, loss` differs first",
