@@ -180,6 +180,7 @@ def test_start_up_and_compilation_are_apart_from_the_time_of_a_step(monkeypatch:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch.compile's own
 @pytest.mark.covers("I3")
 def test_the_compiled_network_gives_the_numbers_of_the_eager_one() -> None:
     eager, compiled = (
