@@ -179,17 +179,6 @@ def test_start_up_and_compilation_are_apart_from_the_time_of_a_step(monkeypatch:
     assert (trained.start_s, trained.first_s, trained.step_s) == (10.0, 100.0, 0.25)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch.compile's own
-@pytest.mark.covers("I3")
-def test_the_compiled_network_gives_the_numbers_of_the_eager_one() -> None:
-    eager, compiled = (
-        example.train("cpu", arguments("--steps", 20, "--side", 21, *way)) for way in ([], ["--compile"])
-    )
-    assert compiled.error == pytest.approx(eager.error, rel=1e-3)
-    assert compiled.first_s > 10 * compiled.step_s
-
-
 @pytest.mark.covers("I3")
 def test_the_clock_is_read_after_the_device_has_completed_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
