@@ -218,6 +218,7 @@ def test_another_structure_of_the_state_is_refused_and_changes_nothing(tmp_path:
 # -- its folder ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_relative_path_stays_that_folder_when_the_script_changes_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

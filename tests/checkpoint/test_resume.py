@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.
 # -- everywhere ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.covers("E5")
 @pytest.mark.parametrize("build", BUILDS)
 def test_a_run_that_goes_on_after_any_step_is_the_undisturbed_one(build: str, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def train(exchange: str, machines: Machines, batch_norm: bool, fails: int = -1, 
         return digest([*model.state_dict().values(), predicted, torch.tensor(result["mean"])]), made
 
 
-@pytest.mark.parametrize("machines", [(2, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize("machines", [(2, 1), (1, 2), (2, 2), pytest.param((3, 2), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_training_has_the_same_bits_on_several_machines(
     machines: Machines, batch_norm: bool, on_ranks: OnRanks

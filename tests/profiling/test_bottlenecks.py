@@ -36,6 +36,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_the_phase_that_takes_lo
     assert len(others) <= 2
 
 
+@pytest.mark.both_modes
 @pytest.mark.one_mode("asynchronous", "a value of the CPU can be read at once")
 def test_a_host_read_in_each_step_is_named_with_its_line(on_ranks: OnRanks, tmp_path: Path) -> None:
     script = planted(tmp_path, "AFTER", "result.loss.item()")
@@ -45,6 +46,7 @@ def test_a_host_read_in_each_step_is_named_with_its_line(on_ranks: OnRanks, tmp_
     assert len(hints) <= 3
 
 
+@pytest.mark.both_modes
 @pytest.mark.one_mode("asynchronous", "a value of the CPU can be read at once")
 def test_a_script_without_a_host_read_has_none_and_neither_has_the_package(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert "host" not in "\n".join(profiled(on_ranks, planted(tmp_path)))
