@@ -149,6 +149,7 @@ def test_the_last_checkpoint_that_cannot_be_written_is_told_to_all(on_ranks: OnR
     assert kept_in(plain) == (SAVED[:-1][-KEEP:], [])
 
 
+@pytest.mark.slow
 def test_a_log_on_the_full_disk_stops_nobody(on_ranks: OnRanks, disk: Path, whole: str) -> None:
     log = disk.with_name("log")
     ended = on_ranks(RANKS, train, str(disk), "full", "warn", str(log))
