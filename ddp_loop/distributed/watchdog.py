@@ -7,6 +7,7 @@ cannot be interrupted, in compiled code, is ended. So all ranks end within 3 s o
 
 from __future__ import annotations
 
+import _weakrefset
 import multiprocessing
 import os
 import select
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -26,6 +28,7 @@ from ddp_loop.distributed.signals import REQUESTS, Signals, StopRequests
 from ddp_loop.distributed.store import RankStore
 
 _LOOK_S = 0.25  # between two polls of 0.1 ms
+_CALLBACKS = (weakref.__file__, _weakrefset.__file__)
 _INTERRUPT_S = 0.4  # until the main thread is interrupted, unless it noticed a failure by itself
 _AGAIN_S = 0.1  # until a main thread that has not raised is interrupted again
 _END_S = 1.6  # until the process is ended; before the pool kills it, which reports less
@@ -245,6 +248,10 @@ class Watchdog:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_code.co_filename in _CALLBACKS:
+            return  # Python ignores what is raised there; the watchdog interrupts again
+        frame = frame.f_back
     for watchdog in reversed(Watchdog._open):  # the innermost world first
         watchdog.raise_pending()
 

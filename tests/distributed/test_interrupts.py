@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from ddp_loop.distributed.backend import LOOK_S, STEP, Work
 from ddp_loop.distributed.collectives import Backends, Collectives
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.torch_backend import TorchBackend
+from ddp_loop.distributed.watchdog import Watchdog, _interrupted
 
 pytestmark = pytest.mark.covers("D10")
 
@@ -44,3 +46,28 @@ def test_a_wait_after_an_interrupted_one_has_a_time_of_its_own() -> None:
             with pytest.raises(error):
                 collectives.finish(work)
     assert backend.looks == [False, False]
+
+
+class Pending:
+    """A watchdog that would raise."""
+
+    def __init__(self) -> None:
+        self.raised = 0
+
+    def raise_pending(self) -> None:
+        self.raised += 1
+
+
+def test_an_interruption_waits_where_python_ignores_what_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = Pending()
+    monkeypatch.setattr(Watchdog, "_open", [pending])
+
+    class Dying:
+        def __del__(self) -> None:
+            _interrupted(0, sys._getframe())
+
+    one = Dying()
+    del one
+    assert pending.raised == 0
+    _interrupted(0, sys._getframe())
+    assert pending.raised == 1
