@@ -100,7 +100,7 @@ def fork_ranks(ranks: int, port: int, begun: int, seen: int) -> list[int]:
     """Start ranks that meet in the store whose port they read from the pipe `port`; returns their process ids.
 
     The store is hosted after them: a process that forks while a thread of it serves others leaves its child the locks
-    that this thread holds, for ever (seen once in some hundred forks).
+    that this thread holds, for ever.
     """
     processes = []
     for rank in range(ranks):
