@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 
@@ -97,7 +98,7 @@ class Captures(list[list[BatchStatistics]]):
     """
 
     def __init__(self, layers: int, form: FlatStatistics | None) -> None:
-        super().__init__([] for _ in range(layers))
+        super().__init__(map(list, repeat((), layers)))
         self._form = form
         self._whole: torch.Tensor | None = None
         self._pairs: list[Pair] = []
@@ -150,8 +151,8 @@ class Captures(list[list[BatchStatistics]]):
         """The counts, and means, rests and variances of all layers, (channels,) each; None unless all lie together."""
         if self._form is None or self._whole is None or self._plain != len(self):
             return None
-        if any(len(calls) != 1 for calls in self):
+        if {*map(len, self)} != {1}:
             return None
         channels = self._form.channels
-        counts = tuple(calls[0].count for calls in self)
+        counts = tuple([calls[0].count for calls in self])
         return counts, [self._whole[:channels], self._form.rests, self._whole[channels:]]

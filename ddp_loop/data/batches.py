@@ -440,6 +440,9 @@ class Batches:
 
     def _requests(self, plan: Iterator[MiniBatch]) -> Iterator[Request]:
         for mini_batch in plan:
-            for shard in mini_batch.shards:
-                start = mini_batch.start + shard.start
-                yield Request(mini_batch.epoch - 1, start, self._positions(mini_batch.epoch, start, shard.samples))
+            if shards := mini_batch.shards:  # neighbors
+                first, end = shards[0].start, shards[-1].start + shards[-1].samples
+                at = self._positions(mini_batch.epoch, mini_batch.start + first, end - first)
+            for shard in shards:
+                begin = shard.start - first
+                yield Request(mini_batch.epoch - 1, mini_batch.start + shard.start, at[begin : begin + shard.samples])

@@ -9,6 +9,11 @@ start strictly in bucket order, the same on every rank.
 [Note: Shard by shard] In a tree order each shard's gradients are taken out of the parameters after its backward: copied
 for a left half, added for a right half. So k shards on a rank need at most log2(k) more buffers, and what autograd
 makes for the current shard.
+
+[Note: In place] Once each parameter has a gradient in this pass, autograd itself adds a right half to its left half, or
+a small left half to -0.0: the same additions, without work in Python for each parameter. The count of writes shows
+afterwards that each gradient came once. If one was ever written twice in a shard, by a hook or by reentrant
+checkpointing, the bucket does without, since (a + b) + c is not a + (b + c).
 """
 
 from __future__ import annotations
@@ -25,11 +30,13 @@ import torch
 from torch.nn import Parameter
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.distributed import Work, World, as_real, fill_identity, merge, padded
+from ddp_loop.distributed import World, fill_identity, merge, padded
+from ddp_loop.training.flat_all_reduce import FlatAllReduce
 from ddp_loop.training.ordered_sum import ReductionOrder
 
 _LARGE_BYTES = 2**17  # of a gradient that is copied at once
-_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
+_SMALL_BYTES = 2**18  # of a left half that starts from -0.0; a copy reads and writes less memory
+_GRAD, _IS_SPARSE, _VERSION = map(attrgetter, ("grad", "is_sparse", "_version"))
 
 
 def grouped(parameters: list[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
@@ -73,60 +80,6 @@ class FlatBuffer:
     views: list[torch.Tensor]
 
 
-class FlatAllReduce:
-    """The sum of one flat tensor of `padded` length over the ranks: `start`, `fold`, `finish`."""
-
-    def __init__(
-        self, world: World, order: ReductionOrder, length: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._world, self._rows = world, max(1, order.pieces[world.rank])
-        self._length, self._dtype, self.device = length, dtype, device
-        self._sum = world.flat_sum(order, length, dtype, device)
-        self._work: Work | None = None
-        self.flat: torch.Tensor | None = None  # where the sum will be, from `start` to `finish`
-
-    def empty(self) -> torch.Tensor:
-        """New memory for a row, from which the sum is quickest; with any values."""
-        if self._sum is None:
-            return torch.empty(self._length, dtype=self._dtype, device=self.device)
-        return self._sum.empty()
-
-    def empty_rows(self) -> list[torch.Tensor]:
-        """New rows of this rank that add nothing."""
-        return [fill_identity(self.empty()) for _ in range(self._rows)]
-
-    def start(self, rows: Sequence[torch.Tensor]) -> None:
-        """Send this rank's pieces; the sum comes into the first of `rows`. Every rank must call this."""
-        flat = [as_real(row).reshape(-1) for row in rows]  # no backend adds complex numbers
-        self.flat, whole = flat[0], self._sum
-        if whole is not None:
-            self._work = self._world.start(lambda _: whole.arrive(flat), self.device)
-
-    def fold(self) -> None:
-        """Add up this rank's part of all pieces, and send it to all ranks. Every rank must call this."""
-        if self._sum is not None:
-            self._world.finish(self._work)
-            whole = self._sum
-            self._work = self._world.start(lambda _: whole.reduce(), self.device)
-
-    def finish(self) -> None:
-        """Wait until the sum has come."""
-        if self._sum is not None:
-            self._world.finish(self._work)
-            self._sum.collect()
-        self._work = self.flat = None
-
-
-def finish_all(sums: Sequence[FlatAllReduce], world: World) -> None:
-    """Fold and finish sums that have all been started. Every rank must call this."""
-    for one in sums:
-        one.fold()
-    for one in sums:
-        one.finish()
-    for device in dict.fromkeys(one.device for one in sums):
-        world.finish(world.start(lambda backend: backend.start_settling(), device))
-
-
 class Bucket:
     """Neighbouring parameters' gradients in one flat tensor, followed by `tail` elements for other sums.
 
@@ -160,6 +113,10 @@ class Bucket:
         self._spare: list[FlatBuffer] = []
         self._is_collected = False  # whether the parameters' gradients are in the flat tensor
         self._kept: list[tuple[torch.Tensor | None, int]] = []  # of a shard that has another loss
+        # Whether no gradient was ever written twice in a shard: [Note: In place]. A GPU adds many in one kernel.
+        self._comes_once = not accelerator_of(device).is_gpu
+        self._adds = False  # whether autograd adds the current shard's gradients
+        self._lost: Parameter | None = None  # whose gradient the script took away meanwhile
         self.resize(tail)
 
     def resize(self, tail: int) -> None:
@@ -204,6 +161,7 @@ class Bucket:
             if one is not None and one is not self.own:
                 self._spare.append(one)
         self._sums, self._shards, self._kept = [], 0, []
+        self._adds, self._lost = False, None
         self._show(self.own)
 
     # -- a shard's gradients -------------------------------------------------------------------------------
@@ -213,11 +171,36 @@ class Bucket:
         self._shown, self._version = flat, flat.whole._version
         self._left = _where(flat.views, self.given) if any(self.given) else self._nothing
 
-    def begin_backward(self) -> None:
-        """Let autograd make the next shard's gradients apart from those before."""
+    def begin_backward(self, *, apart: bool = True) -> None:
+        """Let autograd make the next shard's gradients apart from those before, or add them. See [Note: In place].
+
+        Args:
+            apart: whether they are needed apart.
+        """
         self._is_collected = False
-        if self._shards and not self._kept and not self._order.in_place:
+        if not self._shards or self._kept or self._order.in_place:
+            return
+        if not apart and self._may_add():
+            self._adds = True
+            if not self._is_right_half():
+                self._shown = self._spare.pop() if self._spare else self._make()
+                self._left = self._shown.views
+                fill_identity(self._shown.gradients)
+                set_grads(self.parameters, self._left)
+            self._version = self._shown.whole._version
+        else:
             set_grads(self.parameters, repeat(None))
+
+    def _may_add(self) -> bool:
+        """Whether autograd may add the next shard's gradients to `.grad`."""
+        if not self._comes_once or self._left is not self._shown.views:
+            return False
+        return self._is_right_half() or self.own.gradients.nbytes <= _SMALL_BYTES
+
+    def _is_right_half(self) -> bool:
+        """Whether the next shard's gradients are added to those that are in `.grad`."""
+        merges, done = self._order.merges, self._shards
+        return 0 < done < len(merges) and bool(merges[done]) and self._sums[-1] is self._shown
 
     def expect_all(self) -> None:
         """Count every gradient as missing."""
@@ -249,12 +232,40 @@ class Bucket:
         if self._order.in_place:
             self._collect()
         elif self._shards < number:
-            self._kept = []
+            if self._adds:
+                self._count_added()
+                return
             places, gradients = self.fresh()
+            self._comes_once = self._comes_once and (bool(self._kept) or not any(map(_VERSION, gradients)))
+            self._kept = []
             for place in places:
                 self.given[place] = True
             self._add(places, gradients)
             self._show(self._sums[-1] or self._shown)
+            set_grads(self.parameters, self._left)
+
+    def _count_added(self) -> None:
+        """Take the gradients of a shard that autograd has added; see [Note: In place]."""
+        self._adds, flat, merges = False, self._shown, self._order.merges[self._shards]
+        writes, self._version = flat.whole._version - self._version, flat.whole._version
+        if writes > len(self.parameters):
+            self._comes_once = False
+            if self._sums[-1] is flat:
+                raise RuntimeError(
+                    "A parameter's gradient must be written as often in each shard's backward. One was written once in "
+                    "the step's first shards and then several times, by a hook or by reentrant checkpointing of a "
+                    "shared weight. Checkpoint with use_reentrant=False, and change gradients after step.fold()."
+                )
+        if writes < len(self.parameters):  # the shard has none for one of them, or it is elsewhere
+            self._lost = self._differing()
+        self._shards += 1
+        if self._sums[-1] is flat:
+            merges -= 1  # autograd has made it
+        else:
+            self._sums.append(flat)
+        if merges:
+            self._merge(merges)
+            self._show(self._sums[-1] or flat)
             set_grads(self.parameters, self._left)
 
     def fresh(self, flat: FlatBuffer | None = None) -> tuple[Sequence[int], list[torch.Tensor]]:
@@ -282,7 +293,10 @@ class Bucket:
         else:
             self._sums.append(self._filled(places, gradients))
         if merges:
-            self._spare += merge(self._sums, merges, lambda left, right: left.gradients.add_(right.gradients))
+            self._merge(merges)
+
+    def _merge(self, merges: int) -> None:
+        self._spare += merge(self._sums, merges, lambda left, right: left.gradients.add_(right.gradients))
 
     def _filled(self, places: Sequence[int], gradients: list[torch.Tensor]) -> FlatBuffer:
         if not any(self._sums):
@@ -363,20 +377,31 @@ class Bucket:
         """Whether a backward of this pass gave the parameter a gradient."""
         return bool(self._kept) or any(map(is_, compress(self.parameters, self.given), repeat(parameter)))
 
-    def tampered(self) -> Parameter | None:
+    def tampered(self, *, adds: bool = False) -> Parameter | None:
         """A parameter whose gradient is not what the step's backwards left; None without one.
 
         It was removed or changed, or comes from another backward.
+
+        Args:
+            adds: whether a backward follows that may add to the gradients. A removed one is then found after it.
         """
+        if self._lost is not None:
+            return self._lost
         for parameter, (gradient, version) in zip(self.parameters, self._kept, strict=False):
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
                 return parameter
         if self._kept:
             return None
-        if any(differs := list(map(is_not, map(_GRAD, self.parameters), self._left))):
-            return next(compress(self.parameters, differs))
+        if not (adds and self._is_right_half() and self._may_add()) and (found := self._differing()) is not None:
+            return found
         changed = self.summing.flat is None and self._shown.whole._version != self._version
         return self.parameters[0] if changed and self.parameters else None
+
+    def _differing(self) -> Parameter | None:
+        """The first parameter whose `.grad` is not the tensor that was left there."""
+        if any(differs := list(map(is_not, map(_GRAD, self.parameters), self._left))):
+            return next(compress(self.parameters, differs))
+        return None
 
 
 def _where(views: Sequence[torch.Tensor], given: Sequence[bool]) -> Sequence[torch.Tensor | None]:

@@ -203,16 +203,20 @@ def layout_of(
     metrics: tuple[str, ...] | None = None
     sums: frozenset[str] | None = None
     problem: Exception | None = None
-    weighted, buffers, calls = False, frozenset[str](), (0,) * layers
+    weighted, buffers, calls, known = False, frozenset[str](), (0,) * layers, dict[str, torch.Tensor]().keys()
     for record in records:
-        names, number = tuple(sorted(record.metrics)), record.shard.number
+        is_known, number = record.metrics.keys() == known, record.shard.number
+        names = metrics if is_known and metrics is not None else tuple(sorted(record.metrics))
         if metrics is not None and metrics != names and problem is None:
             problem = metrics_differ("an earlier shard", metrics, f"shard {number}", names)
         if sums is not None and sums != record.sums and problem is None:
             problem = sums_differ("an earlier shard", sums, f"shard {number}", record.sums)
-        metrics, sums = names, record.sums
-        weighted, buffers = weighted or record.weight is not None, buffers.union(record.taken)
-        calls = tuple(map(max, calls, map(len, record.captures)))
+        known, metrics, sums = record.metrics.keys(), names, record.sums
+        weighted = weighted or record.weight is not None
+        if record.taken:
+            buffers = buffers.union(record.taken)
+        if layers:
+            calls = tuple(map(max, calls, map(len, record.captures)))
     return PayloadLayout(metrics, sums, weighted, calls, buffers, parameters, unplanned), problem
 
 
@@ -273,8 +277,7 @@ def as_metric(name: str, value: Value, samples: int, device: torch.device) -> to
     reduced = number.sum(dtype=torch.float64) if isinstance(value, Sum) else number.mean(dtype=torch.float64)
     if reduced.device != device and not is_asynchronous(reduced):  # a copy from the host would hold it up
         return torch.full((), reduced.item(), dtype=torch.float64, device=device)
-    # The script may reuse its own tensor for the next shard.
-    return reduced.to(device, copy=number.dim() == 0)
+    return reduced if reduced.device == device else reduced.to(device)
 
 
 @dataclass(slots=True)
@@ -310,11 +313,6 @@ class ShardRecord:
                 "itself by a factor."
             )
         sums, samples = self.sums, self.shard.samples
-        for name, metric in metrics.items():
-            if isinstance(metric, Sum):
-                sums = sums | {name}
-            elif name in sums:
-                sums = sums - {name}
         if self.losses and ("loss" in self.sums) != (reduction == "sum"):
             raise ValueError(
                 f"All losses of a shard must have the same reduction. Got {reduction!r} after another one. Divide the "
@@ -322,6 +320,10 @@ class ShardRecord:
             )
         for name, metric in metrics.items():
             self.metrics[name] = as_metric(name, metric, samples, value.device)
+            if isinstance(metric, Sum):
+                sums |= {name}
+            elif name in sums:
+                sums -= {name}
         self.losses.append(value)
         self.weight, self.sums = weight, sums | {"loss"} if reduction == "sum" else sums
         return samples if weight is None else weight

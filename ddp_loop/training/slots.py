@@ -6,12 +6,15 @@ See [Note: Slots] in `payload`: a row is `weight, loss, metrics | batch-norm sta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
 from ddp_loop.batch_norm import BatchNormStatistics
 from ddp_loop.training.buffers import Buffers
 from ddp_loop.training.payload import PayloadLayout, ShardRecord, shares, total_of, weighted_mean
+
+_DTYPE = attrgetter("dtype")
 
 
 class Slots:
@@ -41,17 +44,22 @@ class Slots:
         """Fill in the rows of this rank's shards, by their records, in `slots`, (S, width)."""
         widths = self.widths(layout)
         values, statistics, buffers = slots.split_with_sizes(widths, dim=1)
+        if not records:
+            return
+        names = layout.metrics or ()
+        pieces: list[torch.Tensor] = []
         for record in records:
-            row = values[record.shard.number]
+            pieces.append(record.losses[0] if len(record.losses) == 1 else _total(record.losses))
+            pieces.extend(map(record.metrics.__getitem__, names))
+        first, last = records[0].shard.number, records[-1].shard.number  # the rank's shards are neighbors
+        mine = values[first : last + 1, 1:]
+        mine.copy_(_stacked(pieces, values.dtype).view(mine.shape))
+        for record in records if layout.weighted or layout.buffers else ():
+            number = record.shard.number
             if layout.weighted:
-                row[0] = record.shard.samples if record.weight is None else record.weight
-            loss = record.losses[0] if len(record.losses) == 1 else _total(record.losses)
-            pieces = [loss.to(row.dtype)]
-            for name in layout.metrics or ():
-                pieces.append(record.metrics[name].to(row.dtype))
-            torch.stack(pieces, out=row[1:])
+                values[number, 0] = record.shard.samples if record.weight is None else record.weight
             if layout.buffers:
-                self._buffers.pack(record.taken, layout.buffers, buffers[record.shard.number])
+                self._buffers.pack(record.taken, layout.buffers, buffers[number])
         if widths[1]:
             for record in records:
                 self._statistics.pack(record.captures, layout.calls, statistics[record.shard.number])
@@ -108,6 +116,13 @@ class Slots:
                 full = [number for number, size in enumerate(sizes) if size]
                 # By samples also where losses have weights of their own: forward saw them all.
                 self._buffers.apply(buffers, layout.buffers, self.share(sizes, torch.float64), full, keep)
+
+
+def _stacked(values: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Values of shape () as a tensor, (n,), of this dtype."""
+    if len(set(map(_DTYPE, values))) > 1:
+        values = [value.to(dtype) for value in values]
+    return torch.stack(values).to(dtype)
 
 
 def _total(losses: list[torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,8 @@ import torch
 from torch.nn import Parameter
 
 from ddp_loop.distributed import World
-from ddp_loop.training.buckets import Bucket, finish_all, grouped
+from ddp_loop.training.buckets import Bucket, grouped
+from ddp_loop.training.flat_all_reduce import finish_all
 
 
 class UnplannedGradients:

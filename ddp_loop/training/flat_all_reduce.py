@@ -1,0 +1,64 @@
+"""The sum of a flat tensor over the ranks, which runs while backward goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ddp_loop.distributed import Work, World, as_real, fill_identity
+from ddp_loop.training.ordered_sum import ReductionOrder
+
+
+class FlatAllReduce:
+    """The sum of one flat tensor of `padded` length over the ranks: `start`, `fold`, `finish`."""
+
+    def __init__(
+        self, world: World, order: ReductionOrder, length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._world, self._rows = world, max(1, order.pieces[world.rank])
+        self._length, self._dtype, self.device = length, dtype, device
+        self._sum = world.flat_sum(order, length, dtype, device)
+        self._work: Work | None = None
+        self.flat: torch.Tensor | None = None  # where the sum will be, from `start` to `finish`
+
+    def empty(self) -> torch.Tensor:
+        """New memory for a row, from which the sum is quickest; with any values."""
+        if self._sum is None:
+            return torch.empty(self._length, dtype=self._dtype, device=self.device)
+        return self._sum.empty()
+
+    def empty_rows(self) -> list[torch.Tensor]:
+        """New rows of this rank that add nothing."""
+        return [fill_identity(self.empty()) for _ in range(self._rows)]
+
+    def start(self, rows: Sequence[torch.Tensor]) -> None:
+        """Send this rank's pieces; the sum comes into the first of `rows`. Every rank must call this."""
+        flat = [as_real(row).reshape(-1) for row in rows]  # no backend adds complex numbers
+        self.flat, whole = flat[0], self._sum
+        if whole is not None:
+            self._work = self._world.start(lambda _: whole.arrive(flat), self.device)
+
+    def fold(self) -> None:
+        """Add up this rank's part of all pieces, and send it to all ranks. Every rank must call this."""
+        if self._sum is not None:
+            self._world.finish(self._work)
+            whole = self._sum
+            self._work = self._world.start(lambda _: whole.reduce(), self.device)
+
+    def finish(self) -> None:
+        """Wait until the sum has come."""
+        if self._sum is not None:
+            self._world.finish(self._work)
+            self._sum.collect()
+        self._work = self.flat = None
+
+
+def finish_all(sums: Sequence[FlatAllReduce], world: World) -> None:
+    """Fold and finish sums that have all been started. Every rank must call this."""
+    for one in sums:
+        one.fold()
+    for one in sums:
+        one.finish()
+    for device in dict.fromkeys(one.device for one in sums):
+        world.finish(world.start(lambda backend: backend.start_settling(), device))
