@@ -15,10 +15,8 @@ from torch.nn import functional
 import ddp_loop as dl
 from benchmarks.payload import PARAMETERS, Layers, channels_of_resnet50, counted, measure, travelling
 from ddp_loop.batch_norm import BatchNormStatistics
-from ddp_loop.distributed import PeerFailed
 from ddp_loop.training.moments import use_moments
 from tests.support import reference
-from tests.support.both_exchanges import GLOO, MEMORY, exchange_of
 from tests.support.harness import OnRanks
 
 pytestmark = [pytest.mark.covers("J13", "D4"), pytest.mark.both_modes]
@@ -141,8 +139,8 @@ def test_the_rule_looks_at_shards_channels_and_gradients_alone(shards: int, para
 # -- bits --------------------------------------------------------------------------------------------------
 
 
-def train(shards: int, steps: int = 2) -> str:
-    with training(steps, shards) as (_, model, loop):
+def train(shards: int, dtype: torch.dtype) -> str:
+    with training(2, shards, dtype) as (_, model, loop):
         for step in loop:
             take(step, model)
         return digest(model)
@@ -150,11 +148,11 @@ def train(shards: int, steps: int = 2) -> str:
 
 @pytest.mark.covers("H7")
 @pytest.mark.one_mode("synchronous", "bits are compared between ranks, not between modes")
+@pytest.mark.both_exchanges
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # float64 keeps every digit of the sums
 @pytest.mark.parametrize("shards", [64, 100])
-@pytest.mark.parametrize("exchange_name", [MEMORY, GLOO])
-def test_many_shards_give_the_same_bits_on_1_to_4_ranks(shards: int, exchange_name: str, on_ranks: OnRanks) -> None:
-    with exchange_of(exchange_name):
-        found = [on_ranks(ranks, train, shards) for ranks in (1, 2, 3, 4)]
+def test_many_shards_give_the_same_bits_on_1_to_4_ranks(shards: int, dtype: torch.dtype, on_ranks: OnRanks) -> None:
+    found = [on_ranks(ranks, train, shards, dtype) for ranks in (1, 2, 3, 4)]
     assert len({one for results in found for one in results}) == 1
 
 
@@ -341,31 +339,31 @@ def test_a_layer_that_one_shard_calls_more_often_is_followed(on_ranks: OnRanks) 
         ] * 3
 
 
-def fail_on_rank_1() -> str:
+def depart(how: str) -> str:
+    """Rank 1 fails in the second step, or leaves the loop, which the others may do too."""
     try:
         with training(3, 64) as (world, model, loop):
             for step in loop:
+                if step.iteration == 2 and how == "all leave":
+                    break
                 if step.iteration == 2 and world.rank == 1:
-                    raise ValueError("a fault")
+                    if how == "one fails":
+                        raise ValueError("a fault")
+                    break
                 take(step, model)
-    except (PeerFailed, ValueError) as error:
-        return str(error)
-    return "no error"
-
-
-def leave_after_one() -> tuple[str, float]:
-    with training(4, 64) as (world, model, loop):
-        for step in loop:
-            take(step, model)
-            break
-        return digest(model), float(world.sum(torch.ones(())))
+            return f"sum {float(world.sum(torch.ones(())))}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.quick_in_both_modes
-def test_a_rank_that_fails_and_ranks_that_leave_take_part_in_the_sum(on_ranks: OnRanks) -> None:
-    said = on_ranks(3, fail_on_rank_1)
-    assert all("a fault" in one for one in said)
-    assert len({on_ranks(3, leave_after_one)[rank] for rank in range(3)}) == 1
+@pytest.mark.both_exchanges
+@pytest.mark.parametrize(
+    ("how", "said"), [("all leave", "sum 3.0"), ("one fails", "a fault"), ("one leaves", "left the loop")]
+)
+def test_a_rank_that_fails_or_leaves_ends_the_others_too(how: str, said: str, on_ranks: OnRanks) -> None:
+    found = on_ranks(3, depart, how)
+    assert all(said in one for one in found), found
 
 
 def skip_a_step() -> list[dict[str, torch.Tensor]]:
