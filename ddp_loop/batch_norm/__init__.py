@@ -8,7 +8,7 @@ from ddp_loop.batch_norm.batch_statistics import (
 )
 from ddp_loop.batch_norm.captures import Captures
 from ddp_loop.batch_norm.custom_layers import custom_norms
-from ddp_loop.batch_norm.pooled import RunningStatsSnapshot, pool_statistics
+from ddp_loop.batch_norm.pooled import PooledStatistics, RunningStatsSnapshot, pool_statistics
 from ddp_loop.batch_norm.synced import (
     ENDS_LOOP,
     CallMismatch,
@@ -23,6 +23,7 @@ __all__ = [
     "BatchNormStatistics",
     "CallMismatch",
     "Captures",
+    "PooledStatistics",
     "RunningStatsSnapshot",
     "SyncChannel",
     "batch_norm_layers",

@@ -353,9 +353,14 @@ class BatchNormStatistics:
 
     def width(self, calls: tuple[int, ...]) -> int:
         """Columns of a row: for each call its count, means, rests, variances, and the momentum of a user's own norm."""
-        return sum(group.width for group in self._groups(calls))
+        return sum(group.width for group in self.groups(calls))
 
-    def _groups(self, calls: tuple[int, ...]) -> list[LayerGroup]:
+    @property
+    def channels(self) -> int:
+        """Those of all layers."""
+        return sum(layer.num_features for layer in self.layers)
+
+    def groups(self, calls: tuple[int, ...]) -> list[LayerGroup]:
         """The layers with a first call, those with a second call, ..."""
         if calls not in self._grouped:
             each = [[n for n, times in enumerate(calls) if times > call] for call in range(max(calls, default=0))]
@@ -369,7 +374,7 @@ class BatchNormStatistics:
             torch.cat([self._on_device(counts, row), *(one.to(row.dtype) for one in statistics)], out=row)
             return
         pieces: list[torch.Tensor] = []
-        for call, group in enumerate(self._groups(calls)):
+        for call, group in enumerate(self.groups(calls)):
             found = [captures[number][call] if call < len(captures[number]) else None for number in group.numbers]
             pieces.append(self._on_device(tuple(0 if one is None else one.count for one in found), row))
             for kind in ("mean", "rest", "variance"):
@@ -396,6 +401,6 @@ class BatchNormStatistics:
             calls: the most calls of each layer in any shard.
             keep: whether they stay as they are, shape (), bool.
         """
-        groups = self._groups(calls)
+        groups = self.groups(calls)
         for group, columns in zip(groups, rows.split([group.width for group in groups], dim=1), strict=True):
-            group.move(columns, keep)
+            group.move(group.pooled(columns), keep)

@@ -10,11 +10,22 @@ Sums of squares would cancel (off by 1e-3 in float32 at mean 100); this form doe
 averages instead understates the variance: for shards with mean 0, variance 1 and mean 3, variance 4 and decay
 0.1 from (0, 1), the whole mini-batch gives 1.375, pooled moving averages 1.1725, a weighted mean of variances
 1.15 (`examples/statistics.py`).
+
+[Note: Moments] Rows of all shards grow with their number. Moments about a shift k, one for each channel, add up:
+
+    n = sum(m_j)       a = sum(m_j (mean_j - k))       b = sum(m_j (var_j + (mean_j - k)^2))
+    mean = k + a / n   var = b / n - (a / n)^2
+
+They are float64, and k is the running mean, which is the same in all shards. The difference cancels where the mean is
+far from k: var is off by about 1e-16 (mean - k)^2. A channel `is_far` where that could be 1e-9 of the new running
+variance, as in the first steps of a layer whose mean is 1,000 deviations from 0. Then the moments are added up once
+more, about the mean just found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -25,6 +36,7 @@ from ddp_loop.accelerators import accelerator_of
 from ddp_loop.batch_norm.custom_layers import CustomNorm
 
 _FEW = 15  # rows, up to which torch adds them one by one too
+_FAR = 2.0**20  # squares of deviations from the shift: float64 keeps 1e-16 * 2^20 = 1e-10 of the variance
 
 
 def pool_statistics(
@@ -56,6 +68,22 @@ def _sum_of_rows(values: torch.Tensor) -> torch.Tensor:
     return first
 
 
+@dataclass(slots=True)
+class PooledStatistics:
+    """The statistics of all shards for the layers of a group: those of the union.
+
+    Attributes:
+        counts: the number of values per channel of each layer, (L,).
+        mean, variance: of each channel, the variance biased, (C,).
+        momenta: of the user's norm layers, (own,).
+    """
+
+    counts: torch.Tensor
+    mean: torch.Tensor
+    variance: torch.Tensor
+    momenta: torch.Tensor
+
+
 class LayerGroup:
     """Layers whose channels are concatenated, so that a few operations update all of them.
 
@@ -70,36 +98,87 @@ class LayerGroup:
         self.own = [place for place, layer in enumerate(layers) if isinstance(layer, CustomNorm)]
         self.channels = sum(self.sizes)
         self.width = len(layers) + 3 * self.channels + len(self.own)
+        self.moments_width = len(layers) + 2 * self.channels + 2 * len(self.own)
         self._layers = layers
         sizes = torch.tensor(self.sizes, device="cpu")
         owner = torch.arange(len(layers), device="cpu").repeat_interleave(sizes)  # of each channel
         self._owner = owner.to(layers[0].running_mean.device if layers[0].running_mean is not None else "cpu")
+        eps = [layer.eps if isinstance(layer, _BatchNorm) else 0.0 for layer in layers]
+        self._eps = torch.tensor(eps, dtype=torch.float64, device="cpu").to(self._owner.device)
         self._momenta: list[float | None] = []
         self._factors = torch.empty(0, device="cpu")
 
-    def move(self, rows: torch.Tensor, keep: torch.Tensor | None = None) -> None:
-        """Update the running statistics with the pooled ones of all shards.
+    def pooled(self, rows: torch.Tensor) -> PooledStatistics:
+        """Pool the rows of all shards.
 
         Args:
             rows: (S, width): counts, means, the rounding errors of the means, variances as torch keeps them (times
                 m / (m - 1)), and the momenta of the user's norm layers; zeros for a shard that did not call a layer.
-            keep: whether all stay as they are, shape (), bool.
         """
-        layers, owner = self._layers, self._owner
-        rows = rows.double()
-        pieces = [len(layers), *3 * [self.channels], len(self.own)]
-        counts, means, rests, variances, momenta = rows.split(pieces, dim=1)
-        counts = counts.index_select(1, owner)
+        layer_counts, means, rests, variances, momenta = self._split(rows)
+        counts = layer_counts.index_select(1, self._owner)
         # Merge the biased variances, then correct the bias.
         biased = variances * ((counts - 1).clamp_(min=0) / counts.clamp(min=1))
         mean, variance = pool_statistics(counts, means + rests, biased)
-        total = _sum_of_rows(counts)
-        variance *= total / (total - 1).clamp_(min=1)
-        used = total > 0
-        self._count(_sum_of_rows(rows[:, : len(layers)]) > 0, keep)
+        return PooledStatistics(_sum_of_rows(layer_counts), mean, variance, momenta.amax(0))
+
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pieces = [len(self.sizes), *3 * [self.channels], len(self.own)]
+        return torch.split_with_sizes(rows.double(), pieces, dim=1)
+
+    def moments(self, rows: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        """The moments of some shards, to be added up, (K, moments_width). See [Note: Moments].
+
+        Args:
+            rows: as for `pooled`, (K, width).
+            shift: about which, (C,), float64.
+        """
+        counts, means, rests, variances, momenta = self._split(rows)
+        values = counts.index_select(1, self._owner)
+        off = (means - shift).add_(rests)
+        first = values * off
+        second = (values - 1).clamp_(min=0).mul_(variances).addcmul_(first, off)
+        # Equal in all shards that call the layer, so their mean is exact for a float32.
+        callers = (counts[:, self.own] > 0).double()
+        return torch.cat([counts, first, second, momenta, callers], dim=1)
+
+    def pooled_moments(self, sums: torch.Tensor, shift: torch.Tensor) -> PooledStatistics:
+        """The statistics whose moments about `shift` add up to `sums`, (moments_width,)."""
+        own = len(self.own)
+        counts, first, second, momenta, callers = sums.split_with_sizes(
+            [len(self.sizes), *2 * [self.channels], own, own]
+        )
+        total = counts.index_select(0, self._owner).clamp_(min=1)
+        off = first / total
+        variance = (second / total).sub_(off.square()).clamp_(min=0)
+        return PooledStatistics(counts, shift + off, variance, momenta / callers.clamp(min=1))
+
+    def shift(self) -> torch.Tensor:
+        """The running means, (C,), float64; 0 in place of what is not finite."""
+        means = [_statistic(layer, "running_mean") for layer in self._layers]
+        return torch.cat(means).double().nan_to_num_(0.0, 0.0, 0.0)
+
+    def is_far(self, pooled: PooledStatistics, shift: torch.Tensor) -> bool:
+        """Whether a mean is so far from the shift that the variance lost digits; the host waits."""
+        factor = self._factor(pooled.momenta)
+        off = (pooled.mean - shift).square_().mul_(factor)
+        now = torch.cat([_statistic(layer, "running_var") for layer in self._layers]).double()
+        kept = now.lerp_(pooled.variance, factor).add_(self._eps.index_select(0, self._owner))
+        return bool((off > _FAR * kept).any())
+
+    def move(self, pooled: PooledStatistics, keep: torch.Tensor | None = None) -> None:
+        """Update the running statistics with the pooled ones of all shards.
+
+        Args:
+            pooled: of all shards.
+            keep: whether all stay as they are, shape (), bool.
+        """
+        layers, total = self._layers, pooled.counts.index_select(0, self._owner)
+        unbiased = pooled.variance * (total / (total - 1).clamp_(min=1))
+        self._count(pooled.counts > 0, keep)
         # A layer that no shard called keeps its values to the bit.
-        factor = torch.where(used, self._factor(owner, momenta), 0.0)
-        for name, new in (("running_mean", mean), ("running_var", variance)):
+        factor = torch.where(total > 0, self._factor(pooled.momenta), 0.0)
+        for name, new in (("running_mean", pooled.mean), ("running_var", unbiased)):
             # Past the version counter, as torch's kernels: a graph that crosses the fold may hold them.
             olds = [_statistic(layer, name).data for layer in layers]
             old = torch.cat(olds).double()
@@ -123,18 +202,18 @@ class LayerGroup:
         if found:
             torch._foreach_add_([one for one, _ in found], [each for _, each in found])
 
-    def _factor(self, owner: torch.Tensor, momenta_of_own: torch.Tensor) -> torch.Tensor:
+    def _factor(self, momenta_of_own: torch.Tensor) -> torch.Tensor:
         """The weight of the new value in each channel's moving average: the momentum, or 1 / (calls so far) if None.
 
-        The momenta of the user's norm layers come with the rows, (S, own), equal in all shards that called the layer.
+        The momenta of the user's norm layers come with the shards, (own,).
         """
         momenta = [layer.momentum for layer in self._layers]
         if momenta != self._momenta or None in momenta:
             self._momenta = momenta
-            factors = [self._of_layer(layer, owner.device) for layer in self._layers]
-            for place, momentum in zip(self.own, momenta_of_own.amax(0), strict=True):
+            factors = [self._of_layer(layer, self._owner.device) for layer in self._layers]
+            for place, momentum in zip(self.own, momenta_of_own, strict=True):
                 factors[place] = momentum
-            self._factors = torch.stack(factors).index_select(0, owner)
+            self._factors = torch.stack(factors).index_select(0, self._owner)
         return self._factors
 
     @staticmethod

@@ -28,6 +28,7 @@ from ddp_loop.data import MiniBatch, Shard, check_end, check_first
 from ddp_loop.distributed import IDENTITY, World, each_module
 from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers
 from ddp_loop.training.gradients import Gradients
+from ddp_loop.training.moments import MomentSums, use_moments
 from ddp_loop.training.nonfinite import NonFiniteGuard
 from ddp_loop.training.ordered_sum import rank_order, tree_order
 from ddp_loop.training.payload import (
@@ -117,7 +118,10 @@ class Fold:
         # 4.34 times local). On a GPU reading them would hold up the host, so they go over gloo.
         self._word_in_tail = not world.accelerator.is_asynchronous
         self._word_dtype = self.gradients.slot_dtype if self._word_in_tail else torch.int32
-        self._slots = Slots(self._statistics, self._buffers, self.gradients.slot_dtype, world.device)
+        dtype, moments = self.gradients.slot_dtype, None
+        if use_moments(self._statistics, shards, set(parameters.values()).difference(averaged), dtype):
+            moments = MomentSums(self._statistics, world, order, shards, dtype)
+        self._slots = Slots(self._statistics, self._buffers, dtype, world.device, moments)
         self._layout: PayloadLayout | None = None
         self._tails: dict[int, int] = {}  # of the layout, by shards
         self._records: list[ShardRecord] = []
@@ -279,7 +283,7 @@ class Fold:
         is_new = problem is None and not layout.covers(seen)
         slots = self._pack(layout, len(given), shards, fill=problem is None and not is_new)
         word = control_word(mini_batch, problem=problem is not None, new=is_new, asked=asked)
-        given_anywhere = self._send(word_tensor((*word, *given), self._word_dtype))
+        given_anywhere = self._send(layout, word_tensor((*word, *given), self._word_dtype))
         layout, slots = self._decide(layout, seen, slots, mini_batch, problem)
         replans = self._assign(given_anywhere, layout)
         total, share, values = self._slots.merge(slots, layout, mini_batch.sizes)
@@ -325,24 +329,24 @@ class Fold:
         """The rows of all shards, (S, width), in the tail of the step's sum, with this rank's rows filled in."""
         tail = self.gradients.tail.fill_(IDENTITY)
         slots = (tail[CONTROL_LENGTH + flags :] if self._word_in_tail else tail).view(shards, -1)
-        if fill:
-            self._slots.fill(slots, self._records, layout)
+        self._slots.fill(slots, self._records if fill else (), layout)
         return slots
 
-    def _send(self, word: torch.Tensor) -> list[bool]:
+    def _send(self, layout: PayloadLayout, word: torch.Tensor) -> list[bool]:
         """Sum gradients, slots and the word over all ranks; returns for each parameter whether a shard gave one."""
         work, sums = None, self.gradients.tail[: len(word)] if self._word_in_tail else word.clone()
         if self._word_in_tail:
             sums.copy_(word)
         if self._world.size > 1:
             self.gradients.start_sums()
+            self._slots.start_sums()
         if not self._word_in_tail:  # after all buckets: the number that began during backward differs between ranks
             work = self._world.start_sum(sums)
         if self._events is not None:
             self._events.while_reducing()
         since = self.clock()
         if self._world.size > 1:
-            self.gradients.finish_sums()
+            self.gradients.finish_sums(self._slots.sums(layout))
         if work is not None:
             self._world.finish(work)
         self.waited_s += self.clock() - since
@@ -375,7 +379,7 @@ class Fold:
         shape, dtype = (len(mini_batch.sizes), sum(self._slots.widths(layout))), self.gradients.slot_dtype
         slots = torch.full(shape, IDENTITY, dtype=dtype, device=self._world.device)
         self._slots.fill(slots, self._records, layout)
-        return layout, self._world.sum(slots)
+        return layout, self._slots.sum_now(slots, self._world)
 
     def _assign(self, given: list[bool], layout: PayloadLayout) -> bool:
         """Make the sums `.grad` where a shard gave one; returns whether the next pass needs another plan."""
@@ -426,7 +430,8 @@ class Fold:
             send_no_gather: reports to ranks that gather that this one does not.
         """
         layout = self._layout
-        send_nothing = None if layout is None else self.gradients.leaving(self._tail(layout, shards))
+        if layout is not None:
+            send_nothing = self.gradients.leaving(self._tail(layout, shards), self._slots.sums(layout))
 
         def tell() -> None:
             self._world.block_collectives(None)
@@ -436,7 +441,7 @@ class Fold:
             except RuntimeError as error:
                 raise error if isinstance(error, CallMismatch) else why from None  # the other ranks know
             send_no_gather(why)
-            if layout is not None and send_nothing is not None:
+            if layout is not None:
                 word = word_tensor((1, *[0] * (CONTROL_LENGTH - 1 + self.gradients.planned)), torch.int32).clone()
                 send_nothing(PROBLEM if self._word_in_tail else None, None if self._word_in_tail else word)
             self._world.raise_if_any_failed(why)

@@ -7,7 +7,7 @@ as in the loop on one device. Where only some shards did, the others count as ze
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import attrgetter, methodcaller, ne
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_loop.distributed import World
 from ddp_loop.training.backpropagation import backpropagate_apart
 from ddp_loop.training.buckets import Bucket, grouped, set_grads
-from ddp_loop.training.flat_all_reduce import finish_all
+from ddp_loop.training.flat_all_reduce import FlatAllReduce, finish_all
 from ddp_loop.training.ordered_sum import ReductionOrder
 from ddp_loop.training.unplanned import UnplannedGradients
 
@@ -276,8 +276,8 @@ class Gradients:
                 self.unplanned.finish_shards()
         return list(chain.from_iterable(map(_GIVEN, self.buckets)))
 
-    def leaving(self, tail: int) -> Callable[[int | None, torch.Tensor | None], None]:
-        """The pass's sums that have not begun, as a collective that adds nothing, also after `release`.
+    def leaving(self, tail: int, others: Sequence[FlatAllReduce]) -> Callable[[int | None, torch.Tensor | None], None]:
+        """The pass's sums that have not begun, and `others`, as a collective that adds nothing, also after `release`.
 
         Returns:
             To be called with the place in the tail, of length `tail`, where this rank adds 1, or with a tensor that is
@@ -285,14 +285,13 @@ class Gradients:
         """
         if tail != self._tail or not self.buckets:
             self.plan(tail)
-        begun, rest = self.buckets[: self._next], self.buckets[self._next :]
-        sums = [bucket.summing for bucket in (*begun, *rest)]
-        lengths = [(bucket.summing, bucket.length) for bucket in rest]
+        sums, first = [*(bucket.summing for bucket in self.buckets), *others], self._next
+        with_tail, length = self.buckets[-1].summing, self.buckets[-1].length
 
         def send(mark: int | None, beside: torch.Tensor | None) -> None:
-            for summing, length in lengths:
+            for summing in sums[first:]:
                 rows = summing.empty_rows()  # assigned gradients stay as they are
-                if mark is not None and summing is lengths[-1][0]:
+                if mark is not None and summing is with_tail:
                     rows[0][length + mark] = 1
                 summing.start(rows)
             work = None if beside is None else self._world.start_sum(beside)
@@ -311,9 +310,9 @@ class Gradients:
         for bucket in self.buckets[self._next :]:
             bucket.start()
 
-    def finish_sums(self) -> None:
-        """Wait for all sums. Every rank must call this."""
-        finish_all([bucket.summing for bucket in self.buckets], self._world)
+    def finish_sums(self, others: Sequence[FlatAllReduce] = ()) -> None:
+        """Wait for all sums, and others that were started after them. Every rank must call this."""
+        finish_all([*(bucket.summing for bucket in self.buckets), *others], self._world)
 
     def leave_out(self) -> bool:
         """Leave what no fold gave a gradient out of the next plan; returns whether there is such a parameter."""

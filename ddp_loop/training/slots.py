@@ -11,7 +11,10 @@ from operator import attrgetter
 import torch
 
 from ddp_loop.batch_norm import BatchNormStatistics
+from ddp_loop.distributed import World
 from ddp_loop.training.buffers import Buffers
+from ddp_loop.training.flat_all_reduce import FlatAllReduce
+from ddp_loop.training.moments import MomentSums
 from ddp_loop.training.payload import PayloadLayout, ShardRecord, shares, total_of, weighted_mean
 
 _DTYPE = attrgetter("dtype")
@@ -23,12 +26,19 @@ class Slots:
     Args:
         statistics, buffers: of the job.
         dtype, device: of the step's sums.
+        moments: in place of the columns of statistics; None with these.
     """
 
     def __init__(
-        self, statistics: BatchNormStatistics, buffers: Buffers, dtype: torch.dtype, device: torch.device
+        self,
+        statistics: BatchNormStatistics,
+        buffers: Buffers,
+        dtype: torch.dtype,
+        device: torch.device,
+        moments: MomentSums | None = None,
     ) -> None:
         self._statistics, self._buffers, self._dtype, self._device = statistics, buffers, dtype, device
+        self._moments = moments
         self._measured: tuple[PayloadLayout | None, list[int]] = None, []
         self._shares: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
         self._summed: dict[PayloadLayout, torch.Tensor] = {}
@@ -37,12 +47,30 @@ class Slots:
         """The numbers of columns of values, statistics and buffers."""
         if layout is not self._measured[0]:
             buffers = self._buffers.width(layout.buffers, self._dtype)
-            self._measured = layout, [2 + len(layout.metrics or ()), self._statistics.width(layout.calls), buffers]
+            statistics = self._statistics.width(layout.calls) if self._moments is None else 0
+            self._measured = layout, [2 + len(layout.metrics or ()), statistics, buffers]
         return self._measured[1]
 
+    def sums(self, layout: PayloadLayout) -> list[FlatAllReduce]:
+        """Those that travel beside the rows."""
+        return [] if self._moments is None else self._moments.sums(layout.calls)
+
+    def start_sums(self) -> None:
+        """Start those. Every rank must call this."""
+        if self._moments is not None:
+            self._moments.start()
+
+    def sum_now(self, slots: torch.Tensor, world: World) -> torch.Tensor:
+        """Bring rows and moments together in sums of their own; returns the rows. Every rank must call this."""
+        if self._moments is not None:
+            self._moments.sum_now()
+        return world.sum(slots)
+
     def fill(self, slots: torch.Tensor, records: Sequence[ShardRecord], layout: PayloadLayout) -> None:
-        """Fill in the rows of this rank's shards, by their records, in `slots`, (S, width)."""
+        """Fill in the rows of this rank's shards, by their records, in `slots`, (S, width), and their moments."""
         widths = self.widths(layout)
+        if self._moments is not None:
+            self._moments.fill(records, layout.calls)
         values, statistics, buffers = slots.split_with_sizes(widths, dim=1)
         if not records:
             return
@@ -102,16 +130,21 @@ class Slots:
     ) -> None:
         """Move running statistics and buffers by the rows of all shards, unless the step is `bad`. Args as in `merge`.
 
+        Every rank must call this.
+
         Raises:
             ValueError: shards changed a buffer of the rule "same" differently.
         """
         widths = self.widths(layout)
         if bad is True:
             self._buffers.restore(layout.buffers)
-        elif any(widths[1:]):
+        elif self._moments is not None or any(widths[1:]):
             _, statistics, buffers = slots.split_with_sizes(widths, dim=1)
             keep = None if bad is False else bad
-            self._statistics.apply(statistics, layout.calls, keep)
+            if self._moments is None:
+                self._statistics.apply(statistics, layout.calls, keep)
+            else:
+                self._moments.apply(layout.calls, keep)
             if layout.buffers:
                 full = [number for number, size in enumerate(sizes) if size]
                 # By samples also where losses have weights of their own: forward saw them all.
