@@ -101,7 +101,10 @@ class RecordedUpdate(RecordedCall):
         before, known = [one.grad for one in self._parameters], set(map(id, self._state.optimizer_tensors))
         found, self._replay = self._recorder.record(self._call)
         self._keep(found)
-        self._gradients = list(zip(self._parameters, before, [one.grad for one in self._parameters], strict=True))
+        after = [one.grad for one in self._parameters]
+        self._gradients = list(zip(self._parameters, before, after, strict=True))
+        for parameter, gradient in zip(self._parameters, before, strict=True):
+            parameter.grad = gradient  # as at the call, of which the first replay makes what comes after it
         if not {id(one) for one in self._state.optimizer_tensors} <= known:
             raise NotCapturableError(
                 "An optimizer made new state while it was captured, which each replay would make anew. Give all "
