@@ -49,16 +49,16 @@ class CapturedFunction:
         self._others: set[Any] = set()
         self._recorder = world.accelerator.graph_recorder()
         if self._recorder is None:
-            self._give_up(f"A device of the kind {world.device.type} has no graphs.")
+            self._give_up(f"A device of the kind {world.accelerator.kind} has no graphs.")
         elif world.size > 1 and any(is_synced(module) for module in self._state.modules.values()):
             self._give_up("Synced batch norm communicates in the forward. Leave sync_batch_norm out to capture it.")
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """What the function returns for these inputs; each tensor is new."""
+        if self._updates is None and torch.is_grad_enabled():
+            return self._first(inputs, named)
         if self.reason is None and torch.is_grad_enabled():
             values, form = tree_flatten((inputs, named))
-            if self._updates is None:
-                return self._first(inputs, named)
             if (kind := self._kind(values, form)) is not None:
                 return self._call(kind, values, form, inputs, named)
         return self._eager(inputs, named)
@@ -86,7 +86,7 @@ class CapturedFunction:
         finally:
             hook.remove()
         self._updates = bool(stepped) or any(map(_differ, before, _gradients(self._state)))
-        if reason := self._objection(list(stepped)):
+        if self.reason is None and (reason := self._objection(list(stepped))):
             self._give_up(reason)
         return tree_map(_detached, found) if self._updates else found
 
@@ -122,7 +122,7 @@ class CapturedFunction:
             else:
                 self._give_up(f"An input is of type {type(one).__name__}. Pass tensors and plain numbers.")
                 return None
-        statistics, device = self._state.statistics, self._world.device.type
+        statistics, device = self._state.statistics, self._world.accelerator.kind
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         in_shard = statistics is not None and statistics.captures is not None
         return form, tuple(inputs), autocast, in_shard, id(statistics), torch.are_deterministic_algorithms_enabled()
@@ -324,6 +324,5 @@ def capture(
     Raises:
         ValueError: a state without modules and optimizers, or a bad number.
     """
-    if check_count("warm_up", warm_up) < 2:
-        raise ValueError(f"warm_up must be at least 2. Got {warm_up}. The first call shows what the function does.")
-    return CapturedFunction(function, world, state, warm_up, check_count("graphs", graphs))
+    least = check_count("warm_up", warm_up, 2, remedy="The first call shows what the function does.")
+    return CapturedFunction(function, world, state, least, check_count("graphs", graphs))

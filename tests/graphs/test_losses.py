@@ -39,6 +39,7 @@ def train(
     folder: str = "",
     stop_at: int | None = None,
     loss_dtype: torch.dtype | None = None,
+    scales: bool = False,
     **options: Any,
 ) -> tuple[Tensors, int, str | None]:
     """The state after the training with all losses and accuracies, the number of replays, and why there were none."""
@@ -51,6 +52,7 @@ def train(
         state: dict[str, Any] = {"model": model, "optimizer": optimizer}
         if criterion is not None:
             state["criterion"] = criterion
+        scaler = state["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
 
         def compute(inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             logits = dropout(model(inputs), drop) if drop else model(inputs)
@@ -68,10 +70,11 @@ def train(
                 case.before_step(model, step.iteration)
                 for inputs, labels in step:
                     loss, hits = call(inputs, labels)
-                    step.backward(loss, accuracy=hits)
+                    step.backward(scaler.scale(loss), accuracy=hits)
                 result = step.fold()
                 found += [result.loss.clone(), result.values[1].clone()]
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 if step.iteration == stop_at:
                     loop.stop()
         found = found[-4:]
@@ -118,6 +121,10 @@ def test_shards_that_differ_by_one_sample_take_two_graphs(on_ranks: OnRanks) -> 
 
 def test_a_loss_in_bfloat16_is_multiplied_after_its_backward(on_ranks: OnRanks) -> None:
     assert min(compare(on_ranks, 2, "batch norm 2d", 8, None, loss_dtype=torch.bfloat16)) >= 3
+
+
+def test_a_loss_is_scaled_after_its_replay(on_ranks: OnRanks) -> None:
+    assert min(compare(on_ranks, 2, "batch norm 2d", 8, 4, scales=True)) >= 3
 
 
 @pytest.mark.covers("F4")

@@ -48,7 +48,7 @@ class Job:
             nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)
         )  # fmt: skip
         self.optimizer = make(list(self.model.parameters()))
-        self.state = {"model": self.model, "optimizer": self.optimizer}
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.zeroes = True
         self.captured: Any = dl.capture(self.update, world, state=self.state, **options) if captured else None
         self.call: Callable[..., torch.Tensor] = self.captured or self.update
@@ -144,7 +144,7 @@ def test_a_loaded_checkpoint_has_the_update_captured_anew() -> None:
         kept = {name: {"state": one.state_dict()} for name, one in job.state.items()}
         job.train(first=8, last=11)
         for name, one in job.state.items():
-            one.load_state_dict(kept[name]["state"])
+            one.load_state_dict(kept[name])
         job.train(first=8)
     assert is_same(captured.tensors(), eager.tensors())
     assert captured.captured.replays == 4 + 2 + 3  # of steps 3 to 7, 8 to 10, and 11 to 13, after two to warm up again
@@ -176,13 +176,34 @@ def test_a_setting_of_a_module_that_changes_counts() -> None:
     assert captured.captured.reason is None
 
 
-def test_a_schedule_writes_a_learning_rate_on_the_device() -> None:
-    captured, eager = pair(lambda p: torch.optim.Adam(p, lr=torch.tensor(0.05), fused=True, capturable=True))
+def schedule(job: Job) -> None:
+    """Train with a learning rate that changes in each step."""
+    rates = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.8)
+    job.train(each=lambda step: rates.step() if step else None)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.05), fused=True, capturable=True),
+        lambda parameters: torch.optim.SGD(parameters, lr=torch.tensor(0.05), momentum=0.9, fused=True),
+    ],
+)
+def test_a_schedule_writes_a_learning_rate_on_the_device(make: Make) -> None:
+    captured, eager = pair(make)
     for job in captured, eager:
-        schedule = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.8)
-        job.train(each=lambda step, schedule=schedule: schedule.step() if step else None)  # type: ignore[misc]
+        schedule(job)
     assert is_same(captured.tensors(), eager.tensors())
     assert captured.captured.replays == 9
+
+
+def test_a_learning_rate_on_the_device_that_the_optimizer_reads_on_the_host_is_refused() -> None:
+    captured, eager = pair(lambda parameters: torch.optim.SGD(parameters, lr=torch.tensor(0.05), momentum=0.9))
+    for job in captured, eager:
+        schedule(job)
+    assert is_same(captured.tensors(), eager.tensors())
+    assert captured.captured.replays == 0
+    assert captured.captured.reason.startswith("It reads a value on the host (test_updates.py, line ")
 
 
 def test_a_learning_rate_that_is_a_number_and_changes_in_each_step_is_refused(
@@ -190,8 +211,7 @@ def test_a_learning_rate_that_is_a_number_and_changes_in_each_step_is_refused(
 ) -> None:
     captured, eager = pair()
     for job in captured, eager:
-        schedule = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.8)
-        job.train(each=lambda step, schedule=schedule: schedule.step() if step else None)  # type: ignore[misc]
+        schedule(job)
     assert is_same(captured.tensors(), eager.tensors())
     assert captured.captured.replays == 0
     assert captured.captured.reason == (
