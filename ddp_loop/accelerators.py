@@ -326,6 +326,9 @@ class CudaGraphRecorder:
             current.wait_stream(self._stream)
 
     def record(self, function: Callable[[], Recorded]) -> tuple[Recorded, Callable[[], None]]:
+        launched = torch.cuda.Event()
+        launched.record(torch.cuda.current_stream(self._device))
+        wait_for(launched)  # torch waits for the device next, where no check ends a wait that is in vain
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index or 0]
         fresh, state = generator.clone_state(), generator.get_state()
         capturing = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")

@@ -15,13 +15,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map
 from ddp_loop.batch_norm import is_synced
 from ddp_loop.determinism import check_count
 from ddp_loop.distributed import World
-from ddp_loop.graphs.recorded import NotCapturableError, RecordedCall, RecordedLoss, RecordedUpdate, rehearse
+from ddp_loop.graphs.recorded import PLAIN, NotCapturableError, RecordedCall, RecordedLoss, RecordedUpdate, rehearse
 from ddp_loop.graphs.state import Fact, JobState, first_difference
 
 _OTHERS_SAID = 3  # other shapes until a line says that they run eagerly
 _UNSETTLED = 10  # changes of the state, without a capture in between, until capturing is given up
 _KINDS_KEPT = 64
-_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 
 
 class CapturedFunction:
@@ -117,7 +116,7 @@ class CapturedFunction:
                     self._give_up(_bad_input(one, self._world.device))
                     return None
                 inputs.append((one.shape, one.stride(), one.dtype))
-            elif type(one) in _PLAIN:
+            elif type(one) in PLAIN:
                 inputs.append((one, type(one)))
             else:
                 self._give_up(f"An input is of type {type(one).__name__}. Pass tensors and plain numbers.")
@@ -153,7 +152,9 @@ class CapturedFunction:
         facts = self._state.facts(updates=bool(self._updates))
         if facts == self._facts:
             return
-        self._recorded.clear()
+        if self._recorded:
+            self._recorded.clear()
+            self._recorder = self._world.accelerator.graph_recorder()  # a memory pool must not outlive its graphs
         self._seen.clear()
         self._unsettled += 1
         if self._unsettled > _UNSETTLED:
@@ -260,7 +261,10 @@ def _bad_input(one: torch.Tensor, device: torch.device) -> str:
 
 
 def _reads(place: str) -> str:
-    return f"It reads a value on the host ({place}). Keep such values on the device, and read them after the call."
+    return (
+        f"The host waits for the device in it ({place}), to read a value or to copy one. Keep values on the device, "
+        "and read them after the call."
+    )
 
 
 def _remedy(changed: str) -> str:

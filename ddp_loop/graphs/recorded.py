@@ -27,6 +27,8 @@ from ddp_loop.batch_norm import BatchNormStatistics, Captures
 from ddp_loop.graphs.state import JobState
 
 Function = Callable[..., Any]
+PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))  # equal where they are the same
+_ANY = torch.empty(0, device="cpu")  # a gradient that the function replaces, whatever it was
 
 
 class NotCapturableError(Exception):
@@ -47,12 +49,12 @@ class RecordedCall:
         self, function: Function, values: Sequence[Any], form: TreeSpec, recorder: GraphRecorder, state: JobState
     ) -> None:
         self._function, self._form, self._recorder, self._state = function, form, recorder, state
-        self._values = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in values]
+        self._values = copies_of(values)
         self._inputs = [one for one in self._values if isinstance(one, torch.Tensor)]
         self._outputs: list[Any] = []
         self._shape = form
         self._written: list[torch.Tensor] = []
-        self._versions = [(one, one._version) for one in self._tensors()]
+        self._versions = [(one, one._version) for one in (*self._inputs, *self._tensors())]
 
     def _tensors(self) -> list[torch.Tensor]:
         """The job's tensors that a replay may write."""
@@ -64,24 +66,22 @@ class RecordedCall:
 
     def _keep(self, found: Any) -> None:
         """Keep what the recorded call returned, and note which tensors it wrote."""
-        self._outputs, self._shape = tree_flatten(found)
+        self._outputs, self._shape = outputs_of(found)
         self._written = [one for one, version in self._versions if one._version != version]
         self._versions = []
+        if any(one is other for one in self._inputs for other in self._written):
+            raise NotCapturableError("It writes an input, and a graph reads copies. Write a clone.")
 
     @torch.no_grad()
     def _fill(self, values: Sequence[Any]) -> None:
         if self._inputs:
             torch._foreach_copy_(self._inputs, [one for one in values if isinstance(one, torch.Tensor)])
 
-    def _results(self, **others: Any) -> Any:
-        """Copies of the outputs; those in `others`, by their place, as they are there."""
+    def _copies(self) -> list[Any]:
+        """Of the outputs, after a replay."""
         if self._written:
             increment_version(self._written)  # a replay writes past torch's version counter
-        with torch.no_grad():
-            copies = [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in self._outputs]
-        for place, value in others.items():
-            copies[int(place)] = value
-        return tree_unflatten(copies, self._shape)
+        return copies_of(self._outputs)
 
     def fits(self) -> bool:
         """Whether a replay does now what the function would do."""
@@ -102,7 +102,8 @@ class RecordedUpdate(RecordedCall):
         found, self._replay = self._recorder.record(self._call)
         self._keep(found)
         after = [one.grad for one in self._parameters]
-        self._gradients = list(zip(self._parameters, before, after, strict=True))
+        expected = (old if old is None or old is new else _ANY for old, new in zip(before, after, strict=True))
+        self._gradients = list(zip(self._parameters, expected, after, strict=True))
         for parameter, gradient in zip(self._parameters, before, strict=True):
             parameter.grad = gradient  # as at the call, of which the first replay makes what comes after it
         if not {id(one) for one in self._state.optimizer_tensors} <= known:
@@ -116,11 +117,7 @@ class RecordedUpdate(RecordedCall):
 
     def fits(self) -> bool:
         """Whether the gradients are those that the function found when it was recorded, where it starts from them."""
-        return all(
-            parameter.grad is before
-            for parameter, before, after in self._gradients
-            if before is None or before is after
-        )
+        return all(expected is _ANY or parameter.grad is expected for parameter, expected, _ in self._gradients)
 
     def replay(self, values: Sequence[Any]) -> Any:
         self._fill(values)
@@ -128,7 +125,7 @@ class RecordedUpdate(RecordedCall):
         for parameter, _, after in self._gradients:
             if parameter.grad is not after:
                 parameter.grad = after
-        return self._results()
+        return tree_unflatten(self._copies(), self._shape)
 
 
 class RecordedLoss(RecordedCall):
@@ -155,7 +152,7 @@ class RecordedLoss(RecordedCall):
         self._keep(found)
         self._place = loss_of(self._outputs)
         loss = self._outputs[self._place]
-        self._leaves = leaves_of(loss)
+        self._leaves = leaves_of(loss, self._state)
         self._seed = torch.ones_like(loss)
         versions = [one._version for one in self._state.buffers]
         with in_backward(self._statistics, self._captures):
@@ -166,7 +163,7 @@ class RecordedLoss(RecordedCall):
                 "The backward writes buffers: it repeats a forward (activation checkpointing). Leave the checkpointing "
                 "out."
             )
-        self._outputs[self._place] = loss.detach()
+        self._loss, self._outputs[self._place] = loss.detach(), None
 
     def is_awaited(self) -> bool:
         """Whether the last replay's loss has yet to be backpropagated, from memory that a further replay overwrites."""
@@ -180,9 +177,11 @@ class RecordedLoss(RecordedCall):
         shard = None if self._statistics is None else self._statistics.captures
         if shard is not None and self._captures is not None:
             shard.repeat(self._captures)
-        loss: Any = _Loss.apply(self, self._outputs[self._place], *self._leaves)  # type: ignore[no-untyped-call]
+        loss: Any = _Loss.apply(self, self._loss, *self._leaves)  # type: ignore[no-untyped-call]
         self._last = weakref.ref(loss.grad_fn)
-        return self._results(**{str(self._place): loss})
+        outputs = self._copies()
+        outputs[self._place] = loss
+        return tree_unflatten(outputs, self._shape)
 
     def backward(self, gradient: torch.Tensor) -> list[torch.Tensor | None]:
         """The parameters' gradients, in memory that the next backward overwrites."""
@@ -219,6 +218,26 @@ class _Loss(torch.autograd.Function):
         return (None, None, *graph.backward(gradient))
 
 
+def copies_of(values: Sequence[Any]) -> list[Any]:
+    """New tensors, and what is no tensor."""
+    return [one.detach().clone() if isinstance(one, torch.Tensor) else one for one in values]
+
+
+def outputs_of(found: Any) -> tuple[list[Any], TreeSpec]:
+    """What a function returned, flat, and its structure.
+
+    Raises:
+        NotCapturableError: it has more than tensors and plain numbers.
+    """
+    outputs, shape = tree_flatten(found)
+    for one in outputs:
+        if not isinstance(one, torch.Tensor) and type(one) not in PLAIN:
+            raise NotCapturableError(
+                f"It returns a {type(one).__name__}. Return tensors and plain numbers, in tuples, lists or dicts."
+            )
+    return outputs, shape
+
+
 def statistics_of(state: JobState) -> BatchNormStatistics | None:
     """What captures batch-norm statistics now; outside of a shard layers update their own, and it is None."""
     statistics = state.statistics
@@ -242,11 +261,11 @@ def rehearse(function: Function, values: Sequence[Any], form: TreeSpec, state: J
     """A forward and a backward, whose gradients are discarded."""
     statistics = statistics_of(state)
     with nullcontext() if statistics is None else statistics.apart() as captures:
-        inputs, named = tree_unflatten(values, form)
-        outputs, _ = tree_flatten(function(*inputs, **named))
+        inputs, named = tree_unflatten(copies_of(values), form)
+        outputs, _ = outputs_of(function(*inputs, **named))
         loss = outputs[loss_of(outputs)]
         with in_backward(statistics, captures):
-            gradients_of(loss, leaves_of(loss), torch.ones_like(loss))
+            gradients_of(loss, leaves_of(loss, state), torch.ones_like(loss))
 
 
 def loss_of(outputs: Sequence[Any]) -> int:
@@ -263,11 +282,11 @@ def loss_of(outputs: Sequence[Any]) -> int:
     return places[0]
 
 
-def leaves_of(loss: torch.Tensor) -> list[Parameter]:
+def leaves_of(loss: torch.Tensor, state: JobState) -> list[Parameter]:
     """The parameters that a loss depends on, each once.
 
     Raises:
-        NotCapturableError: one has a hook, which would run twice, when recorded and when replayed.
+        NotCapturableError: one is not in the state, or has a hook, which would run twice, recorded and replayed.
     """
     found: dict[Any, None] = {}
     seen, waiting = set(), [loss.grad_fn]
@@ -279,6 +298,8 @@ def leaves_of(loss: torch.Tensor) -> list[Parameter]:
         if (variable := getattr(node, "variable", None)) is not None:
             found[variable] = None
         waiting += [following for following, _ in node.next_functions]
+    if not found.keys() <= set(state.parameters):
+        raise NotCapturableError("It uses parameters that are not in state=. Add their modules there.")
     if any(one._backward_hooks for one in found):
         raise NotCapturableError(
             "A parameter has a hook on its gradient, which would run twice. Register it by "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ class Job:
         losses = []
         for _ in range(CALLS):
             found: Any = call(torch.randn(5, 6))
-            loss = found[0] if isinstance(found, tuple) else found
+            loss = found[0] if isinstance(found, tuple) else getattr(found, "loss", found)
             if not updates:
                 self.optimizer.zero_grad()
                 loss.backward()
@@ -82,6 +83,9 @@ class Job:
 
 
 Function = Callable[[Job, torch.Tensor], torch.Tensor]
+
+
+ELSEWHERE = nn.Linear(1, 1)
 
 
 class ReadsInBackward(torch.autograd.Function):
@@ -133,6 +137,25 @@ def returns_two(job: Job, rows: torch.Tensor) -> Any:
     return outputs.square().mean(), outputs
 
 
+def uses_another_module(job: Job, rows: torch.Tensor) -> torch.Tensor:
+    return ELSEWHERE(job.model(rows)).square().mean()  # type: ignore[no-any-return]
+
+
+@dataclass
+class Wrapped:
+    """A loss in a class that torch does not look into."""
+
+    loss: torch.Tensor
+
+
+def returns_an_object(job: Job, rows: torch.Tensor) -> Any:
+    return Wrapped(job.model(rows).square().mean())
+
+
+def writes_its_input(job: Job, rows: torch.Tensor) -> torch.Tensor:
+    return job.model(rows.mul_(2)).square().mean()  # type: ignore[no-any-return]
+
+
 def has_a_hook(job: Job, rows: torch.Tensor) -> torch.Tensor:
     if not job.calls:
         job.calls = 1
@@ -146,7 +169,7 @@ def repeats_its_forward(job: Job, rows: torch.Tensor) -> torch.Tensor:
 
 
 UPDATES = (reads_in_an_update, depends_on_values, turns_a_branch_on)
-READS = r"It reads a value on the host \(test_fallbacks.py, line \d+\). Keep such values on the device"
+READS = r"The host waits for the device in it \(test_fallbacks.py, line \d+\), to read a value or to copy one. Keep"
 FAILED = "Capturing it failed: RuntimeError: CUDA error: operation not permitted when stream is capturing"
 REASONS: dict[str, tuple[Function, str]] = {
     "a host read in an update": (reads_in_an_update, READS),
@@ -156,6 +179,9 @@ REASONS: dict[str, tuple[Function, str]] = {
     "a shape that depends on values, in a forward": (depends_on_values_in_a_forward, FAILED),
     "new state of the optimizer": (turns_a_branch_on, "An optimizer made new state while it was captured"),
     "two outputs with a graph": (returns_two, "It returns 2 tensors that need a gradient. Return one loss"),
+    "a module that is not in the state": (uses_another_module, "It uses parameters that are not in state="),
+    "an object as output": (returns_an_object, "It returns a Wrapped. Return tensors and plain numbers"),
+    "an input that is written": (writes_its_input, "It writes an input, and a graph reads copies. Write a clone."),
     "a hook on a parameter": (has_a_hook, "A parameter has a hook on its gradient, which would run twice"),
     "activation checkpointing": (repeats_its_forward, "The backward writes buffers"),
 }

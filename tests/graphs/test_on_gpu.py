@@ -113,7 +113,7 @@ def test_a_host_read_is_named_before_anything_is_captured() -> None:
             call(*rows_of(0)).backward()
         assert call.replays == 0
         assert call.reason is not None
-        assert call.reason.startswith("It reads a value on the host (test_on_gpu.py, line ")
+        assert call.reason.startswith("The host waits for the device in it (test_on_gpu.py, line ")
 
 
 def fail(captured: bool) -> tuple[Tensors, Any]:

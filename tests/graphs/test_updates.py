@@ -5,6 +5,7 @@ The graphs are those of `tests.support.graphs`, which replay a list of operation
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -141,7 +142,7 @@ def test_a_loaded_checkpoint_has_the_update_captured_anew() -> None:
     captured, eager = pair()
     for job in captured, eager:
         job.train(last=8)
-        kept = {name: {"state": one.state_dict()} for name, one in job.state.items()}
+        kept = copy.deepcopy({name: one.state_dict() for name, one in job.state.items()})
         job.train(first=8, last=11)
         for name, one in job.state.items():
             one.load_state_dict(kept[name])
@@ -203,7 +204,7 @@ def test_a_learning_rate_on_the_device_that_the_optimizer_reads_on_the_host_is_r
         schedule(job)
     assert is_same(captured.tensors(), eager.tensors())
     assert captured.captured.replays == 0
-    assert captured.captured.reason.startswith("It reads a value on the host (test_updates.py, line ")
+    assert captured.captured.reason.startswith("The host waits for the device in it (test_updates.py, line ")
 
 
 def test_a_learning_rate_that_is_a_number_and_changes_in_each_step_is_refused(
