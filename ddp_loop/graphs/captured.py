@@ -149,6 +149,8 @@ class CapturedFunction:
 
     def _look_at_state(self) -> None:
         """Forget what was recorded for another state."""
+        if self._state.is_as_before():
+            return
         facts = self._state.facts(updates=bool(self._updates))
         if facts == self._facts:
             return

@@ -177,6 +177,28 @@ def test_a_setting_of_a_module_that_changes_counts() -> None:
     assert captured.captured.reason is None
 
 
+def test_a_replaced_layer_has_the_update_captured_anew() -> None:
+    captured, eager = pair(OPTIMIZERS["SGD"])
+    for job in captured, eager:
+        job.train(last=7)
+        job.model[2] = nn.Tanh()
+        job.train(first=7)
+    assert is_same(captured.tensors(), eager.tensors())
+    assert captured.captured.replays == 3 + 4
+
+
+def test_a_setting_that_is_written_again_with_the_same_value_changes_nothing() -> None:
+    captured, _ = pair()
+
+    def write(step: int) -> None:
+        dropout: Any = captured.model[3]
+        dropout.p = float("0.2")
+        captured.optimizer.param_groups[0]["lr"] = float("0.05")
+
+    captured.train(each=write)
+    assert captured.captured.replays == 9
+
+
 def schedule(job: Job) -> None:
     """Train with a learning rate that changes in each step."""
     rates = torch.optim.lr_scheduler.ExponentialLR(job.optimizer, 0.8)
