@@ -17,6 +17,7 @@ from ddp_loop.distributed import (
 )
 from ddp_loop.early_stopping import EarlyStopping
 from ddp_loop.evaluation import evaluate, predict
+from ddp_loop.graphs import capture
 from ddp_loop.recalibration import update_bn
 from ddp_loop.training import Epoch, Fold, Loop, Step, StepResult, Sum
 
@@ -36,6 +37,7 @@ __all__ = [
     "Stopped",
     "Sum",
     "World",
+    "capture",
     "datasets",
     "deterministic",
     "evaluate",

@@ -5,6 +5,7 @@ from ddp_loop.batch_norm.batch_statistics import (
     batch_norm_layers,
     is_synced,
     other_norm_layers,
+    watching,
 )
 from ddp_loop.batch_norm.captures import Captures
 from ddp_loop.batch_norm.custom_layers import custom_norms
@@ -34,4 +35,5 @@ __all__ = [
     "other_norm_layers",
     "pool_statistics",
     "sync_batch_norm",
+    "watching",
 ]

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -82,8 +83,22 @@ class StatisticsHook:
         else:
             self._statistics.before(self._number, layer)
 
+    @property
+    def statistics(self) -> BatchNormStatistics | None:
+        """To which the layer's calls are reported."""
+        return self._statistics
+
     def __reduce__(self) -> tuple[type[StatisticsHook], tuple[()]]:  # deepcopy uses it too
         return StatisticsHook, ()
+
+
+def watching(modules: Iterable[nn.Module]) -> BatchNormStatistics | None:
+    """What captures the calls of batch-norm layers among `modules`; None where nothing does."""
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, StatisticsHook) and hook.statistics is not None:
+                return hook.statistics
+    return None
 
 
 def _by_buffers(layers: Mapping[str, BatchNorm]) -> tuple[list[BatchNorm], list[int]]:
@@ -202,6 +217,20 @@ class BatchNormStatistics:
         self._active = True
         self._captures = Captures(len(self.layers), self._form)
         return self._captures
+
+    @property
+    def captures(self) -> Captures | None:
+        """Those of the shard at hand; None outside of shards and in their backward."""
+        return self._captures
+
+    @contextmanager
+    def apart(self) -> Iterator[Captures]:
+        """Inside of a shard, capture the block's calls into a list of their own."""
+        outer, self._captures = self._captures, Captures(len(self.layers), self._form)
+        try:
+            yield self._captures
+        finally:
+            self._captures = outer
 
     def discard(self) -> None:
         """Stop capturing, and leave the running statistics unchanged."""

@@ -131,6 +131,23 @@ class Captures(list[list[BatchStatistics]]):
             self._refine(inputs, capture)
         self[number].append(capture)
 
+    def repeat(self, recorded: Captures) -> None:
+        """Capture again what is now in the statistics of a recorded shard."""
+        here: list[torch.Tensor] = []
+        there: list[torch.Tensor] = []
+        for number, calls in enumerate(recorded):
+            for one in calls:
+                mean, variance = self.spare(number, one.mean)
+                here += [mean, variance]
+                there += [one.mean, one.variance]
+                keeps = self._form is not None and number < len(self._pairs) and one.rest is self._form.rest_of[number]
+                if keeps and mean is self._pairs[number][0]:
+                    self._plain += 1
+                rest = one.rest if keeps else one.rest.clone()
+                self[number].append(BatchStatistics(one.count, mean, rest, variance, one.momentum))
+        if here:
+            torch._foreach_copy_(here, there)
+
     def check(self) -> None:
         """Refine what is far from 0, while the inputs are still there. See [Note: Far means]."""
         unchecked, self._unchecked = self._unchecked, []
