@@ -12,7 +12,7 @@ KERNELS ?= --channels-last --precision bf16
 RANKS ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rest test-all check docs format bench clean
+.PHONY: help setup train test test-rest test-all check docs format bench gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-11s%s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,12 @@ format: $(READY)  ## format the code and repair what the linter can
 
 bench: $(READY)  ## measure (ARGS=); alone on the machine, please
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# A machine with GPUs may have no network. Where PYTHON has what is needed it runs, without .venv.
+gpu:  ## do what needs a GPU, in 8 minutes, into docs/benchmarks/gpu.md (ARGS=); without one, rehearse it
+	@if $(PYTHON) -c "import numpy, pytest, safetensors, torch" 2> /dev/null; \
+	then $(PYTHON) -m benchmarks gpu $(ARGS); \
+	else $(MAKE) --no-print-directory setup && $(BIN)/python -m benchmarks gpu $(ARGS); fi
 
 clean:  ## remove caches and build output; .venv and runs stay
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

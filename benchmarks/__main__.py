@@ -18,6 +18,7 @@ from benchmarks import (
     calls,
     exchange,
     faults,
+    gpu,
     mutants,
     order,
     payload,
@@ -33,11 +34,12 @@ from benchmarks.measuring import RANKS, exchanges, hardware
 
 @dataclass(frozen=True)
 class Topic:
-    """Prints its report; its parts, which all run by default; and which of the options it takes."""
+    """Prints its report; its parts, which all run by default; which options it takes; whether it has a heading."""
 
     report: Callable[..., None]
     parts: Collection[str] = ()
     options: Collection[str] = ()
+    has_heading: bool = False
 
 
 TOPICS = {
@@ -51,11 +53,12 @@ TOPICS = {
     "reading": Topic(reading.report, reading.PARTS),
     "surface": Topic(surface.report, surface.PARTS),
     "peers": Topic(peers.report, peers.PARTS),
+    "gpu": Topic(gpu.report, gpu.PARTS, has_heading=True),
     "versions": Topic(versions.report, (), ("ranks", "exchange")),
     "mutants": Topic(mutants.report),
     "accuracy": Topic(accuracy.report, accuracy.SETTINGS),
 }
-ASKED_FOR = ("versions", "mutants", "accuracy")
+ASKED_FOR = ("gpu", "versions", "mutants", "accuracy")
 
 
 def main() -> None:
@@ -64,7 +67,7 @@ def main() -> None:
         "topic",
         nargs="?",
         choices=TOPICS,
-        help=f"by default all but {', '.join(ASKED_FOR)}, which take an hour or more",
+        help=f"by default all but {', '.join(ASKED_FOR)}, which have a file of their own or take an hour",
     )
     parser.add_argument(
         "parts",
@@ -83,9 +86,10 @@ def main() -> None:
             parser.error(f"the parts of {name} are {'; '.join(topic.parts)}. Got {'; '.join(unknown)}.")
         if unknown := given.keys() - topic.options:
             parser.error(f"{name} does not take --{' or --'.join(sorted(unknown))}.")
-        print(f"Command: `{shlex.join(['python', '-m', 'benchmarks', name, *words, *arguments.parts])}`  ")
-        print(f"Hardware: {hardware()}; {arguments.ranks or RANKS} ranks of 1 thread unless stated otherwise.  ")
-        print(f"Date: {datetime.date.today()}.\n")
+        if not topic.has_heading:
+            print(f"Command: `{shlex.join(['python', '-m', 'benchmarks', name, *words, *arguments.parts])}`  ")
+            print(f"Hardware: {hardware()}; {arguments.ranks or RANKS} ranks of 1 thread unless stated otherwise.  ")
+            print(f"Date: {datetime.date.today()}.\n")
         topic.report(arguments.parts, **given)
 
 

@@ -56,14 +56,15 @@ def exchanges() -> tuple[str, ...]:
 
 
 @contextmanager
-def joined(exchange: str | None = None) -> Iterator[dl.World]:
-    """A world of CPU ranks, and a default process group of gloo for DDP, made here if the world has made none.
+def joined(exchange: str | None = None, device: str = "cpu") -> Iterator[dl.World]:
+    """A world, and a default process group of gloo for DDP, made here if the world has made none.
 
     Args:
         exchange: one of `exchanges()`; None is `join_world`'s default.
+        device: as in `join_world`. Ranks on GPUs have a default group of NCCL.
     """
     options = {"exchange": exchange} if exchange is not None and len(exchanges()) > 1 else {}
-    with dl.join_world(device="cpu", seed=0, **options) as world:  # type: ignore[arg-type]
+    with dl.join_world(device=device, seed=0, **options) as world:  # type: ignore[arg-type]
         makes = world.size > 1 and not dist.is_initialized()
         if makes:
             dist.init_process_group("gloo")
@@ -74,13 +75,24 @@ def joined(exchange: str | None = None) -> Iterator[dl.World]:
                 dist.destroy_process_group()
 
 
-def block(step: Step, steps: int, clock: Clock) -> float:
-    """Seconds for each of `steps` steps after all ranks have met."""
+def nothing() -> None:
+    """A host's work is done when the call returns."""
+
+
+def synchronized(device: torch.device) -> Callable[[], None]:
+    """Waits until the device has done its work."""
+    return nothing if device.type == "cpu" else lambda: torch.cuda.synchronize(device)
+
+
+def block(step: Step, steps: int, clock: Clock, wait: Callable[[], None] = nothing) -> float:
+    """Seconds for each of `steps` steps after all ranks have met, `wait` included."""
     if dist.is_initialized():
         dist.barrier()
+    wait()
     began = clock()
     for _ in range(steps):
         step()
+    wait()
     return (clock() - began) / steps
 
 
@@ -92,6 +104,7 @@ def compare(
     steps: int,
     clock: Clock = time.perf_counter,
     within_s: float | None = None,
+    wait: Callable[[], None] = nothing,
 ) -> Ratio:
     """Time `one` against `other` over pairs of blocks of steps, ordered A B B A. Every rank must call this.
 
@@ -102,10 +115,11 @@ def compare(
         clock: `time.thread_time` gives the processor time of the thread that trains, without what it waits for others.
         within_s: where all would take longer than so many seconds, make blocks shorter, down to a step, then pairs
             fewer, down to LEAST_PAIRS.
+        wait: ends when the device has done a block's work; `synchronized` makes it.
     """
     for step in (one, other):
-        block(step, steps, clock)
-    step_s = sum(block(step, steps, time.perf_counter) for step in (one, other))
+        block(step, steps, clock, wait)
+    step_s = sum(block(step, steps, time.perf_counter, wait) for step in (one, other))
     if within_s is not None:
         fitting = _of_rank_zero(int(within_s / step_s))
         steps = min(steps, max(1, fitting // pairs))
@@ -114,7 +128,7 @@ def compare(
     others: list[float] = []
     for number in range(pairs):
         for step, times in ((one, ones), (other, others))[:: 1 if number % 2 == 0 else -1]:
-            times.append(block(step, steps, clock))
+            times.append(block(step, steps, clock, wait))
     return Ratio.of(ones, others)
 
 

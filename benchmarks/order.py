@@ -45,9 +45,9 @@ JOBS = {
 }
 
 
-def make(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(job: Job, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = job.build()
+    model = job.build().to(device)
     return model, torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 
 
@@ -68,7 +68,7 @@ def loop_step(
     block: bool = False,
 ) -> Step:
     """A step of a Loop; `block`: inside a deterministic block."""
-    model, optimizer = make(job)
+    model, optimizer = make(job, world.device)
     if synced:
         dl.sync_batch_norm(model, world)
     batches = dl.Batches(make_data(job), MINI_BATCH, world, shards=shards)
@@ -91,7 +91,7 @@ def loop_step(
 
 def accumulating_step(job: Job, world: dl.World, pieces: int) -> Step:
     """DDP's own accumulation over `pieces` of this rank's part of the mini-batch."""
-    model, optimizer = make(job)
+    model, optimizer = make(job, world.device)
     wrapped = DistributedDataParallel(model)
     inputs, labels = make_data(job)
     state = {"order": torch.randperm(SAMPLES), "at": torch.tensor(0)}

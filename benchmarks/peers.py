@@ -93,7 +93,7 @@ def measure_steps(names: list[str], pairs: int, steps: int) -> dict[str, Ratio]:
             if name.startswith("DDP"):
                 others[name] = ddp_step(job, world, data, tuned="tuned" in name)
             elif name != "ours":
-                model, rows = make(job)[0], TensorDataset(*data)
+                model, rows = make(job, world.device)[0], TensorDataset(*data)
                 others[name] = logged_step(name, world, Material(model, rows, rows))
         return {f"ours / {name}": compare(ours, other, pairs=pairs, steps=steps) for name, other in others.items()}
 

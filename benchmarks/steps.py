@@ -32,6 +32,7 @@ from ddp_loop import networks
 
 MINI_BATCH = 128
 SAMPLES = 1280
+HOST = torch.device("cpu")
 GOAL_S, OTHER_S, GRAPH_S = 9.0, 5.0, 3.0  # for a row that has a goal, another row, and the choice of a graph
 
 
@@ -78,22 +79,22 @@ def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.argmax(1) == labels
 
 
-def make(job: Job, *, fused: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(job: Job, device: torch.device, *, fused: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = job.build()
+    model = job.build().to(device)
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=fused)
 
 
-def make_data(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+def make_data(job: Job, device: torch.device = HOST) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(SAMPLES, *job.shape, generator=generator)
-    return inputs, torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    return inputs.to(device), torch.randint(CLASSES, (SAMPLES,), generator=generator).to(device)
 
 
 def our_step(
     job: Job, world: dl.World, data: tuple[torch.Tensor, ...], folder: str, *, fused: bool = False, **options: Any
 ) -> Step:
-    model, optimizer = make(job, fused=fused)
+    model, optimizer = make(job, world.device, fused=fused)
     batches, state = dl.Batches(data, job.mini_batch, world), {"model": model, "optimizer": optimizer}
     return steps_of(
         dl.Loop(batches, 10**6, state=state, run_dir=folder, save_every=10**9, progress=False, **options),
@@ -121,12 +122,12 @@ def mine(
     world: dl.World, data: tuple[torch.Tensor, ...], mini_batch: int = MINI_BATCH
 ) -> Callable[[], list[torch.Tensor]]:
     """This rank's part of mini-batch after mini-batch, in another order each epoch."""
-    part = dl.split_range(mini_batch, world.size, world.rank)
-    state: dict[str, Any] = {"order": torch.randperm(SAMPLES), "at": 0}
+    part, device = dl.split_range(mini_batch, world.size, world.rank), data[0].device
+    state: dict[str, Any] = {"order": torch.randperm(SAMPLES, device=device), "at": 0}
 
     def take() -> list[torch.Tensor]:
         if state["at"] + mini_batch > SAMPLES:
-            state.update(order=torch.randperm(SAMPLES), at=0)
+            state.update(order=torch.randperm(SAMPLES, device=device), at=0)
         start = state["at"] + part.start
         state["at"] += mini_batch
         indices = state["order"][start : start + len(part)]
@@ -144,7 +145,7 @@ def ddp_step(
     static_graph: bool = False,
     fused: bool = False,
 ) -> Step:
-    model, optimizer = make(job, fused=fused)
+    model, optimizer = make(job, world.device, fused=fused)
     options = ddp_tuning() if tuned else {}
     wrapped = DistributedDataParallel(model, static_graph=static_graph, **options) if world.size > 1 else model
     take = mine(world, data, job.mini_batch)
@@ -158,7 +159,8 @@ def ddp_step(
         optimizer.step()
         logged = [loss.detach(), hits(logits, labels).float().mean()]
         for value in [torch.stack(logged)] if tuned else logged:
-            dist.all_reduce(value)
+            if world.size > 1:
+                dist.all_reduce(value)
             value /= world.size
 
     return step
@@ -166,7 +168,7 @@ def ddp_step(
 
 def local_step(job: Job, world: dl.World, data: tuple[torch.Tensor, ...], *, fused: bool = False) -> Step:
     """The same step without communication, on this rank's part."""
-    model, optimizer = make(job, fused=fused)
+    model, optimizer = make(job, world.device, fused=fused)
     take = mine(world, data, job.mini_batch)
 
     def step() -> None:
