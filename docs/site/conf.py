@@ -63,6 +63,7 @@ docs/migrate
 docs/faults
 docs/watching
 docs/profile
+docs/scaling
 docs/design
 docs/capabilities
 ```

@@ -4,50 +4,35 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from benchmarks.hosts import DEVICE, PORT, NoHosts, address, wired
 from ddp_loop.distributed import Pool
 from tests.faults.job import FINAL, Job
 from tests.faults.kill_workers import make_job, rows_problem
 from tests.support.harness import until
 from tests.support.paths import ROOT
 
-EPOCHS, BEGUN, PORT = 3, 8, 29400  # the port is in a namespace of its own
+EPOCHS, BEGUN = 3, 8
 WAIT_S = 90.0
 
 
-def in_namespaces(*command: str) -> None:
-    subprocess.run(["ip", *command], check=True, capture_output=True)
-
-
 @pytest.fixture
-def machines() -> Iterator[tuple[str, str]]:
+def machines() -> Iterator[list[str]]:
     """Two namespaces, wired: 10.77.0.1 and 10.77.0.2."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("needs root and iproute2, to make two network namespaces")
-    names = f"ddp-{os.getpid()}-1", f"ddp-{os.getpid()}-2"
-    try:
-        for name in names:
-            in_namespaces("netns", "add", name)
-        in_namespaces(
-            "link", "add", "wire", "netns", names[0], "type", "veth", "peer", "name", "wire", "netns", names[1]
-        )
-        for number, name in enumerate(names, 1):
-            in_namespaces("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "wire")
-            for device in ("wire", "lo"):
-                in_namespaces("-n", name, "link", "set", device, "up")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces can be made here: {error.stderr.decode().strip()}")
-    yield names
-    for name in names:
-        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    with ExitStack() as ending:
+        try:
+            names = ending.enter_context(wired())
+        except NoHosts as no:
+            pytest.skip(f"no network namespaces can be made here: {no}")
+        yield names
 
 
 def start(job: Job, machine: str, number: int, folder: Path) -> subprocess.Popen[bytes]:
@@ -57,10 +42,10 @@ def start(job: Job, machine: str, number: int, folder: Path) -> subprocess.Popen
     )
     launcher = [
         "--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job",
-        f"--rdzv-endpoint=10.77.0.1:{PORT}", f"--local-addr=10.77.0.{number}", f"--rdzv-conf={meeting}",
+        f"--rdzv-endpoint={address(0)}:{PORT}", f"--local-addr={address(number - 1)}", f"--rdzv-conf={meeting}",
     ]  # fmt: skip
     script = [str(ROOT / "tests/faults/job.py"), job.run, job.marks, f"--epochs={job.epochs}"]
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wire"}
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE}
     with (folder / f"machine-{number}.log").open("wb") as log:
         return subprocess.Popen(
             ["ip", "netns", "exec", machine, sys.executable, "-m", "torch.distributed.run", *launcher, *script],
@@ -75,7 +60,7 @@ def rows_of(job: Job) -> int:
 
 @pytest.mark.slow
 @pytest.mark.covers("C4", "H7")
-def test_a_job_on_two_machines_goes_on_when_one_is_lost(machines: tuple[str, str], pool: Pool, tmp_path: Path) -> None:
+def test_a_job_on_two_machines_goes_on_when_one_is_lost(machines: list[str], pool: Pool, tmp_path: Path) -> None:
     (_, expected), *_ = pool.run(make_job(tmp_path, "undisturbed", epochs=EPOCHS), 3)
     job = make_job(tmp_path, "elastic", epochs=EPOCHS)
     one, other = (start(job, machine, number, tmp_path) for number, machine in enumerate(machines, 1))

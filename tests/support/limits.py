@@ -21,7 +21,6 @@ KNOWN_REASONS = (
     "needs playwright",
     "needs .*, which is not installed",
     "needs the extra ",
-    "needs root and iproute2",
     "needs root, to ",
     "no network namespaces can be made here",
     "root may write everywhere",
