@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,16 @@ from torch.utils.data._utils import signal_handling
 from ddp_loop.accelerators import Accelerator, accelerator_of
 from ddp_loop.data import fingerprints, messages
 from ddp_loop.data.fingerprints import Fingerprint
-from ddp_loop.data.placement import Places, at_places, gpu_in, keep_if_fits, map_tensors, tensors_in, to_devices
+from ddp_loop.data.placement import (
+    Places,
+    at_places,
+    devices_in,
+    gpu_in,
+    keep_if_fits,
+    map_tensors,
+    tensors_in,
+    to_devices,
+)
 from ddp_loop.data.seeded_dataset import PROBE, SeededDataset, Wanted
 from ddp_loop.determinism import preserved_streams, stream_key
 from ddp_loop.distributed import WorkerSignals, children_except, end_daemons
@@ -50,17 +59,17 @@ class Request:
     indices: torch.Tensor | range
 
 
-class Reader(Protocol):
-    """Reads shards by the indices of their samples."""
+@dataclass(frozen=True)
+class EncodedTensors:
+    """Tensors with one row per sample in a compact form, which a shard keeps until it is on its device.
 
-    def __call__(self, requests: Iterable[Request], /) -> Generator[Any, None, None]:
-        """Read one shard for each request."""
+    Attributes:
+        tensors: one, or a tuple or dict of them.
+        decode: makes a shard's data from its rows of the tensors, sample by sample.
+    """
 
-    def one(self, request: Request, /) -> Any:
-        """Read a single shard, outside of any pass."""
-
-    def fingerprint(self) -> Fingerprint:
-        """The fingerprint of the data, for a comparison between ranks."""
+    tensors: Any
+    decode: Callable[[Any], Any]
 
 
 # -- tensors -----------------------------------------------------------------------------------------------
@@ -136,13 +145,24 @@ class TensorReader:
         parts: the tensors.
         places: their devices.
         accelerator: of the world; contiguous rows that stay on a GPU's host are in pinned memory.
+        decode: makes a shard's data from its rows on their devices; None to leave them.
 
     Attributes:
         place: the device of all tensors; the CPU if they have several. Indices on this device need no copy.
     """
 
-    def __init__(self, parts: Any, places: Places, accelerator: Accelerator | None = None) -> None:
+    def __init__(
+        self,
+        parts: Any,
+        places: Places,
+        accelerator: Accelerator | None = None,
+        decode: Callable[[Any], Any] | None = None,
+    ) -> None:
         self._pins = accelerator if accelerator is not None and accelerator.is_gpu else None
+        stays = self._pins is not None and any(accelerator_of(place).is_host for place in devices_in(places))
+        if decode is not None and stays:  # what is decoded later is not in pinned memory
+            parts, decode = decode(parts), None
+        self._decode = decode
         self._parts = at_places(keep_if_fits, parts, places)
         self._homes = list(dict.fromkeys(tensor.device for tensor in tensors_in(self._parts)))
         self.place = self._homes[0] if len(self._homes) == 1 else torch.device("cpu")
@@ -158,17 +178,16 @@ class TensorReader:
             parts = ()
         self._tensors = parts if all(isinstance(part, torch.Tensor) for part in parts) else ()
 
-    def __call__(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
-        for request in requests:
-            yield self.one(request)
-
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the tensors."""
         return fingerprints.of("data", self._parts)
 
     def one(self, request: Request) -> Any:
-        """Read a single shard, outside of any pass."""
-        indices = request.indices
+        """Read a single shard."""
+        rows = self._rows(request.indices)
+        return rows if self._decode is None else self._decode(rows)
+
+    def _rows(self, indices: torch.Tensor | range) -> Any:
         if self._tensors and (isinstance(indices, range) or indices.device == self.place):
             return tuple([_rows(tensor, indices) for tensor in self._tensors])  # the usual case, in half the time
         at = {home: _on(home, indices) for home in self._homes}
@@ -377,7 +396,7 @@ def is_stream(data: Any) -> bool:
 
 def make_reader(
     data: Any, seed: int, places: Places, options: Mapping[str, Any], accelerator: Accelerator | None = None
-) -> tuple[Reader, int | None]:
+) -> tuple[TensorReader | LoaderReader, int | None]:
     """The reader for `data`, and the number of samples; None without a length. A GPU's host memory is pinned.
 
     Raises:
@@ -393,6 +412,10 @@ def make_reader(
         raise TypeError(
             f"data must be samples, not text. Got {data[:40]!r}. Read the file first, or pass a data set of its lines."
         )
+    encoded = None if options else getattr(data, "encoded", None)
+    if isinstance(encoded, EncodedTensors):
+        parts = as_parts(encoded.tensors)
+        return TensorReader(parts, places, accelerator, encoded.decode), common_length(parts)
     parts = as_parts(data)
     if parts is not None:
         length: int | None = common_length(parts)
