@@ -2,11 +2,11 @@
 
     python -m benchmarks reading [PART ...]
 
-Epochs of 9,000 samples in mini-batches of 128, nothing done with them. "rows" (32 floats each) and "digits"
-(images of 784 floats): tensors, against a default DataLoader of a TensorDataset, against one whose sampler gives whole
-mini-batches, and against the bare copy that is the least there can be. "data set": a map-style data set with 2 workers,
-against DataLoader itself with the same workers: one that only indexes, and one that works for some 50 microseconds on
-each sample.
+Epochs of 9,000 samples in mini-batches of 128, nothing done with them. "rows" (32 floats each), "digits" (images of 784
+floats, which Batches stores as uint8) and "digits, uint8" (the same images, uint8 in the step too): tensors, against a
+default DataLoader of a TensorDataset, against one whose sampler gives whole mini-batches, and against the bare copy
+that is the least there can be. "data set": a map-style data set with 2 workers, against DataLoader itself with the
+same workers: one that only indexes, and one that works for some 50 microseconds on each sample.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ def copies_of(tensors: tuple[torch.Tensor, ...]) -> Step:
     return epoch
 
 
-def measure_tensors(world: dl.World, tensors: tuple[torch.Tensor, ...]) -> dict[str, Ratio]:
+def measure_tensors(world: dl.World, data: Any, tensors: tuple[torch.Tensor, ...]) -> dict[str, Ratio]:
+    """`data` read by Batches over `tensors`, the same samples, read by a DataLoader."""
     rows = TensorDataset(*tensors)
     whole = BatchSampler(RandomSampler(rows), MINI_BATCH, drop_last=False)
-    ours = epochs_of(dl.Batches(rows, MINI_BATCH, world))
+    ours = epochs_of(dl.Batches(data, MINI_BATCH, world))
     default, by_sampler = DataLoader(rows, MINI_BATCH, shuffle=True), DataLoader(rows, sampler=whole, batch_size=None)
     return {
         "ours / default DataLoader": compare(ours, passes_of(default), pairs=40, steps=1),
@@ -96,14 +97,17 @@ def measure_data_sets(world: dl.World, images: torch.Tensor, labels: torch.Tenso
 
 def measure(part: str) -> dict[str, Ratio]:
     """Seconds of an epoch of ours over one of a DataLoader; run by `launch`."""
-    images, labels = datasets.digits(seed=0).split(0.9)[0].tensors
+    digits = datasets.digits(seed=0).split(0.9)[0]
     with dl.join_world(device="cpu") as world:
         if part == "data set":
-            return measure_data_sets(world, images, labels)
-        return measure_tensors(world, (torch.randn(len(labels), 32) if part == "rows" else images, labels))
+            return measure_data_sets(world, *digits.tensors)
+        if part == "digits":
+            return measure_tensors(world, digits, digits.tensors)
+        rows = digits.images if part == "digits, uint8" else torch.randn(len(digits), 32)
+        return measure_tensors(world, (rows, digits.labels), (rows, digits.labels))
 
 
-PARTS = ("rows", "digits", "data set")
+PARTS = ("rows", "digits", "digits, uint8", "data set")
 
 
 def _rows(part: str) -> Iterator[tuple[object, ...]]:

@@ -4,12 +4,14 @@ from ddp_loop.data.batches import Batches, LoadedBatch, check_end, check_first
 from ddp_loop.data.placement import tensors_in
 from ddp_loop.data.position import LoopPosition
 from ddp_loop.data.read_ahead import ReadAhead
+from ddp_loop.data.readers import EncodedTensors
 from ddp_loop.data.shards import MiniBatch, Shard, split_range, split_sizes
 from ddp_loop.data.transforms import Draws
 
 __all__ = [
     "Batches",
     "Draws",
+    "EncodedTensors",
     "LoadedBatch",
     "LoopPosition",
     "MiniBatch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from ddp_loop.data.fingerprints import REMEDY, Fingerprint, difference, of, unlike
 from ddp_loop.data.placement import Places, gpu_in, map_tensors, parse_devices
-from ddp_loop.data.readers import LoaderReader, Reader, Request, TensorReader, is_stream, make_reader
+from ddp_loop.data.readers import LoaderReader, Request, TensorReader, is_stream, make_reader
 from ddp_loop.data.shards import MiniBatch, Shard, cut, split_range, split_sizes
 from ddp_loop.data.streams import StreamBatcher, StreamReader
 from ddp_loop.data.transforms import Draws, Transform
@@ -218,7 +218,7 @@ class Batches:
             _require_alike(self.world.gather(found | whole, "the samples of a stream"))
 
     def _open(self, data: Any, length: int | None, places: Places, loader: dict[str, Any]) -> None:
-        self._reader: Reader | StreamReader
+        self._reader: TensorReader | LoaderReader | StreamReader
         self.length: int | None = None
         if is_stream(data):
             if length is not None:
@@ -368,10 +368,14 @@ class Batches:
         if isinstance(self._reader, StreamReader):
             yield from self._stream_epoch(self._reader, epoch, start)
             return
-        # Two plans: a reader may run ahead, and on a rank without shards it never starts.
         change = None if self._transform is None else self._changed
-        reader, requests = self._reader, self._requests(self._plan(epoch, start))
-        stream = (reader.one(one) for one in requests) if isinstance(reader, TensorReader) else reader(requests)
+        if isinstance(self._reader, TensorReader):
+            for mini_batch in self._plan(epoch, start):
+                rows = map(self._reader.one, self._requests([mini_batch]))
+                yield LoadedBatch(mini_batch, rows, change, self._nothing)
+            return
+        # Two plans: a reader may run ahead, and on a rank without shards it never starts.
+        stream = self._reader(self._requests(self._plan(epoch, start)))
         try:
             for mini_batch in self._plan(epoch, start):
                 loaded = LoadedBatch(mini_batch, stream, change, self._nothing)
@@ -438,7 +442,7 @@ class Batches:
         for position in count(start) if self.steps is None else range(start, self.steps):
             yield self.mini_batch(epoch, position)
 
-    def _requests(self, plan: Iterator[MiniBatch]) -> Iterator[Request]:
+    def _requests(self, plan: Iterable[MiniBatch]) -> Iterator[Request]:
         for mini_batch in plan:
             if shards := mini_batch.shards:  # neighbors
                 first, end = shards[0].start, shards[-1].start + shards[-1].samples

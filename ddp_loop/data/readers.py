@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,18 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 from torch.utils.data._utils import signal_handling
 
 from ddp_loop.accelerators import Accelerator, accelerator_of
-from ddp_loop.data import fingerprints
+from ddp_loop.data import fingerprints, messages
 from ddp_loop.data.fingerprints import Fingerprint
-from ddp_loop.data.placement import Places, at_places, gpu_in, keep_if_fits, map_tensors, tensors_in, to_devices
+from ddp_loop.data.placement import (
+    Places,
+    at_places,
+    devices_in,
+    gpu_in,
+    keep_if_fits,
+    map_tensors,
+    tensors_in,
+    to_devices,
+)
 from ddp_loop.data.seeded_dataset import PROBE, SeededDataset, Wanted
 from ddp_loop.determinism import preserved_streams, stream_key
 from ddp_loop.distributed import WorkerSignals, children_except, end_daemons
@@ -49,17 +59,17 @@ class Request:
     indices: torch.Tensor | range
 
 
-class Reader(Protocol):
-    """Reads shards by the indices of their samples."""
+@dataclass(frozen=True)
+class EncodedTensors:
+    """Tensors with one row per sample in a compact form, which a shard keeps until it is on its device.
 
-    def __call__(self, requests: Iterable[Request], /) -> Generator[Any, None, None]:
-        """Read one shard for each request."""
+    Attributes:
+        tensors: one, or a tuple or dict of them.
+        decode: makes a shard's data from its rows of the tensors, sample by sample.
+    """
 
-    def one(self, request: Request, /) -> Any:
-        """Read a single shard, outside of any pass."""
-
-    def fingerprint(self) -> Fingerprint:
-        """The fingerprint of the data, for a comparison between ranks."""
+    tensors: Any
+    decode: Callable[[Any], Any]
 
 
 # -- tensors -----------------------------------------------------------------------------------------------
@@ -135,13 +145,24 @@ class TensorReader:
         parts: the tensors.
         places: their devices.
         accelerator: of the world; contiguous rows that stay on a GPU's host are in pinned memory.
+        decode: makes a shard's data from its rows on their devices; None to leave them.
 
     Attributes:
         place: the device of all tensors; the CPU if they have several. Indices on this device need no copy.
     """
 
-    def __init__(self, parts: Any, places: Places, accelerator: Accelerator | None = None) -> None:
+    def __init__(
+        self,
+        parts: Any,
+        places: Places,
+        accelerator: Accelerator | None = None,
+        decode: Callable[[Any], Any] | None = None,
+    ) -> None:
         self._pins = accelerator if accelerator is not None and accelerator.is_gpu else None
+        stays = self._pins is not None and any(accelerator_of(place).is_host for place in devices_in(places))
+        if decode is not None and stays:  # what is decoded later is not in pinned memory
+            parts, decode = decode(parts), None
+        self._decode = decode
         self._parts = at_places(keep_if_fits, parts, places)
         self._homes = list(dict.fromkeys(tensor.device for tensor in tensors_in(self._parts)))
         self.place = self._homes[0] if len(self._homes) == 1 else torch.device("cpu")
@@ -157,17 +178,16 @@ class TensorReader:
             parts = ()
         self._tensors = parts if all(isinstance(part, torch.Tensor) for part in parts) else ()
 
-    def __call__(self, requests: Iterable[Request]) -> Generator[Any, None, None]:
-        for request in requests:
-            yield self.one(request)
-
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the tensors."""
         return fingerprints.of("data", self._parts)
 
     def one(self, request: Request) -> Any:
-        """Read a single shard, outside of any pass."""
-        indices = request.indices
+        """Read a single shard."""
+        rows = self._rows(request.indices)
+        return rows if self._decode is None else self._decode(rows)
+
+    def _rows(self, indices: torch.Tensor | range) -> Any:
         if self._tensors and (isinstance(indices, range) or indices.device == self.place):
             return tuple([_rows(tensor, indices) for tensor in self._tensors])  # the usual case, in half the time
         at = {home: _on(home, indices) for home in self._homes}
@@ -230,8 +250,10 @@ class LoaderReader:
         self._passes = 0
         self._gpu = gpu_in(places)
         keywords = dict(options)
-        collate = keywords.pop("collate_fn", None) or default_collate
-        self._keyed = SeededDataset(source, seed, collate, self._gpu, fingerprints.of)
+        collate = keywords.pop("collate_fn", None)
+        by_value = not keywords.get("pin_memory") and threading.current_thread() is threading.main_thread()
+        collate = collate or (messages.default_collate if by_value else default_collate)
+        self._keyed = SeededDataset(source, seed, collate, self._gpu, fingerprints.of, by_value)
         self._signals = WorkerSignals(keywords.pop("worker_init_fn", None)) if keywords.get("num_workers") else None
         make: Any = DataLoader
         self._make_loader: Callable[..., DataLoader[Any]] = partial(
@@ -298,7 +320,7 @@ class LoaderReader:
         before = children_except(set())
         workers: set[BaseProcess] = set()
         try:
-            with keep(), torch.device("cpu"):  # torch draws a seed there by the loader's generator
+            with keep(), _drawn_on_cpu():  # torch draws a seed by the loader's generator
                 loaded = self._start()
             workers = set() if self._loader.persistent_workers else children_except(before)
             while True:
@@ -313,7 +335,7 @@ class LoaderReader:
                     self._release()
                     _end_workers(loaded, workers)  # torch waits 5 s for each, and leaves one that takes longer
                     return
-                yield to_devices(data, self._places)
+                yield to_devices(data.received() if isinstance(data, messages.Message) else data, self._places)
         except GeneratorExit:
             self._release()
             _end_workers(loaded, workers)
@@ -335,11 +357,21 @@ class LoaderReader:
         if self._signals is None or (self._loader.persistent_workers and self._signals.has_workers):
             return iter(self._loader)
         with self._signals.starting():
-            return iter(self._loader)
+            loaded: Iterator[Any] = iter(self._loader)
+        messages.widen_pipe(loaded)
+        return loaded
 
     def _release(self, *, persistent: bool = False) -> None:
         if self._signals is not None and (persistent or not self._loader.persistent_workers):
             self._signals.release()
+
+
+def _drawn_on_cpu() -> AbstractContextManager[Any]:
+    """Make the CPU the default device, if it is not.
+
+    Workers forked in `with torch.device(...)` stay in it: each of their calls of torch takes 1 to 2 microseconds more.
+    """
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def _end_workers(loaded: Any, workers: set[BaseProcess]) -> None:
@@ -364,7 +396,7 @@ def is_stream(data: Any) -> bool:
 
 def make_reader(
     data: Any, seed: int, places: Places, options: Mapping[str, Any], accelerator: Accelerator | None = None
-) -> tuple[Reader, int | None]:
+) -> tuple[TensorReader | LoaderReader, int | None]:
     """The reader for `data`, and the number of samples; None without a length. A GPU's host memory is pinned.
 
     Raises:
@@ -380,6 +412,10 @@ def make_reader(
         raise TypeError(
             f"data must be samples, not text. Got {data[:40]!r}. Read the file first, or pass a data set of its lines."
         )
+    encoded = None if options else getattr(data, "encoded", None)
+    if isinstance(encoded, EncodedTensors):
+        parts = as_parts(encoded.tensors)
+        return TensorReader(parts, places, accelerator, encoded.decode), common_length(parts)
     parts = as_parts(data)
     if parts is not None:
         length: int | None = common_length(parts)

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
-from ddp_loop.determinism import COLLATE, SAMPLE, next_key, seed_streams, stream_key
+from ddp_loop.data.messages import Message
+from ddp_loop.determinism import COLLATE, SAMPLE, next_keys, seed_streams, stream_key
 
 Wanted = tuple[int, int, list[int]]  # the epoch, the shard's first sample in it, and its samples' positions in the data
 PROBE = -1  # in place of the first sample: asks for the samples' fingerprints only
@@ -30,6 +32,7 @@ class SeededDataset:
         collate: makes a shard's data from its samples, with generators keyed by (seed, epoch, first sample).
         device: whose generator is seeded, beside the CPU's.
         describe: `describe(name, sample)` returns the fingerprint of a sample, for `probe`.
+        by_value: whether a worker sends small tensors by value, in a `Message`.
     """
 
     source: Any
@@ -37,6 +40,7 @@ class SeededDataset:
     collate: Callable[[list[Any]], Any]
     device: torch.device | None = None
     describe: Callable[[str, Any], Mapping[str, Any]] = lambda name, sample: {}
+    by_value: bool = False
 
     def __getitem__(self, wanted: Wanted) -> Any:
         epoch, start, indices = wanted
@@ -44,16 +48,16 @@ class SeededDataset:
             return self.probe(epoch, indices)
         samples = self.samples(epoch, indices)
         seed_streams(stream_key(self.seed, COLLATE, epoch, start), self.device)
-        return collated(self.collate, samples)
+        data = collated(self.collate, samples)
+        return Message.of(data) if self.by_value and get_worker_info() is not None else data
 
     def samples(self, epoch: int, indices: list[int]) -> list[Any]:
         """The samples at these positions of the data, as drawn for that epoch."""
         read = self.source.__getitem__ if hasattr(self.source, "__getitem__") else self.source
-        epoch_key = stream_key(self.seed, SAMPLE, epoch)
         samples, index = [], -1
         try:
-            for index in indices:
-                seed_streams(next_key(epoch_key, index), self.device)
+            for index, key in zip(indices, next_keys(stream_key(self.seed, SAMPLE, epoch), indices), strict=True):
+                seed_streams(key, self.device)
                 samples.append(read(index))
         except StopIteration as error:  # it would end the epoch without an error
             raise RuntimeError(

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from ddp_loop.data import Draws
+from ddp_loop.accelerators import accelerator_of
+from ddp_loop.data import Draws, EncodedTensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +64,17 @@ class LabelledImages:
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `Batches` reads, made once: images (N, C, H, W) float32 in [0, 1], and labels (N,) int64."""
-        return self.images / 255, self.labels
+        """Images (N, C, H, W) float32 in [0, 1], made once, and labels (N,) int64.
+
+        `Batches` gives these rows, but keeps the images as uint8, and makes floats of a shard's images on its device.
+        For images as uint8 pass it `(data.images, data.labels)`.
+        """
+        return _as_floats((self.images, self.labels))
+
+    @property
+    def encoded(self) -> EncodedTensors:
+        """What `Batches` reads: `images` and `labels`, and how they become rows of `tensors`."""
+        return EncodedTensors((self.images, self.labels), _as_floats)
 
     def one_hot(self) -> torch.Tensor:
         """The labels as one-hot rows, (N, classes) float32."""
@@ -93,6 +103,15 @@ class LabelledImages:
     def _part(self, indices: torch.Tensor) -> LabelledImages:
         angles = None if self.angles is None else self.angles[indices]
         return LabelledImages(self.images[indices], self.labels[indices], self.class_names, angles)
+
+
+def _as_floats(rows: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = rows
+    floats = images.float()
+    if accelerator_of(images.device).is_host:
+        return floats.div_(255.0), labels
+    # A GPU divides by a number as it multiplies by its inverse, which differs in the last bit.
+    return floats.div_(torch.full((), 255.0, device=images.device)), labels
 
 
 def cut_by_class(

@@ -157,22 +157,26 @@ def test_rows_in_order_have_the_layout_of_shuffled_rows(layout: str) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """The operations that torch performs."""
+    """The operations that torch performs, and the bytes of the tensors that they make."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
+        self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and result is not args[0]:
+            self.bytes += result.nbytes
+        return result
 
 
 def test_rows_in_order_are_copied_in_one_piece() -> None:
     with dl.join_world(seed=3) as world:
         batches = dl.Batches((INPUTS, LABELS), SIZE, world, shuffle=False)
         with Calls() as calls:
-            list(batches.epoch(1))
+            [loaded.data(0) for loaded in batches.epoch(1)]
     assert calls.names == ["slice.Tensor", "clone.default"] * 2
 
 
@@ -331,6 +335,35 @@ class Pinning(Cpu):
         memory = super().empty_on_host(like)
         self.pinned.append(memory.data_ptr())
         return memory
+
+
+def test_images_are_gathered_as_bytes_and_become_floats_once() -> None:
+    pixels = torch.arange(SIZE * 256).remainder(256).to(torch.uint8).reshape(SIZE, 1, 16, 16)
+    data = datasets.LabelledImages(pixels, LABELS, ("a", "b", "c"))
+    with dl.join_world() as world:
+        batches = dl.Batches(data, 8, world, shuffle=True)
+        assert isinstance(batches._reader, TensorReader)
+        stored = sum(one.nbytes for one in tensors_in(batches._reader._parts))
+        indices, loaded = batches.indices(1, 0, 8), next(batches.epoch(1))
+        with Calls() as calls:
+            images, labels = loaded.data(0)
+    assert stored == SIZE * (256 + 8)
+    made = [name for name in calls.names if not name.startswith("slice")]
+    assert made == ["index_select.default", "index_select.default", "_to_copy.default", "div_.Tensor"]
+    assert calls.bytes == 8 * (256 + 8 + 4 * 256)
+    assert equal(images, (pixels / 255)[indices])  # every bit, of all 256 values
+    assert equal(labels, LABELS[indices])
+
+
+def test_a_gpus_images_are_divided_on_the_gpu_and_those_of_its_host_before() -> None:
+    data = datasets.LabelledImages(torch.full((3, 1, 2, 2), 7, dtype=torch.uint8), torch.zeros(3).long(), ("a",))
+    request = Request(0, 0, torch.tensor([2, 0]))
+    accelerator = Pinning(torch.device("cpu"))
+    reader, _ = make_reader(data, 0, accelerator.device, {}, accelerator)
+    assert [one.data_ptr() for one in tensors_in(reader.one(request))] == accelerator.pinned
+    meta, _ = make_reader(data, 0, torch.device("meta"), {}, accelerator)
+    images, _ = meta.one(Request(0, 0, range(2)))
+    assert (images.device.type, images.dtype, images.shape) == ("meta", torch.float32, (2, 1, 2, 2))
 
 
 @pytest.mark.parametrize("data", [(INPUTS, INPUTS[:, :1]), {"x": INPUTS}])

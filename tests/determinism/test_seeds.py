@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.determinism import next_key, splitmix64
+from ddp_loop.determinism import next_key, next_keys, splitmix64
 from tests.support.harness import OnRanks
 
 
@@ -33,6 +33,10 @@ def test_the_keys_of_streams_are_those_of_splitmix64() -> None:
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [next_key(0, number * step) for number in range(3)] == expected
     assert [word % 2**64 for word in splitmix64(0, torch.arange(1, 4)).tolist()] == expected
+    words = [0, 1, 2**62, 2**63 - 1, -1]
+    for key in (0, 5, 2**64 - 1):
+        assert next_keys(key, words) == [next_key(key, word) for word in words]
+    assert next_keys(3, []) == []
 
 
 def test_tensors_are_mixed_as_keys_are() -> None:

@@ -1,0 +1,187 @@
+"""How a worker's shard comes to the process that trains: small tensors by value, large ones in shared memory."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+
+import ddp_loop as dl
+from ddp_loop.data import messages
+from ddp_loop.data.messages import BY_VALUE, Message, default_collate, widen_pipe
+
+DTYPES = (torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WORKER: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+
+
+class Pair(NamedTuple):
+    inputs: torch.Tensor
+    labels: torch.Tensor
+
+
+def sent(data: Any) -> tuple[Any, bytes]:
+    """The data after the way through a pipe, and what was in the pipe."""
+    message = bytes(ForkingPickler.dumps(Message.of(data)))
+    return pickle.loads(message).received(), message
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1, 28, 28)], ids=str)
+def test_a_small_tensor_is_copied_with_its_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape).mul(9).abs().to(dtype)
+    (found,), message = sent((tensor,))
+    assert (found.dtype, found.shape, found.stride()) == (dtype, tensor.shape, tensor.stride())
+    assert torch.equal(found, tensor)
+    assert b"storage" not in message  # torch's way, by a file descriptor
+    assert not found.is_shared()
+    found.zero_()  # as every shard's data, they may be changed
+
+
+def test_containers_and_what_is_no_tensor_are_kept() -> None:
+    data = {"pair": Pair(torch.ones(2), torch.zeros(2)), "list": [torch.arange(3), "text", None], "number": 3}
+    found, message = sent(data)
+    assert type(found["pair"]) is Pair
+    assert repr(found) == repr(data)
+    assert b"storage" not in message
+
+
+def test_tensors_that_share_their_memory_still_do() -> None:
+    tensor = torch.arange(6)
+    (one, other, square), _ = sent((tensor, tensor, tensor.view(2, 3)))
+    one[0] = 9
+    assert other[0] == square[0, 0] == 9
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(BY_VALUE + 1, dtype=torch.uint8),
+        lambda: torch.zeros(9)[:4],
+        lambda: torch.zeros(4, 3).t(),
+        lambda: torch.zeros(3).expand(2, 3),
+        lambda: torch.nn.Parameter(torch.zeros(3)),
+        lambda: torch.zeros(3, requires_grad=True),
+        lambda: torch.zeros(3, dtype=torch.complex64).conj(),
+        lambda: torch.zeros(3, 3).to_sparse(),
+        lambda: torch.zeros(0, 4),
+    ],
+    ids=["large", "part", "transposed", "expanded", "parameter", "needs gradient", "complex", "sparse", "empty"],
+)
+def test_any_other_tensor_is_sent_as_torch_sends_it(make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    assert Message.of([tensor]).data[0] is tensor
+
+
+class Shaped:
+    """Sample i is a tensor full of i."""
+
+    def __init__(self, floats: int) -> None:
+        self.floats = floats
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((self.floats,), float(index)), index
+
+
+def read(floats: int, **options: Any) -> list[Any]:
+    with dl.join_world() as world:
+        batches = dl.Batches(Shaped(floats), 2, world, shuffle=False, **options)
+        return [loaded.data(0) for loaded in batches.epoch(1)]
+
+
+@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
+def test_a_workers_shard_has_the_bits_of_one_read_here(small: bool) -> None:
+    floats = BY_VALUE // 8 + (0 if small else 1)  # a shard has two samples of 4 bytes a float
+    found = read(floats, **WORKER)
+    for (images, labels), (same_images, same_labels) in zip(found, read(floats), strict=True):
+        assert torch.equal(images, same_images)
+        assert torch.equal(labels, same_labels)
+        assert images.is_shared() is not small
+        assert not labels.is_shared()
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+def test_a_thread_that_could_wait_forever_gets_only_short_messages() -> None:
+    """torch's thread that pins memory, or one that the user reads in: a worker may die within a long message."""
+    found: list[Any] = []
+    reads = threading.Thread(target=lambda: found.append(read(3, **WORKER)), daemon=True)
+    reads.start()
+    reads.join()
+    for images, _ in (*found[0], *read(3, pin_memory=True, **WORKER)):
+        assert images.is_shared()
+
+
+class Dying(Shaped):
+    """A worker that is killed while its first shard, larger than the pipe's buffer, is on its way."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 2 and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_dies_within_a_message_blocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "widen_pipe", lambda loaded: None)
+    with dl.join_world() as world:
+        batches = dl.Batches(Dying(BY_VALUE // 8), 2, world, shuffle=False, check_data=False, **WORKER)
+        with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
+            [loaded.data(0) for loaded in batches.epoch(1)]
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_GETPIPE_SZ"), reason="Linux only")
+def test_the_pipe_holds_a_message() -> None:
+    queue: Any = multiprocessing.get_context("fork").Queue()
+    widen_pipe(SimpleNamespace(_worker_result_queue=queue))
+    assert fcntl.fcntl(queue._writer.fileno(), fcntl.F_GETPIPE_SZ) > BY_VALUE
+    widen_pipe(SimpleNamespace())  # a loader without workers
+
+
+def test_the_readers_widen_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    widened: list[Any] = []
+    monkeypatch.setattr(messages, "widen_pipe", widened.append)
+    read(3, **WORKER)
+    assert [hasattr(one, "_worker_result_queue") for one in widened] == [True]
+
+
+class Modes:
+    """Each sample is the number of modes that see every call of torch in this process."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return torch._C._len_torch_function_stack()
+
+
+def test_no_mode_slows_a_workers_calls_of_torch_down() -> None:
+    with dl.join_world() as world:
+        batches = dl.Batches(Modes(), 2, world, check_data=False, **WORKER)
+        assert next(batches.epoch(1)).data(0).tolist() == [0, 0]
+
+
+def test_a_users_change_of_torchs_collate_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {torch.Tensor: lambda samples, collate_fn_map=None: "the user's"}
+    monkeypatch.setattr("torch.utils.data._utils.collate.default_collate_fn_map", known)
+    assert default_collate([torch.zeros(1)]) == "the user's"
+
+
+def test_samples_that_cannot_be_stacked_are_refused_as_by_torch() -> None:
+    for samples in ([torch.zeros(2, 2).to_sparse()] * 2, [torch.zeros(2), torch.zeros(3)]):
+        with pytest.raises(RuntimeError) as ours:
+            default_collate(samples)
+        with pytest.raises(RuntimeError) as torchs:
+            torch.utils.data.default_collate(samples)
+        assert str(ours.value) == str(torchs.value)
