@@ -27,24 +27,20 @@ from ddp_loop.batch_norm import (
 from ddp_loop.data import MiniBatch, Shard, check_end, check_first
 from ddp_loop.distributed import IDENTITY, World, each_module
 from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers
-from ddp_loop.training.gradients import Gradients
-from ddp_loop.training.nonfinite import NonFiniteGuard
-from ddp_loop.training.ordered_sum import rank_order, tree_order
-from ddp_loop.training.payload import (
+from ddp_loop.training.control import (
     CONTROL_LENGTH,
     NO_REQUEST,
     PROBLEM,
     ControlDecision,
     FoldEvents,
-    PayloadLayout,
-    ShardRecord,
-    StepResult,
-    agreed,
     control_word,
-    layout_of,
     read_word,
     word_tensor,
 )
+from ddp_loop.training.gradients import Gradients
+from ddp_loop.training.nonfinite import NonFiniteGuard
+from ddp_loop.training.ordered_sum import rank_order, tree_order
+from ddp_loop.training.payload import PayloadLayout, ShardRecord, StepResult, agreed, layout_of
 from ddp_loop.training.slots import Slots
 from ddp_loop.training.validation import Weight, find_scale, refuse_wrapped
 

@@ -13,9 +13,10 @@ from ddp_loop.data import Batches, LoadedBatch, MiniBatch, check_end
 from ddp_loop.determinism import Leaf, seed_shard
 from ddp_loop.distributed import PeerFailed, World
 from ddp_loop.tracing import Tracer
+from ddp_loop.training.control import FoldEvents
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.gather import BatchGather, HeldOutputs, check_outputs
-from ddp_loop.training.payload import FoldEvents, ShardRecord, StepResult, as_metric, loss_factor
+from ddp_loop.training.payload import ShardRecord, StepResult, as_metric, loss_factor
 from ddp_loop.training.validation import (
     RESERVED_NAMES,
     Reduction,
