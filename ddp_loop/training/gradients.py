@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import attrgetter, methodcaller, ne
@@ -297,12 +298,12 @@ class Gradients:
                 self.unplanned.finish_shards()
         return list(chain.from_iterable(map(_GIVEN, self.buckets)))
 
-    def leaving(self, tail: int) -> Callable[[int | None, torch.Tensor | None], None]:
+    def leaving(self, tail: int) -> Callable[[int | None, AbstractContextManager[object]], None]:
         """The pass's sums that have not begun, as a collective that adds nothing, also after `release`.
 
         Returns:
-            To be called with the place in the tail, of length `tail`, where this rank adds 1, or with a tensor that is
-            summed after all buckets have begun; the other is None.
+            To be called with the place in the tail, of length `tail`, where this rank adds 1, or None, and with what is
+            entered after all buckets have begun, and left after their sums.
         """
         if tail != self._tail or not self.buckets:
             self.plan(tail)
@@ -310,15 +311,14 @@ class Gradients:
         sums = [bucket.summing for bucket in (*begun, *rest)]
         lengths = [(bucket.summing, bucket.length) for bucket in rest]
 
-        def send(mark: int | None, beside: torch.Tensor | None) -> None:
+        def send(mark: int | None, beside: AbstractContextManager[object]) -> None:
             for summing, length in lengths:
                 rows = summing.empty_rows()  # assigned gradients stay as they are
                 if mark is not None and summing is lengths[-1][0]:
                     rows[0][length + mark] = 1
                 summing.start(rows)
-            work = None if beside is None else self._world.start_sum(beside)
-            finish_all(sums, self._world)
-            self._world.finish(work)
+            with beside:
+                finish_all(sums, self._world)
 
         return send
 
