@@ -26,7 +26,7 @@ from benchmarks.models import mlp
 from benchmarks.steps import JOBS, MINI_BATCH, SAMPLES, make_data, our_step
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy
 from ddp_loop.training import fold as folding
-from ddp_loop.training.payload import CONTROL_LENGTH, ControlDecision
+from ddp_loop.training.control import CONTROL_LENGTH, ControlDecision
 
 GOALS = {"digit network": 1.02, "32-wide MLP": 1.05}
 SAVES = 12  # pairs

@@ -29,7 +29,7 @@ from benchmarks import order, steps, surface
 from benchmarks.jobs import ddp_tuning
 from benchmarks.measuring import Ratio, Step, compare, joined, synchronized
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.training.buckets import FlatAllReduce
+from ddp_loop.training.flat_all_reduce import FlatAllReduce
 from ddp_loop.training.ordered_sum import ReductionOrder
 from examples.surface.train import read_arguments, train
 from tests.support.device_modes import ASYNCHRONOUS, device_mode_of

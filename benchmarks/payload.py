@@ -159,7 +159,7 @@ def travelling(*, moments: bool | None) -> Iterator[None]:
     """Have statistics travel as moments or as rows in loops that begin inside; None: as the rule chooses."""
     with ExitStack() as ending:
         if moments is not None:
-            ending.enter_context(mock.patch("ddp_loop.training.fold.use_moments", return_value=moments))
+            ending.enter_context(mock.patch("ddp_loop.training.moments.use_moments", return_value=moments))
         yield
 
 
@@ -177,7 +177,7 @@ def measure_time(width: int, layers: int, shards: int, exchange: str | None) -> 
         for moments in (True, False):
             torch.manual_seed(0)
             job = Job(lambda: mlp(width, layers, 784, batch_norm=True), (784,), 0, 0, 0.0)
-            model, optimizer = make(job)
+            model, optimizer = make(job, world.device)
             batches = dl.Batches(make_data(job), max(256, 2 * shards), world, shards=shards)
             folder = ending.enter_context(tempfile.TemporaryDirectory())
             with travelling(moments=moments):

@@ -300,7 +300,7 @@ def stored() -> dict[str, Any]:
 
 def store(part: Mapping[str, Any]) -> None:
     """Replace the figures of a part."""
-    FIGURES.write_text(json.dumps(stored() | part, indent=1) + "\n")
+    FIGURES.write_text(json.dumps({**stored(), **part}, indent=1) + "\n")
 
 
 def counts_table() -> Iterator[str]:

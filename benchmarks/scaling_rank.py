@@ -61,7 +61,7 @@ class Ready:
 def prepared(name: str, world: dl.World, folder: str, warm_up: int = WARM_UP) -> Ready:
     """The job of this name, after its first steps. Every rank must call this."""
     job, shards = JOBS[name.partition(",")[0]], 8 if name == FIXED else None
-    model, optimizer = make(job, fused=True)
+    model, optimizer = make(job, world.device, fused=True)
     batches, state = dl.Batches(make_data(job), job.mini_batch, world, shards=shards), {"m": model, "o": optimizer}
     run = str(Path(folder, name))
     loop = dl.Loop(batches, 10**6, state=state, run_dir=run, save_every=10**9, progress=False)
@@ -206,7 +206,7 @@ def calibrate_link() -> dict[str, float]:
 def calibrate_step(name: str, job: Ready, world: dl.World) -> dict[str, Any]:
     """What a step costs without the network: seconds of forward, of backward and of the rest; its sums."""
     network, data = JOBS[name], make_data(JOBS[name])
-    model, _ = make(network)
+    model, _ = make(network, world.device)
     part = network.mini_batch // world.size
     inputs, labels = (tensor[:part] for tensor in data)
     forwards, backwards = [], []

@@ -444,9 +444,7 @@ class Batches:
 
     def _requests(self, plan: Iterable[MiniBatch]) -> Iterator[Request]:
         for mini_batch in plan:
-            if shards := mini_batch.shards:  # neighbors
-                first, end = shards[0].start, shards[-1].start + shards[-1].samples
-                at = self._positions(mini_batch.epoch, mini_batch.start + first, end - first)
-            for shard in shards:
-                begin = shard.start - first
-                yield Request(mini_batch.epoch - 1, mini_batch.start + shard.start, at[begin : begin + shard.samples])
+            own = mini_batch.own_samples
+            at, start = self._positions(mini_batch.epoch, mini_batch.start + own.start, len(own)), mini_batch.start
+            for shard in mini_batch.shards:
+                yield Request(mini_batch.epoch - 1, start + shard.start, at[shard.start - own.start :][: shard.samples])

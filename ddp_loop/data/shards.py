@@ -100,6 +100,12 @@ class MiniBatch:
     digest: int = 0
     is_last: bool = False
 
+    @property
+    def own_samples(self) -> range:
+        """The positions in the mini-batch of the samples of this rank's shards, which are neighbors."""
+        shards = self.shards
+        return range(shards[0].start, shards[-1].start + shards[-1].samples) if shards else range(0)
+
 
 def cut(sizes: tuple[int, ...], mine: range) -> tuple[Shard, ...]:
     """The shards with a number in `mine` that are not empty; `sizes` has the samples of all shards."""

@@ -218,6 +218,10 @@ class Buffers:
                 buffer.restore(buffer.opened)
         return taken
 
+    def changed(self) -> set[str]:
+        """The names of the buffers that a shard has changed so far; without a wait for a GPU."""
+        return {buffer.name for buffer in self.found.values() if buffer.late and buffer.changed}
+
     def _finds_silent(self, buffer: Buffer) -> bool:
         """Whether a comparison on a GPU, where one is due, finds a buffer written silently."""
         if not buffer.late or self._passes & (self._passes - 1) or not buffer.is_rewritten:

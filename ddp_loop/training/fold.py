@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -14,9 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import Parameter
 
 from ddp_loop.batch_norm import (
-    ENDS_LOOP,
     BatchNormStatistics,
-    CallMismatch,
     RunningStatsSnapshot,
     batch_norm_layers,
     custom_norms,
@@ -24,28 +23,29 @@ from ddp_loop.batch_norm import (
     is_synced,
     other_norm_layers,
 )
-from ddp_loop.data import MiniBatch, Shard, check_end, check_first
+from ddp_loop.data import MiniBatch, Shard
 from ddp_loop.distributed import IDENTITY, World, each_module
 from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers
-from ddp_loop.training.gradients import Gradients
-from ddp_loop.training.moments import MomentSums, use_moments
-from ddp_loop.training.nonfinite import NonFiniteGuard
-from ddp_loop.training.ordered_sum import rank_order, tree_order
-from ddp_loop.training.payload import (
+from ddp_loop.training.control import (
     CONTROL_LENGTH,
     NO_REQUEST,
     PROBLEM,
     ControlDecision,
+    ControlExchange,
+    ControlRequest,
     FoldEvents,
-    PayloadLayout,
-    ShardRecord,
-    StepResult,
-    agreed,
+    act_on,
+    came_late,
     control_word,
-    layout_of,
+    nothing,
     read_word,
     word_tensor,
 )
+from ddp_loop.training.gradients import Gradients
+from ddp_loop.training.moments import moment_sums
+from ddp_loop.training.nonfinite import NonFiniteGuard
+from ddp_loop.training.ordered_sum import rank_order, tree_order
+from ddp_loop.training.payload import PayloadLayout, ShardRecord, StepResult, agreed, layout_of
 from ddp_loop.training.slots import Slots
 from ddp_loop.training.validation import Weight, find_scale, refuse_wrapped
 
@@ -114,13 +114,14 @@ class Fold:
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
         self._buffers = Buffers(find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {}), shards)
         self._loss_scale: torch.Tensor | None = None  # of a GradScaler, in this pass
-        # On the CPU a few integers ride in the step's own sum (a group of their own took a small step from 2.65 to
-        # 4.34 times local). On a GPU reading them would hold up the host, so they go over gloo.
-        self._word_in_tail = not world.accelerator.is_asynchronous
+        # On the CPU the word is in the step's own sum; on a GPU reading it there would hold up the host.
+        self.control = ControlExchange(world) if world.accelerator.is_asynchronous else None
+        self._word_in_tail = self.control is None
+        self._requests: Callable[[], ControlRequest] = (lambda: NO_REQUEST) if events is None else events.requests
+        self._asked: ControlRequest | None = None  # of this pass, where its flag was sent
         self._word_dtype = self.gradients.slot_dtype if self._word_in_tail else torch.int32
-        dtype, moments = self.gradients.slot_dtype, None
-        if use_moments(self._statistics, shards, set(parameters.values()).difference(averaged), dtype):
-            moments = MomentSums(self._statistics, world, order, shards, dtype)
+        wanted, dtype = set(parameters.values()).difference(averaged), self.gradients.slot_dtype
+        moments = moment_sums(self._statistics, world, order, shards, wanted, dtype)
         self._slots = Slots(self._statistics, self._buffers, dtype, world.device, moments)
         self._layout: PayloadLayout | None = None
         self._tails: dict[int, int] = {}  # of the layout, by shards
@@ -139,13 +140,18 @@ class Fold:
 
     # -- a pass over the shards ----------------------------------------------------------------------------
 
-    def open(self, step: object = None) -> None:
+    def open(self, step: object = None, *, gathers: bool = False) -> None:
         """Begin a pass over the shards of a mini-batch.
 
         Args:
             step: whose pass it is; None without a `Step`.
+            gathers: whether an earlier pass had held outputs.
         """
-        self._world.require_collectives_allowed()
+        if self.control is None:
+            self._world.require_collectives_allowed()
+        else:
+            self.control.open(has_flags=not gathers and not self.sync_channels)
+            self._asked = None
         self._world.block_collectives(_OPEN)
         self._records, self._empty, self._loss_scale, self.opened_by = [], None, None, step or self
         self.gradients.open()
@@ -196,6 +202,8 @@ class Fold:
         """
         record.failed = True  # stays True if backward raises
         self._statistics.discard()
+        if last and self.control is not None:
+            self.waited_s += self.control.flag(self._has_news, self.clock)
         if self.sync_channels:  # also of a factor of 0: ranks communicate in this backward
             weight = torch.as_tensor(factor, device=loss.device)
             factor = factor if isinstance(factor, torch.Tensor) or factor != 0 else weight
@@ -225,6 +233,8 @@ class Fold:
             return
         self._statistics.recording()
         self._statistics.discard()
+        if last and self.control is not None:
+            self.waited_s += self.control.flag(None, self.clock)
         try:
             with self._buffers.untouched():
                 self.gradients.backward(loss, 1.0, last=last, more=more)
@@ -251,6 +261,8 @@ class Fold:
         for channel in self.sync_channels:
             channel.send_control()
         self._world.block_collectives(None)
+        if self.control is not None:
+            self.control.read_last()
         try:
             yield
         finally:
@@ -278,13 +290,21 @@ class Fold:
         """
         if self.opened_by is not None:
             self.end_pass()
-        shards, asked = len(mini_batch.sizes), NO_REQUEST if self._events is None else self._events.requests()
+        if self.control is not None:
+            self.waited_s += self.control.flag(self._has_news if problem is None else None, self.clock)
+        shards, asked = len(mini_batch.sizes), self._asked or self._requests()
         layout, seen, given, problem = self._collect(shards, problem or asked.problem)
         is_new = problem is None and not layout.covers(seen)
+        if is_new and self.control is not None and not self.control.waits:
+            problem, is_new = came_late(layout, seen), False
         slots = self._pack(layout, len(given), shards, fill=problem is None and not is_new)
-        word = control_word(mini_batch, problem=problem is not None, new=is_new, asked=asked)
-        given_anywhere = self._send(layout, word_tensor((*word, *given), self._word_dtype))
-        layout, slots = self._decide(layout, seen, slots, mini_batch, problem)
+        asks = control_word(mini_batch, problem=problem is not None, new=is_new, asked=asked)
+        word, waits = word_tensor((*asks, *given), self._word_dtype), not all(given) or mini_batch.ends_stream
+        said, given_anywhere = self._send(layout, word, mini_batch, waits=waits or problem is not None)
+        if said.is_error:
+            act_on(said, mini_batch, problem, self._world)
+        if said.new:
+            layout, slots = self._exchange(layout, seen, shards)
         replans = self._assign(given_anywhere, layout)
         total, share, values = self._slots.merge(slots, layout, mini_batch.sizes)
         if total is not None:
@@ -332,51 +352,44 @@ class Fold:
         self._slots.fill(slots, self._records if fill else (), layout)
         return slots
 
-    def _send(self, layout: PayloadLayout, word: torch.Tensor) -> list[bool]:
-        """Sum gradients, slots and the word over all ranks; returns for each parameter whether a shard gave one."""
-        work, sums = None, self.gradients.tail[: len(word)] if self._word_in_tail else word.clone()
-        if self._word_in_tail:
-            sums.copy_(word)
+    def _has_news(self) -> bool:
+        """Whether all ranks must read the word of this pass in its fold; also asks for this rank's requests."""
+        layout, self._asked = self._layout, self._requests()
+        if layout is None or self._asked is not NO_REQUEST or self.gradients.unplanned.is_awaited:
+            return True
+        seen, differing = layout_of(self._records, len(self._statistics.layers), self.gradients.wanted)
+        problem = differing or self._statistics.problem or self.gradients.changed_since_opened()
+        is_known = problem is None and all(map(_DONE, self._records[:-1])) and layout.covers(seen)
+        return not (is_known and self._buffers.changed() <= layout.buffers)
+
+    def _send(
+        self, layout: PayloadLayout, word: torch.Tensor, mini_batch: MiniBatch, *, waits: bool
+    ) -> tuple[ControlDecision, list[bool]]:
+        """Sum gradients, slots and the word over all ranks; returns the decision and which parameters got a gradient.
+
+        With `waits` this rank needs the sum of the words now.
+        """
+        if self.control is None:
+            sums = self.gradients.tail[: len(word)].copy_(word)
         if self._world.size > 1:
             self.gradients.start_sums()
             self._slots.start_sums()
-        if not self._word_in_tail:  # after all buckets: the number that began during backward differs between ranks
-            work = self._world.start_sum(sums)
+        if self.control is not None:  # after all buckets: the number that began during backward differs between ranks
+            self.control.send(word, mini_batch)
         if self._events is not None:
             self._events.while_reducing()
         since = self.clock()
         if self._world.size > 1:
             self.gradients.finish_sums(self._slots.sums(layout))
-        if work is not None:
-            self._world.finish(work)
+        found = sums.tolist() if self.control is None else self.control.read(waits=waits)
         self.waited_s += self.clock() - since
-        self.decision, given = read_word(sums.tolist(), self._world.size)
-        return given
+        self.decision, given = read_word(found, self._world.size)
+        return self.decision, given
 
-    def _decide(
-        self,
-        layout: PayloadLayout,
-        seen: PayloadLayout,
-        slots: torch.Tensor,
-        mini_batch: MiniBatch,
-        problem: Exception | None,
-    ) -> tuple[PayloadLayout, torch.Tensor]:
-        """Act on what all ranks decided: raise, or exchange the rows of a new layout; returns layout and rows."""
-        said = self.decision
-        if said is None:
-            return layout, slots
-        if said.problem:
-            self._world.raise_if_any_failed(problem)
-        if said.parted:
-            place = mini_batch.epoch, mini_batch.position
-            self._world.require_equal("epoch and position of a step's mini-batch", place)
-            check_first(mini_batch, self._world)
-        if said.ends:
-            check_end(said.ends, mini_batch, self._world)
-        if not said.new:
-            return layout, slots
+    def _exchange(self, layout: PayloadLayout, seen: PayloadLayout, shards: int) -> tuple[PayloadLayout, torch.Tensor]:
+        """Agree on a layout with room for what every rank has `seen`, and exchange its rows; returns both."""
         layout = agreed(self._world.gather(seen), layout)
-        shape, dtype = (len(mini_batch.sizes), sum(self._slots.widths(layout))), self.gradients.slot_dtype
+        shape, dtype = (shards, sum(self._slots.widths(layout))), self.gradients.slot_dtype
         slots = torch.full(shape, IDENTITY, dtype=dtype, device=self._world.device)
         self._slots.fill(slots, self._records, layout)
         return layout, self._slots.sum_now(slots, self._world)
@@ -421,29 +434,17 @@ class Fold:
         norm = self.gradients.norm_if_due(iteration, thinned=self._word_in_tail)
         return norm if norm is None or self._loss_scale is None else norm / self._loss_scale
 
-    def leaving(self, shards: int, why: Exception, send_no_gather: Callable[[Exception], None]) -> Callable[[], None]:
-        """A collective that tells the peers, who fold or leave too, that this rank does not fold; also after `release`.
+    def leaving(self, shards: int, *, gathers: bool) -> Callable[[], None]:
+        """What of a pass has not begun, as a collective that adds a problem alone, also after `release`.
 
         Args:
             shards: of the mini-batch.
-            why: raised there, or CallMismatch where all leave and ran synced layers in different orders before.
-            send_no_gather: reports to ranks that gather that this one does not.
+            gathers: as in `open`, for the next pass.
         """
-        layout = self._layout
-        if layout is not None:
-            send_nothing = self.gradients.leaving(self._tail(layout, shards), self._slots.sums(layout))
-
-        def tell() -> None:
-            self._world.block_collectives(None)
-            try:
-                for channel in self.sync_channels:
-                    channel.send_control(ENDS_LOOP)
-            except RuntimeError as error:
-                raise error if isinstance(error, CallMismatch) else why from None  # the other ranks know
-            send_no_gather(why)
-            if layout is not None:
-                word = word_tensor((1, *[0] * (CONTROL_LENGTH - 1 + self.gradients.planned)), torch.int32).clone()
-                send_nothing(PROBLEM if self._word_in_tail else None, None if self._word_in_tail else word)
-            self._world.raise_if_any_failed(why)
-
-        return tell
+        layout, length = self._layout, CONTROL_LENGTH + self.gradients.planned
+        send = None if layout is None else self.gradients.leaving(self._tail(layout, shards), self._slots.sums(layout))
+        if self.control is None:
+            return nothing if send is None else partial(send, PROBLEM, nullcontext())
+        if self.opened_by is None:
+            self.control.begin(has_flags=not gathers and not self.sync_channels)
+        return partial(self.control.end, length, None if send is None else partial(send, None))

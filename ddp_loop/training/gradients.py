@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, compress, repeat
 from operator import attrgetter, methodcaller, ne
@@ -276,27 +277,28 @@ class Gradients:
                 self.unplanned.finish_shards()
         return list(chain.from_iterable(map(_GIVEN, self.buckets)))
 
-    def leaving(self, tail: int, others: Sequence[FlatAllReduce]) -> Callable[[int | None, torch.Tensor | None], None]:
+    def leaving(
+        self, tail: int, others: Sequence[FlatAllReduce]
+    ) -> Callable[[int | None, AbstractContextManager[object]], None]:
         """The pass's sums that have not begun, and `others`, as a collective that adds nothing, also after `release`.
 
         Returns:
-            To be called with the place in the tail, of length `tail`, where this rank adds 1, or with a tensor that is
-            summed after all buckets have begun; the other is None.
+            To be called with the place in the tail, of length `tail`, where this rank adds 1, or None, and with what is
+            entered after all buckets have begun, and left after their sums.
         """
         if tail != self._tail or not self.buckets:
             self.plan(tail)
         sums, first = [*(bucket.summing for bucket in self.buckets), *others], self._next
         with_tail, length = self.buckets[-1].summing, self.buckets[-1].length
 
-        def send(mark: int | None, beside: torch.Tensor | None) -> None:
+        def send(mark: int | None, beside: AbstractContextManager[object]) -> None:
             for summing in sums[first:]:
                 rows = summing.empty_rows()  # assigned gradients stay as they are
                 if mark is not None and summing is with_tail:
                     rows[0][length + mark] = 1
                 summing.start(rows)
-            work = None if beside is None else self._world.start_sum(beside)
-            finish_all(sums, self._world)
-            self._world.finish(work)
+            with beside:
+                finish_all(sums, self._world)
 
         return send
 

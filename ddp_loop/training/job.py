@@ -34,9 +34,10 @@ from ddp_loop.distributed import (
     under_all_names,
 )
 from ddp_loop.training.buffers import BufferReduction
+from ddp_loop.training.control import FoldEvents
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.nonfinite import NonFiniteGuard
-from ddp_loop.training.payload import FoldEvents, StepResult
+from ddp_loop.training.payload import StepResult
 from ddp_loop.training.validation import check_state, check_synced, check_trainable
 
 _values, _version = methodcaller("values"), attrgetter("_version")

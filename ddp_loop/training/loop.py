@@ -12,11 +12,12 @@ from ddp_loop.distributed import FrozenParameters, ReplicaCheck, Stopped
 from ddp_loop.reporting import Receivers
 from ddp_loop.tracing import current_trace_request
 from ddp_loop.training.buffers import BufferReduction
+from ddp_loop.training.control import NO_REQUEST, ControlRequest
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.gather import BatchGather
 from ddp_loop.training.job import Job, ReductionSettings, WeightlessStepCheck
 from ddp_loop.training.nonfinite import NonFiniteGuard, OnNonFinite
-from ddp_loop.training.payload import NO_REQUEST, ControlRequest, StepResult
+from ddp_loop.training.payload import StepResult
 from ddp_loop.training.profiled import open_steps
 from ddp_loop.training.recorder import Reporting, RunRecorder, open_trace
 from ddp_loop.training.state_check import NonFiniteStateCheck

@@ -43,6 +43,20 @@ def use_moments(
     return rows > _FEW_BYTES and rows * _SHARE > sum(parameter.nbytes for parameter in parameters)
 
 
+def moment_sums(
+    statistics: BatchNormStatistics,
+    world: World,
+    order: ReductionOrder,
+    shards: int,
+    parameters: Iterable[Parameter],
+    dtype: torch.dtype,
+) -> MomentSums | None:
+    """The sums of moments, or None where statistics travel in rows. Args as for `use_moments` and `MomentSums`."""
+    if not use_moments(statistics, shards, parameters, dtype):
+        return None
+    return MomentSums(statistics, world, order, shards, dtype)
+
+
 class MomentSums:
     """The moments of a step's shards: those of this rank added up, its pieces sent, the sum applied.
 

@@ -248,6 +248,7 @@ class RunRecorder:
             if stops or ends or saves or is_due:
                 self._save()
             elif is_last_of_epoch and self.holds:
+                self._world.require_collectives_allowed()
                 # A resumed run repeats what the script does before the next step.
                 with self._world.in_stage("save"):
                     self._held = self.checkpointer.hold(where.state_dict())
@@ -285,6 +286,7 @@ class RunRecorder:
         position = self._where.state_dict()
         if self.checkpointer is None or position["iteration"] == self._saved:
             return
+        self._world.require_collectives_allowed()  # a word that was not read yet may end the step with an error
         with self._world.in_stage("save"):
             self._saved = position["iteration"]
             self._flush_all()

@@ -9,13 +9,15 @@ from typing import Any, Protocol
 
 import torch
 
+from ddp_loop.batch_norm import ENDS_LOOP, CallMismatch
 from ddp_loop.data import Batches, LoadedBatch, MiniBatch, check_end
 from ddp_loop.determinism import Leaf, seed_shard
 from ddp_loop.distributed import PeerFailed, World
 from ddp_loop.tracing import Tracer
+from ddp_loop.training.control import FoldEvents
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.gather import BatchGather, HeldOutputs, check_outputs
-from ddp_loop.training.payload import FoldEvents, ShardRecord, StepResult, as_metric, loss_factor
+from ddp_loop.training.payload import ShardRecord, StepResult, as_metric, loss_factor
 from ddp_loop.training.validation import (
     RESERVED_NAMES,
     Reduction,
@@ -30,6 +32,19 @@ from ddp_loop.training.validation import (
 
 class _LeftLoop(RuntimeError):
     """This rank makes no further step."""
+
+
+def _end_channels(fold: Fold, why: Exception) -> None:
+    """Tell the synced layers of all ranks that this one leaves, and `why`. Every rank must call this or `end_pass`.
+
+    Raises:
+        CallMismatch: all leave, and ran synced layers in different orders before.
+    """
+    try:
+        for channel in fold.sync_channels:
+            channel.send_control(ENDS_LOOP)
+    except RuntimeError as error:
+        raise error if isinstance(error, CallMismatch) else why from None  # the other ranks know
 
 
 class StepEvents(FoldEvents, Protocol):
@@ -151,7 +166,7 @@ class Step:
                 f"Only the newest step of a loop can be iterated and folded. Step {self.iteration} is over, and a pass "
                 "of another one is open. Use the step that the loop gave last."
             )
-        self._fold.open(self)
+        self._fold.open(self, gathers=self._gathering.is_used)
         if self._gathering.is_used:
             self._gathering.open()
         if self._tracer is not None:
@@ -337,18 +352,24 @@ class Step:
         Where all ranks leave together, nothing happens; those that fold instead raise PeerFailed. The message is
         deferred, since the loop may be left by an exception, which comes first.
         """
-        if self.is_broken or self._world.is_left:
+        control = self._fold.control
+        if self.is_broken or (control is not None and control.has_raised) or self._world.is_left:
             return False
-        shards = len(self._loaded.mini_batch.sizes)
-        tell = self._fold.leaving(shards, _LeftLoop(why), self._gathering.send_no_gather)
+        fold, world, send_no_gather = self._fold, self._world, self._gathering.send_no_gather
+        send_nothing = fold.leaving(len(self._loaded.mini_batch.sizes), gathers=self._gathering.is_used)
         if not self.is_open and self._gathering.is_used:
             self._gathering.open()  # the next pass has sent no word yet
 
-        def tell_quietly() -> None:
+        def tell() -> None:
+            world.block_collectives(None)
+            error = _LeftLoop(why)
             with suppress(_LeftLoop, PeerFailed):
-                tell()
+                _end_channels(fold, error)
+                send_no_gather(error)
+                send_nothing()
+                world.raise_if_any_failed(error)
 
-        self._world.defer(tell_quietly)
+        world.defer(tell)
         return True
 
     def require_folded(self) -> None:

@@ -72,6 +72,11 @@ class UnplannedGradients:
             self.buckets.append(bucket)
         self.names = self.names.union(map(self._names.__getitem__, found))
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a left-out parameter may still get a gradient, as all ranks know alike."""
+        return bool(self._awaited)
+
     def foreign(self) -> list[Parameter]:
         """The left-out parameters that have a gradient and no bucket."""
         found = [parameter for parameter in self._awaited if parameter.grad is not None]

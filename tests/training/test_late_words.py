@@ -1,0 +1,352 @@
+"""On a GPU the host waits for no other rank's fold: the control word is read late, and what it guarantees stays.
+
+The ranks' sums of gradients hold up no host here, as with NCCL (`tests.support.launched_sums`), so a fold that returns
+while another rank is held before its own did not wait for that rank's word.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop.determinism import digest
+from tests.support.comparing import is_same
+from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS, device_mode_of
+from tests.support.harness import OnRanks
+from tests.support.launched_sums import NOTHING_S, Sign, launched
+from tests.support.refusals import ALL, Refused, loop_over, loss_of, network
+from tests.support.runs import checkpoints_of
+
+pytestmark = pytest.mark.both_modes
+
+STEPS = 6
+AGREES = 1  # the step in which the ranks agree on what travels; all wait there
+HELD = 3  # the step in which something happens on rank 1
+QUIET: dict[str, Any] = {"run_dir": None, "check_replicas_every": 0, "on_nonfinite": "allow", "count": 6 * STEPS}
+
+
+@pytest.fixture
+def signs(tmp_path: Path) -> list[str]:
+    """Names of pipes."""
+    names = [str(tmp_path / f"sign {number}") for number in range(3)]
+    for name in names:
+        os.mkfifo(name)
+    return names
+
+
+def opened(signs: list[str], ending: ExitStack) -> Iterator[Sign]:
+    return (ending.enter_context(closing(Sign(name))) for name in signs)
+
+
+# -- what the host waits for ---------------------------------------------------------------------------------
+
+
+def hold_rank_1_before_its_folds(signs: list[str]) -> list[int]:
+    """The steps in which rank 0's fold returned before rank 1 began its own."""
+    with dl.join_world(timeout_s=20) as world, launched(world) as device, ExitStack() as ending:
+        has_folded, _, _ = opened(signs, ending)
+        model, ahead, waits = network(), list[int](), True
+        for step in loop_over(world, "", model, **QUIET):
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            if world.rank == 1 and step.iteration > AGREES and waits:
+                waits = has_folded.came()
+                ahead += [step.iteration] * waits
+            step.fold()
+            if world.rank == 0 and step.iteration > AGREES:
+                has_folded.give()
+            device.synchronize()
+        return ahead
+
+
+@pytest.mark.covers("J13")
+@pytest.mark.one_mode(ASYNCHRONOUS, "on the CPU the word rides in the sum of the gradients")
+def test_a_fold_returns_though_another_rank_has_not_come_to_it(signs: list[str], on_ranks: OnRanks) -> None:
+    assert on_ranks(2, hold_rank_1_before_its_folds, signs)[1] == list(range(AGREES + 1, STEPS + 1))
+
+
+def hold_rank_1_before_one_fold(signs: list[str]) -> list[bool]:
+    """Whether rank 0, while rank 1 was held, returned from that fold, came to its next backward, and got past it."""
+    with dl.join_world(timeout_s=20) as world, launched(world) as device, ExitStack() as ending:
+        has_folded, is_before, is_past = opened(signs, ending)
+        model, seen = network(), list[bool]()
+        for step in loop_over(world, "", model, **QUIET):
+            for rows in step:
+                loss = loss_of(model, rows)
+                if world.rank == 0 and step.iteration == HELD + 1:
+                    is_before.give()
+                step.backward(loss)
+            if world.rank == 0 and step.iteration == HELD + 1:
+                is_past.give()
+            if world.rank == 1 and step.iteration == HELD:
+                seen = [has_folded.came(), is_before.came(), is_past.came(NOTHING_S)]
+            step.fold()
+            if world.rank == 0 and step.iteration == HELD:
+                has_folded.give()
+            else:
+                device.synchronize()
+        return [*seen, is_past.came()] if world.rank == 1 else []
+
+
+@pytest.mark.covers("J13")
+@pytest.mark.one_mode(ASYNCHRONOUS, "on the CPU the word rides in the sum of the gradients")
+def test_a_rank_is_never_more_than_one_fold_ahead(signs: list[str], on_ranks: OnRanks) -> None:
+    assert on_ranks(2, hold_rank_1_before_one_fold, signs)[1] == [True, True, False, True]
+
+
+def has_control() -> bool:
+    with dl.join_world() as world:
+        return loop_over(world, "", network(), run_dir=None).fold.control is not None
+
+
+def test_only_asynchronous_devices_exchange_words_beside_the_sums(late: bool, on_ranks: OnRanks) -> None:
+    assert on_ranks(2, has_control) == [late] * 2
+
+
+# -- errors that are found after the flag --------------------------------------------------------------------
+
+FOUND = {
+    "writes a parameter": "must stay as they are from a step's first shard to its fold",
+    "takes a gradient away": "Gradients of a step's shards must stay as they are",
+    "raises": "the script's own error",
+}
+PLACES = ("the next step", "a collective", "an evaluation", "a checkpoint", "the end of the script")
+
+
+def err_after_the_last_backward(model: nn.Module, how: str) -> None:
+    if how == "writes a parameter":
+        with torch.no_grad():
+            next(model.parameters()).add_(1.0)
+    elif how == "takes a gradient away":
+        model.zero_grad()
+    else:
+        raise KeyError("the script's own error")
+
+
+def go_wrong(world: dl.World, folder: str, how: str, place: str, signs: list[str]) -> None:
+    with ExitStack() as ending:
+        late = world.accelerator.is_asynchronous
+        has_folded, _, _ = opened(signs, ending)
+        device = ending.enter_context(launched(world)) if late else None
+        last = place == "the end of the script"
+        options = {**QUIET, "run_dir": folder, "count": 6 * (HELD if last else STEPS), "save_every": 100}
+        if place == "a checkpoint":
+            options["save_every"] = HELD
+        model = network()
+        for step in loop_over(world, "", model, **options):
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            if world.rank == 1 and step.iteration == HELD:
+                if late and not has_folded.came():
+                    raise AssertionError("rank 0 waited for the word of this pass")
+                err_after_the_last_backward(model, how)
+            step.fold()
+            if step.iteration == HELD:
+                has_folded.give()
+                if place == "a collective":
+                    world.sum(torch.ones(1))
+                elif place == "an evaluation":
+                    dl.evaluate(model, loop_batches(world), loss=loss_of)
+            elif device is not None:
+                device.synchronize()
+
+
+def loop_batches(world: dl.World) -> dl.Batches:
+    return dl.Batches(torch.ones(4, 4, dtype=torch.float64), 4, world)
+
+
+@pytest.mark.covers("J13", "D10")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("how", FOUND)
+def test_an_error_after_the_flag_ends_all_ranks_wherever_they_are(
+    how: str, place: str, signs: list[str], tmp_path: Path, refused: Refused
+) -> None:
+    kind = "KeyError" if how == "raises" else "RuntimeError"
+    results = refused(2, go_wrong, how, place, signs, kind=kind, said=FOUND[how], by=1)
+    stage = "backward" if how == "raises" else "fold"
+    assert f"rank 1 failed in {stage} of step {HELD}" in results[0].text, results[0].text
+    assert checkpoints_of(tmp_path / "run") == []  # none of a step with an error
+
+
+def part(world: dl.World, folder: str, signs: list[str]) -> None:
+    """Rank 1 takes the mini-batch after the one that the other rank takes."""
+    with ExitStack() as ending:
+        late = world.accelerator.is_asynchronous
+        has_folded, _, _ = opened(signs, ending)
+        if late:
+            ending.enter_context(launched(world))
+        model = network()
+        fold = dl.Fold({"model": model}, dict(model.named_parameters(prefix="model")), world, shards=2)
+        batches = dl.Batches(torch.ones(36, 4, dtype=torch.float64), 6, world)
+        for iteration, loaded in enumerate(batches.epoch(1), 1):
+            if world.rank == 1 and iteration == HELD:
+                continue
+            mini_batch = loaded.mini_batch
+            fold.open()
+            for number, shard in enumerate(mini_batch.shards):
+                with fold.shard(shard) as record:
+                    loss = loss_of(model, loaded.data(number))
+                    record.losses.append(loss.detach())
+                    fold.backward(record, loss, shard.samples / mini_batch.samples, last=True)
+            if late and world.rank == 1 and iteration == HELD + 1 and not has_folded.came():
+                raise AssertionError("rank 0 waited for the word of this pass")
+            fold.close(mini_batch, iteration)
+            if iteration == HELD:
+                has_folded.give()
+
+
+@pytest.mark.covers("J13", "D10")
+def test_ranks_at_different_mini_batches_get_an_error(signs: list[str], refused: Refused) -> None:
+    refused(2, part, signs, kind="ValueError", said="epoch and position of a step's mini-batch", by=ALL)
+
+
+# -- what the update depends on is waited for ------------------------------------------------------------------
+
+
+MISSING = "a parameter without a gradient"
+
+
+class Varying(nn.Module):
+    """Does something new in a forward where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.rest = nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)
+        self.other = nn.Linear(4, 1)
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+        self.double()
+
+    def forward(self, rows: torch.Tensor, news: str) -> torch.Tensor:
+        hidden = self.norm(self.linear(rows))
+        if news == "a second call":
+            hidden = self.norm(hidden)
+        if news == "a buffer":
+            self.largest: torch.Tensor = torch.maximum(self.largest, rows.max())
+        found: torch.Tensor = self.rest(hidden)
+        return found if news == MISSING else found + self.other(rows)
+
+
+NEWS = ("a second call", "a buffer", "a weight", "a metric", MISSING, "an unfrozen parameter")
+
+
+def meet_news(news: str, on: list[int], signs: list[str], launches: bool) -> tuple[list[torch.Tensor | None], bool]:
+    """The gradients after a step in which some ranks have news, with parameters and buffers at the end; and whether,
+    on a device that launches its sums, rank 0's fold returned before rank 1 began its own."""
+    with dl.join_world(seed=1, timeout_s=20) as world, ExitStack() as ending:
+        has_folded, _, _ = opened(signs, ending)
+        device = ending.enter_context(launched(world)) if launches else None
+        torch.manual_seed(5)
+        model, returned, gradients = Varying(), False, list[torch.Tensor | None]()
+        model.other.requires_grad_(news != "an unfrozen parameter")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in loop_over(world, "", model, optimizer, **QUIET):
+            is_new = step.iteration == HELD and world.rank in on
+            model.other.requires_grad_(news != "an unfrozen parameter" or step.iteration >= HELD)
+            for rows in step:
+                loss = (model(rows, news if is_new else "") - rows.sum(1, keepdim=True)).square().mean()
+                metrics = {"extra": loss.detach()} if is_new and news == "a metric" else {}
+                step.backward(loss, weight=2.5 if is_new and news == "a weight" else None, **metrics)
+            if world.rank == 1 and step.iteration == HELD and device is not None:
+                returned = has_folded.came(NOTHING_S)
+            step.fold()
+            if step.iteration == HELD:
+                has_folded.give()
+            if device is not None:
+                device.synchronize()
+            if step.iteration == HELD:
+                gradients = [None if one.grad is None else one.grad.clone() for one in model.parameters()]
+            optimizer.step()
+        return [*gradients, *(one.detach().clone() for one in model.state_dict().values())], returned
+
+
+BY = [
+    *((news, [rank]) for news in ("a second call", "a buffer", "a weight", MISSING) for rank in (0, 1)),
+    *((news, [0, 1]) for news in NEWS),
+]
+
+
+@pytest.mark.covers("J13")
+@pytest.mark.one_mode(ASYNCHRONOUS, "compares with the other mode")
+@pytest.mark.parametrize(("news", "on"), BY)
+def test_news_of_one_rank_is_in_the_same_update(news: str, on: list[int], signs: list[str], on_ranks: OnRanks) -> None:
+    late = on_ranks(2, meet_news, news, on, signs, False)
+    with device_mode_of(SYNCHRONOUS):
+        known = on_ranks(2, meet_news, news, on, signs, False)
+    for (found, _), (wanted, _) in zip(late, known, strict=True):
+        assert [one is None for one in found] == [one is None for one in wanted]
+        assert is_same(*([one for one in each if one is not None] for each in (found, wanted)))
+
+
+@pytest.mark.covers("J13")
+@pytest.mark.one_mode(ASYNCHRONOUS, "on the CPU every fold waits")
+@pytest.mark.parametrize(("news", "on"), BY)
+def test_a_fold_waits_for_what_its_update_depends_on(
+    news: str, on: list[int], signs: list[str], on_ranks: OnRanks
+) -> None:
+    returned = on_ranks(2, meet_news, news, on, signs, True)[1][1]
+    # A rank that has all gradients itself need not know which ones the other rank has.
+    assert returned == (news == MISSING and 0 not in on)
+
+
+def change_a_buffer_late(world: dl.World, folder: str) -> None:
+    torch.manual_seed(5)
+    model = Varying()
+    for step in loop_over(world, folder, model, count=36):
+        for rows in step:
+            step.backward(model(rows, "").mean())
+            if world.rank == 1 and step.iteration == HELD:
+                model.largest += 1.0
+        step.fold()
+
+
+@pytest.mark.covers("J13")
+@pytest.mark.one_mode(ASYNCHRONOUS, "on the CPU it is known in the fold")
+def test_a_buffer_that_one_rank_changes_first_after_its_last_backward_is_an_error(refused: Refused) -> None:
+    refused(2, change_a_buffer_late, kind="RuntimeError", said="for the first time: .*largest", by=1)
+
+
+# -- requests ----------------------------------------------------------------------------------------------
+
+
+def stop_at(place: str, folder: str) -> tuple[list[int], str]:
+    """The steps that were made, and the digest of the parameters; resumes where the folder has a checkpoint."""
+    made = []
+    with dl.join_world(seed=1) as world:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with suppress(dl.Stopped):
+            loop = loop_over(world, folder, model, optimizer, count=36, check_replicas_every=0)
+            for step in loop:
+                asks = world.rank == 1 and step.iteration == HELD
+                for rows in step:
+                    if asks and place == "in a shard":
+                        loop.stop()
+                    step.backward(loss_of(model, rows))
+                if asks and place == "after the last backward":
+                    loop.stop()
+                step.fold()
+                if asks and place == "after the fold":
+                    loop.stop()
+                optimizer.step()
+                made.append(step.iteration)
+        return made, digest(torch.cat([one.detach().flatten() for one in model.parameters()]))
+
+
+@pytest.mark.covers("J13", "E5")
+@pytest.mark.parametrize("place", ["in a shard", "after the last backward", "after the fold"])
+def test_a_stop_comes_at_the_same_step_on_all_ranks(place: str, late: bool, tmp_path: Path, on_ranks: OnRanks) -> None:
+    last = HELD if place == "in a shard" or (place == "after the last backward" and not late) else HELD + 1
+    stopped = on_ranks(2, stop_at, place, str(tmp_path / "run"))
+    assert [made for made, _ in stopped] == [list(range(1, last + 1))] * 2
+    resumed = on_ranks(2, stop_at, "never", str(tmp_path / "run"))
+    whole = on_ranks(2, stop_at, "never", str(tmp_path / "other"))
+    assert [made for made, _ in resumed] == [list(range(last + 1, STEPS + 1))] * 2
+    assert len({said for _, said in (*resumed, *whole)}) == 1
