@@ -78,7 +78,7 @@ def measure_tensors(world: dl.World, data: Any, tensors: tuple[torch.Tensor, ...
     ours = epochs_of(dl.Batches(data, MINI_BATCH, world))
     default, by_sampler = DataLoader(rows, MINI_BATCH, shuffle=True), DataLoader(rows, sampler=whole, batch_size=None)
     return {
-        "ours / default DataLoader": compare(ours, passes_of(default), pairs=40, steps=1),
+        "ours / default DataLoader": compare(ours, passes_of(default), pairs=40, steps=3),
         "ours / by a batch sampler": compare(ours, passes_of(by_sampler), pairs=60, steps=3),
         "ours / bare copy": compare(ours, copies_of(tensors), pairs=60, steps=3),
     }

@@ -1,10 +1,9 @@
 """The order of the samples, their division into shards over the ranks, and the readers."""
 
 from ddp_loop.data.batches import Batches, LoadedBatch, check_end, check_first
-from ddp_loop.data.placement import tensors_in
+from ddp_loop.data.placement import EncodedTensors, tensors_in
 from ddp_loop.data.position import LoopPosition
 from ddp_loop.data.read_ahead import ReadAhead
-from ddp_loop.data.readers import EncodedTensors
 from ddp_loop.data.shards import MiniBatch, Shard, split_range, split_sizes
 from ddp_loop.data.transforms import Draws
 

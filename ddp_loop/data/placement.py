@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,19 @@ import torch
 from ddp_loop.accelerators import accelerator_of
 
 Places = Any  # a torch.device, or a tuple or dict of Places
+
+
+@dataclass(frozen=True)
+class EncodedTensors:
+    """Tensors with one row per sample in a compact form, which a shard keeps until it is on its device.
+
+    Attributes:
+        tensors: one, or a tuple or dict of them.
+        decode: makes a shard's data from its rows of the tensors, sample by sample.
+    """
+
+    tensors: Any
+    decode: Callable[[Any], Any]
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:

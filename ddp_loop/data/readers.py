@@ -21,6 +21,7 @@ from ddp_loop.accelerators import Accelerator, accelerator_of
 from ddp_loop.data import fingerprints, messages
 from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.placement import (
+    EncodedTensors,
     Places,
     at_places,
     devices_in,
@@ -57,19 +58,6 @@ class Request:
     epoch: int
     start: int
     indices: torch.Tensor | range
-
-
-@dataclass(frozen=True)
-class EncodedTensors:
-    """Tensors with one row per sample in a compact form, which a shard keeps until it is on its device.
-
-    Attributes:
-        tensors: one, or a tuple or dict of them.
-        decode: makes a shard's data from its rows of the tensors, sample by sample.
-    """
-
-    tensors: Any
-    decode: Callable[[Any], Any]
 
 
 # -- tensors -----------------------------------------------------------------------------------------------
@@ -176,7 +164,7 @@ class TensorReader:
         parts = self._parts if type(self._parts) is tuple and all(stay) and len(self._homes) == 1 else ()
         if self._pins is not None and any(accelerator_of(home).is_host for home in self._homes):
             parts = ()
-        self._tensors = parts if all(isinstance(part, torch.Tensor) for part in parts) else ()
+        self._tensors = parts if all(isinstance(part, torch.Tensor) and _is_plain(part) for part in parts) else ()
 
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the tensors."""
@@ -188,8 +176,8 @@ class TensorReader:
         return rows if self._decode is None else self._decode(rows)
 
     def _rows(self, indices: torch.Tensor | range) -> Any:
-        if self._tensors and (isinstance(indices, range) or indices.device == self.place):
-            return tuple([_rows(tensor, indices) for tensor in self._tensors])  # the usual case, in half the time
+        if self._tensors and isinstance(indices, torch.Tensor) and indices.device == self.place:
+            return tuple([tensor.index_select(0, indices) for tensor in self._tensors])  # the usual case
         at = {home: _on(home, indices) for home in self._homes}
         taken = map_tensors(lambda tensor: self._pinned(_rows(tensor, at[tensor.device])), self._parts)
         return taken if self._elsewhere is None else to_devices(taken, self._elsewhere)
@@ -214,8 +202,11 @@ def _rows(tensor: torch.Tensor, at: torch.Tensor | range) -> torch.Tensor:
         if tensor.is_contiguous():
             return tensor[at.start : at.stop].clone(memory_format=torch.contiguous_format)
         at = torch.arange(at.start, at.stop, device=tensor.device)
-    plain = tensor.is_contiguous() and tensor.dtype not in (torch.uint16, torch.uint32, torch.uint64)
-    return tensor.index_select(0, at) if plain else tensor[at]
+    return tensor.index_select(0, at) if _is_plain(tensor) else tensor[at]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.dtype not in (torch.uint16, torch.uint32, torch.uint64)
 
 
 # -- data sets ---------------------------------------------------------------------------------------------

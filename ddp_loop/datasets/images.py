@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from ddp_loop.accelerators import accelerator_of
 from ddp_loop.data import Draws, EncodedTensors
 
 
@@ -107,11 +106,8 @@ class LabelledImages:
 
 def _as_floats(rows: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     images, labels = rows
-    floats = images.float()
-    if accelerator_of(images.device).is_host:
-        return floats.div_(255.0), labels
     # A GPU divides by a number as it multiplies by its inverse, which differs in the last bit.
-    return floats.div_(torch.full((), 255.0, device=images.device)), labels
+    return images.float().div_(torch.full((), 255.0, device=images.device)), labels
 
 
 def cut_by_class(
