@@ -297,7 +297,7 @@ class Fold:
             problem, is_new = came_late(layout, seen), False
         slots = self._pack(layout, len(given), shards, fill=problem is None and not is_new)
         word = control_word(mini_batch, problem=problem is not None, new=is_new, asked=asked)
-        waits = problem is not None or not all(given) or mini_batch.ends_stream
+        waits = self.control is not None and (problem is not None or not all(given) or mini_batch.ends_stream)
         said, given_anywhere = self._send(word_tensor((*word, *given), self._word_dtype), mini_batch, waits=waits)
         if said.is_error:
             act_on(said, mini_batch, problem, self._world)
