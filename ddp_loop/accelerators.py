@@ -1,8 +1,8 @@
 """Accelerators: what a device is and can do, one class for each kind. A new kind of device is one new class here.
 
 [Note: Asynchronous] A GPU computes while the host continues, so reading a value makes the host wait for it. Values of
-an asynchronous device are therefore copied to the host and read one step later, and what the ranks must read in each
-step travels over the CPU instead of in the step's own sum. `KINDS` lets tests run this way on a CPU.
+an asynchronous device are therefore copied to the host and read one step later, and what the ranks decide together
+travels over the CPU instead of in the step's own sum. `KINDS` lets tests run this way on a CPU.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ class PhaseClock:
         self._whole = 0  # the number of marks up to the end of the last whole step
         self._measures = self._annotates = False
         self._phase: str | None = None
+        self._waiting = FOLD  # the phase in which a wait began
         self._outside = OTHER  # the phase between a step's own parts
         self._range: AbstractContextManager[Any] | None = None
         self._hooks: list[Any] = []
@@ -104,7 +105,11 @@ class PhaseClock:
 
     def wait(self) -> float:
         """The time, read by a fold as a wait for other ranks begins and as it ends; a cut at both."""
-        self.cut(FOLD if self._phase == COMMUNICATION else COMMUNICATION)
+        if self._phase == COMMUNICATION:
+            self.cut(self._waiting)
+        else:
+            self._waiting = self._phase or FOLD
+            self.cut(COMMUNICATION)
         return time.perf_counter()
 
     def _add_up(self) -> None:

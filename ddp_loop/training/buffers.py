@@ -219,8 +219,9 @@ class Buffers:
         return taken
 
     def changed(self) -> set[str]:
-        """The names of the buffers that a shard has changed so far; without a wait for a GPU."""
-        return {buffer.name for buffer in self.found.values() if buffer.late and buffer.changed}
+        """The names of the buffers that a shard has changed so far, as far as torch counts writes."""
+        found = self.found.values()
+        return {one.name for one in found if (one.changed if one.late else one.tensor._version != one.version)}
 
     def _finds_silent(self, buffer: Buffer) -> bool:
         """Whether a comparison on a GPU, where one is due, finds a buffer written silently."""

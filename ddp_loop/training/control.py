@@ -251,6 +251,7 @@ class ControlExchange:
                 self.has_raised = True
                 self._world.block_collectives(None)
                 act_on(said, mini_batch, None, self._world)
+                self.has_raised = False
 
     def _finish(self) -> list[int]:
         if self._word is None:

@@ -299,8 +299,9 @@ class Fold:
             problem, is_new = came_late(layout, seen), False
         slots = self._pack(layout, len(given), shards, fill=problem is None and not is_new)
         asks = control_word(mini_batch, problem=problem is not None, new=is_new, asked=asked)
-        word, waits = word_tensor((*asks, *given), self._word_dtype), not all(given) or mini_batch.ends_stream
-        said, given_anywhere = self._send(layout, word, mini_batch, waits=waits or problem is not None)
+        word = word_tensor((*asks, *given), self._word_dtype)
+        waits = self.control is not None and (problem is not None or not all(given) or mini_batch.ends_stream)
+        said, given_anywhere = self._send(layout, word, mini_batch, waits=waits)
         if said.is_error:
             act_on(said, mini_batch, problem, self._world)
         if said.new:

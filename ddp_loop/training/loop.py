@@ -195,7 +195,8 @@ class Loop:
     def stop(self) -> None:
         """Ask all ranks to end the script, with a checkpoint, after the current step. One rank may call this.
 
-        After `fold` it takes effect in the next fold, evaluation or end of a loop. To leave the loop alone, `break`.
+        After `fold` (on a GPU: the last `backward`) it takes effect in the next fold, evaluation or end of a loop.
+        To leave the loop alone, `break`.
         """
         self.world.stops.ask("loop.stop()")
 

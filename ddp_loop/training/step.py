@@ -333,7 +333,7 @@ class Step:
                 later.
             ReplicaMismatch: the ranks' parameters, buffers or optimizer states differ; on every rank, on a GPU one
                 step later.
-            PeerFailed: another rank has such a problem, or failed.
+            PeerFailed: another rank has such a problem, or failed; on a GPU perhaps in this rank's next backward.
         """
         return self._close()
 

@@ -89,13 +89,14 @@ def test_marks_are_added_up_from_time_to_time(clock: PhaseClock, monkeypatch: py
     assert spent(clock) == {DATA: 100.0, FORWARD: 100.0, FOLD: 100.0}
 
 
-def test_a_wait_is_cut_where_it_begins_and_where_it_ends(clock: PhaseClock) -> None:
+@pytest.mark.parametrize("phase", [BACKWARD, FOLD])
+def test_a_wait_is_cut_where_it_begins_and_where_it_ends(phase: str, clock: PhaseClock) -> None:
     clock.start()
-    clock.cut(FOLD)
+    clock.cut(phase)
     assert clock.wait() <= clock.wait()
     clock.end_step()
     clock.stop()
-    assert spent(clock) == {DATA: 1.0, FOLD: 2.0, COMMUNICATION: 1.0}
+    assert spent(clock) == {DATA: 1.0, phase: 2.0, COMMUNICATION: 1.0}
 
 
 @pytest.mark.parametrize(("keywords", "can_fuse"), [({}, True), ({"fused": True}, False)])

@@ -20,9 +20,10 @@ import ddp_loop as dl
 from ddp_loop.determinism import digest
 from tests.support.comparing import is_same
 from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS, device_mode_of
-from tests.support.harness import OnRanks
+from tests.support.exchanges import on_machines
+from tests.support.harness import OnRanks, caught
 from tests.support.launched_sums import NOTHING_S, Sign, launched
-from tests.support.refusals import ALL, Refused, loop_over, loss_of, network
+from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 from tests.support.runs import checkpoints_of
 
 pytestmark = pytest.mark.both_modes
@@ -131,7 +132,7 @@ def err_after_the_last_backward(model: nn.Module, how: str) -> None:
         raise KeyError("the script's own error")
 
 
-def go_wrong(world: dl.World, folder: str, how: str, place: str, signs: list[str]) -> None:
+def go_wrong(world: dl.World, folder: str | None, how: str, place: str, signs: list[str]) -> None:
     with ExitStack() as ending:
         late = world.accelerator.is_asynchronous
         has_folded, _, _ = opened(signs, ending)
@@ -174,6 +175,17 @@ def test_an_error_after_the_flag_ends_all_ranks_wherever_they_are(
     stage = "backward" if how == "raises" else "fold"
     assert f"rank 1 failed in {stage} of step {HELD}" in results[0].text, results[0].text
     assert checkpoints_of(tmp_path / "run") == []  # none of a step with an error
+
+
+def go_on_after_an_error(signs: list[str], place: str) -> tuple[str, float]:
+    with dl.join_world(timeout_s=20) as world:
+        kind, _, _ = caught(go_wrong, world, None, "writes a parameter", place, signs)
+        return kind, world.sum(torch.ones(())).item()
+
+
+@pytest.mark.parametrize("place", ["the next step", "a collective"])
+def test_the_world_can_be_used_after_such_an_error(place: str, signs: list[str], on_ranks: OnRanks) -> None:
+    assert on_ranks(2, go_on_after_an_error, signs, place) == [("PeerFailed", 2.0), ("RuntimeError", 2.0)]
 
 
 def part(world: dl.World, folder: str, signs: list[str]) -> None:
@@ -267,6 +279,8 @@ def meet_news(news: str, on: list[int], signs: list[str], launches: bool) -> tup
         return [*gradients, *(one.detach().clone() for one in model.state_dict().values())], returned
 
 
+NEWS_OF = ("", "", "a second call", MISSING, "", "a buffer", MISSING, "")  # by step and rank, one after the other
+IN_ORDER: dict[str, Any] = {"bucket_cap_mib": 1e-4, "check_replicas_every": 3, "ordered": True}
 BY = [
     *((news, [rank]) for news in ("a second call", "a buffer", "a weight", MISSING) for rank in (0, 1)),
     *((news, [0, 1]) for news in NEWS),
@@ -313,6 +327,37 @@ def test_a_buffer_that_one_rank_changes_first_after_its_last_backward_is_an_erro
     refused(2, change_a_buffer_late, kind="RuntimeError", said="for the first time: .*largest", by=1)
 
 
+def train_over(machines: tuple[int, ...], exchange: str) -> str:
+    """The digest of a training in which ranks 1 and 2 have news and lack gradients in turn, in small buckets."""
+    with on_machines(*machines), dl.join_world(seed=1, exchange=exchange, timeout_s=20) as world:
+        torch.manual_seed(5)
+        model, gradients = Varying(), list[torch.Tensor]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = dl.Batches(samples(160), 10, world, shards=5, shuffle=False)
+        loop = dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False, **IN_ORDER)
+        for step in loop:
+            for rows in step:
+                news = (
+                    NEWS_OF[(step.iteration * world.size + world.rank) % len(NEWS_OF)] if world.rank in (1, 2) else ""
+                )
+                step.backward((model(rows, news) - rows.sum(1, keepdim=True)).square().mean())
+            step.fold()
+            gradients += [one.grad.flatten() for one in model.parameters() if one.grad is not None]
+            gradients = [torch.cat(gradients)]
+            optimizer.step()
+        return digest(torch.cat([*gradients, *(one.double().flatten() for one in model.state_dict().values())]))
+
+
+@pytest.mark.covers("J13")
+@pytest.mark.one_mode(ASYNCHRONOUS, "compares with the other mode")
+@pytest.mark.parametrize("machines", [(4,), (2, 2), (1, 2, 1)])
+def test_words_are_read_in_one_order_over_every_exchange(machines: tuple[int, ...], on_ranks: OnRanks) -> None:
+    late = on_ranks(4, train_over, machines, "memory")
+    with device_mode_of(SYNCHRONOUS):
+        known = on_ranks(4, train_over, (), "gloo")
+    assert len({*late, *known}) == 1
+
+
 # -- requests ----------------------------------------------------------------------------------------------
 
 
@@ -341,6 +386,7 @@ def stop_at(place: str, folder: str) -> tuple[list[int], str]:
 
 
 @pytest.mark.covers("J13", "E5")
+@pytest.mark.quick_in_both_modes
 @pytest.mark.parametrize("place", ["in a shard", "after the last backward", "after the fold"])
 def test_a_stop_comes_at_the_same_step_on_all_ranks(place: str, late: bool, tmp_path: Path, on_ranks: OnRanks) -> None:
     last = HELD if place == "in a shard" or (place == "after the last backward" and not late) else HELD + 1
