@@ -147,7 +147,8 @@ def measure(
         for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
             handed.clear()
             for rows, is_first in step:
-                step.backward(model(rows, bool(is_first[0])), metric=rows.sum(1))
+                loss = model(rows.requires_grad_(synced), bool(is_first[0]))  # a layer's input, so backward sends too
+                step.backward(loss, metric=rows.detach().sum(1))
             step.fold()
             sums = list(map(sum, handed))  # before the loop ends
         pieces = len(max(handed, key=sum))  # of the largest sum, that of the gradients

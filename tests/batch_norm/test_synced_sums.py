@@ -17,7 +17,6 @@ from tests.support.harness import OnRanks
 
 pytestmark = [pytest.mark.covers("D5", "J13"), pytest.mark.both_modes, pytest.mark.both_exchanges]
 
-ONE_ROW = {"target": "ddp_loop.batch_norm.synced._MOST_ROWS", "new": 1}
 CASES = [
     Case((4, 0, 3)),
     Case((1, 2, 0), kind="1d", places=()),
@@ -27,8 +26,13 @@ CASES = [
 ]
 
 
+def most_rows(number: int) -> Any:
+    """Have messages of more ranks than this one row."""
+    return mock.patch("ddp_loop.batch_norm.synced._MOST_ROWS", number)
+
+
 def train_with_one_row(cases: list[Case]) -> list[Trained]:
-    with mock.patch(**ONE_ROW):
+    with most_rows(1):
         return train_on_ranks(cases)
 
 
@@ -43,9 +47,8 @@ def test_a_mean_a_thousand_deviations_from_0_keeps_nine_digits(on_ranks: OnRanks
     assert_equal([one for one, in on_ranks(3, train_with_one_row, [case])], case, 1e-8)  # fmt: skip
 
 
-def bytes_of_a_layer(most_rows: int) -> int:
-    patched = mock.patch("ddp_loop.batch_norm.synced._MOST_ROWS", most_rows)
-    with patched, dl.join_world() as world, counted(world) as handed:
+def bytes_of_a_layer(rows: int) -> int:
+    with most_rows(rows), dl.join_world() as world, counted(world) as handed:
         layer = sync_batch_norm(nn.BatchNorm1d(100), world)
         handed.clear()
         layer(torch.randn(4, 100, requires_grad=True)).sum().backward()
@@ -59,7 +62,7 @@ def test_its_bytes_do_not_grow_with_the_ranks(on_ranks: OnRanks) -> None:
 
 
 def call_differently(how: str) -> str:
-    with mock.patch(**ONE_ROW):
+    with most_rows(1):
         try:
             with dl.join_world() as world:
                 first, second = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
