@@ -4,7 +4,7 @@
 
 "pooled": running statistics of the whole mini-batch, pooled once a step: as rows of all shards, as moments, and as the
 rule chooses. "time": a step with moments over one with rows, interleaved A B B A. "synced": batch norm synced in every
-forward, with one shard per rank; its messages are those of a layer's forward and backward.
+forward, with one shard per rank: a row for each rank, and one row to which all add.
 
 The network has ResNet-50's batch-norm layers and one parameter in place of its convolutions, so a step is quick and its
 sums are ResNet-50's. Bytes are counted where the collectives begin, in the second step, when all ranks know the layout.
@@ -31,6 +31,7 @@ PARAMETERS = 25_557_032  # of ResNet-50
 SHARDS = (2, 8, 64, 1024)
 SYNCED = (2, 3, 4)  # ranks
 TIME_S = 5.0  # for a row
+WAYS = (False, True)  # as rows, as moments
 STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # a block's width, and the number of blocks
 
 
@@ -133,7 +134,7 @@ def measure(
 
     Args:
         shards: S; None for one per rank.
-        moments: whether statistics travel as moments; None as the rule chooses.
+        moments: whether statistics travel as moments; None as the rules choose.
         synced: whether the layers are synced.
         exchange: between the ranks.
     """
@@ -146,7 +147,8 @@ def measure(
         for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
             handed.clear()
             for rows, is_first in step:
-                step.backward(model(rows, bool(is_first[0])), metric=rows.sum(1))
+                loss = model(rows.requires_grad_(synced), bool(is_first[0]))  # a layer's input, so backward sends too
+                step.backward(loss, metric=rows.detach().sum(1))
             step.fold()
             sums = list(map(sum, handed))  # before the loop ends
         pieces = len(max(handed, key=sum))  # of the largest sum, that of the gradients
@@ -156,10 +158,11 @@ def measure(
 
 @contextmanager
 def travelling(*, moments: bool | None) -> Iterator[None]:
-    """Have statistics travel as moments or as rows in loops that begin inside; None: as the rule chooses."""
+    """Have statistics travel as moments or as rows in what begins inside; None: as the rules choose."""
     with ExitStack() as ending:
         if moments is not None:
             ending.enter_context(mock.patch("ddp_loop.training.moments.use_moments", return_value=moments))
+            ending.enter_context(mock.patch("ddp_loop.batch_norm.synced._MOST_ROWS", 0 if moments else 10**9))
         yield
 
 
@@ -205,18 +208,19 @@ def in_words(payload: Payload) -> tuple[str, str]:
 def report_pooled(ranks: int, exchange: str | None) -> None:
     def rows() -> Iterator[tuple[str, ...]]:
         for shards in SHARDS:
-            ways = [dl.launch(measure, ranks, shards, moments=one, exchange=exchange)[0] for one in (False, True, None)]
+            ways = [dl.launch(measure, ranks, shards, moments=one, exchange=exchange)[0] for one in (*WAYS, None)]
             yield str(shards), *(word for way in ways for word in in_words(way))
 
     print_table("shards | rows, MB | of gradients | moments, MB | of gradients | chosen, MB | of gradients", rows(), 0)
 
 
 def report_synced(ranks: int, exchange: str | None) -> None:
-    print_table(
-        "ranks | synced, MB | of gradients",
-        ((number, *in_words(dl.launch(measure, number, None, synced=True, exchange=exchange)[0])) for number in SYNCED),
-        0,
-    )
+    def rows() -> Iterator[tuple[str, ...]]:
+        for number in SYNCED:
+            ways = [dl.launch(measure, number, None, synced=True, moments=one, exchange=exchange)[0] for one in WAYS]
+            yield str(number), *(word for way in ways for word in in_words(way))
+
+    print_table("ranks | rows, MB | of gradients | one row, MB | of gradients", rows(), 0)
 
 
 PARTS = {"pooled": report_pooled, "time": report_time, "synced": report_synced}

@@ -97,7 +97,8 @@ class LayerGroup:
         self.sizes = [layer.num_features for layer in layers]
         self.own = [place for place, layer in enumerate(layers) if isinstance(layer, CustomNorm)]
         self.channels = sum(self.sizes)
-        self.width = len(layers) + 3 * self.channels + len(self.own)
+        self._columns = [len(layers), *3 * [self.channels], len(self.own)]  # of a row
+        self.width = sum(self._columns)
         self.moments_width = len(layers) + 2 * self.channels + 2 * len(self.own)
         self._layers = layers
         sizes = torch.tensor(self.sizes, device="cpu")
@@ -115,16 +116,12 @@ class LayerGroup:
             rows: (S, width): counts, means, the rounding errors of the means, variances as torch keeps them (times
                 m / (m - 1)), and the momenta of the user's norm layers; zeros for a shard that did not call a layer.
         """
-        layer_counts, means, rests, variances, momenta = self._split(rows)
+        layer_counts, means, rests, variances, momenta = rows.double().split(self._columns, dim=1)
         counts = layer_counts.index_select(1, self._owner)
         # Merge the biased variances, then correct the bias.
         biased = variances * ((counts - 1).clamp_(min=0) / counts.clamp(min=1))
         mean, variance = pool_statistics(counts, means + rests, biased)
         return PooledStatistics(_sum_of_rows(layer_counts), mean, variance, momenta.amax(0))
-
-    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pieces = [len(self.sizes), *3 * [self.channels], len(self.own)]
-        return torch.split_with_sizes(rows.double(), pieces, dim=1)
 
     def moments(self, rows: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         """The moments of some shards, to be added up, (K, moments_width). See [Note: Moments].
@@ -133,7 +130,7 @@ class LayerGroup:
             rows: as for `pooled`, (K, width).
             shift: about which, (C,), float64.
         """
-        counts, means, rests, variances, momenta = self._split(rows)
+        counts, means, rests, variances, momenta = rows.double().split(self._columns, dim=1)
         values = counts.index_select(1, self._owner)
         off = (means - shift).add_(rests)
         first = values * off

@@ -2,9 +2,9 @@
 
 [Note: Slots] Each shard has one row. Its rank fills it in, and all others leave it at -0.0, so the sum over ranks
 copies it exactly. Each rank merges the rows in shard order. A row is `weight, loss, metrics |
-batch-norm statistics | other buffers`. A rank knows the columns only from its own shards, and without samples it knows
-none. So the ranks exchange what they have at the first fold, and again only when the sum itself says that a rank has
-something new.
+batch-norm statistics | other buffers`; statistics of many shards travel as `moments` instead. A rank knows the columns
+only from its own shards, and without samples it knows none. So the ranks exchange what they have at the first fold, and
+again only when the sum itself says that a rank has something new.
 """
 
 from __future__ import annotations

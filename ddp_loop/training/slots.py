@@ -1,6 +1,7 @@
 """The rows of a step's shards: filled by each rank, brought together by the step's sum, merged in shard order.
 
-See [Note: Slots] in `payload`: a row is `weight, loss, metrics | batch-norm statistics | other buffers`.
+See [Note: Slots] in `payload`: a row is `weight, loss, metrics | batch-norm statistics | other buffers`. Statistics of
+many shards are `moments` instead.
 """
 
 from __future__ import annotations

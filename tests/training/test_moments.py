@@ -351,7 +351,8 @@ def depart(how: str) -> str:
                         raise ValueError("a fault")
                     break
                 take(step, model)
-            return f"sum {float(world.sum(torch.ones(())))}"
+            # A rank that left alone makes no collective of its own.
+            return f"sum {float(world.sum(torch.ones(())))}" if how == "all leave" else "It left the loop."
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -363,7 +364,7 @@ def depart(how: str) -> str:
 )
 def test_a_rank_that_fails_or_leaves_ends_the_others_too(how: str, said: str, on_ranks: OnRanks) -> None:
     found = on_ranks(3, depart, how)
-    assert all(said in one for one in found), found
+    assert [one for one in found if said not in one] == []
 
 
 def skip_a_step() -> list[dict[str, torch.Tensor]]:
