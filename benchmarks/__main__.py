@@ -55,7 +55,7 @@ TOPICS = {
     "mutants": Topic(mutants.report),
     "accuracy": Topic(accuracy.report, accuracy.SETTINGS),
 }
-ASKED_FOR = ("versions", "mutants", "accuracy")
+ASKED_FOR = ("versions", "mutants", "accuracy", "scaling")
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
         "topic",
         nargs="?",
         choices=TOPICS,
-        help=f"by default all but {', '.join(ASKED_FOR)}, which take an hour or more",
+        help=f"by default all but {', '.join(ASKED_FOR)}, which take long or need root",
     )
     parser.add_argument(
         "parts",
