@@ -2,10 +2,9 @@
 
     python -m benchmarks scaling [PART ...]
 
-"counts": collectives, bytes and rounds of a step, by torchrun's ranks on 2, 3, 4 and 8 hosts, and on 2 with
-2 ranks each. "links": the time of a
-step on two hosts over links of several delays and rates, beside what the model below expects. "clusters": the model
-for 8, 64 and 1,024 GPUs, which measures nothing.
+"counts": collectives, bytes and rounds of a step, by torchrun's ranks on 2, 3, 4 and 8 hosts, and on 2 with 2 ranks
+each. "links": the time of a step on two hosts over links of several delays and rates, beside what `step_model` expects.
+"clusters": the model for 8, 64 and 1,024 GPUs, which measures nothing.
 
 A host is a network namespace; packets go through `benchmarks.switch`. Both need root and Linux. What is measured goes
 into docs/benchmarks/scaling.json, and all tables into docs/scaling.md, between their marks.

@@ -29,7 +29,7 @@ import ddp_loop as dl
 from benchmarks.measuring import Step, joined
 from benchmarks.models import mlp
 from benchmarks.step_model import all_reduce_rounds
-from benchmarks.steps import Job, hits, local_step, make, make_data, steps_of
+from benchmarks.steps import Job, hits, make, make_data, steps_of
 from benchmarks.switch import Controls
 from ddp_loop import networks
 from ddp_loop.distributed.gloo import open_sockets
@@ -225,7 +225,6 @@ def calibrate_step(name: str, job: Ready, world: dl.World) -> dict[str, Any]:
         loss.backward()
         forwards.append(middle - began)
         backwards.append(time.perf_counter() - middle)
-    local_step(network, world, data, fused=True)()
     whole, waited = [], []
     dist.barrier()
     for _ in range(20):

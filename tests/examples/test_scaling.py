@@ -16,6 +16,7 @@ from benchmarks.scaling import filled
 from benchmarks.step_model import Compute, Cost, Link, Sum, all_reduce_cost, all_reduce_rounds, step_s
 from benchmarks.switch import Controls, payload_of
 from tests.support.documents import text_of
+from tests.support.paths import ROOT
 
 MIB = 2**20
 
@@ -111,6 +112,23 @@ def test_a_document_without_the_marks_of_a_table_is_refused() -> None:
         filled("a\n", "x", ["new"])
 
 
+def test_what_is_measured_is_stored_and_written_into_the_document(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, document = scaling.stored(), scaling.DOCUMENT.read_text()
+    monkeypatch.setattr(scaling, "FIGURES", tmp_path / "figures.json")
+    monkeypatch.setattr(scaling, "DOCUMENT", tmp_path / "document.md")
+    monkeypatch.setattr(
+        scaling,
+        "measured",
+        lambda part, hosts, ranks=1: known["links"] if part == "links" else known["counts"][f"{hosts} x {ranks}"],
+    )
+    scaling.DOCUMENT.write_text(document.replace("32-wide", "other"))
+    scaling.report([])
+    assert (scaling.stored(), scaling.DOCUMENT.read_text()) == (known, document)
+    assert "| 32-wide MLP |" in capsys.readouterr().out
+
+
 def test_without_namespaces_what_is_measured_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +218,31 @@ def test_hosts_are_removed_after_a_failure() -> None:
         pytest.skip(f"no network namespaces can be made here: {no}")
     assert names
     assert not any(name in namespaces_of_this_machine() for name in names)
+
+
+WAIT = """
+import time
+from benchmarks.hosts import NoHosts, namespaces
+try:
+    with namespaces(1) as names:
+        print(names[0], flush=True)
+        time.sleep(60)
+except NoHosts as no:
+    print(no)
+"""
+
+
+@pytest.mark.slow
+def test_hosts_are_removed_after_sigterm() -> None:
+    with subprocess.Popen([sys.executable, "-c", WAIT], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        process.terminate()
+    if " " in name:
+        pytest.skip(f"no network namespaces can be made here: {name}")
+    assert process.returncode == 143
+    assert name.startswith(f"ddp-{process.pid}-")
+    assert name not in namespaces_of_this_machine()
 
 
 def test_what_a_host_sends_is_added_up_apart_for_the_store(tmp_path: Path) -> None:
