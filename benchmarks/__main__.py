@@ -60,7 +60,7 @@ TOPICS = {
     "mutants": Topic(mutants.report),
     "accuracy": Topic(accuracy.report, accuracy.SETTINGS),
 }
-ASKED_FOR = ("gpu", "versions", "mutants", "accuracy")
+ASKED_FOR = ("gpu", "versions", "mutants", "accuracy", "scaling")
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def main() -> None:
         "topic",
         nargs="?",
         choices=TOPICS,
-        help=f"by default all but {', '.join(ASKED_FOR)}, which have a file of their own or take an hour",
+        help=f"by default all but {', '.join(ASKED_FOR)}, which take long, need root or have a file of their own",
     )
     parser.add_argument(
         "parts",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from benchmarks.switch import MTU, Controls
 
@@ -53,6 +55,7 @@ def namespaces(number: int) -> Iterator[list[str]]:
     if shutil.which("ip") is None or os.geteuid() != 0:
         raise NoHosts("Network namespaces need root and iproute2.")
     names = [f"ddp-{os.getpid()}-{host}" for host in range(number)]
+    usual = signal.signal(signal.SIGTERM, _exit)
     try:
         for name in names:
             ip("netns", "add", name)
@@ -62,6 +65,12 @@ def namespaces(number: int) -> Iterator[list[str]]:
         for name in names:
             with suppress(NoHosts):
                 ip("netns", "del", name)
+        signal.signal(signal.SIGTERM, usual)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    """End by an exception, so that the namespaces are removed."""
+    raise SystemExit(128 + number)
 
 
 def connect(name: str, number: int) -> None:

@@ -141,12 +141,24 @@ def _of_rank_zero(number: int) -> int:
 
 
 def print_table(head: str, rows: Iterable[Iterable[object]], words: int = 1) -> None:
-    """A Markdown table, its first columns words and the others numbers, line by line as they come."""
-    columns = head.split(" | ")
-    print(f"| {head} |\n|{'|'.join(['---'] * words + ['--:'] * (len(columns) - words))}|")
-    for row in rows:
-        print(f"| {' | '.join(map(str, row))} |", flush=True)
+    """Print `table_lines`, line by line as they come."""
+    for line in table_lines(head, rows, words):
+        print(line, flush=True)
     print()
+
+
+def table_lines(head: str, rows: Iterable[Iterable[object]], words: int = 1) -> Iterator[str]:
+    """A Markdown table, its first columns words and the others numbers."""
+    columns = head.split(" | ")
+    yield f"| {head} |"
+    yield f"|{'|'.join(['---'] * words + ['--:'] * (len(columns) - words))}|"
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds in three digits or more."""
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 
 def hardware() -> str:

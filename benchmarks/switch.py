@@ -43,7 +43,7 @@ class Controls:
         with path.open("a+b") as file:
             file.truncate(size)
             self._bytes = mmap.mmap(file.fileno(), size)
-        self._hosts = hosts
+        self.hosts = hosts
 
     def shape(self, delay_s: float, bits_per_s: float) -> None:
         """Set the one-way delay, and the limit of what each host sends; 0 is none."""

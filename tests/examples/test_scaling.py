@@ -10,23 +10,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scaling
+from benchmarks.clusters import FABRICS, control_word_s, nccl_s, statistics_bytes
 from benchmarks.hosts import NoHosts, address, run_all, switched
-from benchmarks.scaling import (
-    FABRICS,
-    Compute,
-    Cost,
-    Link,
-    Sum,
-    all_reduce_cost,
-    all_reduce_rounds,
-    control_word_s,
-    filled,
-    nccl_s,
-    statistics_bytes,
-    step_s,
-)
+from benchmarks.scaling import filled
+from benchmarks.step_model import Compute, Cost, Link, Sum, all_reduce_cost, all_reduce_rounds, step_s
 from benchmarks.switch import Controls, payload_of
 from tests.support.documents import text_of
+from tests.support.paths import ROOT
 
 MIB = 2**20
 
@@ -116,10 +106,27 @@ def test_the_tables_of_the_document_are_those_of_the_figures(mark: str) -> None:
 
 def test_a_document_without_the_marks_of_a_table_is_refused() -> None:
     assert filled("a\n<!-- table: x -->\nold\n<!-- end: x -->\n", "x", ["new"]) == (
-        "a\n<!-- table: x -->\nnew\n\n<!-- end: x -->\n"
+        "a\n<!-- table: x -->\n\nnew\n\n<!-- end: x -->\n"
     )
     with pytest.raises(ValueError, match="x 0 times"):
         filled("a\n", "x", ["new"])
+
+
+def test_what_is_measured_is_stored_and_written_into_the_document(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, document = scaling.stored(), scaling.DOCUMENT.read_text()
+    monkeypatch.setattr(scaling, "FIGURES", tmp_path / "figures.json")
+    monkeypatch.setattr(scaling, "DOCUMENT", tmp_path / "document.md")
+    monkeypatch.setattr(
+        scaling,
+        "measured",
+        lambda part, hosts, ranks=1: known["links"] if part == "links" else known["counts"][f"{hosts} x {ranks}"],
+    )
+    scaling.DOCUMENT.write_text(document.replace("32-wide", "other"))
+    scaling.report([])
+    assert (scaling.stored(), scaling.DOCUMENT.read_text()) == (known, document)
+    assert "| 32-wide MLP |" in capsys.readouterr().out
 
 
 def test_without_namespaces_what_is_measured_is_left_out(
@@ -185,7 +192,7 @@ def namespaces_of_this_machine() -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("delay_s", "bits_per_s", "size", "least_s"),
-    [(0.05, 0.0, 1, 0.1), (0.0, 8e6, 200_000, 0.2)],
+    [(0.05, 0.0, 1, 0.1), (0.0, 4e7, 500_000, 0.1)],
     ids=["delay", "rate"],
 )
 def test_the_switch_delays_limits_and_counts(delay_s: float, bits_per_s: float, size: int, least_s: float) -> None:
@@ -211,6 +218,31 @@ def test_hosts_are_removed_after_a_failure() -> None:
         pytest.skip(f"no network namespaces can be made here: {no}")
     assert names
     assert not any(name in namespaces_of_this_machine() for name in names)
+
+
+WAIT = """
+import time
+from benchmarks.hosts import NoHosts, namespaces
+try:
+    with namespaces(1) as names:
+        print(names[0], flush=True)
+        time.sleep(60)
+except NoHosts as no:
+    print(no)
+"""
+
+
+@pytest.mark.slow
+def test_hosts_are_removed_after_sigterm() -> None:
+    with subprocess.Popen([sys.executable, "-c", WAIT], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        process.terminate()
+    if " " in name:
+        pytest.skip(f"no network namespaces can be made here: {name}")
+    assert process.returncode == 143
+    assert name.startswith(f"ddp-{process.pid}-")
+    assert name not in namespaces_of_this_machine()
 
 
 def test_what_a_host_sends_is_added_up_apart_for_the_store(tmp_path: Path) -> None:
