@@ -126,6 +126,20 @@ def test_a_captured_step_has_the_bits_of_a_plain_one() -> None:
     assert torch.equal(weights_of(plain), weights_of(captured))
 
 
+@pytest.mark.one_mode("asynchronous", "graphs are those of a GPU")
+@pytest.mark.usefixtures("small")
+def test_each_way_of_a_captured_step_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(surface, "compare", lambda one, other, **_: compare(one, other, pairs=2, steps=1))
+    monkeypatch.setattr(surface, "capture_by_hand", lambda step: step)
+    with cpu_graphs():
+        found = surface.measure_capture("cpu")
+    pairs = (surface.PLAIN_PAIR, surface.HAND_PAIR, surface.LOOP_PAIR)
+    assert list(found) == [f"cpu, {points} points: {one} / {other}" for points in (16, 64) for one, other in pairs]
+    assert "is not captured" not in capsys.readouterr().out
+
+
 @pytest.mark.gpu
 def test_captured_steps_have_the_bits_of_the_eager_one_on_a_gpu() -> None:
     gpu = torch.device("cuda", 0)
