@@ -116,7 +116,6 @@ def test_the_gpu_is_measured_at_every_size(capsys: pytest.CaptureFixture[str]) -
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
 
 
-@pytest.mark.one_mode("asynchronous", "graphs are those of a GPU")
 def test_a_captured_step_has_the_bits_of_a_plain_one() -> None:
     with cpu_graphs(), dl.join_world(device="cpu") as world:
         plain, captured = surface.make_job(CPU), surface.make_job(CPU)
@@ -126,7 +125,6 @@ def test_a_captured_step_has_the_bits_of_a_plain_one() -> None:
     assert torch.equal(weights_of(plain), weights_of(captured))
 
 
-@pytest.mark.one_mode("asynchronous", "graphs are those of a GPU")
 @pytest.mark.usefixtures("small")
 def test_each_way_of_a_captured_step_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

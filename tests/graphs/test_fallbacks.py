@@ -22,6 +22,7 @@ from tests.support.graphs import cpu_graphs
 from tests.support.harness import OnRanks
 
 pytestmark = [
+    pytest.mark.both_modes,
     pytest.mark.one_mode("asynchronous", "graphs are those of a GPU"),
     pytest.mark.covers("J12"),
 ]
@@ -315,12 +316,15 @@ def synced_on_ranks() -> str | None:
         return dl.capture(lambda rows: job.model(rows).mean(), world, state=job.state).reason
 
 
-def test_what_several_ranks_must_do_together_is_not_captured(on_ranks: OnRanks) -> None:
+def test_an_update_on_several_ranks_is_not_captured(on_ranks: OnRanks) -> None:
     reason = (
         "It updates parameters, and 2 ranks must do that together. Return the loss, and call step.backward, step.fold "
         "and optimizer.step outside of it."
     )
     assert on_ranks(2, update_on_ranks) == [(reason, 0)] * 2
+
+
+def test_synced_batch_norm_on_several_ranks_is_not_captured(on_ranks: OnRanks) -> None:
     said = "Synced batch norm communicates in the forward. Leave sync_batch_norm out to capture it."
     assert on_ranks(2, synced_on_ranks) == [said] * 2
 
