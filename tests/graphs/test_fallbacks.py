@@ -262,6 +262,17 @@ def test_other_shapes_run_eagerly_and_three_of_them_are_reported_once(capsys: py
     assert capsys.readouterr().out.count(said) == 1
 
 
+def test_inputs_of_ever_new_shapes_end_the_attempts(capsys: pytest.CaptureFixture[str]) -> None:
+    with dl.join_world(device="cpu", seed=0) as world:
+        job = Job()
+        call = dl.capture(lambda rows: job.model(rows).mean(), world, state=job.state)
+        for rows in range(2, 70):
+            call(torch.ones(rows, 6)).backward()
+    assert call.reason == "Its inputs came in 64 shapes, and in none of them 3 times. Pad the inputs."
+    assert (call.replays, call.eager_calls) == (0, 68)
+    assert capsys.readouterr().out.count(call.reason) == 1
+
+
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
