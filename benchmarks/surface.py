@@ -48,7 +48,7 @@ def make_job(device: torch.device) -> Job:
     """The example's network and optimizer, always with the same start weights."""
     torch.manual_seed(0)
     model = networks.surface_network().to(device)
-    return model, torch.optim.Adam(model.parameters(), lr=0.08, fused=True, capturable=device.type == "cuda")
+    return model, torch.optim.Adam(model.parameters(), lr=0.08, fused=True, capturable=True)
 
 
 def our_step(world: dl.World, side: int | None = None, *, captured: bool = False) -> Step:
@@ -223,10 +223,10 @@ def measure_reading() -> dict[str, Ratio]:
         }
 
 
-def measure_capture() -> dict[str, Ratio]:
-    """Eager steps over captured ones, on a GPU."""
+def measure_capture(device: str = "gpu") -> dict[str, Ratio]:
+    """Eager steps over captured ones."""
     found = {}
-    with dl.join_world(device="gpu") as world:
+    with dl.join_world(device=device) as world:
         for side in SIDES:
             plain, by_hand = (resident_step(world.device, side) for _ in range(2))
             steps = {
@@ -239,7 +239,7 @@ def measure_capture() -> dict[str, Ratio]:
             done = {name: completed(step, world.device) for name, step in steps.items()}
             for one, other in (PLAIN_PAIR, HAND_PAIR, LOOP_PAIR):
                 ratio = compare(done[one], done[other], pairs=20, steps=2)
-                found[f"cuda, {side**2:,} points: {one} / {other}"] = ratio
+                found[f"{world.device.type}, {side**2:,} points: {one} / {other}"] = ratio
     return found
 
 

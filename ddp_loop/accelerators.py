@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -310,10 +310,11 @@ class CudaGraphRecorder:
         device: such as cuda:0.
     """
 
+    _failed: ClassVar[list[torch.cuda.CUDAGraph]] = []
+
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._failed: list[torch.cuda.CUDAGraph] = []
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -343,10 +344,15 @@ class CudaGraphRecorder:
         return found, graph.replay
 
     def _recover(self, graph: torch.cuda.CUDAGraph, generator: torch.Generator, fresh: torch.Generator) -> None:
-        """Undo what an invalid capture leaves: torch then ends neither its allocations nor its random numbers."""
-        self._failed.append(graph)  # the allocator may ask it again
+        """Undo what an invalid capture leaves: torch then ends neither its allocations nor its random numbers.
+
+        While torch believes that a capture is under way, to free memory ends the process (pytorch/pytorch#180395).
+        """
+        self._failed.append(graph)  # allocators may still hold its address
         with suppress(RuntimeError, AttributeError):  # a valid capture has ended them
             torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+        with suppress(RuntimeError):
+            graph.reset()
         self._pool = torch.cuda.graph_pool_handle()
         try:
             torch.empty(1, device=self._device).uniform_()

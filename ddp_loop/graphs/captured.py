@@ -20,7 +20,7 @@ from ddp_loop.graphs.state import Fact, JobState, first_difference
 
 _OTHERS_SAID = 3  # other shapes until a line says that they run eagerly
 _UNSETTLED = 10  # changes of the state, without a capture in between, until capturing is given up
-_KINDS_KEPT = 64
+_MOST_SHAPES = 64  # of inputs before one of them has come often enough
 
 
 class CapturedFunction:
@@ -132,16 +132,14 @@ class CapturedFunction:
         self._look_at_state()
         graph = self._recorded.get(kind)
         if graph is None and self.reason is None:
-            if len(self._recorded) < self._most:
-                if len(self._seen) > _KINDS_KEPT:  # ever new shapes
-                    self._seen.clear()
+            if len(self._recorded) == self._most or (kind not in self._seen and len(self._seen) == _MOST_SHAPES):
+                self._note_other(kind)
+            else:
                 self._seen[kind] = seen = self._seen.get(kind, 1) + 1
                 if seen <= self._warm_up:
                     return self._warm(inputs, named, is_last=seen == self._warm_up)
                 if not self._is_awaited():
                     graph = self._record(kind, values, form)
-            else:
-                self._note_other(kind)
         if graph is None or self._is_awaited() or not graph.fits():
             return self._eager(inputs, named)
         self.replays += 1
@@ -169,7 +167,12 @@ class CapturedFunction:
         return any(isinstance(one, RecordedLoss) and one.is_awaited() for one in self._recorded.values())
 
     def _note_other(self, kind: Any) -> None:
-        if len(self._others) < _OTHERS_SAID and kind not in self._others:
+        """Say once that there are other shapes, or give up where nothing but others came."""
+        if not self._recorded:
+            self._give_up(
+                f"Its inputs came in {_MOST_SHAPES} shapes, and in none of them {self._warm_up} times. Pad the inputs."
+            )
+        elif len(self._others) < _OTHERS_SAID and kind not in self._others:
             self._others.add(kind)
             if len(self._others) == _OTHERS_SAID:
                 self._world.say(

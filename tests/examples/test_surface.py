@@ -161,7 +161,6 @@ def test_the_grid_is_divided_among_ranks_with_the_numbers_of_one_process(ranks: 
 
 
 @pytest.mark.covers("I2")
-@pytest.mark.one_mode("asynchronous", "graphs are those of a GPU")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_captured_updates_have_the_bits_of_the_loop(graphs: bool, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--steps", 12, "--side", 20]

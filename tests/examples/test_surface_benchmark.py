@@ -116,7 +116,6 @@ def test_the_gpu_is_measured_at_every_size(capsys: pytest.CaptureFixture[str]) -
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
 
 
-@pytest.mark.one_mode("asynchronous", "graphs are those of a GPU")
 def test_a_captured_step_has_the_bits_of_a_plain_one() -> None:
     with cpu_graphs(), dl.join_world(device="cpu") as world:
         plain, captured = surface.make_job(CPU), surface.make_job(CPU)
@@ -124,6 +123,19 @@ def test_a_captured_step_has_the_bits_of_a_plain_one() -> None:
             for _ in range(6):
                 step()
     assert torch.equal(weights_of(plain), weights_of(captured))
+
+
+@pytest.mark.usefixtures("small")
+def test_each_way_of_a_captured_step_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(surface, "compare", lambda one, other, **_: compare(one, other, pairs=2, steps=1))
+    monkeypatch.setattr(surface, "capture_by_hand", lambda step: step)
+    with cpu_graphs():
+        found = surface.measure_capture("cpu")
+    pairs = (surface.PLAIN_PAIR, surface.HAND_PAIR, surface.LOOP_PAIR)
+    assert list(found) == [f"cpu, {points} points: {one} / {other}" for points in (16, 64) for one, other in pairs]
+    assert "is not captured" not in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from tests.support.graphs import cpu_graphs
 from tests.support.harness import OnRanks
 
 pytestmark = [
+    pytest.mark.both_modes,
     pytest.mark.one_mode("asynchronous", "graphs are those of a GPU"),
     pytest.mark.covers("J12"),
 ]
@@ -261,6 +262,17 @@ def test_other_shapes_run_eagerly_and_three_of_them_are_reported_once(capsys: py
     assert capsys.readouterr().out.count(said) == 1
 
 
+def test_inputs_of_ever_new_shapes_end_the_attempts(capsys: pytest.CaptureFixture[str]) -> None:
+    with dl.join_world(device="cpu", seed=0) as world:
+        job = Job()
+        call = dl.capture(lambda rows: job.model(rows).mean(), world, state=job.state)
+        for rows in range(2, 70):
+            call(torch.ones(rows, 6)).backward()
+    assert call.reason == "Its inputs came in 64 shapes, and in none of them 3 times. Pad the inputs."
+    assert (call.replays, call.eager_calls) == (0, 68)
+    assert capsys.readouterr().out.count(call.reason) == 1
+
+
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
@@ -315,12 +327,15 @@ def synced_on_ranks() -> str | None:
         return dl.capture(lambda rows: job.model(rows).mean(), world, state=job.state).reason
 
 
-def test_what_several_ranks_must_do_together_is_not_captured(on_ranks: OnRanks) -> None:
+def test_an_update_on_several_ranks_is_not_captured(on_ranks: OnRanks) -> None:
     reason = (
         "It updates parameters, and 2 ranks must do that together. Return the loss, and call step.backward, step.fold "
         "and optimizer.step outside of it."
     )
     assert on_ranks(2, update_on_ranks) == [(reason, 0)] * 2
+
+
+def test_synced_batch_norm_on_several_ranks_is_not_captured(on_ranks: OnRanks) -> None:
     said = "Synced batch norm communicates in the forward. Leave sync_batch_norm out to capture it."
     assert on_ranks(2, synced_on_ranks) == [said] * 2
 

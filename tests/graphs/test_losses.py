@@ -21,6 +21,7 @@ from tests.support.graphs import cpu_graphs
 from tests.support.harness import OnRanks
 
 pytestmark = [
+    pytest.mark.both_modes,
     pytest.mark.one_mode("asynchronous", "graphs are those of a GPU"),
     pytest.mark.covers("J12"),
 ]

@@ -20,6 +20,7 @@ from tests.support.comparing import Tensors, is_same
 from tests.support.graphs import cpu_graphs
 
 pytestmark = [
+    pytest.mark.both_modes,
     pytest.mark.one_mode("asynchronous", "graphs are those of a GPU"),
     pytest.mark.covers("J12"),
 ]

@@ -9,6 +9,7 @@ values, raises, as in a capture.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,19 +97,19 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CpuGraphRecorder:
-    """Records graphs of a CPU's work.
+    """Records graphs of a CPU's work. As with a pool of CUDA memory, none comes after all of its graphs are gone."""
 
-    Attributes:
-        recorded: the graphs that were recorded, in all.
-    """
-
-    recorded = 0
+    def __init__(self) -> None:
+        self._graphs: weakref.WeakSet[Replay] = weakref.WeakSet()
+        self._has_recorded = False
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         yield
 
     def record(self, function: Callable[[], Recorded]) -> tuple[Recorded, Callable[[], None]]:
+        if self._has_recorded and not self._graphs:
+            raise RuntimeError("The memory pool has outlived its graphs.")
         drawn, recording = torch.get_rng_state(), Recording()
         try:
             with recording:
@@ -117,8 +118,10 @@ class CpuGraphRecorder:
             with torch.no_grad():
                 recording.undo()
             torch.set_rng_state(drawn)
-        CpuGraphRecorder.recorded += 1
-        return found, Replay(recording.operations)
+        graph = Replay(recording.operations)
+        self._graphs.add(graph)
+        self._has_recorded = True
+        return found, graph
 
 
 class Replay:
