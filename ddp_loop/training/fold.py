@@ -312,8 +312,7 @@ class Fold:
             self._scale(total, layout, mini_batch)
         is_bad = self._check(values[0])
         self._slots.apply(slots, layout, mini_batch.sizes, is_bad)
-        if replans:
-            # Plan now: by the next pass one rank may have unfrozen something.
+        if replans:  # now, since by the next pass one rank may have unfrozen something
             self._layout, self._tails = layout, {}
             self.gradients.release()
             self.gradients.plan(self._tail(layout, shards))
