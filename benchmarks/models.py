@@ -49,3 +49,32 @@ class Transformer(nn.Module):
 
     def forward(self, sequences: torch.Tensor) -> torch.Tensor:
         return self.out(self.encoder(self.into(sequences)).mean(1))  # type: ignore[no-any-return]
+
+
+class _Block(nn.Module):
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.path = nn.Sequential(
+            nn.Conv2d(inputs, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        same = inputs == width and stride == 1
+        self.short = nn.Identity() if same else nn.Conv2d(inputs, width, 1, stride, bias=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return (self.path(images) + self.short(images)).relu()
+
+
+def resnet18() -> nn.Module:
+    """ResNet-18 in its form for CIFAR, 11 million parameters: (N, 3, 32, 32) -> logits (N, 10).
+
+    He, Zhang, Ren, Sun: Deep residual learning for image recognition, 2016. Shortcuts of another width have no norm.
+    """
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+    widths = (64, 64, 128, 128, 256, 256, 512, 512)
+    for number, (inputs, width) in enumerate(zip((64, *widths), widths, strict=False)):
+        layers.append(_Block(inputs, width, 2 if number in (2, 4, 6) else 1))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, CLASSES))

@@ -138,6 +138,42 @@ def accumulate(name: str, exchange: str | None = None) -> dict[str, Ratio]:
         }
 
 
+def plain_step(job: Job, world: dl.World, pieces: int) -> Step:
+    """A plain accumulation over `pieces` of this rank's part of the mini-batch, without communication."""
+    model, optimizer = make(job, world.device)
+    inputs, labels = make_data(job)
+    state = {"order": torch.randperm(SAMPLES), "at": torch.tensor(0)}
+    size = MINI_BATCH // world.size
+
+    def step() -> None:
+        start = int(state["at"]) + world.rank * size
+        state["at"] = (state["at"] + MINI_BATCH) % SAMPLES
+        optimizer.zero_grad()
+        for indices in state["order"][start : start + size].chunk(pieces):
+            loss = cross_entropy(model(inputs.index_select(0, indices)), labels.index_select(0, indices))
+            (loss / pieces).backward()
+        optimizer.step()
+
+    return step
+
+
+def further(name: str, shards: int, exchange: str | None = None) -> dict[str, Ratio]:
+    """Many shards on two ranks against a plain accumulation of the same pieces."""
+    job = JOBS[name]
+    with ExitStack() as ending, joined(exchange) as world:
+        pieces = shards // world.size
+        ours, plain = loop_step(job, world, ending, shards=shards), plain_step(job, world, pieces)
+        again = plain_step(job, world, pieces)
+        steps = max(1, job.steps * 4 // shards)
+        noise = compare(again, plain, pairs=job.pairs // 4, steps=steps, within_s=4)
+        ratio = compare(ours, plain, pairs=job.pairs // 2, steps=steps, within_s=12)
+        each_us = 1e3 * (ratio.one_ms - ratio.other_ms) / pieces
+        return {
+            f"{shards} shards on 2 ranks / plain accumulation, {each_us:.0f} us for each shard": ratio,
+            f"{shards // 2} pieces, plain / plain": noise,
+        }
+
+
 def deterministic(name: str, exchange: str | None = None) -> dict[str, Ratio]:
     """A step in a deterministic block against one outside."""
     job = JOBS[name]
@@ -160,6 +196,11 @@ PARTS: dict[str, Callable[[str | None], Iterator[tuple[str, dict[str, Ratio]]]]]
         (name, dl.launch(fold, ranks, name, ranks, exchange)[0]) for ranks in (2, 3, 4) for name in JOBS
     ),
     "accumulation": lambda exchange: ((name, dl.launch(accumulate, 2, name, exchange)[0]) for name in JOBS),
+    "shards": lambda exchange: (
+        (name, dl.launch(further, 2, name, shards, exchange)[0])
+        for name in ("32-wide MLP", "digit network")
+        for shards in (32, 128)
+    ),
     "deterministic": lambda exchange: ((name, dl.launch(deterministic, 2, name, exchange)[0]) for name in JOBS),
     "synced": lambda exchange: (
         (name, dl.launch(synced, ranks, name, ranks, exchange)[0]) for ranks in (2, 4) for name in ("digit network",)

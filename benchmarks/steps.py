@@ -8,6 +8,8 @@ and accuracy for the log; "tuned" shares its gradients' memory with the buckets,
 loss and accuracy in one, and has a static graph where that is faster. DDP is on the default process group over gloo,
 also where ours has another exchange. DDP against itself shows the noise.
 
+On one rank it is the plain loop over the same samples that ours is compared with.
+
 A row takes about 10 s and a network half a minute; all of them on 2 ranks take 8 minutes at most.
 """
 
@@ -27,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_loop as dl
 from benchmarks.jobs import ddp_tuning
 from benchmarks.measuring import RANKS, Ratio, Step, compare, joined, print_table
-from benchmarks.models import CLASSES, Residual, Transformer, mlp
+from benchmarks.models import CLASSES, Residual, Transformer, mlp, resnet18
 from ddp_loop import networks
 
 MINI_BATCH = 128
@@ -70,6 +72,7 @@ JOBS = {
     "25 M parameters": Job(lambda: mlp(2800, 4, 512), (512,), 40, 1, 0.82, goal_alone=1.4),
     "25 M parameters, batch norm": Job(_normed(2048, 7), (784,), 40, 1, 0.82, goal_alone=1.4),
     "digit network": Job(networks.digit_classifier, (1, 28, 28), 100, 2, 0.98),
+    "ResNet-18": Job(resnet18, (3, 32, 32), 40, 1, 1.0, mini_batch=16),
     "30 batch norms of 256": Job(_normed(256, 30), (784,), 100, 2, 0.90),
     "6-layer transformer": Job(lambda: Transformer(6), (32, 16), 100, 1, 0.95, mini_batch=32),
 }
@@ -192,14 +195,19 @@ def measure(name: str, exchange: str | None = None) -> dict[str, Ratio]:
         def ratio(one: Step, other: Step, within_s: float) -> Ratio:
             return compare(one, other, pairs=job.pairs, steps=job.steps, within_s=within_s)
 
-        ours = our_step(job, world, data, folder, fused=True)
+        ours, local = our_step(job, world, data, folder, fused=True), local_step(job, world, data, fused=True)
+        if world.size == 1:
+            other = local_step(job, world, data, fused=True)
+            return {
+                "ours / plain loop": ratio(ours, local, GOAL_S),
+                "plain loop / plain loop": ratio(other, local, OTHER_S),
+            }
         ddp, again = (ddp_step(job, world, data, tuned=False, fused=True) for _ in range(2))
         static, tuned = (
             ddp_step(job, world, data, tuned=True, static_graph=static, fused=True) for static in (True, False)
         )
         graphs = ratio(static, tuned, GRAPH_S)
         faster = static if world.gather(graphs.median)[0] < 1 else tuned
-        local = local_step(job, world, data, fused=True)
         return {
             "tuned DDP, static graph / tuned DDP": graphs,
             "ours / tuned DDP": ratio(ours, faster, GOAL_S),
