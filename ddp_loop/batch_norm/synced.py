@@ -6,7 +6,7 @@ meet in one sum, and its header tells them apart.
 
 [Note: Rows of a message] A message has a row for each rank. A rank fills its own and puts -0.0 into all others, which
 leaves every bit as it is. So the sum brings the rows together, and each rank merges them in rank order. A row is `the
-rank's place, the number of values per channel, the square of a mark | the layer's values`.
+rank's place, the number of values per channel, room for a square | the layer's values`.
 
 [Note: One row] Rows grow with the ranks. With more than `_MOST_ROWS` ranks a message has one row, to which all add.
 Forward adds the moments n, n mean and n (var + mean^2), in float64: the variance is off by about 1e-16 mean^2, which is
@@ -138,8 +138,10 @@ class SyncChannel:
         message = torch.full((size, self.length), -0.0, dtype=torch.float64, device=self.device)
         own = message[0 if self.adds_up else self._world.rank]
         place = (call * len(self._names) + layer) * _KINDS + kind
-        mark = place % _MARKS
-        own[0], own[1], own[2] = mark if self.adds_up else place, count, mark * mark
+        own[0], own[1] = place, count
+        if self.adds_up:
+            mark = place % _MARKS
+            own[0], own[2] = mark, mark * mark
         wide = sum(len(value) for value in values)
         if wide:
             own[_HEADER : _HEADER + wide].copy_(torch.cat(values))

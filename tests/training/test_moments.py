@@ -17,6 +17,7 @@ from benchmarks.payload import PARAMETERS, Layers, channels_of_resnet50, counted
 from ddp_loop.batch_norm import BatchNormStatistics
 from ddp_loop.training.moments import use_moments
 from tests.support import reference
+from tests.support.exchanges import on_machines
 from tests.support.harness import OnRanks
 
 pytestmark = [pytest.mark.covers("J13", "D4"), pytest.mark.both_modes]
@@ -154,6 +155,17 @@ def train(shards: int, dtype: torch.dtype) -> str:
 def test_many_shards_give_the_same_bits_on_1_to_4_ranks(shards: int, dtype: torch.dtype, on_ranks: OnRanks) -> None:
     found = [on_ranks(ranks, train, shards, dtype) for ranks in (1, 2, 3, 4)]
     assert len({one for results in found for one in results}) == 1
+
+
+def train_on_two_machines(shards: int) -> str:
+    with on_machines(2, 1):
+        return train(shards, torch.float64)
+
+
+@pytest.mark.one_mode("synchronous", "bits are compared between ranks, not between modes")
+def test_the_bits_are_the_same_on_two_machines(on_ranks: OnRanks) -> None:
+    found = on_ranks(3, train_on_two_machines, 100)
+    assert {*found, *on_ranks(1, train, 100, torch.float64)} == {found[0]}
 
 
 def train_to(to: int, folder: str) -> str:
