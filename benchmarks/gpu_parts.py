@@ -164,13 +164,14 @@ class WorldPlan:
 def plan_worlds(gpus: int) -> list[WorldPlan]:
     """The worlds to try on a machine with so many GPUs.
 
-    Two ranks share a GPU only in a world of their own, where they see no other one. NCCL refuses that, so gloo sums.
+    Ranks share a GPU only in a world of their own, where they see no other one. NCCL refuses that, so gloo sums; three
+    ranks take another way to add their pieces up than two.
     """
     if gpus == 0:
         return [WorldPlan("1 rank, rehearsed", 1, 0, nccl=False), WorldPlan("2 ranks, rehearsed", 2, 0, nccl=False)]
     own = [WorldPlan(f"{n} ranks, NCCL", n, n, nccl=True) for n in dict.fromkeys((2, gpus)) if n <= gpus and gpus > 1]
-    shared = WorldPlan("2 ranks on one GPU, gloo", 2, 1, nccl=False)
-    return [WorldPlan("1 rank, NCCL", 1, 1, nccl=True), shared, *own]
+    shared = [WorldPlan(f"{n} ranks on one GPU, gloo", n, 1, nccl=False) for n in (2, 3)]
+    return [WorldPlan("1 rank, NCCL", 1, 1, nccl=True), *shared, *own]
 
 
 @contextmanager

@@ -182,6 +182,12 @@ class TensorReader:
         taken = map_tensors(lambda tensor: self._pinned(_rows(tensor, at[tensor.device])), self._parts)
         return taken if self._elsewhere is None else to_devices(taken, self._elsewhere)
 
+    def on_place(self, indices: torch.Tensor) -> torch.Tensor:
+        """Indices on `place`; the host does not wait for the copy."""
+        if accelerator_of(self.place).is_host:
+            return indices
+        return accelerator_of(self.place).empty_on_host(indices).copy_(indices).to(self.place, non_blocking=True)
+
     def _pinned(self, rows: torch.Tensor) -> torch.Tensor:
         if self._pins is None or not (accelerator_of(rows.device).is_host and rows.is_contiguous()):
             return rows

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ddp_loop.accelerators import is_asynchronous
+from ddp_loop.accelerators import HostCopy, is_asynchronous
 from ddp_loop.determinism import same_bits
 from ddp_loop.distributed import assemble, columns, decode, each_buffer, encode
 from ddp_loop.training.payload import weighted_mean
@@ -168,7 +168,7 @@ class Buffers:
 
     def __init__(self, found: Mapping[str, Buffer], shards: int = 1) -> None:
         self.found, self._shards = dict(found), shards
-        self._doubts: list[tuple[Buffer, torch.Tensor, torch.Tensor]] = []
+        self._doubts: list[tuple[Buffer, torch.Tensor, torch.Tensor, HostCopy]] = []
         self._passes = 0
 
     def open(self) -> None:
@@ -297,9 +297,9 @@ class Buffers:
             values = decode(rows[:, offset : offset + length], buffer.opened.dtype)
             offset += length
             if buffer.policy == "same" and len(full) > 1:
-                doubts = values[full]
+                doubts = _of_shards(values, full)
                 doubts = doubts if keep is None else torch.where(keep, doubts[:1], doubts)
-                self._doubts.append((buffer, doubts, buffer.opened.clone()))
+                self._doubts.append((buffer, doubts, buffer.opened.clone(), HostCopy(_unlike(doubts).any())))
             merged = assemble(_merged(values, buffer, share, full), buffer.opened)
             buffer.restore(merged if keep is None else torch.where(keep, buffer.opened, merged))
             buffer.opened.copy_(buffer.tensor)
@@ -309,16 +309,21 @@ class Buffers:
     def _settle(self) -> None:
         """Raise ValueError if shards changed a buffer of the rule "same" differently."""
         doubts, self._doubts = self._doubts, []
-        for buffer, values, opened in doubts:
-            unlike = (values != values[0]) & ((values == values) | (values[0] == values[0]))  # NaN is like NaN
-            if bool(unlike.any()):
-                raise ValueError(_differs(buffer, values, opened, int(unlike.any(0).nonzero()[0])))
+        for buffer, values, opened, is_unlike in doubts:
+            if bool(is_unlike.wait()):
+                raise ValueError(_differs(buffer, values, opened, int(_unlike(values).any(0).nonzero()[0])))
+
+
+def _unlike(values: torch.Tensor) -> torch.Tensor:
+    """Where shards differ from the first one, (S, K); NaN is like NaN."""
+    return (values != values[0]) & ((values == values) | (values[0] == values[0]))
 
 
 def _merged(values: torch.Tensor, buffer: Buffer, share: torch.Tensor, full: list[int]) -> torch.Tensor:
     """What a buffer's rule makes of the values of the shards that have samples, (S, K) to (K,)."""
     if buffer.policy in ("min", "max"):
-        return values[full].amin(0) if buffer.policy == "min" else values[full].amax(0)  # exact; NaN where one is
+        some = _of_shards(values, full)
+        return some.amin(0) if buffer.policy == "min" else some.amax(0)  # exact; NaN where one is
     return _mean_of(values, buffer, share, full) if buffer.policy == "mean" and len(full) > 1 else values[full[0]]
 
 
@@ -333,7 +338,12 @@ def _mean_of(values: torch.Tensor, buffer: Buffer, share: torch.Tensor, full: li
         opened = decode(encode(buffer.opened, torch.float64).unsqueeze(0), buffer.opened.dtype)
         mean = opened[0] + weighted_mean((values - opened).double(), share).long()
     first = values[full[0]]
-    return torch.where((values[full] == first).all(0), first, mean)
+    return torch.where((_of_shards(values, full) == first).all(0), first, mean)
+
+
+def _of_shards(values: torch.Tensor, numbers: list[int]) -> torch.Tensor:
+    """The rows of these shards; a list as an index would be copied to the device, for which the host waits."""
+    return values if len(numbers) == len(values) else torch.stack([values[number] for number in numbers])
 
 
 def _differs(buffer: Buffer, values: torch.Tensor, opened: torch.Tensor, place: int) -> str:

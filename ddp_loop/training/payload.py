@@ -289,7 +289,7 @@ class StepResult:
     @property
     def weight(self) -> torch.Tensor:
         """What the means are over, sum_s(w_s): by default the samples; shape ()."""
-        return self.values.new_tensor(self.samples) if self.total is None else self.total
+        return self.values.new_full((), self.samples) if self.total is None else self.total
 
     @property
     def metrics(self) -> dict[str, torch.Tensor]:

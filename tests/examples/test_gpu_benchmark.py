@@ -38,9 +38,9 @@ def python(source: str) -> Sequence[str]:
     ("gpus", "worlds"),
     [
         (0, [(1, 0, False), (2, 0, False)]),
-        (1, [(1, 1, True), (2, 1, False)]),
-        (2, [(1, 1, True), (2, 1, False), (2, 2, True)]),
-        (8, [(1, 1, True), (2, 1, False), (2, 2, True), (8, 8, True)]),
+        (1, [(1, 1, True), (2, 1, False), (3, 1, False)]),
+        (2, [(1, 1, True), (2, 1, False), (3, 1, False), (2, 2, True)]),
+        (8, [(1, 1, True), (2, 1, False), (3, 1, False), (2, 2, True), (8, 8, True)]),
     ],
 )
 def test_worlds_follow_from_the_number_of_gpus(gpus: int, worlds: list[tuple[int, int, bool]]) -> None:

@@ -175,7 +175,7 @@ def test_a_parameter_that_is_met_later_is_looked_at(late: bool, on_ranks: OnRank
 @pytest.mark.one_mode(ASYNCHRONOUS, "tests a late error")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_guard_that_waits_for_no_device_says_it_at_the_next_step(device: str) -> None:
-    with dl.join_world(device=device) as world:
+    with dl.join_world(device="gpu" if device == "cuda" else "cpu") as world:
         gradients = dl.Fold({}, {}, world, shards=2).gradients
         scaler = {"scaler": torch.amp.GradScaler(device)}  # so that only losses are looked at
         guard = NonFiniteGuard("raise", lambda epoch, start, count: torch.arange(start, start + count), scaler)

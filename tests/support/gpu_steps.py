@@ -1,0 +1,248 @@
+"""Steps on a simulated GPU, by a script of their own: torch keeps a type of device for the rest of a process.
+
+    python -m tests.support.gpu_steps RANKS
+
+Prints a line of JSON: of each rank for each scenario the places at which a step makes the host wait, and the weights at
+the end on the simulated GPU and on the CPU. With 0 ranks it prints what the simulation makes of PLANTED.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import ddp_loop as dl
+from ddp_loop.accelerators import accelerator_of
+from tests.support.simulated_gpu import simulated_gpu
+
+SAMPLES, WARM_UP, COUNTED = 40, 13, 9  # an epoch has 4 steps, and the checks of a loop's first steps are over
+Scenario = Callable[[dl.World], Generator[nn.Module, None, None]]
+ROWS: list[Any] = []
+
+
+class Memory(nn.Module):
+    """A moving average and a counter, which the fold reduces."""
+
+    average: torch.Tensor
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.average.lerp_(rows.detach().mean(0), 0.1)
+        self.count += 1
+        return rows
+
+
+def network(world: dl.World, *more: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), *more, nn.Tanh(), nn.Linear(16, 4)).to(world.device)
+
+
+def loop_of(
+    world: dl.World,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    shards: int | None = 4,
+    batch_size: int = 10,
+    shuffle: bool = True,
+    transform: Any = None,
+    **options: Any,
+) -> dl.Loop:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(SAMPLES, 8, generator=generator), torch.randint(4, (SAMPLES,), generator=generator)
+    batches = dl.Batches(data, batch_size, world, shards=shards, shuffle=shuffle, transform=transform)
+    state = {"model": model, "optimizer": optimizer}
+    return dl.Loop(batches, 10**6, state=state, progress=False, on_row=ROWS.append, **options)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+
+
+def plain(world: dl.World, model: nn.Module, **options: Any) -> Generator[nn.Module, None, None]:
+    optimizer = options.pop("optimizer", None) or sgd(model)
+    for step in loop_of(world, model, optimizer, **options):
+        for rows, labels in step:
+            logits = model(rows)
+            step.backward(cross_entropy(logits, labels), accuracy=logits.argmax(1) == labels)
+        step.fold()
+        optimizer.step()
+        yield model
+
+
+def adam(world: dl.World) -> Generator[nn.Module, None, None]:
+    model = network(world)
+    yield from plain(world, model, optimizer=torch.optim.Adam(model.parameters(), fused=True))
+
+
+def spectral(world: dl.World) -> Generator[nn.Module, None, None]:
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 16))
+    yield from plain(world, nn.Sequential(layer, nn.Tanh(), nn.Linear(16, 4)).to(world.device))
+
+
+def weights(world: dl.World) -> Generator[nn.Module, None, None]:
+    """A weight and metrics on the device, one on the host, and a result that is read."""
+    model = network(world)
+    optimizer = sgd(model)
+    for step in loop_of(world, model, optimizer):
+        for rows, labels in step:
+            weight = (labels > 0).sum()
+            step.backward(cross_entropy(model(rows), labels), weight=weight, s=dl.Sum(weight), of=labels.float(), v=0.5)
+        result = step.fold()
+        result.weight, result.metrics, result.gradient_norm  # noqa: B018
+        optimizer.step()
+        yield model
+
+
+def several(world: dl.World) -> Generator[nn.Module, None, None]:
+    """Two passes, two losses, of which one is a sum, and a clipped norm."""
+    model = network(world)
+    optimizer = sgd(model)
+    for step in loop_of(world, model, optimizer):
+        for _ in range(2):
+            for rows, labels in step:
+                logits = model(rows)
+                loss = cross_entropy(logits, labels, reduction="sum")
+                step.backward(loss, reduction="sum", more_losses=True)
+                step.backward(logits.square().sum(), reduction="sum")
+            step.fold()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        yield model
+
+
+def gathered(world: dl.World) -> Generator[nn.Module, None, None]:
+    model = network(world)
+    optimizer = sgd(model)
+    for step in loop_of(world, model, optimizer):
+        for rows, labels in step:
+            step.hold(model(rows), labels)
+        logits, labels = step.gather()
+        step.backward(cross_entropy(logits, labels), mean=logits.mean())
+        step.fold()
+        optimizer.step()
+        yield model
+
+
+def synced(world: dl.World) -> Generator[nn.Module, None, None]:
+    model = dl.sync_batch_norm(network(world, nn.BatchNorm1d(16)), world)
+    optimizer = sgd(model)
+    for step in loop_of(world, model, optimizer, shards=None):
+        for rows, labels in step:
+            step.backward(cross_entropy(model(rows), labels), weight=0 if step.iteration == 3 else None)
+        step.fold()
+        optimizer.step()
+        yield model
+
+
+def shifted(data: Any, draws: dl.Draws) -> Any:
+    rows, labels = data
+    return rows + draws.uniform(8) * draws.integers(0, 3, 8), labels
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "one shard a rank": lambda world: plain(world, network(world), shards=None),
+    "4 shards": lambda world: plain(world, network(world)),
+    "4 shards, batch norm": lambda world: plain(world, network(world, nn.BatchNorm1d(16)), batch_size=20),
+    "synced batch norm": synced,
+    "Adam": adam,
+    "spectral norm": spectral,
+    "buffers": lambda world: plain(world, nn.Sequential(Memory(), network(world)).to(world.device)),
+    "buffers, empty shards": lambda world: plain(
+        world, nn.Sequential(Memory(), network(world)).to(world.device), batch_size=38
+    ),
+    "weights on the device": weights,
+    "two passes, two losses": several,
+    "gathered outputs": gathered,
+    "transformed data": lambda world: plain(world, network(world), transform=shifted),
+    "data in order": lambda world: plain(world, network(world), shuffle=False),
+    "skipped steps": lambda world: plain(world, network(world), on_nonfinite="skip"),
+    "every step allowed": lambda world: plain(world, network(world), on_nonfinite="allow"),
+}
+
+
+def run(scenario: Scenario, *, on_gpu: bool) -> tuple[dict[str, int], list[float]]:
+    """The places of the counted steps, and the last weights."""
+    places = Counter[str]()
+
+    def note(file: str, line: int) -> None:
+        places[f"{file}:{line}"] += 1
+
+    with simulated_gpu() if on_gpu else nullcontext(), dl.join_world(device="cpu", seed=0) as world:
+        steps = scenario(world)
+        for _ in range(WARM_UP):
+            next(steps)
+        with accelerator_of(world.device).host_reads(note):
+            for _ in range(COUNTED):
+                model = next(steps)
+        last = nn.utils.parameters_to_vector(model.parameters()).detach().cpu().tolist()
+        steps.close()
+        return dict(places), last
+
+
+def run_all() -> dict[str, Any]:
+    """For each scenario the places, the weights on the simulated GPU and on the CPU; or its error."""
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    for name, scenario in SCENARIOS.items():
+        places, on_gpu = run(scenario, on_gpu=True)
+        _, on_cpu = run(scenario, on_gpu=False)
+        found[name] = places, on_gpu, on_cpu
+    return found
+
+
+PLANTED: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "item": lambda gpu, cpu: gpu[0].item(),
+    "truth": lambda gpu, cpu: bool(gpu.any()),
+    "equal": lambda gpu, cpu: torch.equal(gpu, gpu),
+    "to the host": lambda gpu, cpu: gpu.cpu(),
+    "to the GPU": lambda gpu, cpu: cpu.to(gpu.device),
+    "copied into it": lambda gpu, cpu: gpu.clone().copy_(cpu),
+    "a tensor of numbers": lambda gpu, cpu: torch.tensor([1.0, 2.0], device=gpu.device),
+    "numbers as a tensor": lambda gpu, cpu: torch.as_tensor(1.0, device=gpu.device),
+    "a new tensor": lambda gpu, cpu: gpu.new_tensor(1.0),
+    "by a mask": lambda gpu, cpu: gpu[gpu > 0],
+    "by an index of the host": lambda gpu, cpu: gpu[torch.tensor([0, 1])],
+    "not blocking": lambda gpu, cpu: cpu.to(gpu.device, non_blocking=True),
+    "filled": lambda gpu, cpu: torch.full((), 1.0, device=gpu.device) + gpu.new_full((), 2.0) + 3.0,
+    "by a number": lambda gpu, cpu: gpu[1] + gpu[1:].sum(),
+    "two devices": lambda gpu, cpu: gpu + cpu,
+    "stacked from two devices": lambda gpu, cpu: torch.stack([gpu[0], cpu[0]]),
+}
+
+
+def try_planted() -> dict[str, int | str]:
+    """How often each makes the host wait, or its error."""
+    found: dict[str, int | str] = {}
+    with simulated_gpu() as mode:
+        cpu = torch.ones(2)
+        gpu = cpu.to("simulated")
+        for name, function in PLANTED.items():
+            places: list[str] = []
+            mode.note = lambda file, line, places=places: places.append(f"{file}:{line}")  # type: ignore[misc]
+            try:
+                function(gpu, cpu)
+                found[name] = sum(place.startswith(__file__) for place in places)
+            except RuntimeError as error:
+                found[name] = str(error)
+    return found
+
+
+if __name__ == "__main__":
+    ranks = int(sys.argv[1])
+    print(json.dumps(dl.launch(run_all, ranks) if ranks else try_planted()))
