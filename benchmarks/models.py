@@ -65,7 +65,7 @@ class _Block(nn.Module):
         self.short = nn.Identity() if same else nn.Conv2d(inputs, width, 1, stride, bias=False)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return (self.path(images) + self.short(images)).relu()
+        return (self.path(images) + self.short(images)).relu()  # type: ignore[no-any-return]
 
 
 def resnet18() -> nn.Module:
