@@ -72,7 +72,7 @@ PARTS = {
     "surface": Part(
         "The surface example",
         80,
-        "A step of `examples/surface` on both devices, and an eager step over a captured one.",
+        "A step of `examples/surface` on both devices, and eager steps over captured ones.",
     ),
     "determinism": Part(
         "The cost of determinism",

@@ -205,11 +205,8 @@ class Fold:
         if last and self.control is not None:
             self.waited_s += self.control.flag(self._has_news, self.clock)
         if self.sync_channels:  # also of a factor of 0: ranks communicate in this backward
-            if isinstance(factor, torch.Tensor):
-                weight = factor
-            else:
-                weight = torch.full((), factor, device=loss.device)  # filled: for a copy the host would wait
-                factor = factor or weight
+            weight = factor if isinstance(factor, torch.Tensor) else torch.full((), factor, device=loss.device)
+            factor = factor if isinstance(factor, torch.Tensor) or factor != 0 else weight
             with ExitStack() as ending:
                 for channel in self.sync_channels:
                     ending.enter_context(channel.masking(weight == 0))
