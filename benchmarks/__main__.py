@@ -19,6 +19,7 @@ from benchmarks import (
     exchange,
     faults,
     gpu,
+    job,
     mutants,
     order,
     payload,
@@ -59,8 +60,9 @@ TOPICS = {
     "versions": Topic(versions.report, (), ("ranks", "exchange")),
     "mutants": Topic(mutants.report),
     "accuracy": Topic(accuracy.report, accuracy.SETTINGS),
+    "job": Topic(job.report, job.WAYS),
 }
-ASKED_FOR = ("gpu", "versions", "mutants", "accuracy", "scaling")
+ASKED_FOR = ("gpu", "versions", "mutants", "accuracy", "scaling", "job")
 
 
 def main() -> None:

@@ -56,11 +56,16 @@ class Material:
     test: TensorDataset
 
 
-def make_material(network: str) -> Material:
-    """The digit network with 9,000 and 1,000 drawn digits, or the largest of benchmarks.steps with rows of noise."""
+def make_material(network: str, seed: int = 0) -> Material:
+    """The digit network with 9,000 and 1,000 drawn digits, or the largest of benchmarks.steps with rows of noise.
+
+    Args:
+        network: one of NETWORKS.
+        seed: of the start weights; the digits are the same ones.
+    """
     from ddp_loop import datasets, networks
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     if network == "digits":
         parts = (TensorDataset(*part.tensors) for part in datasets.digits(seed=0).split(0.9))
         return Material(networks.digit_classifier(), *parts)
@@ -71,8 +76,8 @@ def make_material(network: str) -> Material:
     return Material(job.build(), noise, TensorDataset(*noise[:100]))
 
 
-def write_material(network: str, file: Path) -> None:
-    material = make_material(network)
+def write_material(network: str, file: Path, seed: int = 0) -> None:
+    material = make_material(network, seed)
     torch.save((material.model, material.train.tensors, material.test.tensors), file)
 
 
@@ -81,6 +86,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--network", choices=NETWORKS, default="digits")
     parser.add_argument("--material", type=Path, metavar="FILE", help="network and data, from write_material")
+    parser.add_argument("--seed", type=int, default=0, help="of the start weights and the order, in ours and in ddp")
+    parser.add_argument("--channels-last", action="store_true", help="in ours only")
+    parser.add_argument("--bf16", action="store_true", help="in ours only")
     parser.add_argument("--tuned", action="store_true", help="with what DDP can be tuned by, where it is a keyword")
     parser.add_argument("--first-step-only", action="store_true", help="make one step, print the time, and end")
     parser.add_argument("--peak-memory", action="store_true", help="print the most memory that a rank ever took")
@@ -90,7 +98,7 @@ def read_arguments() -> argparse.Namespace:
 def read_material(arguments: argparse.Namespace) -> tuple[nn.Module, TensorDataset, TensorDataset]:
     """The network, training and test data. For a first step only there are data for one step."""
     if arguments.material is None:
-        material = make_material(arguments.network)
+        material = make_material(arguments.network, arguments.seed)
     else:
         model, train, test = torch.load(arguments.material, weights_only=False)
         material = Material(model, TensorDataset(*train), TensorDataset(*test))

@@ -20,11 +20,11 @@ from benchmarks.jobs import MINI_BATCH, MOMENTUM, RATE, read_arguments, read_mat
 class Ddp:
     """The digit network wrapped in DDP, with a sampler for each loader."""
 
-    def __init__(self, model: nn.Module, train: TensorDataset, test: TensorDataset) -> None:
+    def __init__(self, model: nn.Module, train: TensorDataset, test: TensorDataset, seed: int = 0) -> None:
         ranks = dist.get_world_size()
         self.model = DistributedDataParallel(model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM)
-        self.sampler: DistributedSampler[Any] = DistributedSampler(train)
+        self.sampler: DistributedSampler[Any] = DistributedSampler(train, seed=seed)
         test_sampler: DistributedSampler[Any] = DistributedSampler(test, shuffle=False)
         self.train = DataLoader(train, batch_size=MINI_BATCH // ranks, sampler=self.sampler)
         self.test = DataLoader(test, batch_size=1000 // ranks, sampler=test_sampler)
@@ -67,7 +67,7 @@ class Ddp:
 def main() -> None:
     arguments = read_arguments()
     dist.init_process_group("gloo")
-    show(Ddp(*read_material(arguments)), arguments)
+    show(Ddp(*read_material(arguments), arguments.seed), arguments)
     dist.destroy_process_group()
 
 

@@ -58,8 +58,9 @@ class Ours:
 
 def main() -> None:
     arguments = read_arguments()
-    with dl.join_world(device="cpu") as world:
-        show(Ours(world, *read_material(arguments), arguments.epochs), arguments)
+    kernels = {"channels_last": arguments.channels_last, "bf16": arguments.bf16}
+    with dl.join_world(device="cpu", seed=arguments.seed, keep_memory=True) as world:
+        show(Ours(world, *read_material(arguments), arguments.epochs, **kernels), arguments)
 
 
 if __name__ == "__main__":

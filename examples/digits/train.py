@@ -87,7 +87,7 @@ def read_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = read_arguments()
-    with dl.join_world(device=arguments.device, seed=arguments.seed) as world:
+    with dl.join_world(device=arguments.device, seed=arguments.seed, keep_memory=True) as world:
         try:
             with world.rank_zero_first():  # drawn and cached once
                 train, test = read_data(arguments.data)
