@@ -348,9 +348,7 @@ class Batches:
         if self.shuffle and self.length is not None:
             if self._order is None or self._order[0] != epoch:
                 order = permutation(self.seed, epoch - 1, self.length)
-                if isinstance(self._reader, TensorReader):
-                    order = self._reader.on_place(order)
-                self._order = epoch, order
+                self._order = epoch, self._reader.on_place(order) if isinstance(self._reader, TensorReader) else order
             return self._order[1][start : start + number]
         before = 0 if self._has_length else (epoch - 1) * (self.length or 0)
         return range(before + start, before + start + number)
