@@ -108,12 +108,12 @@ def train_in(world: dl.World, folder: str, stop_at: int | None, build: str, **ke
             for step in epoch:
                 made.append(step.iteration)
                 notes["drawn"].append([random.random(), float(np.random.rand()), float(torch.rand(()))])
+                if step.iteration == stop_at and world.rank == world.size - 1:
+                    loop.stop()  # before the last backward, after which a GPU stops one step later
                 for images, classes in step:
                     loss = cross_entropy(model(images).float(), classes)
                     loss.register_hook(scaler.scale)
                     step.backward(loss)
-                if step.iteration == stop_at and world.rank == world.size - 1:
-                    loop.stop()
                 step.fold()
                 scaler.step(optimizer)
                 scaler.update()
