@@ -52,8 +52,8 @@ PARTS = {
         "Worlds",
         70,
         "Networks trained for five steps, against one process on the same device. In float64, with one shard per rank, "
-        "the largest difference of a weight over the largest weight; with four fixed shards the SHA-256 of all weights "
-        "in float32.",
+        "the largest difference of a weight over the largest weight; with four fixed shards, in float32, whether all "
+        "bits are the same.",
     ),
     "steps": Part(
         "The step against DDP",
