@@ -82,6 +82,14 @@ def test_steps_of_all_ways_train_and_all_but_one_communicate(on_ranks: OnRanks) 
     assert same == {way: way != "no communication" for way in WAYS}
 
 
+def test_a_step_of_one_rank_is_compared_with_the_plain_loop(on_ranks: OnRanks) -> None:
+    ((ratios, biases),) = on_ranks(1, measure_tiny_steps)
+    assert ratios.keys() == {"ours / plain loop", "plain loop / plain loop"}
+    torch.manual_seed(0)
+    assert len(biases) == 3
+    assert list(tiny_network().parameters())[-1].tolist() not in biases  # all have trained
+
+
 def samples_taken(mini_batch: int) -> list[int]:
     with joined() as world:
         (numbers,) = steps.mine(world, (torch.arange(steps.SAMPLES),), mini_batch)()
