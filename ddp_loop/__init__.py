@@ -18,6 +18,7 @@ from ddp_loop.distributed import (
 from ddp_loop.early_stopping import EarlyStopping
 from ddp_loop.evaluation import evaluate, predict
 from ddp_loop.graphs import capture
+from ddp_loop.kernels import compile_model, use_bfloat16
 from ddp_loop.recalibration import update_bn
 from ddp_loop.training import Epoch, Fold, Loop, Step, StepResult, Sum
 
@@ -38,6 +39,7 @@ __all__ = [
     "Sum",
     "World",
     "capture",
+    "compile_model",
     "datasets",
     "deterministic",
     "evaluate",
@@ -56,5 +58,6 @@ __all__ = [
     "split_sizes",
     "sync_batch_norm",
     "update_bn",
+    "use_bfloat16",
 ]
 __version__ = "0.1.0"

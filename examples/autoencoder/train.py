@@ -4,6 +4,7 @@ One process:      python train.py
 All your GPUs:    torchrun --nproc_per_node=gpu train.py
 Two CPU ranks:    torchrun --nproc_per_node=2 train.py
 Trained longer:   python train.py --epochs 50 --patience 5
+Faster kernels:   python train.py --precision bf16 --channels-last
 
 Two runs without determinism differ in everything random: initial weights, order, noise, rotations. Their seeds come
 from the system's entropy (the default of `join_world` is seed 0), and on a GPU algorithms may sum in another order each
@@ -55,11 +56,19 @@ def read_images(arguments: argparse.Namespace) -> tuple[torch.Tensor, ...]:
     return tuple(part.images for part in datasets.digits(seed=0, size=arguments.images).split(0.95, 0.025))
 
 
+def precision(world: dl.World, arguments: argparse.Namespace) -> torch.autocast:
+    """The precision of products in a block, as --precision asks."""
+    return torch.autocast(world.device.type, torch.bfloat16, enabled=arguments.precision == "bf16")
+
+
 def train(
     images: torch.Tensor, validation_images: torch.Tensor, world: dl.World, arguments: argparse.Namespace
 ) -> nn.Sequential:
     """Train on noisy pairs of the images; returns the network with the last weights, or with the best ones."""
     model = networks.denoising_autoencoder().to(world.device)
+    if arguments.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    forward = dl.compile_model(model, world) if arguments.compile else model
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments.rate)
     batches = dl.Batches(images, arguments.batch_size, world, transform=datasets.noisy_pairs)
     validation = dl.Batches(validation_images, arguments.batch_size, world, shuffle=False, transform=upright_pairs)
@@ -68,11 +77,14 @@ def train(
     state = {"model": model, "optimizer": optimizer}
     for step in dl.Loop(batches, arguments.epochs, state=state, progress=not arguments.quiet):
         for noisy, clean in step:
-            step.backward(mse_loss(model(noisy), clean))
+            with precision(world, arguments):
+                cleaned = forward(noisy).float()
+            step.backward(mse_loss(cleaned, clean))
         step.fold()
         optimizer.step()
         if patience and step.iteration % arguments.validate_every == 0:
-            loss = dl.evaluate(model, validation, loss=squared_error)["loss"]
+            with precision(world, arguments):
+                loss = dl.evaluate(model, validation, loss=squared_error)["loss"]
             if patience.should_stop(loss):
                 world.print(f"Validation loss {loss:.5f}, not below {patience.best_loss:.5f}: stopped")
                 break
@@ -85,6 +97,8 @@ def run(seed: int | None, arguments: argparse.Namespace) -> Trained:
     """Train and test once, deterministically with the given seed, or not and with a random seed."""
     block = nullcontext() if seed is None else dl.deterministic(seed)
     with block, dl.join_world(device=arguments.device, seed=draw_seed(arguments) if seed is None else seed) as world:
+        if arguments.precision == "bf16" and not dl.use_bfloat16(world):
+            arguments.precision = "fp32"
         with world.rank_zero_first():  # drawn and cached once
             training, validation, test = read_images(arguments)
         world.print(
@@ -96,7 +110,8 @@ def run(seed: int | None, arguments: argparse.Namespace) -> Trained:
 
         def measure(forward: Callable[[nn.Module, Sequence[torch.Tensor]], torch.Tensor]) -> float:
             batches = dl.Batches(test, 250, world, shuffle=False, seed=0, transform=upright_pairs)
-            return dl.evaluate(model, batches, forward=forward, psnr=psnr)["psnr"]
+            with precision(world, arguments):
+                return dl.evaluate(model, batches, forward=forward, psnr=psnr)["psnr"]
 
         trained = Trained(
             noisy_psnr=measure(lambda model, pair: pair[0]),
@@ -172,6 +187,9 @@ def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--patience", type=int, default=0, help="validations without improvement before a stop")
     parser.add_argument("--validate-every", type=int, default=19, help="steps, with --patience; 19 are an epoch")
     parser.add_argument("--result", choices=["best", "last"], default="best", help="weights, with --patience")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of products, by autocast")
+    parser.add_argument("--channels-last", action="store_true", help="the memory format that convolutions prefer")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the network")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--folder", default="runs/autoencoder", help="for the pictures")
     parser.add_argument("--quiet", action="store_true", help="no line for each epoch")

@@ -11,12 +11,8 @@ Faster kernels:   python train.py --precision bf16 --channels-last
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-from importlib.util import find_spec
 
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
@@ -44,24 +40,6 @@ def read_data(name: str) -> tuple[datasets.LabelledImages, ...]:
             "folder of images, which are resized when they are read."
         )
     return train, test
-
-
-def uses_bf16(precision: str, world: dl.World) -> bool:
-    """Whether to multiply in bfloat16: if it is asked for and all ranks' devices can. Every rank must call this."""
-    if precision != "bf16" or all(world.gather(world.accelerator.has_bfloat16())):
-        return precision == "bf16"
-    world.print("--precision bf16 is not used: a rank's device has no bfloat16 kernels. Training in fp32.")
-    return False
-
-
-def compiled(model: nn.Module, world: dl.World) -> nn.Module:
-    """The model with code for each size of shard, so that its bits do not depend on the sizes that came before."""
-    program = os.environ.get("CXX", "g++")
-    if world.device.type == "cpu" and shutil.which(program) is None:
-        raise SystemExit(f"--compile needs a C++ compiler. Found no {program}. Install it, or set CXX to another one.")
-    if world.device.type != "cpu" and find_spec("triton") is None:
-        raise SystemExit("--compile needs Triton on a GPU. It is not installed. Run pip install triton.")
-    return torch.compile(model, dynamic=False)  # type: ignore[return-value]
 
 
 def read_arguments() -> argparse.Namespace:
@@ -97,8 +75,8 @@ def main() -> None:
         memory_format = torch.channels_last if arguments.channels_last else torch.contiguous_format
         model = networks.digit_classifier(len(train.class_names)).to(world.device)
         model.to(memory_format=memory_format)  # type: ignore[call-overload]
-        forward = compiled(model, world) if arguments.compile else model
-        bf16 = uses_bf16(arguments.precision, world)
+        forward = dl.compile_model(model, world) if arguments.compile else model
+        bf16 = arguments.precision == "bf16" and dl.use_bfloat16(world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         batch_size = dl.scale_batch_size(arguments.batch_size, world)
         batches = dl.Batches(train, batch_size, world, shards=arguments.shards)

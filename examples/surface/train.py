@@ -140,7 +140,7 @@ def train(device: str, arguments: argparse.Namespace) -> Trained:
     began = time.perf_counter()
     with dl.join_world(device=device, seed=arguments.seed, threads=arguments.threads, keep_memory=True) as world:
         model = networks.surface_network(arguments.linear_end).to(world.device)
-        network = torch.compile(model) if arguments.compile else model
+        network = dl.compile_model(model, world) if arguments.compile else model
         optimizer = torch.optim.Adam(model.parameters(), lr=0.08, fused=True, capturable=arguments.capture)
         job = network, {"model": model, "optimizer": optimizer}, grid(arguments.side)
         steps = (captured if is_captured(world, arguments) else folded)(job, world, arguments)

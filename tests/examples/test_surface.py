@@ -192,7 +192,7 @@ def test_start_up_and_compilation_are_apart_from_the_time_of_a_step(monkeypatch:
     clock = SimpleNamespace(now=0.0)
     clock.perf_counter = lambda: clock.now
 
-    def compiled(model: nn.Module) -> Any:
+    def compiled(model: nn.Module, **how: Any) -> Any:
         later = iter([100.0])  # the first call compiles
 
         def forward(points: torch.Tensor) -> Any:
@@ -204,6 +204,7 @@ def test_start_up_and_compilation_are_apart_from_the_time_of_a_step(monkeypatch:
 
     monkeypatch.setattr(example, "time", clock)
     monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setenv("CXX", "true")  # a program that is on every machine
     trained = example.train("cpu", arguments("--steps", 9, "--side", 10, "--compile"))
     assert (trained.start_s, trained.first_s, trained.step_s) == (10.0, 100.0, 0.25)
 

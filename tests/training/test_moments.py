@@ -112,7 +112,8 @@ def test_the_benchmark_has_resnet_50s_layers() -> None:
     assert sum(parameter.numel() for parameter in Layers().parameters()) == PARAMETERS == 25_557_032
 
 
-@pytest.mark.parametrize("shards", [8, 64, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [8, 64, 1024])
 @pytest.mark.parametrize("ranks", [2])
 def test_a_steps_payload_is_two_percent_of_resnet_50s_gradients_at_most(
     shards: int, ranks: int, on_ranks: OnRanks
@@ -151,7 +152,7 @@ def train(shards: int, dtype: torch.dtype) -> str:
 @pytest.mark.one_mode("synchronous", "bits are compared between ranks, not between modes")
 @pytest.mark.both_exchanges
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # float64 keeps every digit of the sums
-@pytest.mark.parametrize("shards", [64, 100])
+@pytest.mark.parametrize("shards", [64, pytest.param(100, marks=pytest.mark.slow)])
 def test_many_shards_give_the_same_bits_on_1_to_4_ranks(shards: int, dtype: torch.dtype, on_ranks: OnRanks) -> None:
     found = [on_ranks(ranks, train, shards, dtype) for ranks in (1, 2, 3, 4)]
     assert len({one for results in found for one in results}) == 1
