@@ -116,7 +116,7 @@ def run(seed: int | None, arguments: argparse.Namespace) -> Trained:
         trained = Trained(
             noisy_psnr=measure(lambda model, pair: pair[0]),
             cleaned_psnr=measure(lambda model, pair: model(pair[0])),
-            model=model.cpu(),
+            model=model.cpu().to(memory_format=torch.contiguous_format),  # type: ignore[call-overload]
         )
         world.print(
             f"PSNR of the test images: {trained.noisy_psnr:.2f} dB noisy, {trained.cleaned_psnr:.2f} dB cleaned"
