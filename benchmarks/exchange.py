@@ -4,10 +4,11 @@
 
 "sums": `world.start_sum` and `finish` over `dist.all_reduce` on the default group, which is gloo's, on the same ranks.
 
-"memory": a rank's memory with a network of 25 million parameters and SGD with momentum: when it has joined, after three
-steps, and the peak from one to the other. It is the PSS, to which a page that several processes map adds its share, so
-the ranks' values add up; without mapped files, because the share of a library's pages depends on who else runs. Each
-run starts new processes. The table has means over the ranks. It needs Linux.
+"memory": a rank's memory with networks of 25 and of 100 million parameters and SGD with momentum: when it has joined,
+after three steps, and the peak from one to the other; the latter two also in bytes for each parameter, less the first.
+It is the PSS, to which a page that several processes map adds its share, so the ranks' values add up; without mapped
+files, because the share of a library's pages depends on who else runs. Each run starts new processes. The table has
+means over the ranks. It needs Linux.
 
 The cost of the tree's order is in `python -m benchmarks order fold`, which takes `--exchange` too.
 """
@@ -28,7 +29,8 @@ import torch.distributed as dist
 
 import ddp_loop as dl
 from benchmarks.measuring import RANKS, Ratio, compare, exchanges, joined, print_table
-from benchmarks.steps import JOBS, ddp_step, make_data, our_step
+from benchmarks.models import mlp
+from benchmarks.steps import JOBS, Job, ddp_step, make_data, our_step
 
 # -- sums --------------------------------------------------------------------------------------------------
 
@@ -81,7 +83,10 @@ def report_sums(ranks: int | None, exchange: str | None) -> None:
 
 # -- memory ------------------------------------------------------------------------------------------------
 
-NETWORK = "25 M parameters"
+NETWORKS = {
+    "25 M parameters": JOBS["25 M parameters"],
+    "100 M parameters": Job(lambda: mlp(5700, 4, 512), (512,), 1, 1, 1.0),
+}
 STEPS = 3
 RUNS = 3
 LOOK_S = 0.002
@@ -129,10 +134,10 @@ def measure_memory(network: str, exchange: str | None) -> tuple[float, float, fl
     """MiB of this rank once it has joined, after STEPS steps, and at most in them; run by `launch`.
 
     Args:
-        network: one of `benchmarks.steps.JOBS`.
+        network: one of NETWORKS.
         exchange: of our step; None measures tuned DDP's.
     """
-    job = JOBS[network]
+    job = NETWORKS[network]
     with tempfile.TemporaryDirectory() as folder, joined(exchange or "gloo") as world:
         data = make_data(job)
         before = together()
@@ -148,18 +153,27 @@ def measure_memory(network: str, exchange: str | None) -> tuple[float, float, fl
 
 def report_memory(ranks: int | None, exchange: str | None) -> None:
     ways = {f"ours, {name}": name for name in (exchanges() if exchange is None else (exchange,))}
-    head = "way | joined: median | min to max | after 3 steps: median | min to max | peak: median | min to max"
-    rows = (_memory_row(way, name, ranks or RANKS) for way, name in {**ways, "tuned DDP": None}.items())
-    print_table(f"MiB per rank, {head}", rows)
+    values = ("joined", f"after {STEPS} steps", "peak", "bytes for each parameter", "peak bytes for each parameter")
+    head = " | ".join(f"{value}: median | min to max" for value in values)
+    rows = (
+        _memory_row(network, way, name, ranks or RANKS)
+        for network in NETWORKS
+        for way, name in {**ways, "tuned DDP": None}.items()
+    )
+    print_table(f"MiB per rank, network | way | {head}", rows, words=2)
 
 
-def _memory_row(way: str, exchange: str | None, ranks: int) -> Iterator[str]:
-    runs = [dl.launch(measure_memory, ranks, NETWORK, exchange) for _ in range(RUNS)]
+def _memory_row(network: str, way: str, exchange: str | None, ranks: int) -> Iterator[str]:
+    runs = [dl.launch(measure_memory, ranks, network, exchange) for _ in range(RUNS)]
     means = [[statistics.mean(values) for values in zip(*run, strict=True)] for run in runs]
+    parameters = sum(parameter.numel() for parameter in NETWORKS[network].build().parameters())
+    means = [[*mib, *((each - mib[0]) * 2**20 / parameters for each in mib[1:])] for mib in means]
+    yield network
     yield way
-    for values in zip(*means, strict=True):
-        yield f"{statistics.median(values):.0f}"
-        yield f"{min(values):.0f} to {max(values):.0f}"
+    for number, values in enumerate(zip(*means, strict=True)):
+        digits = 0 if number < 3 else 2
+        yield f"{statistics.median(values):.{digits}f}"
+        yield f"{min(values):.{digits}f} to {max(values):.{digits}f}"
 
 
 # -- the report --------------------------------------------------------------------------------------------

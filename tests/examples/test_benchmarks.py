@@ -195,11 +195,11 @@ def test_the_peak_of_memory_is_that_inside_the_block() -> None:
 
 def measure_tiny_memory(name: str | None) -> tuple[float, float, float]:
     job = steps.Job(lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 295_000)), (32,), 1, 1, 1.0, mini_batch=4)
-    steps.JOBS["tiny"] = job
+    exchange.NETWORKS["tiny"] = job
     try:
         return exchange.measure_memory("tiny", name)
     finally:
-        del steps.JOBS["tiny"]
+        del exchange.NETWORKS["tiny"]
 
 
 @pytest.mark.slow
