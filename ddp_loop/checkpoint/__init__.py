@@ -2,6 +2,7 @@
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder, write_atomic
 from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, OnSaveError, Snapshot
+from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
 from ddp_loop.checkpoint.run_folder import (
     EVALUATIONS,
     PICTURES,
@@ -38,6 +39,8 @@ __all__ = [
     "CheckpointPolicy",
     "CheckpointStore",
     "Checkpointer",
+    "FileLock",
+    "Locked",
     "OnSaveError",
     "RunFolder",
     "Snapshot",
@@ -46,6 +49,7 @@ __all__ = [
     "best_of",
     "explained",
     "identity",
+    "is_locked",
     "is_running",
     "read_json",
     "run_id_of",

@@ -4,31 +4,25 @@
 a mini-batch. What the bits depend on must be too, but `resume=True` accepts other shards or another seed. Everything
 else may change, such as the script, its arguments, learning rates and epochs. One notice lists the changes, and every
 start is a line of starts.jsonl.
-
-[Note: The lock] A lock of the process (`lockf`) is given up when any part of it opens and closes the file, as
-`shutil.copytree` does. This one belongs to the open file. A forked process would keep it, so it closes its copy.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import secrets
-import socket
-import struct
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint.atomic_files import explained, is_folder, write_atomic
+from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
 from ddp_loop.distributed import MOST_LETTERS
 
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
@@ -45,32 +39,6 @@ OTHER_RANKS = (
 )
 _SHOWN = 6  # changes in a notice
 _LOOK_S = 0.2
-_FLOCK = "hhqqi4x"  # Linux's struct flock: kind, whence, start, length, process
-_open_here: dict[Path, int] = {}  # the descriptors of this process's locks; a file system may have no locks
-
-
-def _lock_file(descriptor: int) -> None:
-    """Lock an open file. See [Note: The lock].
-
-    Raises:
-        BlockingIOError, PermissionError: it is locked.
-        OSError: the file system has no locks.
-    """
-    if sys.platform == "linux":
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    else:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-@cache
-def _close_in_forked_processes() -> None:
-    """Let processes that are forked from now on close their copies of this process's locks."""
-
-    def close() -> None:
-        while _open_here:
-            os.close(_open_here.popitem()[1])
-
-    os.register_at_fork(after_in_child=close)
 
 
 def fingerprint(facts: Mapping[str, object], folder: Path) -> dict[str, object]:
@@ -158,26 +126,15 @@ class RunFolder:
         remedy = "Make room there, make it writable, or pass another run_dir=."
         return explained(f"The run folder {self.folder} cannot be created or written", remedy)
 
-    def _take_lock(self) -> int:
-        self._place = Path(os.path.realpath(self.folder))
-        if self._place in _open_here:
-            raise RuntimeError(_locked(self.folder, "another Loop of this process"))
+    def _take_lock(self) -> FileLock:
         with self._explaining():
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            _lock_file(lock)
-        except (BlockingIOError, PermissionError):
-            who = os.pread(lock, 200, 0).decode(errors="replace").strip()
-            os.close(lock)
-            raise RuntimeError(_locked(self.folder, who or "another process")) from None
-        except OSError:
+            try:
+                lock = FileLock(self.folder / LOCK, "Loop")
+            except Locked as error:
+                raise RuntimeError(_locked(self.folder, str(error))) from None
+        if not lock.holds:
             self.news.append(f"{self.folder} is on a file system without locks. Start no second run in it.")
-        with suppress(OSError):  # a full disk has no room for a name
-            os.truncate(lock, 0)
-            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        _close_in_forked_processes()
-        _open_here[self._place] = lock
         return lock
 
     def _read_run(self) -> dict[str, Any] | None:
@@ -318,10 +275,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Unlock the folder."""
-        if self._lock >= 0:
-            if _open_here.pop(self._place, None) is not None:  # else this is a forked process
-                os.close(self._lock)
-            self._lock = -1
+        self._lock.close()
 
 
 def _locked(folder: Path, who: str) -> str:
@@ -346,31 +300,8 @@ def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> dict[st
 
 def is_running(run: Path) -> bool:
     """Whether a process has locked the run folder."""
-    if Path(os.path.realpath(run)) in _open_here:
-        return True
-    try:
-        lock = os.open(run / LOCK, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        return _is_locked(lock)
-    except OSError:
-        return (read_json(run / STATUS) or {}).get("status") == "running"
-    finally:
-        os.close(lock)
-
-
-def _is_locked(lock: int) -> bool:
-    """Whether a run has the lock. Only Linux can tell without taking it, which could refuse a new run."""
-    if sys.platform == "linux":
-        query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind: int = struct.unpack(_FLOCK, fcntl.fcntl(lock, fcntl.F_OFD_GETLK, query))[0]
-        return kind != fcntl.F_UNLCK
-    try:
-        _lock_file(lock)
-    except (BlockingIOError, PermissionError):
-        return True
-    return False
+    locked = is_locked(run / LOCK)
+    return (read_json(run / STATUS) or {}).get("status") == "running" if locked is None else locked
 
 
 def ask_to_stop(run: Path, why: str) -> None:

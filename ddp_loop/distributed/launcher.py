@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -44,11 +44,12 @@ class RankFailed(RuntimeError):
     Attributes:
         rank: the culprit, which is the failed rank that did not fail because of another one.
         traceback: the text of its traceback, or of its stack if it was stuck; empty if it died.
+        died: whether its process died, as by a signal.
     """
 
-    def __init__(self, message: str, rank: int, traceback: str) -> None:
-        super().__init__(message, rank, traceback)
-        self.rank, self.traceback = rank, traceback
+    def __init__(self, message: str, rank: int, traceback: str, died: bool = False) -> None:
+        super().__init__(message, rank, traceback, died)
+        self.rank, self.traceback, self.died = rank, traceback, died
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -100,15 +101,16 @@ class Pool:
 
     Args:
         size: the largest number of ranks of a task, 1 or more.
+        environment: further environment variables of the ranks, such as CUDA_VISIBLE_DEVICES.
 
     Raises:
         ValueError: `size` is below 1.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, environment: Mapping[str, str] | None = None) -> None:
         if size < 1:
             raise ValueError(f"There must be at least 1 rank. Got {size}.")
-        self.size = size
+        self.size, self._variables = size, dict(environment or {})
         self._workers: dict[int, Worker] = {}
         self._turn = threading.Lock()
         self._closed = False
@@ -173,7 +175,7 @@ class Pool:
             store = _host_store()  # a new one for each task, without the keys of the last
             try:
                 for rank in range(ranks):
-                    environment = _environment(rank, ranks, store.port)
+                    environment = _environment(rank, ranks, store.port) | self._variables
                     self._workers[rank].send(Task(call, environment, os.getcwd(), sys.path))
                 answers = self._collect(range(ranks), timeout_s)
             except BaseException:
@@ -322,7 +324,7 @@ def _rank_failed(culprit: int, failures: dict[int, Failure]) -> RankFailed:
     for rank, other in others.items():
         if other.blame in (FailurePriority.STUCK, FailurePriority.STUCK_IN_COLLECTIVE):
             lines += ["", f"The stack of rank {rank}:", other.trace.rstrip()]
-    return RankFailed("\n".join(lines), culprit, failure.trace)
+    return RankFailed("\n".join(lines), culprit, failure.trace, failure.blame is FailurePriority.DIED)
 
 
 def _cause(failure: Failure) -> BaseException | None:

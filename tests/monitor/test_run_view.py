@@ -204,7 +204,7 @@ def test_to_look_at_a_run_folder_takes_no_lock_that_a_run_would_find_taken(
     # It did, for 10 microseconds: of 200 runs that began while a page looked all the time, 3 were refused.
     RunFolder(run, {}, True).close()
     taken: list[int] = []
-    monkeypatch.setattr("ddp_loop.checkpoint.run_folder._lock_file", taken.append)
+    monkeypatch.setattr("ddp_loop.checkpoint.file_locks._lock_file", taken.append)
     assert not is_running(run)
     assert taken == []
 
