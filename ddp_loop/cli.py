@@ -1,4 +1,4 @@
-"""The command line: `python -m ddp_loop devices | verify | profile | diff | checkpoints | stop | monitor | plot`."""
+"""The command line: `python -m ddp_loop devices | verify | profile | sweep | diff | checkpoints | stop | ...`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ddp_loop.distributed import describe_devices
 from ddp_loop.monitor import serve
 from ddp_loop.profiling import CannotProfile, ProfileJob, profile
 from ddp_loop.reporting import export
+from ddp_loop.sweeps import add_sweep
 from ddp_loop.tracing import CannotVerify, VerifyJob, compare_runs, verify
 
 HEAD = ("checkpoint", "MiB", "written", "score", "state")
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--timeout-s", type=_count, default=600, metavar="S", help="seconds for each run (default: 600)")
     one.add_argument("--tolerance", type=_fraction, metavar="T", help="relative, for all values (default: by dtype)")
     _add_profile(add)
+    add_sweep(add, _count, _say)
     two = add(
         "diff",
         lambda options: _show(*compare_runs(*options.runs)),

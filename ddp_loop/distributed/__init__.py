@@ -5,7 +5,7 @@ from ddp_loop.distributed.devices import describe_devices, scale_batch_size
 from ddp_loop.distributed.encoding import as_real, assemble, columns, decode, encode
 from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error
 from ddp_loop.distributed.join import join_world
-from ddp_loop.distributed.launcher import Pool, RankFailed, launch
+from ddp_loop.distributed.launcher import Pool, RankFailed, launch, run_script
 from ddp_loop.distributed.piece_sums import IDENTITY, fill_identity, merge, padded
 from ddp_loop.distributed.processes import children_except, end_daemons
 from ddp_loop.distributed.replica_check import (
@@ -75,6 +75,7 @@ __all__ = [
     "own_names",
     "padded",
     "require_one_model",
+    "run_script",
     "scale_batch_size",
     "sendable",
     "under_all_names",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import runpy
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -231,6 +233,23 @@ class Pool:
     def _end(self, ranks: Iterable[int]) -> None:
         for rank in tuple(ranks):
             self._workers.pop(rank).end()
+
+
+def run_script(script: str, arguments: Sequence[str]) -> None:
+    """Run a script on this rank as its launcher would.
+
+    Raises:
+        RuntimeError: it ended by `sys.exit` with an error.
+    """
+    before = sys.argv, list(sys.path)
+    sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).resolve().parent)]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ending:
+        if ending.code not in (None, 0):
+            raise RuntimeError(f"The script ended by sys.exit({ending.code!r}).") from None
+    finally:
+        sys.argv, sys.path[:] = before
 
 
 def _host_store() -> dist.TCPStore:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -12,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import inf, isinf, nan
 from pathlib import Path
 
-from ddp_loop.distributed import RankFailed, launch
+from ddp_loop.distributed import RankFailed, launch, run_script
 from ddp_loop.tracing.compare import (
     FirstMismatch,
     MaxDifference,
@@ -36,18 +34,10 @@ class CannotVerify(Exception):
 
 def run_requested(script: str, arguments: Sequence[str], request: TraceRequest) -> None:
     """Run a script on this rank as its launcher would, under a request and with its output in the request's folder."""
-    rank, before = os.environ["RANK"], (sys.argv, list(sys.path))
-    sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).resolve().parent)]
-    path = request.folder / f"output-{rank}.txt"
+    path = request.folder / f"output-{os.environ['RANK']}.txt"
     printed = path.open("w", encoding="utf-8", errors="backslashreplace", buffering=1)
     with printed, redirect_stdout(printed), redirect_stderr(printed), tracing(request):
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as ending:
-            if ending.code not in (None, 0):
-                raise RuntimeError(f"The script ended by sys.exit({ending.code!r}).") from None
-        finally:
-            sys.argv, sys.path[:] = before
+        run_script(script, arguments)
 
 
 @dataclass(frozen=True)

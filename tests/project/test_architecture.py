@@ -24,14 +24,14 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 ROOMS = {
     *("training", "batch_norm", "data", "datasets", "distributed"),
-    *("checkpoint", "reporting", "monitor", "determinism", "graphs", "profiling", "tracing"),
+    *("checkpoint", "reporting", "monitor", "determinism", "graphs", "profiling", "sweeps", "tracing"),
 }
 BESIDE_THE_ROOMS = {"examples", "project", "support", "faults"}  # folders of the tests
 
 COLLECTIVES = ("join_world", "Loop", "Step.fold", "evaluate", "predict", "Batches")
 OPTIONAL = {
     *("matplotlib", "PIL", "sklearn", "cloudpickle", "rich"),
-    *("starlette", "uvicorn", "tensorboard", "httpx", "playwright"),
+    *("optuna", "submitit", "starlette", "uvicorn", "tensorboard", "httpx", "playwright"),
 }
 
 

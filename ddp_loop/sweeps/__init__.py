@@ -1,0 +1,10 @@
+"""Sweeps: many networks, each an ordinary run, chosen, stored and shared out by Optuna."""
+
+from ddp_loop.sweeps.command import add_sweep
+from ddp_loop.sweeps.sweep import TrialResult, sweep
+
+__all__ = [
+    "TrialResult",
+    "add_sweep",
+    "sweep",
+]

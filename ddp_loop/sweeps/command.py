@@ -1,0 +1,193 @@
+"""`python -m ddp_loop sweep`: begin a sweep from a TOML file, help it, and run failed trials again."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddp_loop.checkpoint import read_json
+from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, read_job
+from ddp_loop.sweeps.running import Say
+from ddp_loop.sweeps.space import OBJECT, nearest
+from ddp_loop.sweeps.sweep import SweepPlan, TrialResult
+from ddp_loop.sweeps.sweep_folder import ask_for, has_workers, read_sweep
+from ddp_loop.sweeps.trial_folder import TRIAL_FILE, TRIALS
+
+USUAL: dict[str, Any] = {
+    "sampler": None,
+    "trials": None,
+    "pruner": None,
+    "objective": "loss",
+    "direction": "minimize",
+    "report_every": 50,
+    "ranks": 1,
+    "time_limit_s": None,
+    "seed": 0,
+    "heartbeat_s": 5,
+}
+OTHERS = ("script", "function", "arguments", "keywords", "folder", "slots", "storage", "space", "points")
+GOOD = ("done", "pruned")
+HIDDEN = ":***@"  # where a URL had its password
+
+
+def add_sweep(add: Callable[..., Any], count: Callable[[str], int], say: Say) -> None:
+    """Add the command to a parser.
+
+    Args:
+        add: adds a command by its name, its call, its help and its exit codes.
+        count: reads a whole number, 1 or more.
+        say: prints a line.
+    """
+    command = add(
+        "sweep",
+        lambda options: _run(options, say),
+        "train many networks, each an ordinary run, on all slots of this machine",
+        "0 no trial failed, 1 one failed, 2 the sweep cannot be begun",
+        usage="python -m ddp_loop sweep FILE.toml | work FOLDER | again FOLDER [--slots N] [--storage URL] ...",
+    )
+    command.add_argument("words", nargs="+", metavar="FILE.toml | work FOLDER | again FOLDER")
+    command.add_argument("--slots", type=count, metavar="N", help="ranks at once here (default: GPUs, or cores)")
+    command.add_argument("--folder", type=Path, metavar="FOLDER", help="of the sweep, in place of the file's")
+    command.add_argument("--storage", metavar="URL", help="of any storage of Optuna's (default: SQLite in the folder)")
+    command.add_argument("--trials", metavar="1,2", help="again: these trials (default: all that failed)")
+
+
+def _run(options: argparse.Namespace, say: Say) -> bool:
+    action, *rest = options.words
+    if action == "work" and len(rest) == 1:
+        return work(Path(rest[0]), options.slots, options.storage, say)
+    if action == "again" and len(rest) == 1:
+        return again(Path(rest[0]), _numbers(options.trials), options.slots, options.storage, say)
+    if rest:
+        actions = ("work", "again")
+        raise ValueError(
+            f"sweep takes FILE.toml, work FOLDER or again FOLDER. Got {' '.join(options.words)}. "
+            f"{nearest(action, actions)}".rstrip()
+        )
+    return begin(Path(action), options.slots, options.folder, options.storage, say)
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    if not all(one.isdecimal() for one in text.split(",")):
+        raise ValueError(f"--trials must be numbers of trials, such as 1,2. Got {text}.")
+    return [int(one) for one in text.split(",")]
+
+
+def begin(path: Path, slots: int | None, folder: Path | None, storage: str | None, say: Say) -> bool:
+    """Begin the sweep of a TOML file, or go on with it; returns whether no trial failed.
+
+    Args:
+        path: of the file.
+        slots, folder, storage: in place of the file's.
+        say: prints a line.
+
+    Raises:
+        ValueError: the file cannot be read, or the sweep cannot be begun.
+    """
+    given = _read_toml(path)
+    where = folder or (None if "folder" not in given else path.parent / given["folder"])
+    if where is None:
+        raise ValueError(f'{path} names no folder for the sweep. Add folder = "runs/NAME", or pass --folder.')
+    plan = _plan(_job_of(given, path), given.get("points", given.get("space", {})), given)
+    results = plan.run(where, slots or given.get("slots"), storage or given.get("storage"), say)
+    return _summarize(results, where, say)
+
+
+def work(folder: Path, slots: int | None, storage: str | None, say: Say) -> bool:
+    """Help to run the trials of a sweep; returns whether no trial failed.
+
+    Raises:
+        ValueError: the folder has no sweep, or its job cannot be run by another process.
+    """
+    facts = read_sweep(folder)
+    url = storage or facts["storage"]
+    if HIDDEN in url:
+        raise ValueError(f"The storage {url} needs its password, which the folder does not have. Pass --storage URL.")
+    results = _plan_of(facts).work(folder.absolute(), slots, url, say)
+    return _summarize(results, folder, say)
+
+
+def again(folder: Path, trials: Sequence[int] | None, slots: int | None, storage: str | None, say: Say) -> bool:
+    """Run trials again, by the sweep's own workers if it has some; returns whether no trial failed.
+
+    Args:
+        folder: of the sweep.
+        trials: their numbers; None takes all that failed.
+        slots, storage, say: as in `work`.
+
+    Raises:
+        ValueError: there are none of these numbers, or none failed.
+    """
+    read_sweep(folder)
+    known = {path.parent.name: read_json(path) or {} for path in (folder / TRIALS).glob(f"*/{TRIAL_FILE}")}
+    status = {int(name): str(facts.get("status")) for name, facts in known.items() if name.isdecimal()}
+    ended = {trial for trial, one in status.items() if one not in ("running", "waiting", "interrupted")}
+    wanted = [trial for trial in sorted(ended) if status[trial] not in GOOD] if trials is None else list(trials)
+    if not wanted:
+        raise ValueError(f"No trial of {folder} failed. Pass --trials to run others again.")
+    if not ended >= set(wanted):
+        raise ValueError(f"Only trials that have ended can run again: {sorted(ended)}. Got {wanted}.")
+    ask_for(folder, wanted)
+    if has_workers(folder):
+        say(f"The workers of {folder} run {len(wanted)} trials again.")
+        return True
+    return work(folder, slots, storage, say)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"A sweep is described in a TOML file. {path} cannot be read ({error.strerror}).") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid TOML: {error}.") from error
+    for name in given:
+        if name not in (*USUAL, *OTHERS):
+            raise ValueError(f"{path} has an unknown key {name!r}. {nearest(name, (*USUAL, *OTHERS))}".rstrip())
+    if ("script" in given) == ("function" in given):
+        raise ValueError(f'{path} must have either script = "FILE.py" or function = "FILE.py:NAME".')
+    if ("space" in given) == ("points" in given):
+        raise ValueError(f"{path} must have either a table [space] or a list [[points]].")
+    return given
+
+
+def _job_of(given: Mapping[str, Any], path: Path) -> Job:
+    if "script" in given:
+        return ScriptJob(path.parent / given["script"], tuple(map(str, given.get("arguments", ()))))
+    return FunctionJob(find_function(given["function"], path.parent), given.get("keywords", {}))
+
+
+def _plan(job: Job, space: Any, given: Mapping[str, Any]) -> SweepPlan:
+    return SweepPlan(job, space, **{name: given.get(name, usual) for name, usual in USUAL.items()})
+
+
+def _plan_of(facts: Mapping[str, Any]) -> SweepPlan:
+    """The plan of a sweep that another process began."""
+    given = dict(facts)
+    if str(given["sampler"]).startswith(OBJECT):
+        raise ValueError(
+            f"This sweep's sampler is {given['sampler']}, which only its own process has. Give it by name, such as "
+            '"tpe".'
+        )
+    if given["sampler"] in ("list", "grid"):
+        given |= {"trials": None, "sampler": None}
+    return _plan(read_job(facts["job"]), facts["space"], given)
+
+
+def _summarize(results: Sequence[TrialResult], folder: Path, say: Say) -> bool:
+    """Print what became of the trials, and return whether none failed."""
+    counts: dict[str, int] = {}
+    for one in results:
+        counts[one.status] = counts.get(one.status, 0) + 1
+    say(f"{len(results)} trials: {', '.join(f'{number} {status}' for status, number in counts.items())}")
+    bad = [one for one in results if one.status not in (*GOOD, "waiting", "running")]
+    for one in bad:
+        say(f"  trial {one.trial} {one.status}: {one.why or 'see its output'} ({one.folder})")
+    if bad:
+        say(f"Run them again: python -m ddp_loop sweep again {folder}")
+    return not bad

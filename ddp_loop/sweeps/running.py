@@ -1,0 +1,377 @@
+"""A worker of a sweep: it takes trials, runs each on a slot of one or more ranks, and records how they end.
+
+[Note: Slots] A slot is a GPU, or a rank on the CPU. k slots make a place, and a thread of the worker runs one trial
+after the other there, so no two trials share a slot. Another thread watches all places: it sends heartbeats, reads the
+objective as it streams into the run folders, asks the pruner, keeps time limits, and asks runs to stop. Trials stop as
+any run does, with a checkpoint; one that does not obey is killed after a while.
+
+[Note: Warm] A function's trials run in the same processes, which have imported torch. A script has new processes for
+each trial, since it may leave anything behind. Both end with the worker, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_loop.accelerators import gpu_count
+from ddp_loop.checkpoint import ask_to_stop, is_running
+from ddp_loop.distributed import Pool, RankFailed
+from ddp_loop.sweeps.jobs import Job, code_of, is_not_finite, run_trial
+from ddp_loop.sweeps.space import Space
+from ddp_loop.sweeps.sweep_folder import WorkerName, asked_to_stop, is_dead, take_requests
+from ddp_loop.sweeps.trial_folder import (
+    Objective,
+    ObjectiveReader,
+    begin_attempt,
+    end_attempt,
+    status_of,
+    trial_folder,
+    write_trial,
+)
+from ddp_loop.sweeps.trial_queue import Claim, Ending, SamplerOf, TrialQueue
+
+if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
+
+LOOK_S = 0.1  # between two looks at the running trials
+IDLE_S = 0.3  # until a place looks for a trial again
+OBEY_S = 30.0  # for a checkpoint, before a run that was asked to stop is killed
+LIMIT_OBEY_S = 5.0  # the same for one that took too long
+HELD_S = 60.0  # for the former process of a run to leave its folder
+TIMED_OUT, PRUNED = "timed out", "pruned"  # why a worker asks a trial to stop, besides a stop of its own
+_CHECK_S = 2.0  # between two looks for dead workers and requests, at least
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What all workers of a sweep know.
+
+    Attributes:
+        folder: of the sweep.
+        job, space, objective: what it runs, over which parameters, compared by what.
+        ranks: of each trial.
+        seed: of the sampler.
+        sampler: returns the sampler for the trial of this number.
+        pruner: None lets every trial end.
+        time_limit_s: of an attempt, in seconds; None is no limit.
+        beat_s: seconds between two heartbeats.
+    """
+
+    folder: Path
+    job: Job
+    space: Space
+    objective: Objective
+    ranks: int
+    seed: int
+    sampler: SamplerOf
+    pruner: BasePruner | None = None
+    time_limit_s: float | None = None
+    beat_s: int = 5
+
+
+@dataclass
+class Running:
+    """A trial that runs here.
+
+    Attributes:
+        asked: why this worker asks it to stop; None if it does not.
+        deadline: when it is killed, since it did not obey.
+    """
+
+    claim: Claim
+    folder: Path
+    pool: Pool
+    reader: ObjectiveReader
+    began: float = field(default_factory=time.monotonic)
+    began_at: float = field(default_factory=time.time)
+    asked: str | None = None
+    deadline: float = float("inf")
+
+    def ask(self, why: str, within_s: float) -> None:
+        if self.asked is None:
+            self.asked, self.deadline = why, time.monotonic() + within_s
+
+    def kill(self) -> None:
+        for process in self.pool.process_ids:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def places_of(slots: int | None, ranks: int) -> list[dict[str, str]]:
+    """The environment of each place: k GPUs each, or nothing special on the CPU. See [Note: Slots].
+
+    Args:
+        slots: their number; by default the GPUs of this machine, or its cores.
+        ranks: of each trial, k.
+
+    Raises:
+        ValueError: a trial has more ranks than there are slots.
+    """
+    gpus = gpu_count()
+    known = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one] or list(map(str, range(gpus)))
+    usual = gpus or len(os.sched_getaffinity(0))
+    slots = usual if slots is None else slots
+    if type(slots) is not int or slots < 1:
+        raise ValueError(f"slots must be a whole number, 1 or more. Got {slots!r}.")
+    if ranks > slots:
+        raise ValueError(
+            f"A trial has {ranks} ranks, but there {'is 1 slot' if slots == 1 else f'are {slots} slots'} here. Give "
+            "fewer ranks, or more slots."
+        )
+    if gpus and slots > len(known):
+        raise ValueError(f"A slot is a GPU. Got slots={slots}, and this machine has {len(known)}. Give fewer.")
+    places = [range(first, first + ranks) for first in range(0, slots - ranks + 1, ranks)]
+    if gpus:
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(known[one] for one in place)} for place in places]
+    threads = os.environ.get("OMP_NUM_THREADS", "1")  # several trials share the cores
+    return [{"OMP_NUM_THREADS": threads} for _ in places]
+
+
+class SweepWorker:
+    """Runs trials of a sweep on this machine's slots until none is left, or a stop.
+
+    Args:
+        sweep: what to run.
+        queue: where the trials are.
+        places: the environment of each place, from `places_of`.
+        say: prints a line.
+    """
+
+    def __init__(self, sweep: Sweep, queue: TrialQueue, places: Sequence[Mapping[str, str]], say: Say) -> None:
+        self._sweep, self._queue, self._places, self._say = sweep, queue, places, say
+        self._name = WorkerName(sweep.folder)
+        self._running: dict[int, Running] = {}  # by place
+        self._stopping: str | None = None
+        self._ended = threading.Event()
+        self._failure: BaseException | None = None
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the worker was stopped; None if it was not."""
+        return self._stopping
+
+    def stop(self, why: str) -> None:
+        """Ask all running trials to stop with a checkpoint, and take no more; a second call kills them."""
+        if self._stopping is not None:
+            for running in list(self._running.values()):
+                running.kill()
+        self._stopping = self._stopping or why
+
+    def run(self) -> None:
+        """Run trials until all of the sweep have ended, or the worker is stopped.
+
+        Raises:
+            Exception: what a place raised, such as an error of the storage; its trials go back in line.
+        """
+        threads = [
+            threading.Thread(target=self._guarded, args=(self._serve, place), name=f"place {place}")
+            for place in range(len(self._places))
+        ]
+        watch = threading.Thread(target=self._guarded, args=(self._watch,), name="ddp_loop sweep")
+        try:
+            for thread in (*threads, watch):
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():  # a signal's handler runs between two waits
+                    thread.join(0.2)
+        finally:
+            self._ended.set()
+            watch.join()
+            self._name.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _guarded(self, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except BaseException as error:
+            self._failure = self._failure or error
+            self._stopping = self._stopping or f"an error: {error}"
+
+    # -- a place -------------------------------------------------------------------------------------------
+
+    def _serve(self, place: int) -> None:
+        pool: Pool | None = None
+        try:
+            while self._stopping is None:
+                claim = self._queue.claim(self._name.name, self._sweep.space, self._sweep.sampler)
+                if claim is None:
+                    if all(one.state == "ended" for one in self._queue.newest().values()):
+                        return
+                    time.sleep(IDLE_S)  # others run, and may be interrupted
+                    continue
+                pool = pool or Pool(self._sweep.ranks, self._places[place])
+                self._run(place, claim, pool)
+                if not self._sweep.job.is_warm:
+                    pool.close()
+                    pool = None
+        finally:
+            if pool is not None:
+                pool.close()
+
+    def _run(self, place: int, claim: Claim, pool: Pool) -> None:
+        folder = trial_folder(self._sweep.folder, claim.trial)
+        ending: Ending | None = None
+        try:
+            if not self._is_free(folder):
+                time.sleep(IDLE_S)
+                return
+            self._begin(place, claim, folder)
+            running = Running(claim, folder, pool, ObjectiveReader(folder, self._sweep.objective))
+            self._running[place] = running
+            try:
+                ending = self._outcome(running)
+            finally:
+                del self._running[place]
+        finally:
+            if self._queue.end(claim, ending):
+                self._record(claim, folder, ending)
+
+    def _is_free(self, folder: Path) -> bool:
+        """Whether no process trains in the folder; one whose worker lost the trial is asked to leave it."""
+        deadline = time.monotonic() + HELD_S
+        while is_running(folder) and self._stopping is None and time.monotonic() < deadline:
+            with suppress(ValueError, OSError):
+                ask_to_stop(folder, "the sweep: another worker has this trial")
+            time.sleep(LOOK_S)
+        return not is_running(folder)
+
+    def _begin(self, place: int, claim: Claim, folder: Path) -> None:
+        sweep, host = self._sweep, os.uname().nodename
+        attempt = {"number": claim.attempt, "host": host, "process": os.getpid(), "slot": place}
+        begin_attempt(
+            folder,
+            attempt,
+            trial=claim.trial,
+            parameters=claim.parameters,
+            objective=sweep.objective.name,
+            direction=sweep.objective.direction,
+            ranks=sweep.ranks,
+            seed=sweep.seed,
+            code=code_of(sweep.job.file),
+            arguments=sweep.job.arguments(claim.parameters, str(folder)),
+        )
+
+    def _outcome(self, running: Running) -> Ending | None:
+        """Run an attempt to its end; None if it was interrupted, and shall go on later."""
+        sweep, claim = self._sweep, running.claim
+        result: dict[str, float] | float | None = None
+        problem: RankFailed | None = None
+        try:
+            results = running.pool.run(run_trial, sweep.ranks, sweep.job, dict(claim.parameters), str(running.folder))
+            result = results[0]
+        except RankFailed as error:
+            problem = error
+        status, why = status_of(running.folder, running.began_at)
+        if running.asked is not None and (problem is not None or status == "stopped"):
+            if running.asked == TIMED_OUT:
+                return Ending("timed out", None, f"took more than {sweep.time_limit_s:g} s")
+            if running.asked == PRUNED:
+                running.reader.poll()
+                return Ending("pruned", _finite(running.reader.value), "the pruner: worse than the other trials here")
+            return None
+        if problem is not None:
+            return _failed(problem)
+        if status == "stopped":
+            return Ending("stopped", None, why)
+        return self._valued(running, result)
+
+    def _valued(self, running: Running, result: dict[str, float] | float | None) -> Ending:
+        objective = self._sweep.objective
+        value = result.get(objective.name) if isinstance(result, dict) else result
+        if value is None:
+            running.reader.poll()
+            value = running.reader.value
+        if value is None:
+            return Ending("failed", None, running.reader.missing())
+        if is_not_finite(value):
+            return Ending("not finite", None, f"{objective.name} is {value}")
+        return Ending("done", float(value))
+
+    def _record(self, claim: Claim, folder: Path, ending: Ending | None) -> None:
+        if ending is None:
+            end_attempt(folder, "interrupted", None, self._stopping or "its run folder was held by another process")
+            return
+        end_attempt(folder, ending.status, ending.value, ending.why)
+        self._say(line_of(claim, ending, self._sweep))
+
+    # -- all places ----------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        checked = beaten = 0.0
+        while not self._ended.wait(LOOK_S):
+            now = time.monotonic()
+            if now - beaten > self._sweep.beat_s / 2:
+                beaten = now
+                for claim in self._queue.beat():
+                    self._give_up(claim)
+            if now - checked > _CHECK_S:
+                checked = now
+                self._look_around()
+            for running in list(self._running.values()):
+                self._look_at(running, now)
+
+    def _look_around(self) -> None:
+        """Follow the requests in the sweep's folder, and put the trials of dead workers in line again."""
+        folder = self._sweep.folder
+        if (why := asked_to_stop(folder)) is not None and self._stopping is None:
+            self.stop(why)
+        if trials := take_requests(folder):
+            self._queue.again(trials)
+            for trial in trials:
+                write_trial(trial_folder(folder, trial), status="waiting")
+        self._queue.take_over(self._name.name, lambda name: is_dead(folder, name))
+
+    def _give_up(self, claim: Claim) -> None:
+        for running in list(self._running.values()):
+            if running.claim is claim:
+                running.ask("given to another worker", 0.0)
+
+    def _look_at(self, running: Running, now: float) -> None:
+        limit = self._sweep.time_limit_s
+        values = running.reader.poll()
+        if self._stopping is not None:
+            running.ask(self._stopping, OBEY_S)
+        if limit is not None and now - running.began > limit:
+            running.ask(TIMED_OUT, LIMIT_OBEY_S)
+        if self._sweep.pruner is not None and running.asked is None:
+            for step, value in values:
+                if self._queue.should_prune(running.claim, self._sweep.pruner, step, value):
+                    running.ask(PRUNED, OBEY_S)
+                    break
+        if running.asked is not None:
+            with suppress(ValueError, OSError):  # its loop has not begun, or has just ended
+                ask_to_stop(running.folder, f"the sweep: {running.asked}")
+            if now > running.deadline:
+                running.kill()
+
+
+def _failed(error: RankFailed) -> Ending:
+    headline = str(error).partition("\n")[0]
+    if error.died:
+        return Ending("killed", None, headline)
+    if isinstance(error.__cause__, FloatingPointError):
+        return Ending("not finite", None, headline)
+    return Ending("failed", None, headline)
+
+
+def _finite(value: float | None) -> float | None:
+    return None if is_not_finite(value) else value
+
+
+def line_of(claim: Claim, ending: Ending, sweep: Sweep) -> str:
+    """A line for the terminal: how a trial ended."""
+    parameters = ", ".join(f"{name}={value}" for name, value in claim.parameters.items())
+    value = "" if ending.value is None else f", {sweep.objective.name} {ending.value:.6g}"
+    why = f": {ending.why}" if ending.why and ending.status not in ("pruned", "done") else ""
+    return f"Trial {claim.trial} ({parameters}) {ending.status}{value}{why}"

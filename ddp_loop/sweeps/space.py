@@ -1,0 +1,231 @@
+"""The space of a sweep: its parameters, and the trials that a grid, a list or random draws make of them."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ddp_loop.determinism import stream_key
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
+
+Scalar: TypeAlias = bool | int | float | str | None
+Point: TypeAlias = dict[str, Scalar]
+SAMPLERS = ("grid", "random", "tpe")
+OBJECT = "an object of "  # a sampler that only the process that made it can use
+_RANGE = ("low", "high", "log", "step")
+
+
+@dataclass(frozen=True)
+class Space:
+    """The parameters of a sweep's trials.
+
+    Attributes:
+        names: of the parameters, in the order in which they were given.
+        points: the parameters of every trial, in the order of the trials; None where a sampler chooses them.
+        trials: their number.
+        distributions: where each parameter's values come from, as Optuna describes them.
+        sampler: "list", "grid", "random", "tpe", or "an object of CLASS".
+        facts: the space as JSON.
+    """
+
+    names: tuple[str, ...]
+    points: list[Point] | None
+    trials: int
+    distributions: dict[str, BaseDistribution]
+    sampler: str
+    facts: object
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "Did you mean ...? ", or nothing if no name is like it."""
+    found = difflib.get_close_matches(name, list(known), 1, 0.5)
+    return f"Did you mean {found[0]!r}? " if found else ""
+
+
+def make_space(
+    space: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    sampler: str | BaseSampler | None,
+    trials: int | None,
+    seed: int,
+) -> Space:
+    """Read a space.
+
+    Args:
+        space: a list of points, or of each parameter its values, its range {"low", "high", "log", "step"}, or one of
+            Optuna's distributions.
+        sampler: "grid", "random", "tpe", or one of Optuna's; None takes the list or the grid.
+        trials: the number of trials that are drawn; a list and a grid have their own.
+        seed: of random draws; the draws of a trial depend on it and on the trial's number alone.
+
+    Raises:
+        ImportError: optuna is missing.
+        ValueError: the space is empty, or not one of these.
+    """
+    if isinstance(sampler, str) and sampler not in SAMPLERS:
+        raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)} or one of Optuna's. Got {sampler!r}.")
+    if isinstance(space, Mapping):
+        return _from_parameters(space, sampler, trials, seed)
+    if isinstance(space, str) or not isinstance(space, Sequence):
+        raise ValueError(f"The space must be a dict of parameters or a list of points. Got {space!r}.")
+    if sampler is not None or trials is not None:
+        raise ValueError(
+            f"A list has its own {len(space)} trials. Got sampler={sampler!r} and trials={trials}. Leave them out, or "
+            "give a dict of parameters."
+        )
+    return _from_points(space)
+
+
+def _from_points(points: Sequence[Mapping[str, Any]]) -> Space:
+    if not points:
+        raise ValueError("The list of points is empty. Give at least one point, a dict of parameters.")
+    for point in points:
+        if not isinstance(point, Mapping) or not point:
+            raise ValueError(f"A point must be a dict of parameters. Got {point!r}.")
+        if set(point) != set(points[0]):
+            raise ValueError(
+                f"All points must have the same parameters. The first has {', '.join(points[0])}, another one "
+                f"{', '.join(point)}."
+            )
+    names = tuple(points[0])
+    listed = [{name: _scalar(name, point[name]) for name in names} for point in points]
+    distributions = {name: _categorical(_different(point[name] for point in listed)) for name in _named(names)}
+    return Space(names, listed, len(listed), distributions, "list", listed)
+
+
+def _from_parameters(
+    space: Mapping[str, Any], sampler: str | BaseSampler | None, trials: int | None, seed: int
+) -> Space:
+    if not space:
+        raise ValueError("The space has no parameter. Give at least one, such as {'rate': [0.1, 0.01]}.")
+    choices = {name: _choices(name, values) for name, values in space.items() if _is_choice(values)}
+    names, facts = tuple(_named(space)), {name: choices.get(name, space[name]) for name in space}
+    distributions = {
+        name: _categorical(_different(choices[name])) if name in choices else _distribution(name, space[name])
+        for name in names
+    }
+    facts = {name: values if name in choices else _described(distributions[name]) for name, values in facts.items()}
+    if sampler in (None, "grid"):
+        if len(choices) < len(space):
+            ranges = ", ".join(name for name in names if name not in choices)
+            raise ValueError(
+                f"A grid needs the values of each parameter. {ranges} has a range. List its values, or choose "
+                'sampler="random" or "tpe" with trials=.'
+            )
+        points = [dict(zip(names, values, strict=True)) for values in itertools.product(*(choices[n] for n in names))]
+        if trials is not None:
+            raise ValueError(f"This grid has {len(points)} trials. Got trials={trials}. Leave trials= out.")
+        return Space(names, points, len(points), distributions, "grid", facts)
+    if type(trials) is not int or trials < 1:
+        raise ValueError(f"trials must be the number of trials to draw, 1 or more. Got {trials!r}.")
+    if sampler == "random":
+        draws = [_draw(distributions, random.Random(stream_key(seed, number))) for number in range(trials)]
+        return Space(names, draws, trials, distributions, "random", facts)
+    kind = sampler if isinstance(sampler, str) else f"{OBJECT}{type(sampler).__name__}"
+    return Space(names, None, trials, distributions, kind, facts)
+
+
+def _named(names: Iterable[object]) -> list[str]:
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"A parameter's name must be a Python identifier, such as learning_rate. Got {name!r}.")
+    return [str(name) for name in names]
+
+
+def _is_choice(values: object) -> bool:
+    return isinstance(values, Iterable) and not isinstance(values, Mapping | str)
+
+
+def _choices(name: str, values: Iterable[Any]) -> list[Scalar]:
+    listed = [_scalar(name, value) for value in values]
+    if not listed:
+        raise ValueError(f"The grid is empty: {name} has no value. Give it at least one.")
+    return listed
+
+
+def _scalar(name: str, value: Any) -> Scalar:
+    """A value that a trial can have, numpy's and torch's numbers as Python's."""
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
+        value = value.item()
+    if not (value is None or isinstance(value, bool | int | float | str)):
+        raise ValueError(
+            f"A value of {name} must be a number, a text, a bool or None. Got {value!r}. Give a name, and look it up "
+            "in the job."
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"A value of {name} must be finite. Got {value}.")
+    return value
+
+
+def _different(values: Iterable[Scalar]) -> list[Scalar]:
+    return list({(type(value), value): value for value in values}.values())
+
+
+def _categorical(values: Sequence[Scalar]) -> BaseDistribution:
+    from optuna.distributions import CategoricalDistribution
+
+    return CategoricalDistribution(values)
+
+
+def _distribution(name: str, given: object) -> BaseDistribution:
+    from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
+
+    if isinstance(given, BaseDistribution):
+        return given
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"{name} must be a list of values, a range such as {{'low': 0.001, 'high': 0.1, 'log': True}}, or one of "
+            f"Optuna's distributions. Got {given!r}."
+        )
+    for key in given:
+        if key not in _RANGE:
+            raise ValueError(
+                f"A range has {', '.join(_RANGE)}. {name} has {key!r}. {nearest(str(key), _RANGE)}".rstrip()
+            )
+    if not {"low", "high"} <= set(given):
+        raise ValueError(f"A range needs low and high. {name} has {', '.join(map(str, given)) or 'none'}.")
+    low, high, log, step = given["low"], given["high"], bool(given.get("log", False)), given.get("step")
+    try:
+        if all(type(bound) is int for bound in (low, high)) and type(step) in (int, type(None)):
+            return IntDistribution(low, high, log, 1 if step is None else step)
+        return FloatDistribution(float(low), float(high), log, step)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"The range of {name} is not possible: {error}") from error
+
+
+def _described(distribution: BaseDistribution) -> object:
+    """A distribution as JSON, from which `make_space` makes it again."""
+    from optuna.distributions import CategoricalDistribution
+
+    if isinstance(distribution, CategoricalDistribution):
+        return list(distribution.choices)
+    return {name: getattr(distribution, name) for name in _RANGE}
+
+
+def _draw(distributions: Mapping[str, BaseDistribution], numbers: random.Random) -> Point:
+    """A point that depends on the state of `numbers` alone."""
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    point: Point = {}
+    for name, distribution in distributions.items():
+        if isinstance(distribution, CategoricalDistribution):
+            point[name] = numbers.choice(distribution.choices)
+            continue
+        whole = isinstance(distribution, IntDistribution)
+        low, high, step = distribution.low, distribution.high, distribution.step  # type: ignore[attr-defined]
+        if distribution.log:  # type: ignore[attr-defined]
+            edge = 0.5 if whole else 0.0
+            value = math.exp(numbers.uniform(math.log(low - edge), math.log(high + edge)))
+            point[name] = min(high, max(low, round(value) if whole else value))
+        elif step is not None:
+            point[name] = low + step * numbers.randint(0, round((high - low) / step))
+        else:
+            point[name] = numbers.uniform(low, high)
+    return point

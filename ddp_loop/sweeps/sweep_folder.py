@@ -1,0 +1,168 @@
+"""The folder of a sweep: what the sweep is, who works on it, and what it is asked to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ddp_loop.checkpoint import FileLock, Locked, explained, is_locked, read_json, write_atomic
+from ddp_loop.sweeps.trial_folder import TRIALS
+
+SWEEP, STUDY, LOCK, STOP, AGAIN, WORKERS = "sweep.json", "study.db", "lock", "stop", "again", "workers"
+_MAY_CHANGE = ("began", "trials", "storage", "id", "name")
+
+
+class SweepFolder:
+    """A sweep's folder, locked by the process that began the sweep until `close`.
+
+    Args:
+        folder: created if it is missing.
+        facts: the sweep as JSON. A folder with another sweep is refused.
+
+    Attributes:
+        facts: of sweep.json.
+
+    Raises:
+        OSError: the folder cannot be written.
+        ValueError: another process runs the sweep, or the folder has another sweep or something else.
+    """
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        self.folder = folder.absolute()
+        remedy = "Make room there, make it writable, or choose another folder."
+        with explained(f"The sweep's folder {self.folder} cannot be created or written", remedy):
+            before = _read_before(self.folder)
+            _check_same(self.folder, before, json.loads(json.dumps(dict(facts))))
+            (self.folder / TRIALS).mkdir(parents=True, exist_ok=True)
+            try:
+                self._lock = FileLock(self.folder / LOCK, "sweep")
+            except Locked as error:
+                raise ValueError(
+                    f"The sweep in {self.folder} is run by {error}. To help it, start python -m ddp_loop sweep work "
+                    f"{self.folder}. To stop it, start python -m ddp_loop stop {self.folder}."
+                ) from None
+            self.facts: dict[str, Any] = {"began": time.time(), "id": secrets.token_hex(8), **before, **facts}
+            write_atomic(self.folder / SWEEP, self.facts)
+            with suppress(OSError):
+                (self.folder / STOP).unlink()
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        self._lock.close()
+
+
+def _read_before(folder: Path) -> dict[str, Any]:
+    before = read_json(folder / SWEEP)
+    if before is None and (folder / SWEEP).exists():
+        raise ValueError(f"{folder / SWEEP} is damaged. Restore it, or choose another folder.")
+    if before is None and folder.is_dir() and any(one.name != LOCK for one in folder.iterdir()):
+        raise ValueError(f"{folder} has files, and no sweep. Choose an empty folder or a new one.")
+    return before or {}
+
+
+def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changed = [
+        f"{name}: was {before[name]!r}, is {now[name]!r}"
+        for name in now
+        if name in before and name not in _MAY_CHANGE and before[name] != now[name]
+    ]
+    if changed:
+        raise ValueError(
+            f"{folder} has another sweep: {'; '.join(changed)}. Restore these, or choose another folder. Nothing was "
+            "changed."
+        )
+    if before and now["trials"] < before["trials"]:
+        raise ValueError(
+            f"The sweep in {folder} has {before['trials']} trials. Got trials={now['trials']}. A sweep can grow, but "
+            "not shrink."
+        )
+
+
+def read_sweep(folder: Path) -> dict[str, Any]:
+    """Read sweep.json.
+
+    Raises:
+        ValueError: the folder has no sweep.
+    """
+    found = read_json(folder / SWEEP)
+    if found is None:
+        raise ValueError(f"{folder} has no sweep.json, or a damaged one. Pass the folder of a sweep.")
+    return found
+
+
+class WorkerName:
+    """This worker's name in a sweep's folder, with a lock by which others see whether it lives.
+
+    Attributes:
+        name: of the worker; no other process has it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        (folder / WORKERS).mkdir(parents=True, exist_ok=True)
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._path = folder / WORKERS / self.name
+        self._lock = FileLock(self._path, "worker")
+
+    def close(self) -> None:
+        """End the name; the file goes, so that only those of dead workers stay."""
+        with suppress(OSError):
+            self._path.unlink()
+        self._lock.close()
+
+
+def is_dead(folder: Path, worker: str) -> bool | None:
+    """Whether the worker of this name is known to have ended; None if its lock cannot be seen here."""
+    path = folder / WORKERS / Path(worker).name
+    if not path.exists():
+        return True if worker.startswith(f"{socket.gethostname()}-") and (folder / WORKERS).is_dir() else None
+    locked = is_locked(path)
+    return None if locked is None else not locked
+
+
+# -- requests ----------------------------------------------------------------------------------------------
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder is a sweep's."""
+    return (folder / SWEEP).is_file()
+
+
+def has_workers(folder: Path) -> bool:
+    """Whether a process runs the sweep or works on it."""
+    names = [one.name for one in (folder / WORKERS).iterdir()] if (folder / WORKERS).is_dir() else []
+    return is_locked(folder / LOCK) is True or any(is_dead(folder, name) is False for name in names)
+
+
+def asked_to_stop(folder: Path) -> str | None:
+    """Who asked the sweep to stop; None without a request."""
+    try:
+        return (folder / STOP).read_text(errors="replace")[:200].strip() or "the file stop in its folder"
+    except OSError:
+        return None
+
+
+def ask_for(folder: Path, trials: Iterable[int]) -> None:
+    """Ask the workers of a sweep, now or later, to run trials again."""
+    (folder / AGAIN).mkdir(exist_ok=True)
+    write_atomic(folder / AGAIN / f"{secrets.token_hex(6)}.json", {"trials": sorted(trials)})
+
+
+def take_requests(folder: Path) -> list[int]:
+    """The trials that shall run again; each request is taken by one process."""
+    found: list[int] = []
+    for path in sorted((folder / AGAIN).glob("*.json")):
+        request = read_json(path) or {}
+        try:
+            path.unlink()
+        except OSError:
+            continue  # another worker has taken it
+        listed = request.get("trials")
+        found += [one for one in listed if type(one) is int] if isinstance(listed, list) else []
+    return found

@@ -1,0 +1,455 @@
+"""The trials of a sweep in an Optuna storage, where any number of workers take them, each trial once.
+
+[Note: Attempts] A trial of a sweep is one or more of Optuna's trials, its attempts: the first, one more each time its
+worker died, and one more when it shall run again. Its state is that of its newest attempt. An attempt that failed
+without an ending was interrupted. Two workers may notice a dead one at the same time, and both add an attempt of the
+same number; then the one that Optuna numbered first counts, and whoever takes another one withdraws it. That is
+decided after the attempt was taken, when both are in the storage, so no trial runs twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from ddp_loop.sweeps.space import Point, Space
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.distributions import BaseDistribution
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
+
+TRIAL, ATTEMPT, WORKER, ENDING, WITHDRAWN, FIXED = "trial", "attempt", "worker", "ending", "withdrawn", "parameters"
+READY = "ready"  # of the study: all its trials are in the storage
+CONNECT_S = 5
+State = Literal["waiting", "running", "interrupted", "ended"]
+INSTALL = "pip install 'ddp_loop[sweep]'"
+
+
+class StorageUnreachable(ValueError):
+    """The storage of a sweep cannot be opened."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended: "done", "pruned", "failed", "killed", "not finite", "timed out" or "stopped".
+
+    Attributes:
+        status: one of these.
+        value: of the objective, if there is one.
+        why: the reason in words.
+    """
+
+    status: str
+    value: float | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt at a trial, as the storage has it."""
+
+    trial: int
+    attempt: int
+    number: int  # Optuna's
+    state: State
+    worker: str | None
+    ending: Ending | None
+    parameters: Point
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An attempt that this worker has taken, and its parameters."""
+
+    trial: int
+    attempt: int
+    parameters: Point
+    handle: optuna.trial.Trial
+    key: int  # Optuna's id of it in the storage
+    reported: set[int]  # the updates after which the pruner was told of a value
+
+
+SamplerOf = Callable[[int], "BaseSampler"]
+
+
+def require_optuna() -> None:
+    """Raise ImportError, with the remedy, unless optuna is installed."""
+    try:
+        import optuna  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"A sweep needs optuna. {error.name} is missing. Run {INSTALL}") from error
+
+
+class TrialQueue:
+    """A sweep's trials in its storage. Several threads may use it.
+
+    Args:
+        url: of the storage, in SQLAlchemy's form.
+        name: of the study.
+        beat_s: seconds between two heartbeats of a running attempt.
+        grace_s: seconds without one after which an attempt is interrupted.
+        direction: "minimize" or "maximize"; creates the study if it is missing. None demands that it is there.
+
+    Raises:
+        ImportError: optuna, or the storage's driver, is missing.
+        StorageUnreachable: the storage cannot be opened, or has no such study.
+    """
+
+    def __init__(self, url: str, name: str, *, beat_s: int, grace_s: int, direction: str | None = None) -> None:
+        require_optuna()
+        self._grace_s, self._turn = grace_s, threading.RLock()
+        self._storage = _open_storage(url, beat_s, grace_s)
+        self._name, self._study_id = name, self._find_study(name, direction)
+        self.study = self._load()
+        self._mine: dict[int, Claim] = {}  # by Optuna's id
+
+    def _find_study(self, name: str, direction: str | None) -> int:
+        from optuna.exceptions import DuplicatedStudyError
+        from optuna.study import StudyDirection
+
+        if direction is not None:
+            with suppress(DuplicatedStudyError), _silent():
+                self._storage.create_new_study([StudyDirection[direction.upper()]], name)
+        try:
+            return int(self._storage.get_study_id_from_name(name))
+        except KeyError:
+            raise StorageUnreachable(f"The storage has no sweep named {name!r}. Start it there first.") from None
+
+    def _load(self, sampler: BaseSampler | None = None, pruner: BasePruner | None = None) -> optuna.Study:
+        import optuna
+
+        return optuna.load_study(study_name=self._name, storage=self._storage, sampler=sampler, pruner=pruner)
+
+    # -- what the study is ---------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `describe` stored."""
+        return dict(self._storage.get_study_user_attrs(self._study_id))
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Store facts of the sweep as JSON beside its trials."""
+        for name, value in facts.items():
+            self._storage.set_study_user_attr(self._study_id, name, value)
+
+    def add_trials(self, space: Space) -> None:
+        """Add those of the space's trials that the storage does not have yet. One process may call this at a time."""
+        known = {attempt.trial for attempt in self._attempts()}
+        for trial in range(space.trials):
+            if trial not in known:
+                point = None if space.points is None else space.points[trial]
+                self._add(trial, 1, _fixed(point, space.distributions), {} if point is None else {FIXED: point})
+        self.describe({READY: True})
+
+    def _add(
+        self,
+        trial: int,
+        attempt: int,
+        chosen: tuple[Mapping[str, Any], Mapping[str, BaseDistribution]],
+        attributes: Mapping[str, Any],
+        values: Mapping[int, float] | None = None,
+    ) -> None:
+        import optuna
+
+        parameters, distributions = chosen
+        own = {TRIAL: trial, ATTEMPT: attempt, **attributes}
+        self._storage.create_new_trial(
+            self._study_id,
+            optuna.create_trial(
+                state=optuna.trial.TrialState.WAITING,
+                params=dict(parameters),
+                distributions=dict(distributions),
+                user_attrs=own,
+                intermediate_values=dict(values or {}),
+            ),
+        )
+
+    # -- the attempts --------------------------------------------------------------------------------------
+
+    def _frozen(self, *states: str) -> list[FrozenTrial]:
+        import optuna
+
+        wanted = tuple(optuna.trial.TrialState[state] for state in states) or None
+        found = self._storage.get_all_trials(self._study_id, deepcopy=False, states=wanted)
+        return [one for one in found if TRIAL in one.user_attrs]  # others were added by hand
+
+    def _attempts(self) -> list[Attempt]:
+        return [_attempt_of(one) for one in self._frozen()]
+
+    def newest(self) -> dict[int, Attempt]:
+        """Return each trial's newest attempt, in the order of the trials. See [Note: Attempts]."""
+        found: dict[int, Attempt] = {}
+        for attempt in sorted(self._attempts(), key=lambda one: (one.trial, one.attempt, -one.number)):
+            found[attempt.trial] = attempt
+        return found
+
+    def claim(self, worker: str, space: Space, sampler: SamplerOf) -> Claim | None:
+        """Take the first waiting attempt, and choose its parameters; None if none waits.
+
+        Args:
+            worker: the name of this worker.
+            space: of the sweep.
+            sampler: returns the sampler for a trial of this number.
+        """
+        import optuna
+
+        with self._turn:
+            for waiting in sorted(self._frozen("WAITING"), key=lambda one: one.user_attrs[TRIAL]):
+                key = waiting._trial_id
+                try:
+                    self._storage.set_trial_user_attr(key, WORKER, worker)  # so that no attempt runs without a name
+                    if not self._storage.set_trial_state_values(key, optuna.trial.TrialState.RUNNING):
+                        continue
+                    self._storage.record_heartbeat(key)
+                    self._storage.set_trial_user_attr(key, WORKER, worker)
+                    if self._withdraws(waiting):
+                        continue
+                except optuna.exceptions.UpdateFinishedTrialError:
+                    continue
+                trial = int(waiting.user_attrs[TRIAL])
+                handle = optuna.trial.Trial(self._load(sampler(trial)), key)
+                parameters = dict(waiting.user_attrs.get(FIXED) or {})
+                if not parameters:
+                    parameters = {name: _suggest(handle, name, one) for name, one in space.distributions.items()}
+                    self._storage.set_trial_user_attr(key, FIXED, parameters)
+                attempt, reported = int(waiting.user_attrs[ATTEMPT]), set(waiting.intermediate_values)
+                claim = Claim(trial, attempt, parameters, handle, key, reported)
+                self._mine[key] = claim
+                return claim
+            return None
+
+    def _withdraws(self, taken: FrozenTrial) -> bool:
+        """Withdraw the attempt if another one of its number was added before it. See [Note: Attempts]."""
+        import optuna
+
+        same = [
+            one.number
+            for one in self._frozen()
+            if all(one.user_attrs[name] == taken.user_attrs[name] for name in (TRIAL, ATTEMPT))
+        ]
+        if min(same) == taken.number:
+            return False
+        self._storage.set_trial_user_attr(taken._trial_id, WITHDRAWN, True)
+        self._storage.set_trial_state_values(taken._trial_id, optuna.trial.TrialState.FAIL)
+        return True
+
+    def should_prune(self, claim: Claim, pruner: BasePruner, step: int, value: float) -> bool:
+        """Report a value of the objective after a step, and return whether the attempt is not worth going on."""
+        if step in claim.reported:
+            return False  # before its worker died
+        claim.reported.add(step)
+        claim.handle.report(value, step)
+        claim.handle.study.pruner = pruner
+        return bool(claim.handle.should_prune())
+
+    def end(self, claim: Claim, ending: Ending | None) -> bool:
+        """Store how an attempt ended; None gives it back. Returns False if it was given to another worker meanwhile."""
+        import optuna
+
+        with self._turn:
+            self._mine.pop(claim.key, None)
+            try:
+                if ending is not None:
+                    self._storage.set_trial_user_attr(claim.key, ENDING, vars(ending))
+                self._settle(claim.key, ending)
+            except optuna.exceptions.UpdateFinishedTrialError:
+                return False
+            if ending is None:
+                self._add_missing()
+            return True
+
+    def _settle(self, key: int, ending: Ending | None) -> None:
+        """Give an attempt its last state. Its ending is in the storage before, so a kill in between loses nothing."""
+        from optuna.trial import TrialState
+
+        if ending is not None and ending.status == "done" and ending.value is not None:
+            self._storage.set_trial_state_values(key, TrialState.COMPLETE, [ending.value])
+        elif ending is not None and ending.status == "pruned":
+            values = None if ending.value is None else [ending.value]
+            self._storage.set_trial_state_values(key, TrialState.PRUNED, values)
+        else:
+            self._storage.set_trial_state_values(key, TrialState.FAIL)
+
+    # -- dead workers --------------------------------------------------------------------------------------
+
+    def beat(self) -> list[Claim]:
+        """Record a heartbeat of each attempt of this worker; returns those that were given to another worker."""
+        import optuna
+
+        lost = []
+        with self._turn:
+            running = {one._trial_id for one in self._frozen("RUNNING")}
+            for key, claim in self._mine.items():
+                with suppress(optuna.exceptions.OptunaError):
+                    self._storage.record_heartbeat(key)
+                if key not in running:
+                    lost.append(claim)
+        return lost
+
+    def take_over(self, worker: str, is_dead: Callable[[str], bool | None]) -> None:
+        """Put the trials of dead workers in line again.
+
+        Args:
+            worker: the name of this worker.
+            is_dead: whether the worker of this name is known to be dead; None if only its heartbeats can tell.
+        """
+        import optuna
+
+        with self._turn:
+            latest = datetime.now() - timedelta(seconds=self._grace_s)
+            for one in self._frozen("RUNNING"):
+                attempt = _attempt_of(one)
+                if attempt.worker is None:
+                    dead = one.datetime_start is not None and one.datetime_start < latest
+                elif attempt.worker == worker:
+                    dead = one._trial_id not in self._mine
+                else:
+                    dead = is_dead(attempt.worker) is True
+                if dead:
+                    with suppress(optuna.exceptions.UpdateFinishedTrialError):
+                        self._settle(one._trial_id, attempt.ending)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                optuna.storages.fail_stale_trials(self.study)
+            self._add_missing()
+
+    def _add_missing(self) -> None:
+        """Add an attempt for each trial whose newest one was interrupted."""
+        newest = self.newest()
+        interrupted = {attempt.number for attempt in newest.values() if attempt.state == "interrupted"}
+        for one in self._frozen("FAIL") if interrupted else ():
+            if one.number in interrupted:
+                self._add_again(one)
+
+    def again(self, trials: Iterable[int]) -> None:
+        """Put ended trials in line again."""
+        newest = self.newest()
+        wanted = {newest[trial].number for trial in trials if trial in newest and newest[trial].state == "ended"}
+        for one in self._frozen() if wanted else ():
+            if one.number in wanted:
+                self._add_again(one)
+
+    def _add_again(self, one: FrozenTrial) -> None:
+        fixed = one.user_attrs.get(FIXED)
+        attributes = {} if fixed is None else {FIXED: fixed}
+        number = one.user_attrs[TRIAL], one.user_attrs[ATTEMPT] + 1
+        self._add(*number, (one.params, one.distributions), attributes, one.intermediate_values)
+
+    def close(self) -> None:
+        """Close the connections to the storage."""
+        self._storage.remove_session()
+        self._storage.engine.dispose()
+
+
+def _settings(url: str) -> dict[str, Any]:
+    """What SQLAlchemy's engine of a storage is made with."""
+    if url.startswith("sqlite"):
+        return {"connect_args": {"timeout": 60}}  # for another process's transaction
+    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": CONNECT_S}}
+
+
+def _open_storage(url: str, beat_s: int, grace_s: int) -> optuna.storages.RDBStorage:
+    import optuna
+
+    with warnings.catch_warnings(), _explaining(url):
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.storages.RDBStorage(
+            url, engine_kwargs=_settings(url), heartbeat_interval=beat_s, grace_period=grace_s
+        )
+
+
+def check_reachable(url: str) -> None:
+    """Raise StorageUnreachable unless a storage can be reached; nothing is written."""
+    import sqlalchemy
+
+    with _explaining(url):
+        engine = sqlalchemy.create_engine(url, **_settings(url))
+        try:
+            engine.connect().close()
+        finally:
+            engine.dispose()
+
+
+@contextmanager
+def _explaining(url: str) -> Iterator[None]:
+    import optuna
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except ImportError as error:
+        raise StorageUnreachable(
+            f"The storage {shown_url(url)} needs a driver: {error}. Install it, such as psycopg for PostgreSQL: "
+            "pip install 'psycopg[binary]'."
+        ) from error
+    except (SQLAlchemyError, optuna.exceptions.OptunaError, RuntimeError) as error:
+        raise StorageUnreachable(
+            f"The storage {shown_url(url)} cannot be opened ({str(error).splitlines()[0]}). Check that it runs and may "
+            "be written, or leave storage= out to use a file in the sweep's folder."
+        ) from error
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Leave out Optuna's lines about what it does, which belong to a script that calls Optuna itself."""
+    logger = logging.getLogger("optuna")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def shown_url(url: str) -> str:
+    """A storage's URL without its password."""
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except ArgumentError:
+        raise StorageUnreachable(
+            f"A storage is given by SQLAlchemy's URL, such as postgresql+psycopg://user@host/name. Got {url!r}."
+        ) from None
+
+
+def _attempt_of(one: FrozenTrial) -> Attempt:
+    attributes = one.user_attrs
+    ending = Ending(**attributes[ENDING]) if ENDING in attributes else None
+    state: State = "interrupted"
+    if one.state.name in ("WAITING", "RUNNING"):
+        state = "waiting" if one.state.name == "WAITING" else "running"
+    elif ending is not None:
+        state = "ended"
+    number = attributes[TRIAL], attributes[ATTEMPT], one.number
+    return Attempt(*number, state, attributes.get(WORKER), ending, dict(attributes.get(FIXED) or {}))
+
+
+def _fixed(
+    point: Point | None, distributions: Mapping[str, BaseDistribution]
+) -> tuple[Point, Mapping[str, BaseDistribution]]:
+    return ({}, {}) if point is None else (point, distributions)
+
+
+def _suggest(handle: optuna.trial.Trial, name: str, distribution: BaseDistribution) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if isinstance(distribution, CategoricalDistribution):
+        choices: Sequence[Any] = distribution.choices
+        return handle.suggest_categorical(name, choices)
+    if isinstance(distribution, IntDistribution):
+        return handle.suggest_int(
+            name, distribution.low, distribution.high, step=distribution.step, log=distribution.log
+        )
+    assert isinstance(distribution, FloatDistribution)
+    return handle.suggest_float(name, distribution.low, distribution.high, step=distribution.step, log=distribution.log)
