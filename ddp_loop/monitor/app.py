@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
+from ddp_loop.monitor.run_list import ACTIONS, RunList, Snapshot
 from ddp_loop.monitor.run_view import RunView
 
 # [Note: The gate] Any page in a browser on this machine, and any user of the machine, can send requests to 127.0.0.1.
 # Every request must therefore name this server as its Host, which a foreign name that resolves to 127.0.0.1 does not,
 # and must come from no other origin. Requests for a run must also have the token in a header: a form, an image or a
 # link cannot set one, and no answer allows another origin to. The token follows the # of the address, which browsers
-# do not send. The page's own files are public and need no token. GET changes nothing; the only POST is Stop. Runs and
-# files are looked up in lists that are made at the start, so a request cannot name anything else.
+# do not send. The page's own files are public and need no token. GET changes nothing; the only POST is Stop. Files are
+# looked up in a list that is made at the start, and runs in the list of those that were found, by their keys, so a
+# request cannot name anything else.
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -126,13 +130,12 @@ if TYPE_CHECKING:
 
 TICK_S, QUIET_S = 1.0, 10.0  # between two looks of a stream; of silence before it sends a comment
 FEWEST, MOST = 50, 5000  # points of a curve
+MOST_VIEWS = 80  # runs whose rows are kept
+NO_RUN = "There is no such run."
 ASKED = {"points": 1000, "smoothing": 0, "first": 0, "last": 10**12}
 FOLDER = Path(__file__).parent / "static"
-FILES = [
-    *("page.css", "page.js", "charts.js", "wire.js", "words.js", "icon.svg"),
-    *("uplot/uPlot.iife.min.js", "uplot/uPlot.min.css", "uplot/LICENSE"),
-]
-PATHS = {"/": "index.html", **{f"/{name}": name for name in FILES}}
+FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.*"))
+PATHS = {"/": "index.html", **{f"/{name}": name for name in [*FILES, "uplot/LICENSE"] if name != "index.html"}}
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", "": "text/plain"}
 
 
@@ -140,40 +143,45 @@ class MonitorApp:
     """The runs of the page.
 
     Args:
-        views: of the runs, in the order in which they are shown.
+        given: run folders, and folders with runs below them; either may not exist yet.
 
     Attributes:
+        runs: the list of the page.
         open_pages: the number of open event streams.
         is_closing: ends the streams.
     """
 
-    def __init__(self, views: Sequence[RunView]) -> None:
-        self.views = {view.key: view for view in views}
+    def __init__(self, given: Sequence[Path]) -> None:
+        self.runs = RunList(given)
         self.open_pages = 0
         self.is_closing = False
         self._turn = asyncio.Lock()
-        self._state, self._made = "", -TICK_S
+        self._made = -TICK_S
+        self._views: OrderedDict[str, RunView] = OrderedDict()  # the most recently used ones, by key
+        self._views_turn = threading.Lock()
 
-    def state(self) -> str:
-        """Return the state of all runs as JSON. Its times are whole seconds, so it changes at most once a second."""
-        return _json({"runs": [view.summary() for view in self.views.values()]})
+    def look(self) -> Snapshot:
+        """Return the state of all runs. Its times are whole seconds, so it changes at most once a second."""
+        return self.runs.look()
 
-    async def _state_now(self) -> str:
-        """Return the state, which is computed once a tick for all open pages."""
+    async def _look_now(self) -> Snapshot:
+        """Return the state, which is read once a tick for all open pages."""
         async with self._turn:
             if time.monotonic() - self._made >= 0.9 * TICK_S:
-                self._state, self._made = await asyncio.to_thread(self.state), time.monotonic()
-            return self._state
+                await asyncio.to_thread(self.look)
+                self._made = time.monotonic()
+            return self.runs.now
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield server-sent events for one open page: the state now, and after each change."""
-        sent, quiet_s = "", 0.0
+        """Yield server-sent events for one open page: first all runs, and then those that changed."""
+        sent, quiet_s = None, 0.0
         self.open_pages += 1
         try:
             while not self.is_closing:
-                state = await self._state_now()
-                if state != sent:
-                    sent, quiet_s = state, 0.0
+                now = await self._look_now()
+                if now.version != sent:
+                    state = now.changes(sent)
+                    sent, quiet_s = now.version, 0.0
                     yield f"data: {state}\n\n"
                 elif quiet_s >= QUIET_S:
                     quiet_s = 0.0
@@ -183,10 +191,31 @@ class MonitorApp:
         finally:
             self.open_pages -= 1
 
+    def _view(self, key: str) -> RunView | None:
+        """Return what reads a known run, which keeps the rows of the runs that were asked for last."""
+        folder = self.runs.folder_of(key)
+        if folder is None:
+            return None
+        with self._views_turn:
+            if key not in self._views:
+                self._views[key] = RunView(key, folder)
+            self._views.move_to_end(key)
+            while len(self._views) > MOST_VIEWS:
+                self._views.popitem(last=False)
+            return self._views[key]
+
+    def card(self, key: str) -> tuple[int, str]:
+        """Return status and body of the answer to a request for all about a run but its curves."""
+        if key.rpartition("/")[2] in ACTIONS:
+            return 405, "This needs another method."
+        view = self._view(key)
+        return (404, NO_RUN) if view is None else (200, _json(view.summary()))
+
     def curves(self, key: str, asked: Mapping[str, str]) -> tuple[int, str]:
         """Return status and body of the answer to a request for a run's curves."""
-        if key not in self.views:
-            return 404, "There is no such run."
+        view = self._view(key)
+        if view is None:
+            return 404, NO_RUN
         numbers = {}
         for name, usual in ASKED.items():
             text = asked.get(name, str(usual))
@@ -194,14 +223,15 @@ class MonitorApp:
                 return 400, f"{name} must be a whole number."
             numbers[name] = int(text)
         numbers["points"] = min(MOST, max(FEWEST, numbers["points"]))
-        return 200, _json(self.views[key].curves(**numbers))
+        return 200, _json(view.curves(**numbers))
 
     def stop(self, key: str) -> tuple[int, str]:
         """Return status and body of the answer to Stop."""
-        if key not in self.views:
-            return 404, "There is no such run."
+        view = self._view(key)
+        if view is None:
+            return 404, NO_RUN
         try:
-            self.views[key].stop("the page")
+            view.stop("the page")
         except ValueError as error:
             return 409, str(error)
         except OSError as error:
@@ -233,7 +263,10 @@ def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> A
 
     # Starlette calls these in threads, as they read files.
     def runs(request: Request) -> Response:
-        return answer(200, site.state())
+        return answer(200, site.look().changes())
+
+    def card(request: Request) -> Response:
+        return answer(*site.card(request.path_params["key"]))
 
     def curves(request: Request) -> Response:
         return answer(*site.curves(request.path_params["key"], request.query_params))
@@ -243,8 +276,9 @@ def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> A
 
     routes = [Route(path, file, methods=["GET"]) for path in PATHS]
     routes += [Route("/api/runs", runs, methods=["GET"]), Route("/api/stream", stream, methods=["GET"])]
-    routes += [Route("/api/runs/{key}/curves", curves, methods=["GET"])]
-    routes += [Route("/api/runs/{key}/stop", stop, methods=["POST"])]
+    routes += [Route("/api/runs/{key:path}/curves", curves, methods=["GET"])]
+    routes += [Route("/api/runs/{key:path}/stop", stop, methods=["POST"])]
+    routes += [Route("/api/runs/{key:path}", card, methods=["GET"])]
     return AccessControl(Starlette(routes=routes), token, hosts, port, PATHS.keys())
 
 

@@ -19,20 +19,16 @@ from ddp_loop.checkpoint import (
     PROFILE_FILE,
     RANKS,
     ROWS,
-    STATUS,
-    STOP,
     ask_to_stop,
-    is_running,
     read_json,
 )
+from ddp_loop.monitor.run_state import RunState, count, finite, text_of
 from ddp_loop.monitor.series import MetricSeries, extremes, nothing_for_nan, places_of, smooth, thin_out
 from ddp_loop.reporting import JsonlTail, TailUpdate
 
-FRESH_S = 0.4  # between two polls of the folder, at least
 READ_S = 0.5  # for one poll; a long file takes several
 RECENT = 100  # rows over which speed is measured
 MOST_MARKS, MOST_RANKS, MOST_COMMAND, MOST_PHASES, MOST_HINTS = 60, 64, 20_000, 16, 3
-ENDED = ("done", "stopped", "left", "failed")
 
 
 class RunView:
@@ -46,50 +42,21 @@ class RunView:
     def __init__(self, key: str, folder: Path) -> None:
         self.key, self.folder = key, folder.absolute()
         self._turn = threading.RLock()
-        self._looked = -FRESH_S
-        self._seen = False
+        self._run = RunState(self.folder)
         self._generation = 0
         self._rows, self._evaluations = MetricSeries(), MetricSeries()
         self._tails = [JsonlTail(self.folder / name) for name in (ROWS, EVALUATIONS, RANKS)]
         self._ranks: list[dict[str, float | int | None]] = []
         self._profile: dict[str, Any] | None = None
-        self._status: dict[str, Any] = {}
-        self._extent: dict[str, int] = {}
-        self._state, self._is_behind = "missing", False
-        self._summary: dict[str, Any] = {}
+        self._is_behind = False
 
     # -- reading -------------------------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        if time.monotonic() - self._looked < FRESH_S and not self._is_behind:
-            return
-        if not self.folder.is_dir():
-            self._state = "gone" if self._seen else "missing"
-        else:
-            self._seen = True
-            self._status = read_json(self.folder / STATUS) or {}
-            self._state = self._state_now()
-            self._record_extent()
+        self._run.look()
+        if self._run.state not in ("missing", "gone"):
             self._profile = _profile_of(read_json(self.folder / PROFILE / PROFILE_FILE) or {})
             self._read()
-        self._looked = time.monotonic()
-        self._summary = self._sum_up()
-
-    def _state_now(self) -> str:
-        status = self._status.get("status")
-        if is_running(self.folder):
-            return "stopping" if (self.folder / STOP).exists() else "running"
-        if status in ENDED:
-            return str(status)
-        return "lost" if status is not None else "waiting"
-
-    def _record_extent(self) -> None:
-        """Take the run's length from the newest status that has it."""
-        for name in ("epochs", "steps_per_epoch", "steps"):
-            if (number := _count(self._status.get(name))) is not None:
-                self._extent[name] = number
-            elif name in self._status:
-                self._extent.pop(name, None)
 
     def _read(self) -> None:
         deadline, self._is_behind = time.monotonic() + READ_S, False
@@ -115,62 +82,50 @@ class RunView:
             self._ranks = []
         ranks = update.rows[-1].get("ranks") if update.rows else None
         if isinstance(ranks, list):
-            found = [one for one in ranks if isinstance(one, dict) and _count(one.get("rank")) is not None]
+            found = [one for one in ranks if isinstance(one, dict) and count(one.get("rank")) is not None]
             names = ("rank", "step_s", "wait_s", "memory_mib")
-            self._ranks = [{name: _finite(one.get(name)) for name in names} for one in found[:MOST_RANKS]]
+            self._ranks = [{name: finite(one.get(name)) for name in names} for one in found[:MOST_RANKS]]
 
     # -- what the page shows -------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """Return all but the curves, as JSON values; `version` changes whenever the curves do."""
+        """Return all but the curves, as JSON values."""
         with self._turn:
             self._poll()
-            return self._summary
+            rows, run, last = self._rows, self._run, self._rows.last()
+            iteration, total = run.iteration(last.get("iteration")), run.total()
+            elapsed_s, rest_s, speed = self._times(iteration, total)
+            return {
+                "key": self.key,
+                "folder": str(self.folder),
+                "version": self._version(),
+                "state": run.state,
+                "says": run.says(iteration),
+                "why": run.why(),
+                "rows": len(rows),
+                "iteration": iteration,
+                "steps": total,
+                "epoch": last.get("epoch") or None,
+                "epochs": run.epochs,
+                "fraction": run.fraction(iteration),
+                "elapsed_s": elapsed_s,
+                "remaining_s": rest_s,
+                "samples_per_s": speed,
+                "ranks": count(run.status.get("ranks")),
+                "device": text_of(run.status.get("device")),
+                "checkpoint": self._checkpoint(),
+                "last": last,
+                "by_rank": self._ranks,
+                "profile": self._profile,
+                "problems": self._problems(),
+                "continue": self._continue(),
+                "can_stop": run.state == "running",
+            }
 
-    def _sum_up(self) -> dict[str, Any]:
-        rows, last = self._rows, self._rows.last()
-        iteration, total = self._iteration(), self._total()
-        elapsed_s, rest_s, speed = self._times(iteration, total)
-        done = self._state == "done"
-        return {
-            "key": self.key,
-            "folder": str(self.folder),
-            "version": f"{self._generation}.{len(rows)}.{len(self._evaluations)}.{last.get('iteration', 0)}",
-            "state": self._state,
-            "says": self._says(iteration),
-            "why": self._why(),
-            "rows": len(rows),
-            "iteration": iteration,
-            "steps": total,
-            "epoch": last.get("epoch") or None,
-            "epochs": self._extent.get("epochs"),
-            "fraction": 1.0 if done else min(1.0, iteration / total) if total else None,
-            "elapsed_s": elapsed_s,
-            "remaining_s": rest_s,
-            "samples_per_s": speed,
-            "ranks": _count(self._status.get("ranks")),
-            "device": _text(self._status.get("device")),
-            "checkpoint": self._checkpoint(),
-            "last": last,
-            "names": rows.names,
-            "evaluated": self._evaluations.names,
-            "by_rank": self._ranks,
-            "profile": self._profile,
-            "problems": self._problems(),
-            "continue": self._continue(),
-            "can_stop": self._state == "running",
-        }
-
-    def _iteration(self) -> int:
-        row = self._rows.last().get("iteration") or 0
-        status = _count(self._status.get("iteration")) or 0
-        return status if self._state in ENDED and status else max(int(row), status)
-
-    def _total(self) -> int | None:
-        have = self._extent
-        by_epochs = have["epochs"] * have["steps_per_epoch"] if {"epochs", "steps_per_epoch"} <= have.keys() else None
-        found = [number for number in (have.get("steps"), by_epochs) if number]
-        return min(found) if found else None
+    def _version(self) -> str:
+        """Return a text that changes whenever the curves do."""
+        last = self._rows.last().get("iteration", 0)
+        return f"{self._generation}.{len(self._rows)}.{len(self._evaluations)}.{last}"
 
     def _times(self, iteration: int, total: int | None) -> tuple[float | None, float | None, float | None]:
         """Return elapsed and remaining seconds and recent samples per second, each None if unknown."""
@@ -180,8 +135,8 @@ class RunView:
         if seconds[-1] != seconds[-1]:
             return None, None, None
         since = 0.0
-        if self._state in ("running", "stopping"):
-            began = self._status.get("at")
+        if self._run.state in ("running", "stopping"):
+            began = self._run.status.get("at")
             with suppress(OSError):
                 written = (self.folder / ROWS).stat().st_mtime
                 began = max(written, began) if isinstance(began, int | float) else written
@@ -194,44 +149,9 @@ class RunView:
         made = int(self._rows.iterations[-1] - self._rows.iterations[-1 - recent])
         samples = self._rows.values("samples")[-recent:] if "samples" in self._rows.names else [np.nan]
         rest = None
-        if total is not None and self._state in ("running", "stopping"):
+        if total is not None and self._run.state in ("running", "stopping"):
             rest = round(max(0.0, (total - iteration) * took / made - since))
         return round(elapsed), rest, nothing_for_nan(float(np.sum(samples)) / took)
-
-    def _says(self, iteration: int) -> str:
-        at = f"step {iteration}"
-        kept = NAME.fullmatch(_text(self._status.get("checkpoint")) or "")
-        if kept is None:
-            saved = "no checkpoint"
-        elif int(kept[1]) == iteration:
-            saved = "checkpoint saved"
-        else:
-            saved = f"last checkpoint at step {int(kept[1])}"
-        return {
-            "missing": "this run folder does not exist yet",
-            "gone": "this run folder was removed",
-            "waiting": "no run has begun in this folder yet",
-            "running": "running",
-            "stopping": "stopping\u2026",
-            "lost": f"ended after {at} without a status: its process no longer runs",
-            "done": f"done at {at}, {saved}",
-            "stopped": f"stopped at {at}, {saved}",
-            "left": f"left by its script at {at}, {saved}",
-            "failed": f"failed {self._where()}",
-        }[self._state]
-
-    def _where(self) -> str:
-        step, rank, stage = _count(self._status.get("step")), self._status.get("rank"), _text(self._status.get("stage"))
-        parts = ["on a rank" if _count(rank) is None else f"on rank {rank}"]
-        parts += [f"in step {step}"] if step is not None else []
-        parts += [f"({stage})"] if stage else []
-        return " ".join(parts)
-
-    def _why(self) -> str | None:
-        if self._state == "stopping":
-            with suppress(OSError):
-                return _text((self.folder / STOP).read_text(errors="replace")[:200].strip())
-        return _text(self._status.get("why")) if self._state in ENDED else None
 
     def _checkpoint(self) -> str | None:
         """Return the newest checkpoint's name, without reading it."""
@@ -246,7 +166,7 @@ class RunView:
             if tail.unreadable:
                 many = f"{tail.unreadable} lines" if tail.unreadable > 1 else "1 line"
                 problems.append(f"{tail.path.name}: {many} cannot be read, the first is line {tail.first_unreadable}")
-            if tail.half and self._state not in ("running", "stopping"):
+            if tail.half and self._run.state not in ("running", "stopping"):
                 problems.append(f"{tail.path.name}: the last line is half-written and left out ({tail.half} bytes)")
         for name, columns in ((ROWS, self._rows), (EVALUATIONS, self._evaluations)):
             if columns.refused:
@@ -259,11 +179,11 @@ class RunView:
 
     def _continue(self) -> str | None:
         """Return the command that resumes the run, from status.json."""
-        if self._state not in ("stopped", "failed", "left", "lost"):
+        if self._run.state not in ("stopped", "failed", "left", "lost"):
             return None
-        words, directory = self._status.get("command"), _text(self._status.get("directory"))
+        words, directory = self._run.status.get("command"), text_of(self._run.status.get("directory"))
         command = [str(word) for word in words] if isinstance(words, list) and words else ["SCRIPT.py"]
-        ranks = _count(self._status.get("ranks")) or 1
+        ranks = count(self._run.status.get("ranks")) or 1
         start = ["torchrun", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
         change = f"cd {shlex.quote(directory)} && " if directory else ""
         whole = change + shlex.join([*start, *command])
@@ -299,7 +219,8 @@ class RunView:
             ends = ends[every - 1 :: every]
             points_of = self._evaluations
             return {
-                "version": self._summary["version"],
+                "version": self._version(),
+                "is_behind": self._is_behind,
                 "x": iterations[low:high][places_of(starts, high - low)].tolist(),
                 "curves": curves,
                 "smoothed": smoothed,
@@ -318,8 +239,6 @@ class RunView:
             OSError: the folder cannot be written.
         """
         ask_to_stop(self.folder, why)
-        with self._turn:
-            self._looked = -FRESH_S
 
 
 def _listed(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:
@@ -331,23 +250,11 @@ def _profile_of(found: dict[str, Any]) -> dict[str, Any] | None:
     phases, ranks, hints = (found.get(name) for name in ("phases", "ranks", "hints"))
     if not (isinstance(phases, list) and isinstance(ranks, list) and isinstance(hints, list)):
         return None
-    names = [name for name in map(_text, phases[:MOST_PHASES]) if name is not None]
+    names = [name for name in map(text_of, phases[:MOST_PHASES]) if name is not None]
     rows = [
-        [_finite(one.get("rank")), _finite(one.get("step_s")), *(_finite(one["phases"].get(name)) for name in names)]
+        [finite(one.get("rank")), finite(one.get("step_s")), *(finite(one["phases"].get(name)) for name in names)]
         for one in ranks[:MOST_RANKS]
         if isinstance(one, dict) and isinstance(one.get("phases"), dict)
     ]
-    texts = [text for text in map(_text, hints[:MOST_HINTS]) if text is not None]
-    return {"heading": _text(found.get("heading")), "phases": names, "rows": rows, "hints": texts} if rows else None
-
-
-def _count(value: object) -> int | None:
-    return value if type(value) is int and 0 <= value <= 10**12 else None
-
-
-def _finite(value: object) -> float | int | None:
-    return value if type(value) in (int, float) and abs(value) < 1e300 else None  # type: ignore[arg-type,return-value]
-
-
-def _text(value: object) -> str | None:
-    return value[:2000] if isinstance(value, str) and value else None
+    texts = [text for text in map(text_of, hints[:MOST_HINTS]) if text is not None]
+    return {"heading": text_of(found.get("heading")), "phases": names, "rows": rows, "hints": texts} if rows else None

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_loop.monitor.app import MonitorApp, make_app
 from ddp_loop.monitor.demo import fake_runs
-from ddp_loop.monitor.run_view import RunView
 
 if TYPE_CHECKING:
     import uvicorn
@@ -100,18 +99,6 @@ def check_installed() -> None:
     del starlette
 
 
-def views_of(runs: Sequence[Path]) -> list[RunView]:
-    """Return the runs, each with a short unique name."""
-    views: dict[str, RunView] = {}
-    for run in dict.fromkeys(Path(os.path.abspath(run)) for run in runs):
-        key, number = run.name or "run", 1
-        while key in views:
-            number += 1
-            key = f"{run.name or 'run'}-{number}"
-        views[key] = RunView(key, run)
-    return list(views.values())
-
-
 def make_server(site: MonitorApp, listening: socket.socket, token: str, hosts: Sequence[str]) -> uvicorn.Server:
     """Return the server of a page; `server.run(sockets=[listening])` serves until `server.should_exit`.
 
@@ -176,7 +163,7 @@ def serve(
     """Print the link of the page of these runs, and serve it until Ctrl-C or SIGTERM.
 
     Args:
-        runs: run folders, which may not exist yet.
+        runs: run folders, and folders with runs below them; either may not exist yet.
         say: prints a line.
         host, port: where to listen; port 0 takes a free one.
         also: further names of the server.
@@ -200,7 +187,7 @@ def serve(
             say(f"The link is in {path} too, readable by you only. Ctrl-C ends the page, not the run.")
             more: AbstractContextManager[list[Path]] = fake_runs(Path(folder)) if demo else nullcontext([])
             with more as made:
-                site = MonitorApp(views_of([*runs, *made]))
+                site = MonitorApp([*runs, *made])
                 make_server(site, listening, token, names_of(host, also)).run(sockets=[listening])
 
 
@@ -251,7 +238,7 @@ def serve_child() -> None:
     job: dict[str, Any] = json.loads(os.environ.pop(_JOB))
     signal.signal(signal.SIGTERM, _leave)
     with socket.socket(fileno=0) as listening:
-        site = MonitorApp(views_of([Path(job["run"])]))
+        site = MonitorApp([Path(job["run"])])
         with token_file(HERE, listening.getsockname()[1], job["token"]):
             server = make_server(site, listening, job["token"], names_of(HERE, ()))
             threading.Thread(target=_end_with, args=(job["parent"], job["linger_s"], site, server), daemon=True).start()

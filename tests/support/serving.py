@@ -16,7 +16,7 @@ from ddp_loop.checkpoint import STATUS
 from ddp_loop.checkpoint.atomic_files import write_atomic
 from ddp_loop.checkpoint.run_folder import RUN
 from ddp_loop.monitor.app import TOKEN_HEADER, MonitorApp
-from ddp_loop.monitor.server import HERE, listen, make_server, names_of, views_of
+from ddp_loop.monitor.server import HERE, listen, make_server, names_of
 
 TOKEN = "a-token-of-the-tests"
 COMMAND = {"command": ["lab/train.py", "--run", "runs/the one"], "directory": "/home/me"}
@@ -46,7 +46,7 @@ class Served:
 @contextmanager
 def served(*runs: Path, port: int = 0) -> Iterator[Served]:
     """Serve the page of these runs."""
-    site = MonitorApp(views_of(runs))
+    site = MonitorApp(runs)
     with listen(port=port) as listening:
         number = listening.getsockname()[1]
         server = make_server(site, listening, TOKEN, names_of(HERE, ()))

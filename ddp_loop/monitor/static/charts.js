@@ -47,7 +47,7 @@ export class Chart {
     if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: this.height });
   }
 
-  // runs: [{key, colour, curves}], curves as the monitor sends them.
+  // runs: [{key, colour, dash, curves}], curves as the monitor sends them.
   show(runs, { log, marks }) {
     this.log = log;
     this.marks = marks ? (runs[0]?.curves.epochs ?? []) : [];
@@ -67,7 +67,7 @@ export class Chart {
       }
     }
     const data = tables.length ? uPlot.join(tables) : [[]];
-    const form = JSON.stringify([log, this.lines.map(({ run, kind, single }) => [run.colour, kind, single])]);
+    const form = JSON.stringify([log, this.lines.map(({ run, kind, single }) => [run.colour, run.dash.length, kind, single])]);
     if (form !== this.form) {
       this.form = form;
       this.plot?.destroy();
@@ -221,6 +221,7 @@ function series({ run, kind, single }) {
   return {
     stroke: run.colour,
     alpha: faint ? 0.28 : 1,
+    dash: run.dash,
     width: faint ? 1 : kind === "smooth" ? 2 : 1.5,
     points: { show: single, size: 6, fill: run.colour },
   };

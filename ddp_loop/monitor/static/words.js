@@ -1,4 +1,4 @@
-// The format of numbers and times.
+// The format of numbers and times, and what a run is judged by.
 
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -37,4 +37,14 @@ export function memory(mib) {
 
 export function named(name) {
   return name.replaceAll("_", " ").split("/").pop();
+}
+
+// The objective of a trial, or the loss: the last value.
+export function valueOf({ trial, last }) {
+  const name = trial?.objective ?? ("loss" in last ? "loss" : (Object.keys(last)[0] ?? "loss"));
+  return { name, value: trial?.value ?? last[name] ?? null };
+}
+
+export function write(place, text) {
+  if (place.textContent !== text) place.textContent = text;
 }

@@ -1,0 +1,182 @@
+"""The runs of the page: those that were named, and all below the folders that were named, also later ones.
+
+[Note: Looking again] A folder is listed again only if its time of modification changed, which adding and removing a
+folder do. A change in the same tick of the file system's clock would not show, so a folder that changed less than two
+seconds ago is listed again too. A run's folder is not listed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_loop.monitor.run_state import TRIAL
+from ddp_loop.monitor.summaries import RUN, RunSummary
+
+LOOK_S = 0.4  # between two looks, at least
+READ_S = 0.5  # for the rows of all runs in one look; the first look at many runs takes several
+YOUNG_NS = 2_000_000_000
+MOST_FOLDERS = 20_000
+NO_RUNS = frozenset({"checkpoints", "before", "tables", "trace", "profile", "pictures", "again", "node_modules"})
+ACTIONS = frozenset({"curves", "stop", "note", "tables", "again"})  # what follows a key in a request
+
+Listing = tuple[int, bool, list[str]]  # time of modification, whether that was recent, names of folders
+
+
+class FolderWatch:
+    """Finds the run folders below a folder again and again; see [Note: Looking again].
+
+    Args:
+        top: the folder, which may not exist yet.
+    """
+
+    def __init__(self, top: str) -> None:
+        self._top = top
+        self._listed: dict[str, Listing] = {}
+        self._known: set[str] = set()  # run folders; without run.json for a moment, they still are
+
+    def look(self) -> list[str]:
+        """Return the paths of the run folders, sorted in each folder."""
+        before, self._listed = self._listed, {}
+        found = list(self._runs(self._top, before))
+        self._known = set(found)
+        return found
+
+    def _runs(self, path: str, before: dict[str, Listing]) -> Iterator[str]:
+        if len(self._listed) >= MOST_FOLDERS:
+            return
+        try:
+            changed = os.stat(path).st_mtime_ns
+            known = before.get(path)
+            if known is None or known[1] or known[0] != changed:
+                known = (changed, time.time_ns() - changed < YOUNG_NS, self._below(path))
+        except OSError:
+            return
+        self._listed[path] = known
+        for name in known[2]:
+            below = f"{path}/{name}"
+            if below in self._known or is_run(below):
+                yield below
+            else:
+                yield from self._runs(below, before)
+
+    @staticmethod
+    def _below(path: str) -> list[str]:
+        with os.scandir(path) as entries:
+            return sorted(
+                one.name
+                for one in entries
+                if one.name not in NO_RUNS and not one.name.startswith(".") and one.is_dir(follow_symlinks=False)
+            )
+
+
+def is_run(path: str) -> bool:
+    """Whether a folder is that of a run, or of a trial that has not begun."""
+    return os.path.isfile(f"{path}/{RUN}") or os.path.isfile(f"{path}/{TRIAL}")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The runs at one moment.
+
+    Attributes:
+        version: rises with each change.
+        lines: of each run, by key: the version of its last change, and its summary as JSON.
+        removed: the version of its removal, by key.
+    """
+
+    version: int = 0
+    lines: dict[str, tuple[int, str]] = field(default_factory=dict)
+    removed: dict[str, int] = field(default_factory=dict)
+
+    def changes(self, since: int | None = None) -> str:
+        """Return as JSON what changed after a version; without one, everything."""
+        lines = self.lines.values() if since is None else (line for line in self.lines.values() if line[0] > since)
+        gone = [] if since is None else [key for key, version in self.removed.items() if version > since]
+        every = "true" if since is None else "false"
+        runs = ",".join(text for _, text in lines)
+        return f'{{"version":{self.version},"all":{every},"removed":{json.dumps(gone)},"runs":[{runs}]}}'
+
+
+class RunList:
+    """The runs of the page. Several threads may use it.
+
+    Args:
+        given: run folders, and folders with runs below them; either may not exist yet.
+
+    Attributes:
+        now: what the last look found.
+    """
+
+    def __init__(self, given: Sequence[Path]) -> None:
+        self._given = list(dict.fromkeys(os.path.abspath(path) for path in given))
+        self._watches = {path: FolderWatch(path) for path in self._given}
+        self._turn = threading.Lock()
+        self._looked = -LOOK_S
+        self._runs: dict[str, RunSummary] = {}  # by folder
+        self._keys: dict[str, str] = {}  # by folder, also of runs that were removed
+        self.now = Snapshot()
+
+    def look(self) -> Snapshot:
+        """Look at all runs again, unless that was just done."""
+        with self._turn:
+            if time.monotonic() - self._looked >= LOOK_S:
+                self._look()
+                self._looked = time.monotonic()
+            return self.now
+
+    def folder_of(self, key: str) -> Path | None:
+        """Return a known run's folder."""
+        if key not in self.now.lines:
+            self.look()
+        return next((run.folder for run in list(self._runs.values()) if run.key == key), None)
+
+    def _look(self) -> None:
+        deadline, version = time.monotonic() + READ_S, self.now.version + 1
+        before, self._runs = self._runs, {}
+        lines: dict[str, tuple[int, str]] = {}
+        for folder, name in self._find():
+            run = before.get(folder) or RunSummary(self._key_of(folder, name), name, Path(folder))
+            self._runs[folder] = run
+            is_changed = run.look(deadline)
+            known = self.now.lines.get(run.key)
+            lines[run.key] = (version, _json(run.summary())) if is_changed or known is None else known
+        removed = {key: at for key, at in self.now.removed.items() if key not in lines}
+        removed |= {key: version for key in self.now.lines if key not in lines}
+        if any(at == version for at, _ in lines.values()) or version in removed.values():
+            self.now = Snapshot(version, lines, removed)
+
+    def _find(self) -> Iterator[tuple[str, str]]:
+        """Yield folder and name of each run, once."""
+        seen = set()
+        for given in self._given:
+            top = os.path.basename(given) or "run"
+            below = [] if is_run(given) else self._watches[given].look()
+            prefix = f"{top}/" if len(self._given) > 1 else ""
+            for folder, name in [(one, prefix + os.path.relpath(one, given)) for one in below] or [(given, top)]:
+                if folder not in seen:
+                    seen.add(folder)
+                    yield folder, os.fsencode(name).decode("utf-8", "replace")
+
+    def _key_of(self, folder: str, name: str) -> str:
+        """Return a run's unique name for requests; it remains that of its folder."""
+        if folder not in self._keys:
+            parts = [re.sub(r"[^\w.,=+@-]", "-", part) for part in name.split("/")]
+            base = "/".join(f"{part}-" if part in ACTIONS else part for part in parts)
+            key, number = base, 1
+            while key in self._keys.values():
+                number += 1
+                key = f"{base}-{number}"
+            self._keys[folder] = key
+        return self._keys[folder]
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))

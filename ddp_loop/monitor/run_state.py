@@ -1,0 +1,142 @@
+"""The state of a run, its length, and how it ended: from status.json, trial.json and the lock of its folder."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ddp_loop.checkpoint import NAME, STATUS, STOP, is_running, read_json
+
+TRIAL = "trial.json"
+ENDED = ("done", "stopped", "left", "failed")
+ENDED_TRIAL = ("pruned", "killed", "not finite", "timed out", "interrupted")
+
+
+class RunState:
+    """What a run folder says of its run, but for the rows.
+
+    Args:
+        folder: of Loop(run_dir=...), which may not exist yet.
+
+    Attributes:
+        state: one word.
+        status: the content of status.json.
+        trial: the content of trial.json, empty for a run that no sweep began.
+        is_active: whether a process trains in the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.state, self.is_active = "missing", False
+        self.status: dict[str, Any] = {}
+        self.trial: dict[str, Any] = {}
+        self._extent: dict[str, int] = {}
+        self._seen = False
+
+    def look(self) -> None:
+        """Read the folder again."""
+        if not self.folder.is_dir():
+            self.state, self.is_active = ("gone" if self._seen else "missing"), False
+            return
+        self._seen = True
+        self.status = read_json(self.folder / STATUS) or {}
+        self.trial = read_json(self.folder / TRIAL) or {}
+        self.state = self._state_now()
+        for name in ("epochs", "steps_per_epoch", "steps"):  # of the newest status that has them
+            if (number := count(self.status.get(name))) is not None:
+                self._extent[name] = number
+            elif name in self.status:
+                self._extent.pop(name, None)
+
+    def _state_now(self) -> str:
+        status, trial = self.status.get("status"), self.trial.get("status")
+        self.is_active = is_running(self.folder)
+        if self.is_active:
+            return "stopping" if (self.folder / STOP).exists() else "running"
+        if trial in ENDED_TRIAL or trial in ENDED or trial == "waiting":
+            return str(trial)
+        if status in ENDED:
+            return str(status)
+        if trial == "running" and status is None:
+            return "starting"
+        return "lost" if status is not None else "waiting"
+
+    @property
+    def epochs(self) -> int | None:
+        """The number of epochs, if it is known."""
+        return self._extent.get("epochs")
+
+    def iteration(self, row: object) -> int:
+        """Return the number of steps made, of which the last row has `row`."""
+        status, made = count(self.status.get("iteration")) or 0, count(row) or 0
+        return status if self.state in (*ENDED, *ENDED_TRIAL) and status else max(made, status)
+
+    def total(self) -> int | None:
+        """Return the number of steps of the whole run, if it is known."""
+        have = self._extent
+        by_epochs = have["epochs"] * have["steps_per_epoch"] if {"epochs", "steps_per_epoch"} <= have.keys() else None
+        found = [number for number in (have.get("steps"), by_epochs) if number]
+        return min(found) if found else None
+
+    def fraction(self, iteration: int) -> float | None:
+        """Return how far a run with so many steps is, from 0 to 1, if that is known."""
+        total = self.total()
+        return 1.0 if self.state == "done" else min(1.0, iteration / total) if total else None
+
+    def says(self, iteration: int) -> str:
+        """Return the state as a sentence."""
+        at = f"step {iteration}"
+        kept = NAME.fullmatch(text_of(self.status.get("checkpoint")) or "")
+        if kept is None:
+            saved = "no checkpoint"
+        elif int(kept[1]) == iteration:
+            saved = "checkpoint saved"
+        else:
+            saved = f"last checkpoint at step {int(kept[1])}"
+        if self.state in ENDED_TRIAL:
+            return f"{self.state} at {at}, {saved}"
+        return {
+            "missing": "this run folder does not exist yet",
+            "gone": "this run folder was removed",
+            "waiting": "waiting for a slot" if self.trial else "no run has begun in this folder yet",
+            "starting": "starting",
+            "running": "running",
+            "stopping": "stopping\u2026",
+            "lost": f"ended after {at} without a status: its process no longer runs",
+            "done": f"done at {at}, {saved}",
+            "stopped": f"stopped at {at}, {saved}",
+            "left": f"left by its script at {at}, {saved}",
+            "failed": f"failed {self._where()}",
+        }[self.state]
+
+    def _where(self) -> str:
+        step, rank, stage = count(self.status.get("step")), self.status.get("rank"), text_of(self.status.get("stage"))
+        parts = ["on a rank" if count(rank) is None else f"on rank {rank}"]
+        parts += [f"in step {step}"] if step is not None else []
+        parts += [f"({stage})"] if stage else []
+        return " ".join(parts)
+
+    def why(self) -> str | None:
+        """Return why the run stops or has ended, in the words of whoever asked for it."""
+        if self.state == "stopping":
+            with suppress(OSError):
+                return text_of((self.folder / STOP).read_text(errors="replace")[:200].strip())
+        if self.is_active or self.state in ("missing", "gone"):
+            return None
+        return text_of(self.trial.get("why")) or text_of(self.status.get("why") if self.state != "lost" else None)
+
+
+def count(value: object) -> int | None:
+    """Return a value that is a count, else None."""
+    return value if type(value) is int and 0 <= value <= 10**12 else None
+
+
+def finite(value: object) -> float | int | None:
+    """Return a value that is a finite number, else None."""
+    return value if type(value) in (int, float) and abs(value) < 1e300 else None  # type: ignore[arg-type,return-value]
+
+
+def text_of(value: object) -> str | None:
+    """Return the start of a value that is a text, else None."""
+    return value[:2000] if isinstance(value, str) and value else None

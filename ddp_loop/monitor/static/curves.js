@@ -1,0 +1,225 @@
+// Which curves are drawn, in which colours: requests them, and has the charts draw them in groups.
+
+import { Chart, groupOf } from "./charts.js";
+import { write } from "./words.js";
+
+const element = (id) => document.getElementById(id);
+const GROUPS = ["Loss", "Metrics"]; // in this order, before the others
+const BETWEEN_MS = 900; // between two requests for the curves of a run
+const FIRST = 10, MOST = 50; // runs that are drawn at first, and at most
+const COLOURS = 20, DASHES = [[], [8, 4], [2, 3]]; // of runs, in page.css; all colours, then all of them dashed
+const ALL_POINTS = 12000; // of a metric, over all runs
+
+export class Curves {
+  // asks: wire, template, changed()
+  constructor(asks) {
+    this.asks = asks;
+    this.runs = new Map(); // key -> {key, summary, curves, asked, reading, read}
+    this.chosen = new Set();
+    this.places = new Map(); // key -> place among the colours, of the runs that are drawn
+    this.isOwnChoice = false;
+    this.charts = new Map(); // metric -> Chart
+    this.zoomed = null; // [first, last] step, or all
+    element("smoothing").addEventListener("change", () => this.read());
+    element("marks").addEventListener("change", () => this.draw());
+    element("whole").addEventListener("click", () => this.zoom(null));
+    for (const one of document.querySelectorAll("[name=scale]")) one.addEventListener("change", () => this.draw());
+    document.addEventListener("visibilitychange", () => this.read());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+      for (const chart of this.charts.values()) chart.form = "";
+      this.draw();
+    });
+  }
+
+  // -- choice -----------------------------------------------------------------------------------------------
+
+  take(all, changed) {
+    let isOther = false;
+    for (const key of this.runs.keys()) {
+      if (all.has(key)) continue;
+      this.runs.delete(key);
+      this.chosen.delete(key);
+      isOther = true;
+    }
+    for (const summary of changed) {
+      const run = this.runs.get(summary.key);
+      isOther ||= !run || isUnderWay(run.summary) !== isUnderWay(summary);
+      if (run) run.summary = summary;
+      else this.runs.set(summary.key, { key: summary.key, summary, curves: null, asked: "", reading: false, read: 0 });
+    }
+    if (isOther && !this.isOwnChoice) this.chosen = new Set(this.usual());
+    if (isOther) this.onChosen();
+    else this.read();
+  }
+
+  // Runs that are under way, and then the newest ones.
+  usual() {
+    const order = [...this.runs.values()].sort(({ summary: one }, { summary: other }) =>
+      isUnderWay(other) - isUnderWay(one) || (other.began ?? 0) - (one.began ?? 0));
+    const few = new Set(order.slice(0, FIRST).map(({ key }) => key));
+    return [...this.runs.keys()].filter((key) => few.has(key));
+  }
+
+  choose(key, on) {
+    this.isOwnChoice = true;
+    if (on) this.chosen.add(key);
+    else this.chosen.delete(key);
+    this.onChosen();
+  }
+
+  only(keys) {
+    this.isOwnChoice = true;
+    this.chosen = new Set(keys);
+    this.onChosen();
+  }
+
+  // The runs that are drawn keep their colours; others take the first free ones.
+  onChosen() {
+    const drawn = [...this.chosen].slice(0, MOST);
+    for (const key of this.places.keys()) {
+      if (!drawn.includes(key)) this.places.delete(key);
+    }
+    const taken = new Set(this.places.values());
+    let free = 0;
+    for (const key of drawn) {
+      if (this.places.has(key)) continue;
+      while (taken.has(free)) free += 1;
+      taken.add(free);
+      this.places.set(key, free);
+    }
+    const limit = element("limit");
+    limit.hidden = this.runs.size < 2 || (this.chosen.size > 0 && this.chosen.size <= MOST);
+    write(limit, this.chosen.size
+      ? `The curves of ${MOST} of the ${this.chosen.size} chosen runs are drawn, which is the most.`
+      : "No run is chosen. Tick runs in the list to draw their curves.");
+    this.draw();
+    this.read();
+    this.asks.changed();
+  }
+
+  // A run's place among the colours; null where it is not drawn.
+  place(key) {
+    return this.places.get(key) ?? null;
+  }
+
+  colour(key) {
+    return this.places.has(key) ? `var(--run-${this.places.get(key) % COLOURS})` : null;
+  }
+
+  // Gives an element a run's colour, and its kind of line.
+  dress(item, key) {
+    const place = this.place(key);
+    item.style.setProperty("--run", this.colour(key) ?? "var(--mark)");
+    item.classList.toggle("drawn", place !== null);
+    for (const kind of [1, 2]) item.classList.toggle(`dash-${kind}`, Math.floor((place ?? 0) / COLOURS) === kind);
+  }
+
+  // -- requests ---------------------------------------------------------------------------------------------
+
+  wanted({ summary }) {
+    const many = Math.round(ALL_POINTS / Math.max(1, this.places.size));
+    const points = Math.min(2000, many, Math.max(300, 2 * Math.round(element("groups").clientWidth || 600)));
+    const [first, last] = this.zoomed ?? [0, 10 ** 12];
+    const asked = new URLSearchParams({
+      points, smoothing: element("smoothing").value,
+      first: Math.max(0, Math.floor(first)), last: Math.max(0, Math.ceil(last)),
+    });
+    return { path: `/api/runs/${encodeURIComponent(summary.key)}/curves?${asked}`, version: summary.version };
+  }
+
+  // Requests outdated curves, of each run at most about once a second, unless the page is hidden.
+  async read() {
+    if (document.hidden) return;
+    await Promise.all([...this.places.keys()].map((key) => this.readOne(this.runs.get(key))));
+  }
+
+  async readOne(run) {
+    const { path, version } = this.wanted(run);
+    const asks = `${version} ${path}`;
+    if (run.reading || run.asked === asks) return;
+    const isOther = !run.asked.endsWith(path); // the user changed something: request at once
+    const wait = run.read + BETWEEN_MS - performance.now();
+    if (!isOther && wait > 0) {
+      clearTimeout(run.later);
+      run.later = setTimeout(() => this.read(), wait);
+      return;
+    }
+    run.reading = true;
+    run.read = performance.now();
+    try {
+      run.curves = await this.asks.wire.read(path);
+      run.asked = run.curves.is_behind ? `? ${path}` : asks;
+      this.drawSoon();
+    } catch {
+      // The stream reports the monitor's state, and has this called again.
+    } finally {
+      run.reading = false;
+    }
+    if (run.curves?.is_behind || this.wanted(run).path !== path) this.read();
+  }
+
+  // -- charts -----------------------------------------------------------------------------------------------
+
+  drawSoon() {
+    this.soon ??= requestAnimationFrame(() => this.draw());
+  }
+
+  draw() {
+    cancelAnimationFrame(this.soon);
+    this.soon = undefined;
+    if (element("curves").hidden) return;
+    const style = getComputedStyle(document.documentElement);
+    const shown = [...this.places.keys()].map((key) => this.runs.get(key)).filter((run) => run?.curves);
+    const names = new Set(shown.flatMap(({ curves }) => [...Object.keys(curves.curves), ...Object.keys(curves.evaluated)]));
+    const drawn = shown.map(({ key, summary, curves }) => {
+      const place = this.place(key);
+      const colour = style.getPropertyValue(`--run-${place % COLOURS}`).trim();
+      return { key: summary.name, curves, colour, dash: DASHES[Math.floor(place / COLOURS)] };
+    });
+    for (const [name, chart] of this.charts) {
+      if (names.has(name) || !shown.length) continue;
+      chart.remove();
+      this.charts.delete(name);
+    }
+    for (const name of names) {
+      if (this.charts.has(name) || groupOf(name) === null) continue;
+      const chart = new Chart(name, this.asks.template, { zoom: this.zoom.bind(this), view: () => this.zoomed });
+      this.charts.set(name, chart);
+      groupElement(groupOf(name)).querySelector(".grid").append(chart.figure);
+    }
+    for (const group of document.querySelectorAll(".group")) {
+      if (!group.querySelector(".chart")) group.remove();
+    }
+    const log = document.querySelector("[name=scale]:checked").value === "log";
+    for (const chart of this.charts.values()) chart.show(drawn, { log, marks: element("marks").checked });
+    element("controls").hidden = this.charts.size === 0;
+  }
+
+  zoom(first, last) {
+    this.zoomed = first === null || last - first < 2 ? null : [Math.max(0, first), last];
+    element("whole").hidden = this.zoomed === null;
+    this.draw();
+    this.read();
+  }
+}
+
+function isUnderWay({ state }) {
+  return ["running", "stopping", "starting"].includes(state);
+}
+
+function groupElement(name) {
+  const id = `group ${name}`;
+  const there = element(id);
+  if (there) return there;
+  const group = document.createElement("section");
+  group.id = id;
+  group.className = "group";
+  const [head, grid] = [document.createElement("h2"), document.createElement("div")];
+  head.textContent = name;
+  grid.className = "grid";
+  group.append(head, grid);
+  const rank = (title) => (GROUPS.includes(title) ? GROUPS.indexOf(title) : GROUPS.length);
+  const after = [...element("groups").children].find((one) => rank(one.firstChild.textContent) > rank(name));
+  element("groups").insertBefore(group, after ?? null);
+  return group;
+}

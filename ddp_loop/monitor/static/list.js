@@ -1,0 +1,179 @@
+// The list of runs: a line each, which changes only where its run does; order and search.
+
+import { grouped, number, valueOf, write } from "./words.js";
+
+const element = (id) => document.getElementById(id);
+const collator = new Intl.Collator("en", { numeric: true });
+const STATES = ["running", "stopping", "starting", "waiting", "missing"]; // in this order, before the others
+const FIELDS = {
+  name: () => null,
+  state: ({ state }) => (STATES.includes(state) ? STATES.indexOf(state) : STATES.length + state.charCodeAt(0)),
+  value: (summary) => valueOf(summary).value,
+  began: ({ began }) => began,
+};
+
+export class List {
+  // asks: template, runs, open(key), choose(key, on), only(keys), arranged()
+  constructor(asks) {
+    this.asks = asks;
+    this.lines = new Map(); // key -> {item, parts, text, place, summary}
+    this.sequence = []; // keys in the order of the list
+    this.order = []; // those that the search finds
+    this.opened = null;
+    this.place = element("lines");
+    element("search").addEventListener("input", () => this.arrange());
+    element("sort").addEventListener("change", () => this.arrange());
+    element("turn").addEventListener("click", () => {
+      const turned = element("turn").getAttribute("aria-pressed") !== "true";
+      element("turn").setAttribute("aria-pressed", String(turned));
+      this.arrange();
+    });
+    element("only").addEventListener("click", () => asks.only(this.order));
+    element("none").addEventListener("click", () => asks.only([]));
+    this.place.addEventListener("click", (event) => {
+      const button = event.target.closest(".open");
+      if (button) asks.open(button.closest(".line").dataset.run);
+    });
+    this.place.addEventListener("change", (event) => {
+      asks.choose(event.target.closest(".line").dataset.run, event.target.checked);
+    });
+  }
+
+  take(changed, gone) {
+    for (const key of gone) {
+      this.lines.get(key)?.item.remove();
+      this.lines.delete(key);
+    }
+    const wanted = element("sort").value;
+    let isOther = gone.length > 0;
+    for (const summary of changed) {
+      const line = this.lines.get(summary.key) ?? this.newLine(summary.key);
+      const rank = FIELDS[wanted](summary);
+      const text = searched(summary);
+      isOther ||= rank !== line.rank || text !== line.text || !line.summary;
+      Object.assign(line, { summary, text, rank });
+      show(line);
+    }
+    if (isOther || element("search").value) this.arrange();
+    else this.asks.arranged();
+  }
+
+  newLine(key) {
+    const item = this.asks.template.content.firstElementChild.cloneNode(true);
+    const find = (name) => item.querySelector(name);
+    const names = [".show", ".open", ".name", ".value", ".state", ".parameters", ".bar", ".bar i"];
+    const parts = Object.fromEntries(names.map((name) => [name, find(name)]));
+    item.dataset.run = key;
+    this.lines.set(key, { item, parts });
+    return this.lines.get(key);
+  }
+
+  // Sorts the lines, and shows those that the search finds.
+  arrange() {
+    const by = element("sort").value;
+    const turn = element("turn").getAttribute("aria-pressed") === "true" ? -1 : 1;
+    const lines = [...this.lines.values()];
+    for (const line of lines) line.rank = FIELDS[by](line.summary);
+    lines.sort((one, other) => compare(one, other, turn));
+    const found = matching(lines, element("search").value);
+    const sequence = lines.map(({ summary }) => summary.key);
+    if (sequence.some((key, at) => key !== this.sequence[at]) || sequence.length !== this.sequence.length) {
+      let next = this.place.firstElementChild;
+      for (const { item } of lines) {
+        if (item === next) next = next.nextElementSibling;
+        else this.place.insertBefore(item, next);
+      }
+    }
+    this.sequence = sequence;
+    for (const line of lines) line.item.hidden = !found.has(line);
+    this.order = lines.filter((line) => found.has(line)).map(({ summary }) => summary.key);
+    const all = `${grouped(lines.length)} runs`;
+    write(element("count"), found.size === lines.length ? all : `${grouped(found.size)} of ${all}`);
+    element("only").disabled = found.size === 0;
+    this.asks.arranged();
+  }
+
+  // Shows which runs are drawn, and in which colours.
+  paint(curves) {
+    for (const [key, { item, parts }] of this.lines) {
+      const on = curves.chosen.has(key), colour = curves.place(key);
+      if (parts[".show"].checked !== on) parts[".show"].checked = on;
+      const form = colour === null ? "" : `${colour}`;
+      if (item.dataset.place === form) continue;
+      item.dataset.place = form;
+      curves.dress(item, key);
+    }
+  }
+
+  mark(key) {
+    for (const one of [this.opened, key]) {
+      this.lines.get(one)?.parts[".open"].setAttribute("aria-expanded", String(one === key));
+    }
+    this.opened = key;
+  }
+
+  focus(key) {
+    this.lines.get(key)?.parts[".open"].focus();
+  }
+}
+
+function compare(one, other, turn) {
+  const [first, second] = [one.rank, other.rank];
+  if (first !== second) {
+    if (first === null || first === undefined) return 1;
+    if (second === null || second === undefined) return -1;
+    return turn * (first - second);
+  }
+  return turn * collator.compare(one.summary.name, other.summary.name);
+}
+
+function show({ item, parts, summary }) {
+  const { name, state, fraction, config } = summary;
+  const shown = valueOf(summary);
+  item.dataset.state = state;
+  write(parts[".name"], name);
+  write(parts[".value"], shown.value === null ? "" : number(shown.value));
+  parts[".value"].title = shown.name;
+  const far = fraction !== null && fraction < 1 ? ` ${Math.floor(100 * fraction)} %` : "";
+  write(parts[".state"], `${state}${far}`);
+  write(parts[".parameters"], Object.entries(config).map(([key, value]) => `${key}=${value}`).join(" "));
+  parts[".show"].setAttribute("aria-label", `Draw ${name}`);
+  parts[".bar"].hidden = fraction === null;
+  parts[".bar i"].style.transform = `scaleX(${fraction ?? 0})`;
+}
+
+// -- search -------------------------------------------------------------------------------------------------
+
+function searched({ name, state, config, note }) {
+  return [name, state, note ?? "", ...Object.entries(config).map(([key, value]) => `${key}=${value}`)].join(" ").toLowerCase();
+}
+
+// The lines with all words: rate=0.1 is a parameter (its beginning, where no run has this value), loss<0.2 a last value.
+function matching(lines, text) {
+  let found = lines;
+  for (const word of text.toLowerCase().split(/\s+/).filter(Boolean)) {
+    const [, name, sign, value] = word.match(/^([^=<>]+)(<=|>=|=|<|>)(.*)$/) ?? [];
+    if (!sign || value === "") found = found.filter((line) => line.text.includes(word));
+    else if (sign === "=") {
+      const equal = found.filter((line) => valuesOf(line, name).some((one) => isEqual(one, value)));
+      const begins = (line) => valuesOf(line, name).some((one) => String(one).toLowerCase().startsWith(value));
+      found = equal.length ? equal : found.filter(begins);
+    } else found = found.filter((line) => valuesOf(line, name).some((one) => isWithin(one, sign, Number(value))));
+  }
+  return new Set(found);
+}
+
+function valuesOf({ summary }, name) {
+  const { trial, last, config } = summary;
+  const all = [...Object.entries(config), ...Object.entries(last), ["value", trial?.value ?? null]];
+  return all.filter(([key]) => key.toLowerCase() === name || key.toLowerCase().endsWith(`.${name}`)).map(([, value]) => value);
+}
+
+function isEqual(one, value) {
+  return String(one).toLowerCase() === value || (typeof one === "number" && one === Number(value));
+}
+
+function isWithin(one, sign, limit) {
+  if (typeof one !== "number" || Number.isNaN(limit)) return false;
+  return { "<": one < limit, ">": one > limit, "<=": one <= limit, ">=": one >= limit }[sign];
+}
