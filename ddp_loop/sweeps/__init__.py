@@ -1,7 +1,7 @@
 """Sweeps: many networks, each an ordinary run, chosen, stored and shared out by Optuna."""
 
 from ddp_loop.sweeps.command import add_sweep
-from ddp_loop.sweeps.sweep import TrialResult, sweep
+from ddp_loop.sweeps.plan import TrialResult, sweep
 
 __all__ = [
     "TrialResult",

@@ -9,16 +9,16 @@ decided after the attempt was taken, when both are in the storage, so no trial r
 
 from __future__ import annotations
 
-import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_loop.sweeps.space import Point, Space
+from ddp_loop.sweeps.storage import StorageUnreachable, open_storage, require_optuna, silent
 
 if TYPE_CHECKING:
     import optuna
@@ -29,13 +29,7 @@ if TYPE_CHECKING:
 
 TRIAL, ATTEMPT, WORKER, ENDING, WITHDRAWN, FIXED = "trial", "attempt", "worker", "ending", "withdrawn", "parameters"
 READY = "ready"  # of the study: all its trials are in the storage
-CONNECT_S = 5
 State = Literal["waiting", "running", "interrupted", "ended"]
-INSTALL = "pip install 'ddp_loop[sweep]'"
-
-
-class StorageUnreachable(ValueError):
-    """The storage of a sweep cannot be opened."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +75,6 @@ class Claim:
 SamplerOf = Callable[[int], "BaseSampler"]
 
 
-def require_optuna() -> None:
-    """Raise ImportError, with the remedy, unless optuna is installed."""
-    try:
-        import optuna  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"A sweep needs optuna. {error.name} is missing. Run {INSTALL}") from error
-
-
 class TrialQueue:
     """A sweep's trials in its storage. Several threads may use it.
 
@@ -107,7 +93,7 @@ class TrialQueue:
     def __init__(self, url: str, name: str, *, beat_s: int, grace_s: int, direction: str | None = None) -> None:
         require_optuna()
         self._grace_s, self._turn = grace_s, threading.RLock()
-        self._storage = _open_storage(url, beat_s, grace_s)
+        self._storage = open_storage(url, beat_s, grace_s)
         self._name, self._study_id = name, self._find_study(name, direction)
         self.study = self._load()
         self._mine: dict[int, Claim] = {}  # by Optuna's id
@@ -117,7 +103,7 @@ class TrialQueue:
         from optuna.study import StudyDirection
 
         if direction is not None:
-            with suppress(DuplicatedStudyError), _silent():
+            with suppress(DuplicatedStudyError), silent():
                 self._storage.create_new_study([StudyDirection[direction.upper()]], name)
         try:
             return int(self._storage.get_study_id_from_name(name))
@@ -350,79 +336,6 @@ class TrialQueue:
         self._storage.engine.dispose()
 
 
-def _settings(url: str) -> dict[str, Any]:
-    """What SQLAlchemy's engine of a storage is made with."""
-    if url.startswith("sqlite"):
-        return {"connect_args": {"timeout": 60}}  # for another process's transaction
-    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": CONNECT_S}}
-
-
-def _open_storage(url: str, beat_s: int, grace_s: int) -> optuna.storages.RDBStorage:
-    import optuna
-
-    with warnings.catch_warnings(), _explaining(url):
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.storages.RDBStorage(
-            url, engine_kwargs=_settings(url), heartbeat_interval=beat_s, grace_period=grace_s
-        )
-
-
-def check_reachable(url: str) -> None:
-    """Raise StorageUnreachable unless a storage can be reached; nothing is written."""
-    import sqlalchemy
-
-    with _explaining(url):
-        engine = sqlalchemy.create_engine(url, **_settings(url))
-        try:
-            engine.connect().close()
-        finally:
-            engine.dispose()
-
-
-@contextmanager
-def _explaining(url: str) -> Iterator[None]:
-    import optuna
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        yield
-    except ImportError as error:
-        raise StorageUnreachable(
-            f"The storage {shown_url(url)} needs a driver: {error}. Install it, such as psycopg for PostgreSQL: "
-            "pip install 'psycopg[binary]'."
-        ) from error
-    except (SQLAlchemyError, optuna.exceptions.OptunaError, RuntimeError) as error:
-        raise StorageUnreachable(
-            f"The storage {shown_url(url)} cannot be opened ({str(error).splitlines()[0]}). Check that it runs and may "
-            "be written, or leave storage= out to use a file in the sweep's folder."
-        ) from error
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Leave out Optuna's lines about what it does, which belong to a script that calls Optuna itself."""
-    logger = logging.getLogger("optuna")
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-def shown_url(url: str) -> str:
-    """A storage's URL without its password."""
-    from sqlalchemy.engine import make_url
-    from sqlalchemy.exc import ArgumentError
-
-    try:
-        return make_url(url).render_as_string(hide_password=True)
-    except ArgumentError:
-        raise StorageUnreachable(
-            f"A storage is given by SQLAlchemy's URL, such as postgresql+psycopg://user@host/name. Got {url!r}."
-        ) from None
-
-
 def _attempt_of(one: FrozenTrial) -> Attempt:
     attributes = one.user_attrs
     ending = Ending(**attributes[ENDING]) if ENDING in attributes else None
@@ -451,5 +364,7 @@ def _suggest(handle: optuna.trial.Trial, name: str, distribution: BaseDistributi
         return handle.suggest_int(
             name, distribution.low, distribution.high, step=distribution.step, log=distribution.log
         )
-    assert isinstance(distribution, FloatDistribution)
-    return handle.suggest_float(name, distribution.low, distribution.high, step=distribution.step, log=distribution.log)
+    if isinstance(distribution, FloatDistribution):
+        low, high, step = distribution.low, distribution.high, distribution.step
+        return handle.suggest_float(name, low, high, step=step, log=distribution.log)
+    raise TypeError(f"Optuna has a new kind of distribution, {type(distribution).__name__}. Use another one.")

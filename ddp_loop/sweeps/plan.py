@@ -15,9 +15,10 @@ from ddp_loop.determinism import stream_key
 from ddp_loop.sweeps.jobs import FunctionJob, Job
 from ddp_loop.sweeps.running import Say, Sweep, SweepWorker, places_of
 from ddp_loop.sweeps.space import Point, make_space, nearest
+from ddp_loop.sweeps.storage import check_reachable, require_optuna, shown_url
 from ddp_loop.sweeps.sweep_folder import STUDY, SweepFolder
 from ddp_loop.sweeps.trial_folder import TRIAL_FILE, Objective, trial_folder, write_trial
-from ddp_loop.sweeps.trial_queue import READY, TrialQueue, check_reachable, require_optuna, shown_url
+from ddp_loop.sweeps.trial_queue import READY, TrialQueue
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
@@ -72,49 +73,43 @@ def sweep(
     heartbeat_s: int = 5,
     progress: bool = True,
 ) -> list[TrialResult]:
-    """Train one network for each point of a space, several at a time, and return the results in the points' order.
+    """Train a network for each point of a space, several at a time; returns the results in the points' order.
 
         def train(rate, width, run_dir):
             with dl.join_world(seed=0) as world:
-                ...
                 loop = dl.Loop(batches, 5, state=state, run_dir=run_dir)
                 ...
 
         if __name__ == "__main__":
             results = dl.sweep(train, {"rate": [0.1, 0.01], "width": [32, 64]}, "runs/sweep")
 
-    Each trial is an ordinary run on `ranks` new ranks: the same call alone gives the same bits. Calling this again with
-    the same arguments goes on where the sweep was stopped or killed: ended trials stay, interrupted ones go on from
-    their checkpoints. Ctrl-C stops the running trials with checkpoints. `python -m ddp_loop sweep work FOLDER` on any
-    machine that sees the folder adds slots.
+    Each trial is an ordinary run, with the bits of the same call alone. The same call again goes on where the sweep was
+    stopped or killed: ended trials stay, interrupted ones go on from their checkpoints. Ctrl-C stops trials with
+    checkpoints. `python -m ddp_loop sweep work FOLDER` adds the slots of a machine that sees the folder.
 
     Args:
         train: called on each rank of a trial, with the trial's parameters and `run_dir` as keywords. It may return the
-            objective, or numbers by name. New processes import it, so it is at the top level of its file.
+            objective, or numbers by name. New processes import it from the top level of its file.
         space: of each parameter its values, a range such as {"low": 1e-4, "high": 0.1, "log": True}, or one of Optuna's
             distributions; or a list of points.
-        folder: of the sweep. The run folders are below its `trials`.
+        folder: of the sweep, with the run folders below `trials`.
         keywords: further keywords of `train`.
-        trials: the number of trials; a grid and a list have their own.
-        sampler: "grid" (the default), "random", "tpe", or one of Optuna's samplers.
-        pruner: stops trials that are worse than others: "median", "halving", "hyperband" or one of Optuna's.
-        objective: the column of the rows that trials are compared by, or "evaluation.NAME" of what `evaluate` returns.
+        trials: their number; a grid and a list have their own.
+        sampler: "grid" (the default), "random", "tpe", or one of Optuna's.
+        pruner: stops trials that are worse than others: "median", "halving", "hyperband", or one of Optuna's.
+        objective: a column of the rows, or "evaluation.NAME" of what `evaluate` returns.
         direction: whether it is to be small or large.
         report_every: the updates over which the pruner's values are means.
-        ranks: of each trial.
-        slots: the ranks that run at once on this machine; by default its GPUs, or its cores.
-        time_limit_s: of a trial, in seconds.
+        ranks, time_limit_s: of each trial; its seconds.
+        slots: ranks at once on this machine (default: its GPUs, or cores).
         seed: of random draws and TPE.
-        storage: the URL of any storage of Optuna's; by default SQLite in the folder.
-        heartbeat_s: seconds between two signs of life of a trial; after three without one it is given to another
-            worker.
-        progress: whether to print a line for each trial that ends.
+        storage: the URL of one of Optuna's storages (default: SQLite in the folder).
+        heartbeat_s: seconds between signs of life of a trial. After three without one another worker gets it.
+        progress: whether to print how trials end.
 
     Raises:
-        ImportError: optuna is missing.
-        OSError: the folder cannot be written.
-        ValueError: an argument does not fit, another process runs the sweep in this folder, the folder has another
-            sweep, or the storage cannot be reached.
+        ImportError, OSError: optuna is missing, or the folder cannot be written.
+        ValueError: an argument does not fit, the folder is used or has another sweep, or the storage is not reached.
     """
     job = FunctionJob(train, dict(keywords or {}))
     plan = SweepPlan(

@@ -1,0 +1,100 @@
+"""Optuna's storage of a sweep: opened, or refused with the reason."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import optuna
+
+CONNECT_S = 5
+INSTALL = "pip install 'ddp_loop[sweep]'"
+
+
+class StorageUnreachable(ValueError):
+    """The storage of a sweep cannot be opened."""
+
+
+def require_optuna() -> None:
+    """Raise ImportError, with the remedy, unless optuna is installed."""
+    try:
+        import optuna  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"A sweep needs optuna. {error.name} is missing. Run {INSTALL}") from error
+
+
+def _settings(url: str) -> dict[str, Any]:
+    """What SQLAlchemy's engine of a storage is made with."""
+    if url.startswith("sqlite"):
+        return {"connect_args": {"timeout": 60}}  # for another process's transaction
+    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": CONNECT_S}}
+
+
+def open_storage(url: str, beat_s: int, grace_s: int) -> optuna.storages.RDBStorage:
+    import optuna
+
+    with warnings.catch_warnings(), _explaining(url):
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.storages.RDBStorage(
+            url, engine_kwargs=_settings(url), heartbeat_interval=beat_s, grace_period=grace_s
+        )
+
+
+def check_reachable(url: str) -> None:
+    """Raise StorageUnreachable unless a storage can be reached; nothing is written."""
+    import sqlalchemy
+
+    with _explaining(url):
+        engine = sqlalchemy.create_engine(url, **_settings(url))
+        try:
+            engine.connect().close()
+        finally:
+            engine.dispose()
+
+
+@contextmanager
+def _explaining(url: str) -> Iterator[None]:
+    import optuna
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except ImportError as error:
+        raise StorageUnreachable(
+            f"The storage {shown_url(url)} needs a driver: {error}. Install it, such as psycopg for PostgreSQL: "
+            "pip install 'psycopg[binary]'."
+        ) from error
+    except (SQLAlchemyError, optuna.exceptions.OptunaError, RuntimeError) as error:
+        raise StorageUnreachable(
+            f"The storage {shown_url(url)} cannot be opened ({str(error).splitlines()[0]}). Check that it runs and may "
+            "be written, or leave storage= out to use a file in the sweep's folder."
+        ) from error
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Leave out Optuna's lines about what it does, which belong to a script that calls Optuna itself."""
+    logger = logging.getLogger("optuna")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def shown_url(url: str) -> str:
+    """A storage's URL without its password."""
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except ArgumentError:
+        raise StorageUnreachable(
+            f"A storage is given by SQLAlchemy's URL, such as postgresql+psycopg://user@host/name. Got {url!r}."
+        ) from None
