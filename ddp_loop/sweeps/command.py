@@ -10,9 +10,9 @@ from typing import Any
 
 from ddp_loop.checkpoint import read_json
 from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, read_job
+from ddp_loop.sweeps.plan import SweepPlan, TrialResult
 from ddp_loop.sweeps.running import Say
 from ddp_loop.sweeps.space import OBJECT, nearest
-from ddp_loop.sweeps.plan import SweepPlan, TrialResult
 from ddp_loop.sweeps.sweep_folder import ask_for, has_workers, read_sweep
 from ddp_loop.sweeps.trial_folder import TRIAL_FILE, TRIALS
 

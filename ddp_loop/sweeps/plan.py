@@ -77,11 +77,9 @@ def sweep(
 
         def train(rate, width, run_dir):
             with dl.join_world(seed=0) as world:
-                loop = dl.Loop(batches, 5, state=state, run_dir=run_dir)
-                ...
+                ...  # dl.Loop(..., run_dir=run_dir)
 
-        if __name__ == "__main__":
-            results = dl.sweep(train, {"rate": [0.1, 0.01], "width": [32, 64]}, "runs/sweep")
+        results = dl.sweep(train, {"rate": [0.1, 0.01], "width": [32, 64]}, "runs/sweep")
 
     Each trial is an ordinary run, with the bits of the same call alone. The same call again goes on where the sweep was
     stopped or killed: ended trials stay, interrupted ones go on from their checkpoints. Ctrl-C stops trials with
@@ -89,7 +87,7 @@ def sweep(
 
     Args:
         train: called on each rank of a trial, with the trial's parameters and `run_dir` as keywords. It may return the
-            objective, or numbers by name. New processes import it from the top level of its file.
+            objective, or numbers by name. New processes import it, so begin sweeps under `if __name__ == "__main__":`.
         space: of each parameter its values, a range such as {"low": 1e-4, "high": 0.1, "log": True}, or one of Optuna's
             distributions; or a list of points.
         folder: of the sweep, with the run folders below `trials`.
