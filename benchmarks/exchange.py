@@ -15,6 +15,7 @@ The cost of the tree's order is in `python -m benchmarks order fold`, which take
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import threading
@@ -123,7 +124,8 @@ class PeakMemory:
 
 
 def together() -> float:
-    """`pss_mib` while all ranks are here with all that they map."""
+    """`pss_mib` while all ranks are here with all that they map, without what the collector would free later."""
+    gc.collect()
     dist.barrier()
     mib = pss_mib()
     dist.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 import re
 import resource
@@ -223,6 +224,7 @@ def map_in_vain(limit: bool) -> str:
         mine = row if world.rank == 1 else whole.empty().copy_(row)
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         if limit and world.rank == 1:
+            gc.collect()  # what it frees later would be room for the segment
             pages = int(open("/proc/self/statm").read().split()[0])  # noqa: SIM115
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**22, hard))
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -161,17 +162,18 @@ def test_sums_of_every_exchange_are_measured(on_ranks: OnRanks, name: str) -> No
 
 
 MIB = 2**18  # values of float32
+LARGE = 256  # MiB, several times what a process of tests may take or give back meanwhile
 
 
 def map_together() -> float:
-    """How much more memory this rank has with 64 MiB that it shares with the other ranks."""
+    """How much more memory this rank has with LARGE MiB that it shares with the other ranks."""
     descriptor = os.memfd_create("shared")
     try:
         with joined() as world:
-            os.truncate(descriptor, 64 * 2**20)
+            os.truncate(descriptor, LARGE * 2**20)
             name = world.gather(f"/proc/{os.getpid()}/fd/{descriptor}")[0]
             before = exchange.together()
-            shared = torch.from_file(name, shared=True, size=64 * MIB).fill_(1.0)
+            shared = torch.from_file(name, shared=True, size=LARGE * MIB).fill_(1.0)
             more = exchange.together() - before
             del shared
             return more
@@ -180,17 +182,37 @@ def map_together() -> float:
 
 
 def test_memory_that_ranks_share_counts_by_its_share(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, map_together) == [pytest.approx(32, abs=4)] * 2
+    assert on_ranks(2, map_together) == [pytest.approx(LARGE / 2, abs=LARGE / 4)] * 2
 
 
 def test_the_peak_of_memory_is_that_inside_the_block() -> None:
+    gc.collect()  # what earlier tests left would be collected after `before` is read
     before = exchange.pss_mib()
     with exchange.PeakMemory() as peak:
-        tensor = torch.ones(64 * MIB)
-        until(lambda: peak.mib > before + 60, "the thread has seen the tensor")
+        tensor = torch.ones(LARGE * MIB)
+        until(lambda: peak.mib > before + 3 / 4 * LARGE, "the thread has seen the tensor")
         del tensor
-    assert exchange.pss_mib() < before + 10
-    assert peak.mib < before + 74
+    assert exchange.pss_mib() < before + LARGE / 4
+    assert peak.mib < before + 5 / 4 * LARGE
+
+
+def freed_by_the_collector() -> float:
+    """How much less memory a rank has once its garbage of 64 MiB has been collected."""
+    with joined():
+        gc.disable()
+        try:
+            ring: list[object] = [torch.ones(64 * MIB)]
+            ring.append(ring)
+            del ring
+            before = exchange.together()
+            gc.collect()
+            return before - exchange.together()
+        finally:
+            gc.enable()
+
+
+def test_what_the_collector_frees_is_not_counted(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, freed_by_the_collector) == [pytest.approx(0, abs=32)] * 2
 
 
 def measure_tiny_memory(name: str | None) -> tuple[float, float, float]:
@@ -206,7 +228,7 @@ def measure_tiny_memory(name: str | None) -> tuple[float, float, float]:
 @pytest.mark.parametrize("name", [None, *exchanges()])
 def test_the_memory_of_a_step_has_parameters_gradients_and_momentum(name: str | None) -> None:
     for before, after, peak in launch(measure_tiny_memory, 2, name):  # new processes: freed memory is used again
-        assert before + 3 * 36 < after < peak + 8
+        assert before + 2.5 * 36 < after < peak + 8  # each of the three has 36 MiB
 
 
 # -- the cost of the same bits -----------------------------------------------------------------------------

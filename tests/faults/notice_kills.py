@@ -52,6 +52,7 @@ class Counts:
 
 def holdings() -> tuple[int, int]:
     """The numbers of descriptors and of threads of this process."""
+    gc.collect()  # an exception's traceback may hold a world, and with it the connections to the store
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
@@ -91,7 +92,6 @@ def on_this_rank(begun: int, seen: int) -> None:
     """Write what was seen to a pipe, and what this process holds more than before."""
     before = holdings()
     found = seen_in(begun)
-    gc.collect()  # the exception's traceback held the world, and with it the connections to the store
     found["more"] = [now - then for now, then in zip(holdings(), before, strict=True)]
     os.write(seen, json.dumps({"own": int(os.environ["RANK"]), **found}).encode() + b"\n")
 
