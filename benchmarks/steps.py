@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddp_loop as dl
 from benchmarks.jobs import ddp_tuning
-from benchmarks.measuring import RANKS, Ratio, Step, compare, joined, print_table
+from benchmarks.measuring import RANKS, Ratio, Step, compare, joined, print_table, synchronized
 from benchmarks.models import CLASSES, Residual, Transformer, mlp, resnet18
 from ddp_loop import networks
 
@@ -186,14 +186,21 @@ def local_step(job: Job, world: dl.World, data: tuple[torch.Tensor, ...], *, fus
     return step
 
 
-def measure(name: str, exchange: str | None = None) -> dict[str, Ratio]:
-    """The ratios of one network, on every rank; run by `launch`."""
+def measure(name: str, exchange: str | None = None, device: str = "cpu", scale: float = 1.0) -> dict[str, Ratio]:
+    """The ratios of one network, on every rank; run by `launch`.
+
+    Args:
+        name: one of JOBS.
+        exchange: of `joined`.
+        device: in `join_world`'s words.
+        scale: of the time that a row takes.
+    """
     job = JOBS[name]
-    with tempfile.TemporaryDirectory() as folder, joined(exchange) as world:
-        data = make_data(job)
+    with tempfile.TemporaryDirectory() as folder, joined(exchange, device) as world:
+        data, wait = make_data(job, world.device), synchronized(world.device)
 
         def ratio(one: Step, other: Step, within_s: float) -> Ratio:
-            return compare(one, other, pairs=job.pairs, steps=job.steps, within_s=within_s)
+            return compare(one, other, pairs=job.pairs, steps=job.steps, within_s=scale * within_s, wait=wait)
 
         ours = our_step(job, world, data, folder, fused=True)
         if world.size == 1:

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_parts
-from benchmarks.gpu_parts import plan_worlds
+from benchmarks.gpu_reads import count_reads, said
+from benchmarks.gpu_worlds import Training, plan_worlds, seeing, verdict
 from tests.support.device_modes import ASYNCHRONOUS, device_mode_of
 from tests.support.harness import until
 from tests.support.paths import ROOT
 from tests.support.scripts import run
+from tests.support.tiers import ALL_ITEMS
 
 WRITE = "import sys; file = open(sys.argv[-1], 'a'); print('| row |', file=file, flush=True); "
 HANG = (
@@ -59,7 +61,7 @@ def test_ranks_see_the_first_of_the_gpus_that_the_machine_shows(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if before is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
-    with gpu_parts.seeing(2):
+    with seeing(2):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == after
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
 
@@ -67,6 +69,12 @@ def test_ranks_see_the_first_of_the_gpus_that_the_machine_shows(
 def test_the_limits_of_all_parts_are_within_eight_minutes() -> None:
     assert gpu.PARTS.keys() == gpu_parts.PARTS.keys()
     assert sum(part.limit_s for part in gpu.PARTS.values()) <= gpu.TOTAL_S == 8 * 60
+
+
+def test_the_files_of_all_tests_that_need_a_gpu_are_run(request: pytest.FixtureRequest) -> None:
+    items = request.config.stash[ALL_ITEMS]
+    needing = {item.path for item in items if item.get_closest_marker("gpu")}
+    assert needing - set(gpu_parts.gpu_files()) == set()
 
 
 # -- the run -----------------------------------------------------------------------------------------------
@@ -159,11 +167,11 @@ def test_each_read_of_a_value_is_counted_at_its_line() -> None:
         float(value)
 
     with device_mode_of(ASYNCHRONOUS):
-        places = gpu_parts.count_reads(step, 5, value.device)
+        places = count_reads(step, 5, value.device)
     first = step.__code__.co_firstlineno
     name = Path(__file__).relative_to(ROOT)
     assert places == {f"{name}:{first + 1}": 5, f"{name}:{first + 2}": 5}
-    assert gpu_parts.said(places, 5) == ("2", f"`{name}:{first + 1}` 1, `{name}:{first + 2}` 1")
+    assert said(places, 5) == ("2", f"`{name}:{first + 1}` 1, `{name}:{first + 2}` 1")
 
 
 @pytest.mark.parametrize(
@@ -178,14 +186,14 @@ def test_each_read_of_a_value_is_counted_at_its_line() -> None:
 def test_weights_are_equal_within_a_bound_or_in_every_bit(
     bound: float, found: list[float], words: str, is_equal: bool
 ) -> None:
-    training = gpu_parts.Training(lambda: torch.nn.Identity(), torch.float64, bound)
-    assert gpu_parts.verdict(training, found, [1.0, 2.0]) == (words, is_equal)
+    training = Training(lambda: torch.nn.Identity(), torch.float64, bound)
+    assert verdict(training, found, [1.0, 2.0]) == (words, is_equal)
 
 
 ROWS = {
     "tests": ["skipped: Skipped: needs a GPU"],
     "worlds": ["| 1 rank, rehearsed |", "| 2 ranks, rehearsed |", "the same bits"],
-    "steps": ["1 rank: ours / plain loop", "2 ranks: ours / tuned DDP", "2 ranks: tuned DDP / tuned DDP"],
+    "steps": ["1 rank: ours / plain loop", "2 ranks: ours / tuned DDP", "2 ranks: DDP / DDP"],
     "reads": [
         "| ours: as it is | 0 |  |",
         "| ours: synced batch norm | 0 |",
