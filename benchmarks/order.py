@@ -89,10 +89,15 @@ def loop_step(
     return step
 
 
-def accumulating_step(job: Job, world: dl.World, pieces: int) -> Step:
-    """DDP's own accumulation over `pieces` of this rank's part of the mini-batch."""
+def accumulating_step(job: Job, world: dl.World, pieces: int, *, communicates: bool) -> Step:
+    """An accumulation over `pieces` of this rank's part of the mini-batch.
+
+    Args:
+        communicates: DDP's own accumulation; else a plain loop on each rank.
+    """
     model, optimizer = make(job, world.device)
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model) if communicates else model
+    without_sum = wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else nullcontext
     inputs, labels = make_data(job)
     state = {"order": torch.randperm(SAMPLES), "at": torch.tensor(0)}
     size = MINI_BATCH // world.size
@@ -103,7 +108,7 @@ def accumulating_step(job: Job, world: dl.World, pieces: int) -> Step:
         mine = state["order"][start : start + size].chunk(pieces)
         optimizer.zero_grad()
         for number, indices in enumerate(mine):
-            with wrapped.no_sync() if number + 1 < pieces else nullcontext():
+            with without_sum() if number + 1 < pieces else nullcontext():
                 loss = cross_entropy(wrapped(inputs.index_select(0, indices)), labels.index_select(0, indices))
                 (loss / pieces).backward()
         optimizer.step()
@@ -129,7 +134,7 @@ def accumulate(name: str, exchange: str | None = None) -> dict[str, Ratio]:
     with ExitStack() as ending, joined(exchange) as world:
         ordered = loop_step(job, world, ending, shards=8)
         plain = loop_step(job, world, ending, shards=8, ordered=False)
-        by_ddp = accumulating_step(job, world, 4)
+        by_ddp = accumulating_step(job, world, 4, communicates=True)
         return {
             "8 shards on 2 ranks, ordered / DDP's accumulation of 4": compare(
                 ordered, by_ddp, pairs=job.pairs // 2, steps=job.steps
@@ -138,32 +143,13 @@ def accumulate(name: str, exchange: str | None = None) -> dict[str, Ratio]:
         }
 
 
-def plain_step(job: Job, world: dl.World, pieces: int) -> Step:
-    """A plain accumulation over `pieces` of this rank's part of the mini-batch, without communication."""
-    model, optimizer = make(job, world.device)
-    inputs, labels = make_data(job)
-    state = {"order": torch.randperm(SAMPLES), "at": torch.tensor(0)}
-    size = MINI_BATCH // world.size
-
-    def step() -> None:
-        start = int(state["at"]) + world.rank * size
-        state["at"] = (state["at"] + MINI_BATCH) % SAMPLES
-        optimizer.zero_grad()
-        for indices in state["order"][start : start + size].chunk(pieces):
-            loss = cross_entropy(model(inputs.index_select(0, indices)), labels.index_select(0, indices))
-            (loss / pieces).backward()
-        optimizer.step()
-
-    return step
-
-
 def further(name: str, shards: int, exchange: str | None = None) -> dict[str, Ratio]:
     """Many shards on two ranks against a plain accumulation of the same pieces."""
     job = JOBS[name]
     with ExitStack() as ending, joined(exchange) as world:
         pieces = shards // world.size
-        ours, plain = loop_step(job, world, ending, shards=shards), plain_step(job, world, pieces)
-        again = plain_step(job, world, pieces)
+        ours = loop_step(job, world, ending, shards=shards)
+        plain, again = (accumulating_step(job, world, pieces, communicates=False) for _ in range(2))
         steps = max(1, job.steps * 4 // shards)
         noise = compare(again, plain, pairs=job.pairs // 4, steps=steps, within_s=4)
         ratio = compare(ours, plain, pairs=job.pairs // 2, steps=steps, within_s=12)

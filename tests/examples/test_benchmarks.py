@@ -251,6 +251,28 @@ def test_every_cost_is_measured_and_in_the_table(on_ranks: OnRanks) -> None:
         assert f" | {what} | " in table
 
 
+def measure_tiny_further() -> tuple[dict[str, Ratio], list[list[float]]]:
+    """The ratios, and the last bias of each network when all is measured."""
+    built: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        built.append(tiny_network())
+        return built[-1]
+
+    order.JOBS["tiny"] = order.Job(build, (1, 4, 4), 8, 1)
+    try:
+        ratios = order.further("tiny", 8)
+    finally:
+        del order.JOBS["tiny"]
+    return ratios, [list(model.parameters())[-1].tolist() for model in built]
+
+
+def test_further_shards_are_compared_with_an_accumulation_that_does_not_communicate(on_ranks: OnRanks) -> None:
+    (ratios, of_rank_0), (_, of_rank_1) = on_ranks(2, measure_tiny_further)
+    assert [what.partition(",")[0] for what in ratios] == ["8 shards on 2 ranks / plain accumulation", "4 pieces"]
+    assert [one == other for one, other in zip(of_rank_0, of_rank_1, strict=True)] == [True, False, False]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_checkouts_are_timed_in_turn(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
