@@ -12,7 +12,7 @@ from benchmarks.measuring import compare
 from ddp_loop.accelerators import Cpu
 from examples.surface.train import grid
 from tests.support.graphs import cpu_graphs
-from tests.support.harness import OnRanks
+from tests.support.harness import OnRanks, child_processes
 
 CPU = torch.device("cpu")
 
@@ -60,9 +60,12 @@ def test_plain_steps_train_alike_on_resident_data_and_from_a_loader() -> None:
 @pytest.mark.slow
 def test_each_way_trains_in_a_process_of_its_own() -> None:
     for way in surface.ALONE.values():
+        before = child_processes()
         with surface.process_of(way) as step:
             step()
-            step()
+            step()  # raises if the process has not trained
+            assert len(child_processes() - before) == 1
+        assert child_processes() == before
 
 
 def measure_small() -> list[str]:
@@ -82,8 +85,10 @@ def test_ranks_of_one_thread_are_measured_against_one_process_of_as_many(on_rank
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_is_reported() -> None:
-    with pytest.raises((RuntimeError, BrokenPipeError)), surface.process_of("ours", threads=0) as step:
+@pytest.mark.parametrize("way", surface.ALONE.values())
+def test_a_process_that_ends_is_reported(way: str) -> None:
+    said = pytest.raises(RuntimeError, match=rf"^The process of {way} ended\.$")
+    with said, surface.process_of(way, threads=0) as step:
         step()
 
 
