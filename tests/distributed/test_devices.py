@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 from unittest import mock
@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 import ddp_loop as dl
-from ddp_loop.accelerators import KINDS, Cpu, accelerator_of
+from ddp_loop.accelerators import Cpu, accelerator_of
 from ddp_loop.distributed import describe_devices, join_world, scale_batch_size
 from ddp_loop.distributed.devices import RankEnv, choose_device, read_rank_env
+from tests.support.device_modes import cpu_as
 from tests.support.harness import FAULT_S, OnRanks, caught
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -167,16 +168,9 @@ class Gpu(Cpu):
 @contextmanager
 def on_gpus(identities: str) -> Iterator[None]:
     """This rank's device is the GPU of that number; "-" for a rank on the CPU."""
-    former = KINDS["cpu"]
     Gpu.identities, Gpu.asked = identities, []
-    if identities[int(os.environ["RANK"])] != "-":
-        KINDS["cpu"] = Gpu
-    accelerator_of.cache_clear()
-    try:
+    with nullcontext() if identities[int(os.environ["RANK"])] == "-" else cpu_as(Gpu):
         yield
-    finally:
-        KINDS["cpu"] = former
-        accelerator_of.cache_clear()
 
 
 def identities_seen(identities: str) -> list[Sequence[str]]:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -138,20 +138,27 @@ def ways_of(test: pytest.Item) -> dict[str, list[Any]]:
 
 
 @contextmanager
-def device_mode_of(mode: str) -> Iterator[None]:
-    """Have this process's CPU answer so."""
-    kind: type[Accelerator] = AsynchronousCpu if mode == ASYNCHRONOUS else Cpu
+def cpu_as(kind: type[Accelerator]) -> Iterator[None]:
+    """Have this process's CPU be such an accelerator."""
     former, KINDS["cpu"] = KINDS["cpu"], kind
     accelerator_of.cache_clear()
-    with ExitStack() as ending:
-        if mode == ASYNCHRONOUS and EXCHANGE not in os.environ:
-            ending.enter_context(exchange_of(GLOO))
-        try:
-            yield
-        finally:
-            KINDS["cpu"] = former
-            accelerator_of.cache_clear()
-            SlowCopy.under_way.clear()
+    try:
+        yield
+    finally:
+        KINDS["cpu"] = former
+        accelerator_of.cache_clear()
+        SlowCopy.under_way.clear()
+
+
+@contextmanager
+def device_mode_of(mode: str) -> Iterator[None]:
+    """Have this process's CPU answer so."""
+    needs_gloo = mode == ASYNCHRONOUS and EXCHANGE not in os.environ
+    with (
+        cpu_as(AsynchronousCpu if mode == ASYNCHRONOUS else Cpu),
+        exchange_of(GLOO) if needs_gloo else nullcontext(),
+    ):
+        yield
 
 
 def current_mode() -> str:

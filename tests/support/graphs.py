@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ddp_loop.accelerators import KINDS, Recorded, accelerator_of
-from tests.support.device_modes import AsynchronousCpu
+from ddp_loop.accelerators import Recorded
+from tests.support.device_modes import AsynchronousCpu, cpu_as
 
 aten = torch.ops.aten
 HOST_READS = frozenset(
@@ -143,13 +143,6 @@ class GraphCpu(AsynchronousCpu):
         return CpuGraphRecorder()
 
 
-@contextmanager
-def cpu_graphs() -> Iterator[None]:
+def cpu_graphs() -> AbstractContextManager[None]:
     """Have this process's CPU record graphs."""
-    former, KINDS["cpu"] = KINDS["cpu"], GraphCpu
-    accelerator_of.cache_clear()
-    try:
-        yield
-    finally:
-        KINDS["cpu"] = former
-        accelerator_of.cache_clear()
+    return cpu_as(GraphCpu)
