@@ -185,12 +185,6 @@ def test_memory_that_ranks_share_counts_by_its_share(on_ranks: OnRanks) -> None:
     assert on_ranks(2, map_together) == [pytest.approx(LARGE / 2, abs=LARGE / 4)] * 2
 
 
-def make_garbage(mib: int) -> None:
-    """Leave a tensor that only the collector frees."""
-    ring: list[object] = [torch.ones(mib * MIB)]
-    ring.append(ring)
-
-
 def test_the_peak_of_memory_is_that_inside_the_block() -> None:
     gc.collect()  # what earlier tests left would be collected after `before` is read
     before = exchange.pss_mib()
@@ -207,7 +201,9 @@ def freed_by_the_collector() -> float:
     with joined():
         gc.disable()
         try:
-            make_garbage(64)
+            ring: list[object] = [torch.ones(64 * MIB)]
+            ring.append(ring)
+            del ring
             before = exchange.together()
             gc.collect()
             return before - exchange.together()

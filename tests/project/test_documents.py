@@ -242,7 +242,7 @@ def test_the_changelog_has_the_version() -> None:
 
 def test_what_is_installed_for_the_tests_is_pinned() -> None:
     lines = [line for line in text_of("requirements-dev.txt").splitlines() if not line.startswith("#")]
-    pinned = {line.partition("==")[0] for line in lines if re.fullmatch(r"[\w-]+==[\w.]+", line)}
+    pinned = {line.partition("==")[0] for line in lines if re.fullmatch(r"[\w-]+(?:\[\w+\])?==[\w.]+", line)}
     assert len(pinned) == len(lines)
     dependencies = tomllib.loads(text_of("pyproject.toml"))["project"]["dependencies"]
     assert {re.split(r"[^\w-]", dependency)[0] for dependency in dependencies} <= pinned
