@@ -20,7 +20,7 @@ from ddp_loop.evaluation import evaluate, predict
 from ddp_loop.graphs import capture
 from ddp_loop.kernels import compile_model, use_bfloat16
 from ddp_loop.recalibration import update_bn
-from ddp_loop.sweeps import sweep
+from ddp_loop.sweeps import TrialResult, sweep
 from ddp_loop.training import Epoch, Fold, Loop, Step, StepResult, Sum
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "StepResult",
     "Stopped",
     "Sum",
+    "TrialResult",
     "World",
     "capture",
     "compile_model",

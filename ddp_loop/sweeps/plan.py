@@ -92,8 +92,7 @@ def sweep(
             distributions; or a list of points.
         folder: of the sweep, with the run folders below `trials`.
         keywords: further keywords of `train`.
-        trials: their number; a grid and a list have their own.
-        sampler: "grid" (the default), "random", "tpe", or one of Optuna's.
+        trials, sampler: their number, which a grid has itself; "grid", "random", "tpe", or one of Optuna's samplers.
         pruner: stops trials that are worse than others: "median", "halving", "hyperband", or one of Optuna's.
         objective: a column of the rows, or "evaluation.NAME" of what `evaluate` returns.
         direction: whether it is to be small or large.
@@ -103,11 +102,11 @@ def sweep(
         seed: of random draws and TPE.
         storage: the URL of one of Optuna's storages (default: SQLite in the folder).
         heartbeat_s: seconds between signs of life of a trial. After three without one another worker gets it.
-        progress: whether to print how trials end.
+        progress: whether to print how each trial ended.
 
     Raises:
-        ImportError, OSError: optuna is missing, or the folder cannot be written.
-        ValueError: an argument does not fit, the folder is used or has another sweep, or the storage is not reached.
+        ImportError, OSError, ValueError: optuna is missing; the folder cannot be written; an argument does not fit, the
+            folder is used or has another sweep, or the storage cannot be reached.
     """
     job = FunctionJob(train, dict(keywords or {}))
     plan = SweepPlan(

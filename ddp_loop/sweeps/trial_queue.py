@@ -69,7 +69,7 @@ class Claim:
     parameters: Point
     handle: optuna.trial.Trial
     key: int  # Optuna's id of it in the storage
-    reported: set[int]  # the updates after which the pruner was told of a value
+    reported: set[int]  # the updates whose values the pruner has
 
 
 SamplerOf = Callable[[int], "BaseSampler"]

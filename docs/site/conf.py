@@ -51,7 +51,7 @@ html_additional_pages = {"index": "index.html"}  # leads to the home page
 # Objects that a user is given and does not make: their constructors are no part of the reference.
 GIVEN = {
     *("ddp_loop.Epoch", "ddp_loop.PeerFailed", "ddp_loop.RankFailed", "ddp_loop.Step", "ddp_loop.StepResult"),
-    *("ddp_loop.Stopped", "ddp_loop.World"),
+    *("ddp_loop.Stopped", "ddp_loop.TrialResult", "ddp_loop.World"),
 }
 
 CONTENTS = """
@@ -77,6 +77,7 @@ docs/reference/data
 docs/reference/evaluation
 docs/reference/batch_norm
 docs/reference/distributed
+docs/reference/sweeps
 docs/reference/checkpoints
 docs/reference/determinism
 docs/reference/monitoring
