@@ -15,7 +15,7 @@ from ddp_loop.distributed import describe_devices
 from ddp_loop.monitor import serve
 from ddp_loop.profiling import CannotProfile, ProfileJob, profile
 from ddp_loop.reporting import export
-from ddp_loop.sweeps import add_sweep
+from ddp_loop.sweeps import add_sweep, is_sweep, stop_sweep_and_wait
 from ddp_loop.tracing import CannotVerify, VerifyJob, compare_runs, verify
 
 HEAD = ("checkpoint", "MiB", "written", "score", "state")
@@ -128,8 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     four = add(
         "stop",
-        lambda options: stop_and_wait(options.run, options.timeout_s, _say),
-        "stop a run after the current step, with a checkpoint",
+        lambda options: (stop_sweep_and_wait if is_sweep(options.run) else stop_and_wait)(
+            options.run, options.timeout_s, _say
+        ),
+        "stop a run, or all trials of a sweep, after the current step, with a checkpoint",
         f"{EQUAL} it stopped or was done, {UNEQUAL} it did not stop, {FAILED} it was not running",
     )
     four.add_argument("--timeout-s", type=_count, default=600, metavar="S", help="seconds to wait (default: 600)")

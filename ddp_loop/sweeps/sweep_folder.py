@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ddp_loop.checkpoint import FileLock, Locked, explained, is_locked, read_jso
 from ddp_loop.sweeps.trial_folder import TRIALS
 
 SWEEP, STUDY, LOCK, STOP, AGAIN, WORKERS = "sweep.json", "study.db", "lock", "stop", "again", "workers"
+LOOK_S = 0.2
 _MAY_CHANGE = ("began", "trials", "storage", "id", "name")
 
 
@@ -138,6 +139,26 @@ def has_workers(folder: Path) -> bool:
     """Whether a process runs the sweep or works on it."""
     names = [one.name for one in (folder / WORKERS).iterdir()] if (folder / WORKERS).is_dir() else []
     return is_locked(folder / LOCK) is True or any(is_dead(folder, name) is False for name in names)
+
+
+def stop_and_wait(folder: Path, timeout_s: float, say: Callable[[str], None]) -> bool:
+    """Ask a sweep's workers to stop, and wait until they have ended; returns whether they did in time.
+
+    Raises:
+        ValueError: the sweep has no worker.
+    """
+    if not has_workers(folder):
+        raise ValueError(f"No worker runs the sweep in {folder}. Pass the folder of a sweep that runs.")
+    (folder / STOP).write_text("python -m ddp_loop stop", encoding="utf-8")
+    say(f"{folder}: its trials stop after the current step, with checkpoints")
+    deadline = time.monotonic() + timeout_s
+    while has_workers(folder):
+        if time.monotonic() > deadline:
+            say(f"{folder}: still running after {timeout_s:g} s")
+            return False
+        time.sleep(LOOK_S)
+    say(f"{folder}: stopped. Start the sweep again to go on.")
+    return True
 
 
 def asked_to_stop(folder: Path) -> str | None:

@@ -230,12 +230,18 @@ class TrialQueue:
 
     def should_prune(self, claim: Claim, pruner: BasePruner, step: int, value: float) -> bool:
         """Report a value of the objective after a step, and return whether the attempt is not worth going on."""
-        if step in claim.reported:
-            return False  # before its worker died
-        claim.reported.add(step)
-        claim.handle.report(value, step)
-        claim.handle.study.pruner = pruner
-        return bool(claim.handle.should_prune())
+        from optuna.exceptions import UpdateFinishedTrialError
+
+        with self._turn:
+            if step in claim.reported or claim.key not in self._mine:  # before its worker died; it has just ended
+                return False
+            claim.reported.add(step)
+            try:
+                claim.handle.report(value, step)
+            except UpdateFinishedTrialError:  # it was given to another worker
+                return False
+            claim.handle.study.pruner = pruner
+            return bool(claim.handle.should_prune())
 
     def end(self, claim: Claim, ending: Ending | None) -> bool:
         """Store how an attempt ended; None gives it back. Returns False if it was given to another worker meanwhile."""
