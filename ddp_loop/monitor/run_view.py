@@ -22,11 +22,10 @@ from ddp_loop.checkpoint import (
     STATUS,
     STOP,
     ask_to_stop,
-    is_running,
     read_json,
 )
 from ddp_loop.monitor.series import MetricSeries, extremes, nothing_for_nan, places_of, smooth, thin_out
-from ddp_loop.reporting import JsonlTail, TailUpdate
+from ddp_loop.reporting import JsonlTail, TailUpdate, state_of, total_steps
 
 FRESH_S = 0.4  # between two polls of the folder, at least
 READ_S = 0.5  # for one poll; a long file takes several
@@ -68,20 +67,12 @@ class RunView:
         else:
             self._seen = True
             self._status = read_json(self.folder / STATUS) or {}
-            self._state = self._state_now()
+            self._state = state_of(self.folder, self._status)
             self._record_extent()
             self._profile = _profile_of(read_json(self.folder / PROFILE / PROFILE_FILE) or {})
             self._read()
         self._looked = time.monotonic()
         self._summary = self._sum_up()
-
-    def _state_now(self) -> str:
-        status = self._status.get("status")
-        if is_running(self.folder):
-            return "stopping" if (self.folder / STOP).exists() else "running"
-        if status in ENDED:
-            return str(status)
-        return "lost" if status is not None else "waiting"
 
     def _record_extent(self) -> None:
         """Take the run's length from the newest status that has it."""
@@ -129,7 +120,7 @@ class RunView:
 
     def _sum_up(self) -> dict[str, Any]:
         rows, last = self._rows, self._rows.last()
-        iteration, total = self._iteration(), self._total()
+        iteration, total = self._iteration(), total_steps(self._extent)
         elapsed_s, rest_s, speed = self._times(iteration, total)
         done = self._state == "done"
         return {
@@ -165,12 +156,6 @@ class RunView:
         row = self._rows.last().get("iteration") or 0
         status = _count(self._status.get("iteration")) or 0
         return status if self._state in ENDED and status else max(int(row), status)
-
-    def _total(self) -> int | None:
-        have = self._extent
-        by_epochs = have["epochs"] * have["steps_per_epoch"] if {"epochs", "steps_per_epoch"} <= have.keys() else None
-        found = [number for number in (have.get("steps"), by_epochs) if number]
-        return min(found) if found else None
 
     def _times(self, iteration: int, total: int | None) -> tuple[float | None, float | None, float | None]:
         """Return elapsed and remaining seconds and recent samples per second, each None if unknown."""
