@@ -2,8 +2,10 @@
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder, write_atomic
 from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, OnSaveError, Snapshot
+from ddp_loop.checkpoint.config import Config, flatten_config
 from ddp_loop.checkpoint.run_folder import (
     EVALUATIONS,
+    NOTE,
     PICTURES,
     PROFILE,
     PROFILE_FILE,
@@ -13,6 +15,7 @@ from ddp_loop.checkpoint.run_folder import (
     STATUS,
     STOP,
     TABLE,
+    TABLES,
     RunFolder,
     ask_to_stop,
     is_running,
@@ -26,6 +29,7 @@ __all__ = [
     "CHECKPOINTS",
     "EVALUATIONS",
     "NAME",
+    "NOTE",
     "PICTURES",
     "PROFILE",
     "PROFILE_FILE",
@@ -36,10 +40,12 @@ __all__ = [
     "STATUS",
     "STOP",
     "TABLE",
+    "TABLES",
     "CheckpointInfo",
     "CheckpointPolicy",
     "CheckpointStore",
     "Checkpointer",
+    "Config",
     "OnSaveError",
     "RunFolder",
     "Snapshot",
@@ -47,6 +53,7 @@ __all__ = [
     "ask_to_stop",
     "best_of",
     "explained",
+    "flatten_config",
     "identity",
     "is_running",
     "read_json",

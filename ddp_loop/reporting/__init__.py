@@ -6,7 +6,6 @@ from ddp_loop.reporting.jsonl_tail import JsonlTail, TailUpdate
 from ddp_loop.reporting.reporter import Receivers, Reporter, all_of
 from ddp_loop.reporting.rows import NORM, RATE, OnRow, WeightedMeans, is_averaged
 from ddp_loop.reporting.run_records import (
-    NOTE,
     TRIAL,
     RunRecord,
     ValueSummary,
@@ -16,14 +15,15 @@ from ddp_loop.reporting.run_records import (
     state_of,
     total_steps,
 )
+from ddp_loop.reporting.tables import Labels, make_table, write_table
 from ddp_loop.reporting.throughput import slowest
 
 __all__ = [
     "NORM",
-    "NOTE",
     "RATE",
     "TRIAL",
     "JsonlTail",
+    "Labels",
     "OnRow",
     "Receivers",
     "Reporter",
@@ -37,8 +37,10 @@ __all__ = [
     "find_runs",
     "is_averaged",
     "is_lower_better",
+    "make_table",
     "read_run",
     "slowest",
     "state_of",
     "total_steps",
+    "write_table",
 ]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 # [Note: Cut back] A resumed run cuts its files back to its checkpoint and appends again, so a file can have the same
 # size and other content. Each poll therefore compares the bytes just before its position: lines have the elapsed time,
@@ -149,6 +149,6 @@ def has_numbers(row: Mapping[str, Any]) -> bool:
     return is_at_an_iteration(row) and all(value is None or is_number(value) for value in row.values())
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a value of JSON is a number that fits a float."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)

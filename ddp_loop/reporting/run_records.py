@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import EVALUATIONS, ROWS, RUN, STATUS, STOP, is_running, read_json
+from ddp_loop.checkpoint import EVALUATIONS, NOTE, ROWS, RUN, STATUS, STOP, is_running, read_json
 from ddp_loop.reporting.jsonl_tail import JsonlTail, is_at_an_iteration, is_number
 from ddp_loop.reporting.rows import is_averaged
 
-TRIAL, NOTE = "trial.json", "note.txt"
+TRIAL = "trial.json"
 ENDED = ("done", "stopped", "left", "failed")
 _NO_RUNS_BELOW = frozenset({"checkpoints", "before", "tables", "trace", "profile", "pictures", "again", "__pycache__"})
 _TRIAL_STATES = frozenset(

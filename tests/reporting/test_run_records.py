@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_loop.checkpoint import RunFolder, ask_to_stop
-from ddp_loop.reporting import RunRecord, ValueSummary, find_runs, is_lower_better, read_run, run_records
+from ddp_loop.reporting import JsonlTail, RunRecord, ValueSummary, find_runs, is_lower_better, read_run, run_records
 from tests.support.serving import row, write_lines, write_run
 
 
@@ -95,7 +95,7 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.
     run = write_trial(write_run(tmp_path / "one", [row(1)], status="done"), status="done")
     first = read_run(run)
     monkeypatch.setattr(run_records, "read_json", None)
-    monkeypatch.setattr(run_records.JsonlTail, "poll", None)
+    monkeypatch.setattr(JsonlTail, "poll", None)
     assert read_run(run) == first
 
 
