@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files
+from ddp_loop.checkpoint.config import Config
 from ddp_loop.checkpoint.run_folder import EVALUATIONS, OTHER_RANKS, RANKS, ROWS, RunFolder, set_status, write_error
 from ddp_loop.checkpoint.serialization import SerializedState, StagingBuffers
 from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, settings_of
@@ -122,7 +123,7 @@ class Checkpointer:
         self.score: float | None = None
 
     def open(
-        self, facts: Mapping[str, object], resume: bool | None, extent: Mapping[str, object]
+        self, facts: Mapping[str, object], resume: bool | None, extent: Mapping[str, object], config: Config | None
     ) -> dict[str, int] | None:
         """Lock the run folder, and restore the newest valid checkpoint. Every rank must call this.
 
@@ -130,6 +131,7 @@ class Checkpointer:
             facts: what makes a run another one.
             resume: of `Loop`.
             extent: the run's length, for status.json.
+            config: of `Loop`, flat; None for none.
 
         Returns:
             The position in the checkpoint; None if there is no checkpoint.
@@ -148,7 +150,7 @@ class Checkpointer:
             check_restorable(self._state)
             settings.update({name: one for name, one in extent.items() if name != "steps_per_epoch"})
             settings.update(settings_of(self._state))
-            self._run = RunFolder(self.folder, facts, resume, settings)
+            self._run = RunFolder(self.folder, facts, resume, settings, config)
             self._store = CheckpointStore(self.folder, self._run.id, self._policy.keep_last)
             self._store.clean()
             for line in (*self._run.news, *([self._store.last_warning] if self._store.last_warning else [])):

@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint.atomic_files import explained, is_folder, write_atomic
+from ddp_loop.checkpoint.config import Config, changes_between
 from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
 from ddp_loop.distributed import MOST_LETTERS
 
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
 EVALUATIONS, RANKS, PICTURES, TABLE = "evaluations.jsonl", "ranks.jsonl", "pictures", "rows.csv"
 STARTS, PROFILE, PROFILE_FILE = "starts.jsonl", "profile", "profile.json"  # the file is in the folder
-_MOVED = ("checkpoints", "trace", ROWS, EVALUATIONS, RANKS, STARTS, PICTURES, PROFILE, TABLE, STATUS, RUN)
+TABLES, NOTE = "tables", "note.txt"
+_MOVED = ("checkpoints", "trace", ROWS, EVALUATIONS, RANKS, STARTS, PICTURES, PROFILE, TABLES, NOTE, TABLE, STATUS, RUN)
 _DAMAGED = "*.damaged*.jsonl"  # their damaged lines
 ERROR = "error.rank-{rank}.txt"  # the whole of an error's text that was too long for the ranks' messages
 _OF_POSITIONS = ("samples", "batch_size", "drop_last")  # no run goes on when these change
@@ -90,6 +92,7 @@ class RunFolder:
         resume: what to do with a run that is in the folder. None resumes it if the facts are the same. True resumes it
             also with other shards or another seed. False starts over, and moves its files to `before/`.
         settings: facts that may change.
+        config: the user's hyper-parameters, which may change too; None keeps those of the start before.
 
     Attributes:
         id: of the run, stored in its checkpoints.
@@ -108,6 +111,7 @@ class RunFolder:
         facts: Mapping[str, object],
         resume: bool | None,
         settings: Mapping[str, object] | None = None,
+        config: Config | None = None,
     ) -> None:
         self.folder, self.news, self.changed = folder.absolute(), list[str](), list[str]()
         self._directory: str | None = None
@@ -117,7 +121,7 @@ class RunFolder:
         try:
             before = self._read_run()
             with self._explaining():
-                self._open(before, facts, settings or {}, resume)
+                self._open(before, facts, settings or {}, resume, config)
         except BaseException:
             self.close()
             raise
@@ -156,6 +160,7 @@ class RunFolder:
         facts: Mapping[str, object],
         settings: Mapping[str, object],
         resume: bool | None,
+        config: Config | None,
     ) -> None:
         self.forget_stop()
         known = before is not None
@@ -175,9 +180,14 @@ class RunFolder:
             self._check_checkpoints()
             self.changed = list(_changed(former, now).values())
             self._run = {**before, "fingerprint": {**former, **now}}
+            if config is not None:
+                self.changed += changes_between(before.get("config"), config)
+                self._run["config"] = config
+            self._is_written = self._run.get("config") == before.get("config") and not self.changed
         else:
-            self._run = {"id": secrets.token_hex(8), "began": time.time(), "fingerprint": now}
+            self._run = {"id": secrets.token_hex(8), "began": time.time(), "fingerprint": now, "config": config or {}}
             write_atomic(self.folder / RUN, self._run)
+            self._is_written = True
         self.id: str = self._run["id"]
 
     def _check_same(self, changed: Mapping[str, str], resume: bool | None) -> None:
@@ -230,12 +240,13 @@ class RunFolder:
         """
         line = {"at": time.time(), **facts, "process": os.getpid(), "command": sys.argv, "directory": self._directory}
         line |= {"changed": self.changed, "fingerprint": self._run["fingerprint"]}
+        line |= {"config": self._run.get("config", {})}
         path = self.folder / STARTS
         with explained(f"{path} could not be written", "Training continues."), path.open("a+b") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             ending = b"" if file.read() in (b"", b"\n") else b"\n"  # a killed process may leave half a line
             file.write(ending + json.dumps(line).encode() + b"\n")
-        if self.changed:
+        if not self._is_written:
             write_atomic(self.folder / RUN, self._run)
 
     def _move_away(self) -> None:

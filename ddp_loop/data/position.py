@@ -86,7 +86,28 @@ class LoopPosition:
         self.iteration, self.epochs, self.at = (state[name] for name in _NAMES)
         self.resumed_at = self.iteration
 
-    def validate(self, state: Mapping[str, int]) -> str | None:
+    def problem_of(self, state: Mapping[str, int], *, has_begun: bool) -> Exception | None:
+        """Why a loop, which may have begun, cannot resume at `state`; None if it can."""
+        if has_begun:
+            return RuntimeError(
+                "A Loop's position must be loaded before its first step. This one has begun. Create a new Loop."
+            )
+        return None if (why := self._validate(state)) is None else ValueError(why)
+
+    def out_of_turn(self, begun: str | None, *, is_over: bool) -> RuntimeError:
+        """The error of a loop that is iterated again, or in another order.
+
+        Args:
+            begun: where it was left; None if it was not.
+            is_over: whether it has ended.
+        """
+        made = f"has made its {self.iteration} steps" if is_over else f"is before epoch {self.epochs + 1}"
+        return RuntimeError(
+            "A Loop can be iterated once, and each epoch must run to its end. This one "
+            f"{f'stopped {begun}' if begun else made}. Create a new Loop."
+        )
+
+    def _validate(self, state: Mapping[str, int]) -> str | None:
         """The reason why `state` is not a position in these batches; None if it is."""
         if set(state) != set(_NAMES):
             return (

@@ -5,20 +5,42 @@ from ddp_loop.reporting.jsonl import append_whole
 from ddp_loop.reporting.jsonl_tail import JsonlTail, TailUpdate
 from ddp_loop.reporting.reporter import Receivers, Reporter, all_of
 from ddp_loop.reporting.rows import NORM, RATE, OnRow, WeightedMeans, is_averaged
+from ddp_loop.reporting.run_records import (
+    TRIAL,
+    RunRecord,
+    ValueSummary,
+    find_runs,
+    is_lower_better,
+    read_run,
+    state_of,
+    total_steps,
+)
+from ddp_loop.reporting.tables import Labels, make_table, write_table
 from ddp_loop.reporting.throughput import slowest
 
 __all__ = [
     "NORM",
     "RATE",
+    "TRIAL",
     "JsonlTail",
+    "Labels",
     "OnRow",
     "Receivers",
     "Reporter",
+    "RunRecord",
     "TailUpdate",
+    "ValueSummary",
     "WeightedMeans",
     "all_of",
     "append_whole",
     "export",
+    "find_runs",
     "is_averaged",
+    "is_lower_better",
+    "make_table",
+    "read_run",
     "slowest",
+    "state_of",
+    "total_steps",
+    "write_table",
 ]

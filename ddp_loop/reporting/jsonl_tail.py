@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 # [Note: Cut back] A resumed run cuts its files back to its checkpoint and appends again, so a file can have the same
 # size and other content. Each poll therefore compares the bytes just before its position: lines have the elapsed time,
@@ -89,8 +89,14 @@ class JsonlTail:
         return TailUpdate(anew, rows, more)
 
     def _parse(self, data: bytes) -> list[dict[str, Any]]:
+        if not data:
+            return []
+        lines = data.count(b"\n")
+        if not self._skips and (rows := _all_objects(data[:-1], lines)) is not None:
+            self.lines += lines
+            return rows
         rows = []
-        for line in data[:-1].split(b"\n") if data else ():
+        for line in data[:-1].split(b"\n"):
             self.lines += 1
             row = None if self._skips else object_of(line)
             self._skips = False
@@ -100,6 +106,15 @@ class JsonlTail:
             else:
                 rows.append(row)
         return rows
+
+
+def _all_objects(data: bytes, lines: int) -> list[dict[str, Any]] | None:
+    """Parse so many lines at once, in half the time; None if one of them is not a JSON object."""
+    try:
+        rows = json.loads(b"[" + data.replace(b"\n", b",") + b"]")
+    except (ValueError, RecursionError):
+        return None
+    return rows if len(rows) == lines and all(type(row) is dict for row in rows) else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -134,6 +149,6 @@ def has_numbers(row: Mapping[str, Any]) -> bool:
     return is_at_an_iteration(row) and all(value is None or is_number(value) for value in row.values())
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a value of JSON is a number that fits a float."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)

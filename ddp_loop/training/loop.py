@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful
+from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, Config, OnSaveError, Stateful, flatten_config
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
 from ddp_loop.determinism import as_int, seed_step
 from ddp_loop.distributed import FrozenParameters, ReplicaCheck, Stopped
-from ddp_loop.reporting import Receivers
+from ddp_loop.reporting import Labels, Receivers
 from ddp_loop.tracing import current_trace_request
 from ddp_loop.training.buffers import BufferReduction
 from ddp_loop.training.control import NO_REQUEST, ControlRequest
@@ -22,12 +23,7 @@ from ddp_loop.training.profiled import open_steps
 from ddp_loop.training.recorder import Reporting, RunRecorder, open_trace
 from ddp_loop.training.state_check import NonFiniteStateCheck
 from ddp_loop.training.step import Epoch, Step
-from ddp_loop.training.validation import check_batches, check_extent, check_rows, check_rules
-
-_SAME = (
-    "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every, trace, "
-    "profile"
-)
+from ddp_loop.training.validation import SAME, check_arguments, check_batches, check_rows
 
 
 class Loop:
@@ -70,6 +66,8 @@ class Loop:
         trace: write a digest of every tensor of every step into the run folder, for `python -m ddp_loop diff`; some
             milliseconds a step for a small network, seconds for a large one.
         profile: measure so many steps, and print where their time goes on each rank; see docs/profile.md.
+        config: the script's hyper-parameters, kept in run.json and shown in tables of runs: a dict, the namespace of
+            argparse or a dataclass instance, also nested. Without one, a resumed run keeps what it had.
         on_nonfinite: what all ranks do where a mini-batch's loss or gradients are not finite: "raise"; "skip" the step,
             which then changes nothing, at most 99 times in a row (with fused optimizers a GPU is not waited for); or
             "allow" it. With a GradScaler in `state` only the loss is checked. State that became NaN raises or warns.
@@ -83,7 +81,7 @@ class Loop:
 
     Raises:
         ValueError: neither or no sensible epochs and steps, a state without parameters, one-sample shards under
-            BatchNorm1d, or structures that differ between ranks.
+            BatchNorm1d, a config of another kind, or structures or arguments that differ between ranks.
         PeerFailed: another rank has such a problem.
         ReplicaMismatch: during the loop: parameters, buffers or optimizers differ between ranks.
     """
@@ -115,23 +113,23 @@ class Loop:
         ordered: bool | None = None,
         trace: bool = False,
         profile: int | None = None,
+        config: object = None,
     ) -> None:
         check_batches(batches)
         self._begun, epochs, steps = None, as_int(epochs), as_int(steps)
         self.batches, self.world, self._compares = batches, batches.world, batches.world.size > 1
-        self._where = LoopPosition(batches, epochs, steps)
+        self._where, self._gathering = LoopPosition(batches, epochs, steps), BatchGather(self.world)
         watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir).absolute()
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         is_ordered = batches.fixed_shards if ordered is None else ordered
         self._job = Job(state, batches, ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}))
         self._recorder = self._make_recorder(folder if watched is None else None, policy, on_nonfinite)
-        self._gathering, self._weightless = BatchGather(self.world), WeightlessStepCheck()
         self.world.on_leaving(self._leave)
         with self.world.in_stage("start"):
             problem: Exception | None = None
             try:
-                check_extent(batches, epochs, steps, bucket_cap_mib)
-                check_rules(on_nonfinite, check_replicas_every)
+                flat = None if config is None else flatten_config(config)
+                check_arguments(batches, epochs, steps, bucket_cap_mib, on_nonfinite, check_replicas_every)
                 if not allow_single_sample_shards:
                     check_rows(batches, self._job.state)
                 self._ahead, self._step = open_steps(profile, batches, self._where, folder, watched)
@@ -146,8 +144,8 @@ class Loop:
             try:
                 self.world.raise_if_any_failed(problem)
                 facts = epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir is None
-                self.world.require_equal(_SAME, (*facts, resume, save_every, trace, profile))
-                self._begin(resume, Reporting(on_row, progress, monitor and watched is None))
+                self.world.require_equal(SAME, (*facts, resume, save_every, trace, profile, flat))
+                self._begin(resume, flat, Reporting(on_row, progress, monitor and watched is None))
             except BaseException:
                 self._leave()
                 raise
@@ -156,6 +154,7 @@ class Loop:
         """The recorder, and the checks of the values of steps and state."""
         state, local = self._job.state, [name for name, rule in self._job.rules.items() if rule == "local"]
         self._state_check = NonFiniteStateCheck(state, self.world, rule, local)
+        self._weightless = WeightlessStepCheck()
         self._guard = NonFiniteGuard(rule, self.batches.indices, state, self._state_check.blame, self.world.print)
         checkpointer = None
         if folder is not None:
@@ -167,10 +166,10 @@ class Loop:
         watch = None if self._recorder.tracer is None else self._recorder.tracer.backward
         return self._job.make_fold(self, self._guard, watch, former)
 
-    def _begin(self, resume: bool | None, reporting: Reporting) -> None:
+    def _begin(self, resume: bool | None, config: Config | None, reporting: Reporting) -> None:
         """Make the replicas equal, and resume the run in the folder."""
         self._job.make_equal()
-        if (position := self._recorder.open(self.batches.facts, resume)) is not None:
+        if (position := self._recorder.open(self.batches.facts, resume, config)) is not None:
             self.load_state_dict(position)
         self._recorder.open_trace_files()
         self._recorder.open_rows(reporting)
@@ -209,6 +208,19 @@ class Loop:
             score: the lower the better, such as a validation loss; the checkpoint with the lowest one stays.
         """
         self._recorder.save(None if score is None else float(score))
+
+    def log_table(self, name: str, values: Any, rows: Labels = None, columns: Labels = None) -> None:
+        """Write a table of numbers to tables/NAME.json of the run folder, if there is one. Every rank may call this.
+
+        Args:
+            name: a plain word, such as "confusion"; a later table of the same name replaces it.
+            values: shape (rows, columns): nested sequences, an array or a tensor.
+            rows, columns: a label for each; by default they are numbered from 0.
+
+        Raises:
+            ValueError: another name, other values, or other numbers of labels; nothing is written.
+        """
+        self._recorder.log_table(name, values, rows, columns)
 
     def __len__(self) -> int:
         """The number of steps of the whole run, those before a resume too: the last step's `iteration`.
@@ -253,13 +265,13 @@ class Loop:
         if self.stopped is not None:
             raise Stopped
         if self._begun or (where.is_done and self.iteration != where.resumed_at):
-            raise self._out_of_turn()
+            raise self._where.out_of_turn(self._begun, is_over=self._is_over)
         try:
             while again or not self._is_over:
                 again, number = False, where.epochs + 1
                 yield Epoch(number, self._steps_of, self.batches)
                 if self._begun or not (self._is_over or where.epochs == number):
-                    raise self._out_of_turn()
+                    raise self._where.out_of_turn(self._begun, is_over=self._is_over)
             self.world.stops.agree()  # a request since the last fold
         finally:
             self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
@@ -271,7 +283,7 @@ class Loop:
     def _steps_of(self, number: int) -> Iterator[Step]:
         where = self._where
         if self._begun or where.epochs + 1 != number or self.stopped is not None:
-            raise self._out_of_turn()
+            raise self._where.out_of_turn(self._begun, is_over=self._is_over)
         if where.is_done:
             return
         self._begun, self.world.step = f"inside epoch {where.epochs + 1}", self.iteration
@@ -285,7 +297,8 @@ class Loop:
                     yield from self._one_step(loaded)
                     if self.stopped is not None or where.iteration == where.most_steps:
                         break
-            self._check_pending()
+            self._guard.check_pending()  # what a GPU has yet to give
+            self._replicas.check_pending()
             if self.stopped is None and (loaded is None or where.is_last_of_epoch(loaded.mini_batch)):
                 where.end_epoch()
             if self._is_over:
@@ -298,18 +311,6 @@ class Loop:
         if self.stopped is not None:
             self._leave()
             raise Stopped
-
-    def _out_of_turn(self) -> RuntimeError:
-        made = f"has made its {self.iteration} steps" if self._is_over else f"is before epoch {self._where.epochs + 1}"
-        return RuntimeError(
-            "A Loop can be iterated once, and each epoch must run to its end. This one "
-            f"{f'stopped {self._begun}' if self._begun else made}. Create a new Loop."
-        )
-
-    def _check_pending(self) -> None:
-        """Check what a GPU has yet to give."""
-        self._guard.check_pending()
-        self._replicas.check_pending()
 
     def _one_step(self, loaded: LoadedBatch) -> Iterator[Step]:
         mini_batch, where = loaded.mini_batch, self._where
@@ -423,14 +424,8 @@ class Loop:
             RuntimeError: this loop has begun.
             ValueError: other keys, or numbers that do not fit these batches, or that differ between ranks.
         """
-        problem: Exception | None = None
-        if self._begun or self.iteration != self._where.resumed_at:
-            problem = RuntimeError(
-                "A Loop's position must be loaded before its first step. This one has begun. Create a new Loop."
-            )
-        elif (why := self._where.validate(state)) is not None:
-            problem = ValueError(why)
-        self.world.raise_if_any_failed(problem)
+        has_begun = self._begun is not None or self.iteration != self._where.resumed_at
+        self.world.raise_if_any_failed(self._where.problem_of(state, has_begun=has_begun))
         self.world.require_equal("the position to resume from", dict(state))
         self._where.resume_from(state)
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_loop.accelerators import is_asynchronous
-from ddp_loop.checkpoint import Checkpointer, Snapshot
+from ddp_loop.checkpoint import REPAIR, Checkpointer, Config, Snapshot, explained, is_running
 from ddp_loop.data import Batches, LoopPosition, MiniBatch
-from ddp_loop.distributed import World
-from ddp_loop.reporting import NORM, RATE, Receivers, Reporter, all_of
+from ddp_loop.distributed import World, format_error
+from ddp_loop.reporting import NORM, RATE, Labels, Receivers, Reporter, all_of, make_table, write_table
 from ddp_loop.tracing import TRACE as FOLDER
 from ddp_loop.tracing import Tracer, TraceRequest
 from ddp_loop.training.fold import Fold
@@ -106,17 +107,20 @@ class RunRecorder:
         self.tracer: Tracer | None = None
         self.stopped: str | None = None
         self.holds, self.keeps, self.has_rows = True, checkpointer is not None, False
+        self._has_ended = False  # another run may have taken the folder
         self._saved = -1  # the iteration of the last checkpoint
         self._held: Snapshot | None = None  # a copy of the last step's state, which could become one
         self._ending: Callable[[], None] = _nothing  # called when the world is left
 
-    def open(self, facts: Mapping[str, object], resume: bool | None) -> dict[str, int] | None:
+    def open(self, facts: Mapping[str, object], resume: bool | None, config: Config | None) -> dict[str, int] | None:
         """Take the run folder, and restore the newest checkpoint's state. Every rank must call this.
 
         Returns:
             The position to resume from; None for a new run.
         """
-        there = None if self.checkpointer is None else self.checkpointer.open(facts, resume, self._where.extent)
+        there = None
+        if self.checkpointer is not None:
+            there = self.checkpointer.open(facts, resume, self._where.extent, config)
         if self.checkpointer is not None and not self._has_optimizer:
             self.checkpointer.say(
                 "state has no optimizer, so checkpoints keep none and a resumed run begins with a new one. Pass "
@@ -231,6 +235,19 @@ class RunRecorder:
         if self.tracer is not None:
             self.tracer.end(iteration)
 
+    def log_table(self, name: str, values: Any, rows: Labels, columns: Labels) -> None:
+        """Write a table of numbers into the run folder, on rank 0; see `Loop.log_table`."""
+        table, checkpointer = make_table(name, values, rows, columns, self._where.iteration), self.checkpointer
+        if checkpointer is None or self._world.rank != 0 or (self._has_ended and is_running(checkpointer.folder)):
+            return
+        try:
+            with explained(f"The table {name} in {checkpointer.folder} cannot be written", REPAIR):
+                write_table(checkpointer.folder, table)
+        except OSError as error:
+            if not checkpointer.continues:
+                raise
+            checkpointer.say(f"{format_error(error)} Training continues.")
+
     def end_step(self, *, stops: bool, ends: bool, saves: bool, is_last_of_epoch: bool) -> None:
         """Write a checkpoint where one is due, and stop where all ranks do. Every rank must call this.
 
@@ -331,6 +348,7 @@ class RunRecorder:
 
         What waits until then keeps neither the state nor a copy of it alive.
         """
+        self._has_ended = True
         self._world.forget(self._ending)
         self._ending = partial(_end, self._world, self._where, self.checkpointer, self._report, self.stopped)
         if later and self.checkpointer is not None:

@@ -22,6 +22,10 @@ from ddp_loop.determinism import check_count
 from ddp_loop.distributed import each_module, find_modules, format_error
 from ddp_loop.training.nonfinite import ON_NONFINITE
 
+SAME = (  # arguments of a Loop that must be the same on all ranks
+    "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every, trace, "
+    "profile, config"
+)
 _OF_DATA = (TypeError, AttributeError, ValueError, LookupError)  # raised by a list of shards in place of tensors
 _OF_STEPS = re.compile(r"values to unpack|(not|got) Step\b|'Step'")
 _INNER_LOOP = (
@@ -128,8 +132,15 @@ def check_trainable(parameters: Mapping[str, nn.Parameter], state: Mapping[str, 
         )
 
 
-def check_extent(batches: Batches, epochs: int | None, steps: int | None, bucket_cap_mib: float) -> None:
-    """Raise ValueError unless the loop has an end, and its buckets a size."""
+def check_arguments(
+    batches: Batches,
+    epochs: int | None,
+    steps: int | None,
+    bucket_cap_mib: float,
+    on_nonfinite: str,
+    check_replicas_every: object,
+) -> None:
+    """Raise ValueError unless the loop has an end, its buckets a size, and its checks a rule and a number of steps."""
     if not bucket_cap_mib > 0:
         raise ValueError(f"bucket_cap_mib must be a size in MiB, more than 0. Got {bucket_cap_mib}.")
     for name, value in (("epochs", epochs), ("steps", steps)):
@@ -139,10 +150,6 @@ def check_extent(batches: Batches, epochs: int | None, steps: int | None, bucket
         raise ValueError("A Loop needs an end. Pass epochs or steps.")
     if not batches.ends and steps is None:
         raise ValueError("An epoch of these data never ends. Give Batches a length, or Loop its steps.")
-
-
-def check_rules(on_nonfinite: str, check_replicas_every: object) -> None:
-    """Raise ValueError unless `on_nonfinite` is a rule and `check_replicas_every` a number of steps, or 0."""
     if on_nonfinite not in ON_NONFINITE:
         raise ValueError(f"on_nonfinite must be one of {ON_NONFINITE}. Got {on_nonfinite!r}.")
     check_count(

@@ -1,0 +1,342 @@
+"""What a run folder's files say about its run: its state, its parameters, its last and best values.
+
+[Note: Again and again] A table of runs is read once a second, from hundreds of folders. Each folder therefore has one
+reader. It looks at a file only where its size or its time of change is another one, and of rows it reads the new lines.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_loop.checkpoint import EVALUATIONS, NOTE, ROWS, RUN, STATUS, STOP, is_running, read_json
+from ddp_loop.reporting.jsonl_tail import JsonlTail, is_at_an_iteration, is_number
+from ddp_loop.reporting.rows import is_averaged
+
+TRIAL = "trial.json"
+ENDED = ("done", "stopped", "left", "failed")
+_NO_RUNS_BELOW = frozenset({"checkpoints", "before", "tables", "trace", "profile", "pictures", "again", "__pycache__"})
+_TRIAL_STATES = frozenset(
+    {"waiting", "done", "pruned", "failed", "killed", "not finite", "timed out", "stopped", "interrupted"}
+)
+_LOWER = re.compile(r"loss|error|perplexity|(?<![a-z])(rmse|mse|mae|nll|wer|cer)(?![a-z])", re.IGNORECASE)
+_MOST_READERS = 20_000
+_MOST_NOTE = 500  # letters
+Stamp = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSummary:
+    """One value of a run: the last one and the best one, and the steps at which they came.
+
+    Attributes:
+        last: the newest value; NaN if it was not finite.
+        at: its iteration.
+        best: the lowest or highest finite value, see `is_lower_better`; None if there is none.
+        best_at: its iteration; the first one of several equal values.
+    """
+
+    last: float
+    at: int
+    best: float | None
+    best_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run as one line of a table.
+
+    Attributes:
+        name: the folder's path relative to the folder that was searched.
+        folder: its absolute path.
+        state: see `state_of`; of a trial also "pruned", "killed", "not finite", "timed out" or "interrupted".
+        parameters: those of the trial, or else `Loop(config=...)`; flat, by name.
+        rows, evaluations: the loss and the metrics of the updates, and those of `evaluate`, by name.
+        steps, of_steps: updates so far, and of the whole run; None if that is unknown.
+        epoch, epochs: the epoch of the last update, and the number of epochs; None if unknown.
+        elapsed_s: the run's time up to its last row, in seconds; None before the first.
+        began: when the run or the trial's first attempt began, in seconds since 1970; None if unknown.
+        ranks: the number of ranks; None if unknown.
+        why: why it stopped or failed; None if nothing says so.
+        note: the user's.
+        trial: the trial's number in its sweep; None for any other run.
+        objective, direction: of the trial, such as "loss" and "minimize".
+        value: of the objective; None without one.
+    """
+
+    name: str
+    folder: Path
+    state: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, ValueSummary] = field(default_factory=dict)
+    evaluations: dict[str, ValueSummary] = field(default_factory=dict)
+    steps: int = 0
+    of_steps: int | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    elapsed_s: float | None = None
+    began: float | None = None
+    ranks: int | None = None
+    why: str | None = None
+    note: str = ""
+    trial: int | None = None
+    objective: str | None = None
+    direction: str | None = None
+    value: float | None = None
+
+
+def is_lower_better(name: str) -> bool:
+    """Whether the best value of this name is the lowest: it contains loss, error or perplexity, or the word mse,
+    rmse, mae, nll, wer or cer. For any other name, such as accuracy, the best value is the highest.
+    """
+    return _LOWER.search(name) is not None
+
+
+def state_of(folder: Path, status: Mapping[str, Any]) -> str:
+    """Return the state of a run: running, stopping, done, stopped, left, failed, lost or waiting.
+
+    A run that is "lost" has ended without a status: its process was killed. One that is "waiting" has not begun.
+
+    Args:
+        folder: of the run.
+        status: from its status.json; empty without one.
+    """
+    if is_running(folder):
+        return "stopping" if (folder / STOP).exists() else "running"
+    if (name := status.get("status")) in ENDED:
+        return str(name)
+    return "lost" if name is not None else "waiting"
+
+
+def total_steps(extent: Mapping[str, Any]) -> int | None:
+    """Return the number of updates of a whole run, from its status; None if it is unknown."""
+    by_epochs = None
+    if (epochs := _count(extent.get("epochs"))) and (each := _count(extent.get("steps_per_epoch"))):
+        by_epochs = epochs * each
+    found = [number for number in (_count(extent.get("steps")), by_epochs) if number]
+    return min(found) if found else None
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Find all run folders at and below a folder: those with a run.json or a trial.json, sorted by path.
+
+    Folders that cannot be read, links to folders, and what a run keeps in folders of its own are left out.
+
+    Args:
+        folder: to search.
+    """
+    return sorted(_runs_below(Path(os.path.abspath(folder))))
+
+
+def _runs_below(top: Path) -> Iterator[Path]:
+    waiting = [str(top)]
+    while waiting:
+        place, names = waiting.pop(), set[str]()
+        with suppress(OSError), os.scandir(place) as entries:
+            for one in entries:
+                if one.is_dir(follow_symlinks=False):
+                    if one.name not in _NO_RUNS_BELOW and not one.name.startswith("."):
+                        waiting.append(one.path)
+                else:
+                    names.add(one.name)
+        if RUN in names or TRIAL in names:
+            yield Path(place)
+
+
+def read_run(folder: Path, below: Path | None = None) -> RunRecord:
+    """Read a run folder; what is missing or damaged is left out. Several threads may call this.
+
+    Args:
+        folder: of the run.
+        below: the folder that was searched, from which the run's name starts; by default the folder's parent.
+
+    Returns:
+        Its record. Of each value the best one is the lowest or the highest finite one, see `is_lower_better`; of a
+        trial's objective the sweep's direction decides.
+    """
+    folder = Path(os.path.abspath(folder))
+    above = folder.parent if below is None else Path(os.path.abspath(below))
+    name = folder.name if folder == above else os.path.relpath(folder, above)
+    with _turn:
+        reader = _readers.pop(folder, None) or _RunReader(folder)
+        _readers[folder] = reader  # the newest is the last
+        if len(_readers) > _MOST_READERS:
+            del _readers[next(iter(_readers))]
+    return reader.read(name)
+
+
+class _RunReader:
+    """Reads one run folder again and again. See [Note: Again and again]."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._turn = folder, threading.Lock()
+        self._objects: dict[str, tuple[Stamp | None, dict[str, Any]]] = {}
+        self._note: tuple[Stamp | None, str] = (None, "")
+        self._rows, self._evaluations = _Values(folder / ROWS), _Values(folder / EVALUATIONS)
+
+    def _object(self, name: str) -> dict[str, Any]:
+        stamp = _stamp_of(path := self._folder / name)
+        if name not in self._objects or self._objects[name][0] != stamp:
+            self._objects[name] = (stamp, read_json(path) or {})
+        return self._objects[name][1]
+
+    def _text_of_note(self) -> str:
+        stamp = _stamp_of(path := self._folder / NOTE)
+        if stamp != self._note[0]:
+            text = ""
+            with suppress(OSError), path.open("rb") as file:
+                text = file.read(4 * _MOST_NOTE).decode(errors="replace").strip()[:_MOST_NOTE]
+            self._note = (stamp, text)
+        return self._note[1]
+
+    def read(self, name: str) -> RunRecord:
+        with self._turn:
+            run, trial, status = (self._object(one) for one in (RUN, TRIAL, STATUS))
+            objective, direction = _text(trial.get("objective")), _text(trial.get("direction"))
+            wants_lower = {} if objective is None else {objective: direction != "maximize"}
+            self._rows.update(wants_lower)
+            self._evaluations.update(wants_lower)
+            parameters = trial.get("parameters") if trial else None
+            parameters = parameters if isinstance(parameters, dict) else run.get("config")
+            state = state_of(self._folder, status)
+            elapsed = [one for one in (self._rows.elapsed_s, self._evaluations.elapsed_s) if one is not None]
+            value = trial.get("value")
+            step = _count(status.get("iteration")) or 0
+            return RunRecord(
+                name,
+                self._folder,
+                _state_of_trial(state, trial.get("status")),
+                dict(parameters) if isinstance(parameters, dict) else {},
+                dict(self._rows.summaries),
+                dict(self._evaluations.summaries),
+                steps=step if state in ENDED and step else max(step, self._rows.iteration),
+                of_steps=total_steps(status),
+                epoch=self._rows.epoch,
+                epochs=_count(status.get("epochs")),
+                elapsed_s=max(elapsed, default=None),
+                began=_time_of(run, trial),
+                ranks=_count(status.get("ranks")) or _count(trial.get("ranks")),
+                why=_text(trial.get("why")) or (_text(status.get("why")) if state in ENDED else None),
+                note=self._text_of_note(),
+                trial=_count(trial.get("trial")),
+                objective=objective,
+                direction=direction,
+                value=float(value) if is_number(value) and math.isfinite(value) else None,
+            )
+
+
+_readers: dict[Path, _RunReader] = {}
+_turn = threading.Lock()
+
+
+class _Values:
+    """The last and best values in a file of rows, which grows; damaged and half lines are left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = JsonlTail(path)
+        self._stamp: Stamp | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.summaries: dict[str, ValueSummary] = {}
+        self.iteration = 0
+        self.epoch: int | None = None
+        self.elapsed_s: float | None = None
+
+    def update(self, wants_lower: Mapping[str, bool]) -> None:
+        """Read what is new."""
+        if (stamp := _stamp_of(self._tail.path)) == self._stamp:
+            return
+        self._stamp = stamp
+        more = True
+        while more:
+            update = self._tail.poll()
+            if update.anew:
+                self._clear()
+            rows = [row for row in update.rows if is_at_an_iteration(row)]
+            if rows:
+                self._take(rows, wants_lower)
+            more = update.more
+
+    def _take(self, rows: list[dict[str, Any]], wants_lower: Mapping[str, bool]) -> None:
+        last = rows[-1]
+        self.iteration, self.epoch = last["iteration"], _count(last.get("epoch"))
+        if is_number(elapsed := last.get("elapsed_s")):
+            self.elapsed_s = float(elapsed)
+        for name in dict.fromkeys(name for row in rows for name in row):
+            if is_averaged(name):
+                summary = _summary(name, rows, wants_lower.get(name, is_lower_better(name)), self.summaries.get(name))
+                if summary is not None:
+                    self.summaries[name] = summary
+
+
+def _summary(name: str, rows: list[dict[str, Any]], lower: bool, before: ValueSummary | None) -> ValueSummary | None:
+    """Return the last and the best value in some rows and those before them."""
+    found = [
+        (row[name], row["iteration"]) for row in rows if name in row and (row[name] is None or is_number(row[name]))
+    ]
+    if not found:
+        return before
+    finite = [pair for pair in found if pair[0] is not None and math.isfinite(pair[0])]
+    best = None if before is None or before.best is None else (before.best, before.best_at)
+    if finite:
+        newest = min(finite, key=_value) if lower else max(finite, key=_value)
+        if best is None or (newest[0] < best[0] if lower else newest[0] > best[0]):
+            best = newest
+    last, at = found[-1]
+    value, best_at = (None, None) if best is None else best
+    return ValueSummary(
+        math.nan if last is None or not math.isfinite(last) else float(last),
+        at,
+        None if value is None else float(value),
+        best_at,
+    )
+
+
+def _value(pair: tuple[float, int]) -> float:
+    return pair[0]
+
+
+def _state_of_trial(state: str, status: object) -> str:
+    """The state of a trial: what its run says while that runs, else what the sweep says of the trial.
+
+    A trial that has "running" in its file has also work before and after its loop.
+    """
+    if state in ("running", "stopping"):
+        return state
+    if status == "running":
+        return state if state in ("failed", "lost") else "running"
+    return str(status) if status in _TRIAL_STATES else state
+
+
+def _time_of(run: Mapping[str, Any], trial: Mapping[str, Any]) -> float | None:
+    attempts = trial.get("attempts")
+    first = attempts[0] if isinstance(attempts, list) and attempts and isinstance(attempts[0], dict) else {}
+    for value in (first.get("began"), run.get("began")):
+        if is_number(value):
+            return float(value)
+    return None
+
+
+def _stamp_of(path: Path) -> Stamp | None:
+    """What changes with a file: its size, its time of change, itself; None without the file."""
+    try:
+        form = os.stat(path)
+    except OSError:
+        return None
+    return form.st_size, form.st_mtime_ns, form.st_ino
+
+
+def _text(value: object) -> str | None:
+    return value[:2000] if isinstance(value, str) and value else None
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value <= 10**12 else None

@@ -1,0 +1,164 @@
+"""Run folders found below a folder, and each one's record: state, parameters, last and best values."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_loop.checkpoint import RunFolder, ask_to_stop
+from ddp_loop.reporting import JsonlTail, RunRecord, ValueSummary, find_runs, is_lower_better, read_run, run_records
+from tests.support.serving import row, write_lines, write_run
+
+
+def write_trial(folder: Path, **facts: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trial.json").write_text(json.dumps({"trial": 0, "parameters": {}, **facts}))
+    return folder
+
+
+@pytest.mark.covers("E4")
+def test_runs_are_found_at_any_depth_in_the_order_of_their_paths(tmp_path: Path) -> None:
+    for name in ("b", "a/deep/down", "c/trials/0001"):
+        write_run(tmp_path / name, [row(1)])
+    write_trial(tmp_path / "c/trials/0000")
+    for name in ("b/checkpoints/run", "b/before/1", "b/tables/x", ".hidden/run"):
+        write_run(tmp_path / name, [row(1)])
+    (tmp_path / "loop").symlink_to(tmp_path)
+    found = find_runs(tmp_path)
+    assert [str(one.relative_to(tmp_path)) for one in found] == ["a/deep/down", "b", "c/trials/0000", "c/trials/0001"]
+    assert find_runs(tmp_path / "b") == [tmp_path / "b"]
+    assert find_runs(tmp_path / "none") == []
+    assert [read_run(one, tmp_path).name for one in found] == ["a/deep/down", "b", "c/trials/0000", "c/trials/0001"]
+    assert read_run(tmp_path / "b", tmp_path / "b").name == read_run(tmp_path / "b").name == "b"
+
+
+def test_a_record_has_what_the_files_say(tmp_path: Path) -> None:
+    lines = [row(k) | {"loss": loss, "accuracy": k / 10} for k, loss in enumerate((3.0, 1.0, 2.0), 1)]
+    run = write_run(tmp_path / "one", lines, status="stopped", iteration=3, why="enough")
+    write_lines(run / "evaluations.jsonl", [
+        {"epoch": 1, "iteration": k, "accuracy": value, "samples": 9, "elapsed_s": 5.0}
+        for k, value in ((1, 0.5), (2, 0.75), (3, 0.25))
+    ])  # fmt: skip
+    run_json = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(run_json | {"config": {"rate": 0.1, "net.width": 8}}))
+    (run / "note.txt").write_text("a good one\n")
+    said = read_run(run)
+    assert (said.name, said.folder, said.state, said.why) == ("one", run, "stopped", "enough")
+    assert said.parameters == {"rate": 0.1, "net.width": 8}
+    assert said.rows == {"loss": ValueSummary(2.0, 3, 1.0, 2), "accuracy": ValueSummary(0.3, 3, 0.3, 3)}
+    assert said.evaluations == {"accuracy": ValueSummary(0.25, 3, 0.75, 2)}
+    assert (said.steps, said.epoch, said.ranks, said.elapsed_s, said.note) == (3, 1, 2, 5.0, "a good one")
+
+
+def test_what_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
+    losses = [None, 2.0, float("nan"), float("-inf"), 1.5, None]
+    run = write_run(tmp_path / "one", [row(k) | {"loss": loss} for k, loss in enumerate(losses, 1)])
+    loss = read_run(run).rows["loss"]
+    assert (math.isnan(loss.last), loss.at, loss.best, loss.best_at) == (True, 6, 1.5, 5)
+    other = write_run(tmp_path / "two", [row(1) | {"loss": None}])
+    assert (read_run(other).rows["loss"].best, read_run(other).rows["loss"].best_at) == (None, None)
+
+
+def test_damaged_and_half_lines_are_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", [row(1), row(2)])
+    with (run / "rows.jsonl").open("ab") as file:
+        file.write(b'\0\0{"loss": -5\n7\n\n[1]\n{"iteration": true, "loss": -6}\n{"loss": -7}\n')
+        file.write(b'{"iteration": 3, "loss": 1' + b"0" * 500 + b"}\n")
+        file.write(json.dumps(row(4) | {"loss": "low"}).encode() + b"\n" + json.dumps(row(5)).encode() + b"\n")
+        file.write(b'{"iteration": 6, "loss": -8')
+    loss = read_run(run).rows["loss"]
+    assert (loss.last, loss.at, loss.best) == (row(5)["loss"], 5, row(5)["loss"])
+    for name in ("run.json", "status.json", "trial.json", "evaluations.jsonl"):
+        (run / name).write_bytes(b"\xff{")
+    (run / "note.txt").write_bytes(b"\xff" * 5000)
+    said = read_run(run)
+    assert (said.state, said.parameters, said.evaluations, len(said.note)) == ("waiting", {}, {}, 500)
+
+
+def test_rows_that_are_added_cut_off_or_written_anew_are_followed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", [row(k) for k in range(1, 6)])
+    assert read_run(run).rows["loss"].best_at == 5
+    with (run / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row(6)) + "\n")
+    assert read_run(run).rows["loss"].best_at == 6
+    write_lines(run / "rows.jsonl", [row(k) for k in range(1, 4)])
+    assert (read_run(run).rows["loss"].best_at, read_run(run).steps) == (3, 3)
+    (run / "rows.jsonl").unlink()
+    assert read_run(run).rows == {}
+
+
+def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_trial(write_run(tmp_path / "one", [row(1)], status="done"), status="done")
+    first = read_run(run)
+    monkeypatch.setattr(run_records, "read_json", None)
+    monkeypatch.setattr(JsonlTail, "poll", None)
+    assert read_run(run) == first
+
+
+@pytest.mark.parametrize(
+    ("status", "trial", "state"),
+    [
+        (None, None, "waiting"),
+        ("running", None, "lost"),
+        ("done", None, "done"),
+        ("left", None, "left"),
+        ("stopped", "pruned", "pruned"),
+        ("running", "killed", "killed"),
+        ("failed", "not finite", "not finite"),
+        ("running", "timed out", "timed out"),
+        ("running", "interrupted", "interrupted"),
+        ("failed", "waiting", "waiting"),
+        (None, "running", "running"),
+        ("done", "running", "running"),
+        ("running", "running", "lost"),
+        ("failed", "running", "failed"),
+        ("done", "nonsense", "done"),
+        ("failed", None, "failed"),
+    ],
+)
+def test_a_trial_is_what_its_sweep_says_where_its_run_says_nothing_better(
+    status: str | None, trial: str | None, state: str, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "one", [row(1)], **({} if status is None else {"status": status}))
+    if status is None:
+        (run / "status.json").unlink(missing_ok=True)
+    if trial is not None:
+        write_trial(run, status=trial)
+    assert read_run(run).state == state
+
+
+def test_a_run_that_holds_its_folder_is_running_and_then_stopping(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "one", {}, None)
+    write_trial(folder.folder, status="waiting")
+    assert read_run(folder.folder).state == "running"
+    ask_to_stop(folder.folder, "a test")
+    assert read_run(folder.folder).state == "stopping"
+    folder.close()
+
+
+@pytest.mark.covers("G4")
+def test_a_trial_has_its_parameters_its_number_and_its_objective(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "trials/0003", [row(1) | {"loss": 1.0}, row(2) | {"loss": 2.0}], status="done")
+    trial = {"trial": 3, "parameters": {"rate": 0.5}, "status": "done", "value": 2.0, "why": None, "ranks": 1}
+    write_trial(run, **trial, objective="loss", direction="maximize", attempts=[{"began": 17.0}])
+    said = read_run(run, tmp_path)
+    assert (said.name, said.trial, said.parameters, said.value) == ("trials/0003", 3, {"rate": 0.5}, 2.0)
+    assert (said.objective, said.direction, said.began) == ("loss", "maximize", 17.0)
+    assert said.rows["loss"].best_at == 2
+    waiting = read_run(write_trial(tmp_path / "trials/0004", trial=4, parameters={"rate": 1}, status="waiting"))
+    assert waiting == RunRecord("0004", tmp_path / "trials/0004", "waiting", {"rate": 1}, trial=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "lower"),
+    [
+        *(("loss", True), ("validation_loss", True), ("squared error", True), ("rmse", True), ("test/mse", True)),
+        *(("accuracy", False), ("psnr", False), ("mean_iou", False), ("Perplexity", True), ("answer", False)),
+    ],
+)
+def test_the_best_is_the_lowest_for_losses_and_errors_and_else_the_highest(name: str, lower: bool) -> None:
+    assert is_lower_better(name) == lower

@@ -1,0 +1,182 @@
+"""Hyper-parameters that a run keeps: `Loop(config=...)`."""
+
+from __future__ import annotations
+
+import enum
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop.checkpoint import flatten_config
+from tests.support.harness import OnRanks
+from tests.support.refusals import ALL, Refused, loop_over, network
+from tests.support.runs import lines_of
+
+
+class Kind(enum.Enum):
+    SMALL = 1
+
+
+class Size(enum.IntEnum):
+    LARGE = 2
+
+
+@dataclass
+class Inner:
+    rate: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+
+
+@dataclass
+class Outer:
+    optimizer: Inner = field(default_factory=Inner)
+    name: str = "a"
+
+
+def hits() -> None: ...
+
+
+VALUES: list[tuple[object, object]] = [
+    (None, None), (True, True), (3, 3), (0.5, 0.5), ("a", "a"), (Path("a/b"), "a/b"), (Kind.SMALL, "Kind.SMALL"),
+    (Size.LARGE, "2"), ((1, 2), "(1, 2)"), ([1], "[1]"), (np.float32(0.5), 0.5), (np.int64(3), 3),
+    (np.bool_(True), True), (torch.tensor(0.5), 0.5), (torch.tensor([1, 2]), "tensor([1, 2])"),
+    (float("inf"), "inf"), (np.float64("nan"), "nan"),
+    (hits, "hits"), (nn.Linear, "Linear"), ({}, "{}"), ("x" * 600, "x" * 500), (torch.device("cpu"), "cpu"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "kept"), VALUES, ids=[str(number) for number in range(len(VALUES))])
+def test_a_value_becomes_a_plain_one(value: object, kept: object) -> None:
+    (found,) = flatten_config({"name": value}).values()
+    assert (found, type(found)) == (kept, type(kept))
+    json.dumps(found, allow_nan=False)
+
+
+def test_an_address_in_memory_is_left_out_of_a_text() -> None:
+    assert flatten_config({"it": object()}) == {"it": "<object object>"}
+
+
+@pytest.mark.parametrize(
+    ("config", "flat"),
+    [
+        ({}, {}),
+        ({"rate": 0.1, 3: {"a": {"b": 1}}}, {"rate": 0.1, "3.a.b": 1}),
+        (Namespace(rate=0.1, inner=Namespace(a=1)), {"rate": 0.1, "inner.a": 1}),
+        (Outer(), {"optimizer.rate": 0.1, "optimizer.betas": "(0.9, 0.99)", "name": "a"}),
+        ({"a": Outer(name="b")}, {"a.optimizer.rate": 0.1, "a.optimizer.betas": "(0.9, 0.99)", "a.name": "b"}),
+    ],
+)  # fmt: skip
+def test_a_nested_config_becomes_flat(config: object, flat: dict[str, object]) -> None:
+    assert flatten_config(config) == flat
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (3, "config must be a mapping, an argparse.Namespace or an instance of a dataclass. Got int. Pass a dict"),
+        ([("rate", 1)], "Got list"),
+        (Outer, "Got <class .*Outer"),
+        ({"a": {"b": 1}, "a.b": 2}, "a name of its own. Two are named 'a.b'. Rename one."),
+    ],
+)
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_what_is_no_config_is_refused_on_every_rank(
+    config: object, said: str, has_folder: bool, refused: Refused
+) -> None:
+    refused(2, make_loop, config, has_folder, kind="ValueError", said=said, by=ALL)
+
+
+def make_loop(world: dl.World, folder: str, config: object, has_folder: bool) -> None:
+    loop_over(world, folder, network(), config=config, run_dir=f"{folder}/run" if has_folder else None)
+
+
+def make_different_loops(world: dl.World, folder: str, has_folder: bool) -> None:
+    make_loop(world, folder, {"rate": 0.1 + world.rank} if world.rank < 2 else None, has_folder)
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_ranks_with_different_configs_are_refused(has_folder: bool, refused: Refused) -> None:
+    said = "config must be the same on every rank.*0\\.1.*1\\.1"
+    refused(3, make_different_loops, has_folder, kind="ValueError", said=said, by=ALL)
+
+
+def run(folder: Path | None, steps: int, **options: Any) -> int:
+    """The number of steps that a small job makes."""
+    with dl.join_world(seed=1) as world:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = dl.Batches(torch.ones(8, 3), 4, world)
+        state = {"model": model, "optimizer": optimizer}
+        made = 0
+        for step in dl.Loop(batches, steps=steps, state=state, run_dir=folder, progress=False, **options):
+            for rows in step:
+                step.backward(model(rows).square().mean())
+            step.fold()
+            optimizer.step()
+            made += 1
+        return made
+
+
+def config_of(folder: Path) -> Any:
+    return json.loads((folder / "run.json").read_text())["config"]
+
+
+@pytest.mark.covers("G4")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_keeps_its_config(ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:
+    assert on_ranks(ranks, run, tmp_path, 3, config=Namespace(rate=0.1, data=Path("x"))) == [3] * ranks
+    assert config_of(tmp_path) == {"rate": 0.1, "data": "x"}
+    assert [one["config"] for one in lines_of(tmp_path / "starts.jsonl")] == [{"rate": 0.1, "data": "x"}]
+
+
+def test_without_a_folder_a_config_is_ignored_and_a_run_without_one_keeps_none(tmp_path: Path) -> None:
+    assert run(None, 2, config={"rate": 0.1}) == 2
+    assert run(tmp_path, 2) == 2
+    assert config_of(tmp_path) == {}
+
+
+def test_a_resumed_run_says_what_changed_and_keeps_the_newest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def notice(steps: int, **options: Any) -> str:
+        run(tmp_path, steps, **options)
+        return "".join(line for line in capsys.readouterr().out.splitlines() if "continues with changes" in line)
+
+    def changed(steps: int) -> str:
+        return f"ddp_loop: {tmp_path} continues with changes: steps: was {steps - 1}, is {steps}"
+
+    assert notice(1) == ""
+    assert notice(2, config={"rate": 0.1, "width": 8}) == f"{changed(2)}."  # there was none to differ from
+    parts = "config: rate was 0.1, is 0.2; config: depth is new, 3; config: width was 8, is left out"
+    assert notice(3, config={"rate": 0.2, "depth": 3}) == f"{changed(3)}; {parts}."
+    assert notice(4) == f"{changed(4)}."
+    assert config_of(tmp_path) == {"rate": 0.2, "depth": 3}
+    assert notice(5, config={}) == f"{changed(5)}; config: rate was 0.2, is left out; config: depth was 3, is left out."
+    kept = [{}, {"rate": 0.1, "width": 8}, {"rate": 0.2, "depth": 3}, {"rate": 0.2, "depth": 3}, {}]
+    starts = lines_of(tmp_path / "starts.jsonl")
+    assert [one["config"] for one in starts] == kept
+    assert [len(one["changed"]) for one in starts] == [0, 1, 4, 1, 3]
+    assert config_of(tmp_path) == {}
+
+
+def change_run(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    known = json.loads((folder / "run.json").read_text())
+    change(known)
+    (folder / "run.json").write_text(json.dumps(known))
+
+
+@pytest.mark.parametrize("damage", [None, [], "text", 3])
+def test_a_damaged_config_stops_no_run(damage: object, tmp_path: Path) -> None:
+    run(tmp_path, 1, config={"rate": 0.1})
+    change_run(tmp_path, lambda known: known.update(config=damage))
+    assert run(tmp_path, 2, config={"rate": 0.2}) == 1
+    assert config_of(tmp_path) == {"rate": 0.2}
