@@ -254,8 +254,8 @@ def test_two_runs_lie_over_each_other(visit: Any, run: Path, tmp_path: Path) -> 
         one = visit(page)
         until(lambda: len(one.last("loss")) == 3, "both are there")
         assert one.last("loss") == [[400, 1 / 400], [400, 0.5 / 4], [300, 2 / 300]]
-        assert one.page.locator(".run .name").all_inner_texts() == ["digits", "other"]
-        one.page.get_by_role("checkbox", name="digits").uncheck()
+        assert one.page.locator(".line .name").all_inner_texts() == ["digits", "other"]
+        one.page.get_by_role("checkbox", name="Draw digits").uncheck()
         assert one.last("loss") == [[300, 2 / 300]]
 
 
@@ -311,10 +311,10 @@ def test_without_its_token_the_page_says_what_it_needs(browser: Browser, run: Pa
         one = Visit(browser, WIDE, "light")
         one.page.goto(page.base)
         one.waits_for("#notice", "needs the whole link")
-        assert one.page.locator(".run").count() == 0
+        assert not one.page.locator(".run, .line").filter(visible=True).count()
         one.page.goto(f"{page.base}/#token=wrong")
         one.waits_for("#notice", "The token is wrong")
-        assert one.page.locator(".run").count() == 0
+        assert not one.page.locator(".run, .line").filter(visible=True).count()
         one.context.close()
         assert one.outward == []
 
@@ -391,7 +391,7 @@ def test_stop_ends_both_ranks_at_the_same_step_with_a_checkpoint_and_the_page_sa
             one = visit(page)
             one.waits_for(".says", "running")
             until(lambda: "Remaining" in one.page.locator(".facts dt").all_inner_texts(), "the remaining time is said")
-            one.page.get_by_role("button", name="Stop", exact=True).click()
+            one.page.get_by_role("button", name="Stop digits", exact=True).click()
             assert one.page.get_by_role("button", name="Keep running").evaluate(
                 "(one) => one === document.activeElement"
             )
@@ -399,7 +399,7 @@ def test_stop_ends_both_ranks_at_the_same_step_with_a_checkpoint_and_the_page_sa
             assert not (run / "stop").exists()
             one.waits_for(".says", "running")
             until(lambda: "Remaining" in one.page.locator(".facts dt").all_inner_texts(), "the remaining time is said")
-            one.page.get_by_role("button", name="Stop", exact=True).click()
+            one.page.get_by_role("button", name="Stop digits", exact=True).click()
             one.page.get_by_role("button", name="Stop the run").click()
             one.waits_for(".says", "stopped at step")
             job.join(LAST_S)
@@ -409,7 +409,7 @@ def test_stop_ends_both_ranks_at_the_same_step_with_a_checkpoint_and_the_page_sa
             assert one.text(".why") == "Asked by: the page"
             assert (run / "checkpoints" / f"step-{first:08}" / "manifest.json").is_file()
             assert one.text(".continue code").startswith(f"cd {os.getcwd()} && torchrun --nproc_per_node=2 ")
-            assert not one.page.get_by_role("button", name="Stop", exact=True).is_visible()
+            assert not one.page.get_by_role("button", name="Stop digits", exact=True).is_visible()
             until(lambda: one.last("loss")[0][0] == first, "the last row is drawn")
             rows = [json.loads(line) for line in (run / "rows.jsonl").read_text().splitlines()]
             assert one.last("loss") == [[first, rows[-1]["loss"]]]
