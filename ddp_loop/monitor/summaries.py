@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -195,4 +196,4 @@ def parameters_of(given: object) -> dict[str, Any]:
 
 def is_better_if_greater(metric: str) -> bool:
     """Whether the best value of a metric is its greatest, by its name; of a loss or an error it is the least."""
-    return any(word in GREATER for word in metric.lower().replace("/", "_").replace("-", "_").split("_"))
+    return any(word in GREATER for word in re.split(r"[^a-z0-9]+", metric.lower()))
