@@ -261,7 +261,6 @@ def test_what_a_look_has_no_time_for_is_read_by_the_next_one(tmp_path: Path) -> 
 
 
 @pytest.mark.covers("E4")
-@pytest.mark.slow
 def test_500_runs_are_found_and_looked_at_again_in_little_time(tmp_path: Path) -> None:
     for number in range(500):
         write_run(tmp_path / "trials" / f"{number:04}", [row(k) for k in range(1, 4)], status="done", iteration=3)
