@@ -56,7 +56,7 @@ class FolderWatch:
             changed = os.stat(path).st_mtime_ns
             known = before.get(path)
             if known is None or known[1] or known[0] != changed:
-                known = (changed, time.time_ns() - changed < YOUNG_NS, self._below(path))
+                known = (changed, time.time_ns() - changed < YOUNG_NS, folders_below(path))
         except OSError:
             return
         self._listed[path] = known
@@ -67,14 +67,15 @@ class FolderWatch:
             else:
                 yield from self._runs(below, before)
 
-    @staticmethod
-    def _below(path: str) -> list[str]:
-        with os.scandir(path) as entries:
-            return sorted(
-                one.name
-                for one in entries
-                if one.name not in NO_RUNS and not one.name.startswith(".") and one.is_dir(follow_symlinks=False)
-            )
+
+def folders_below(path: str) -> list[str]:
+    """Return the names of the folders in a folder that may have runs below them, sorted."""
+    with os.scandir(path) as entries:
+        return sorted(
+            one.name
+            for one in entries
+            if one.name not in NO_RUNS and not one.name.startswith(".") and one.is_dir(follow_symlinks=False)
+        )
 
 
 def is_run(path: str) -> bool:

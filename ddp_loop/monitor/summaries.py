@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -92,26 +93,23 @@ class RunSummary:
                     self._tails = {prefix: JsonlTail(tail.path) for prefix, tail in self._tails.items()}
                     self.is_behind = True
                     return
-                for row in update.rows:
-                    self._take(prefix, row)
+                self._take(prefix, update.rows)
                 if not update.more:
                     break
 
-    def _take(self, prefix: str, row: dict[str, Any]) -> None:
-        if count(row.get("iteration")) is None:
-            return
-        if not prefix:
-            self._at = {name: finite(row.get(name)) for name in ("iteration", "epoch", "elapsed_s")}
-        for name, given in row.items():
+    def _take(self, prefix: str, rows: list[dict[str, Any]]) -> None:
+        if not prefix and rows and count(rows[-1].get("iteration")) is not None:
+            self._at = {name: finite(rows[-1].get(name)) for name in ("iteration", "epoch", "elapsed_s")}
+        for name in dict.fromkeys(name for row in rows for name in row if name not in NO_METRIC):
             key = prefix + name
-            if name in NO_METRIC or (key not in self._last and len(self._last) >= MOST_VALUES):
+            given = [row[name] for row in rows if name in row]
+            values = [value for value in map(finite, given) if value is not None]
+            if (given[-1] is not None and not values) or (key not in self._last and len(self._last) >= MOST_VALUES):
                 continue
-            if given is not None and finite(given) is None:
-                continue
-            self._last[key] = given
-            if given is not None:
-                best = self._best.get(key, given)
-                self._best[key] = max(best, given) if is_better_if_greater(name) else min(best, given)
+            self._last[key] = finite(given[-1])
+            if values:
+                best = max if is_better_if_greater(name) else min
+                self._best[key] = best(self._best.get(key, values[0]), best(values))
 
     # -- what the page shows -------------------------------------------------------------------------------
 
@@ -198,4 +196,4 @@ def parameters_of(given: object) -> dict[str, Any]:
 
 def is_better_if_greater(metric: str) -> bool:
     """Whether the best value of a metric is its greatest, by its name; of a loss or an error it is the least."""
-    return any(word in GREATER for word in metric.lower().replace("/", "_").replace("-", "_").split("_"))
+    return any(word in GREATER for word in re.split(r"[^a-z0-9]+", metric.lower()))

@@ -1,14 +1,19 @@
-"""A run folder, its page, and a client of the page."""
+"""A run folder, its page, a client of the page, and a browser."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from tests.support.browsing import CHROMIUM, WIDE, Visit
 from tests.support.serving import WAIT_S, Served, row, served, write_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 @pytest.fixture
@@ -26,3 +31,29 @@ def page(run: Path) -> Iterator[Served]:
 def client(page: Served) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=page.base, timeout=WAIT_S) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One browser for all tests of a file."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Any]:
+    """Open a page: `visit(page, size, scheme)`; at the end nothing went outward and the page did not complain."""
+    visits: list[Visit] = []
+
+    def go(page: Served, size: tuple[int, int] = WIDE, scheme: str = "light") -> Visit:
+        visits.append(Visit(browser, size, scheme))
+        return visits[-1].open(page)
+
+    yield go
+    for one in visits:
+        one.context.close()
+    assert [one.outward for one in visits] == [[]] * len(visits)
+    assert [one.complaints for one in visits] == [[]] * len(visits)

@@ -17,6 +17,7 @@ from ddp_loop.checkpoint import RunFolder
 from ddp_loop.monitor import app as pages
 from ddp_loop.monitor import server as monitor
 from ddp_loop.monitor.app import BODY_BYTES, TOKEN_HEADER
+from ddp_loop.monitor.run_list import Snapshot
 from tests.support.harness import until
 from tests.support.serving import TOKEN, WAIT_S, Served, ask, row, served
 
@@ -34,6 +35,7 @@ REFUSED: dict[str, tuple[int, str, str, dict[str, str]]] = {
     "wrong token": (403, "GET", "/api/runs", {TOKEN_HEADER: TOKEN + "x"}),
     "token in the address": (401, "GET", f"/api/runs?token={TOKEN}", {}),
     "no token for the stream": (401, "GET", "/api/stream", {}),
+    "no token for a card": (401, "GET", "/api/runs/one", {}),
     "no token for curves": (401, "GET", "/api/runs/one/curves", {}),
     "no token to stop": (401, "POST", "/api/runs/one/stop", {}),
     "wrong Host": (403, "GET", "/api/runs", OWN | {"host": "evil.example"}),
@@ -49,6 +51,8 @@ REFUSED: dict[str, tuple[int, str, str, dict[str, str]]] = {
     "GET on stop": (405, "GET", "/api/runs/one/stop", OWN),
     "POST on curves": (405, "POST", "/api/runs/one/curves", OWN),
     "DELETE": (405, "DELETE", "/api/runs", OWN),
+    "POST on a card": (405, "POST", "/api/runs/one", OWN),
+    "another run's card": (404, "GET", "/api/runs/two", OWN),
     "another run": (404, "GET", "/api/runs/two/curves", OWN),
     "stop another run": (404, "POST", "/api/runs/two/stop", OWN),
     "out of the runs": (404, "GET", "/api/runs/../../etc/curves", OWN),
@@ -129,11 +133,12 @@ def test_a_stream_says_what_is_new(page: Served, client: httpx.Client, run: Path
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = (line for line in answer.iter_lines() if line)
         first = json.loads(next(lines).removeprefix("data: "))
-        assert first["runs"][0]["rows"] == 20
+        assert (first["all"], first["runs"][0]["last"]) == (True, {"loss": 1 / 20})
         assert page.site.open_pages == 1
         with (run / "rows.jsonl").open("a") as file:
             file.write(json.dumps(row(21)) + "\n")
-        assert json.loads(next(lines).removeprefix("data: "))["runs"][0]["last"] == row(21)
+        then = json.loads(next(lines).removeprefix("data: "))
+        assert (then["all"], then["runs"][0]["last"]) == (False, {"loss": 1 / 21})
     until(lambda: page.site.open_pages == 0, "the stream's end is seen")
 
 
@@ -145,13 +150,13 @@ def test_a_stream_says_what_is_new(page: Served, client: httpx.Client, run: Path
 def test_200_slow_clients_neither_keep_others_out_nor_are_work_each(
     page: Served, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, usual = list[float](), page.site.state
+    made, usual = list[float](), page.site.look
 
-    def state() -> str:
+    def look() -> Snapshot:
         made.append(time.monotonic())
         return usual()
 
-    monkeypatch.setattr(page.site, "state", state)
+    monkeypatch.setattr(page.site, "look", look)
     stream = f"GET /api/stream HTTP/1.1\r\nhost: 127.0.0.1:{page.port}\r\n{TOKEN_HEADER}: {TOKEN}\r\n\r\n"
     with ExitStack() as stack:
         for number in range(SLOW_CLIENTS):

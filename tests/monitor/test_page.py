@@ -6,126 +6,24 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
 from torch import nn
 
 import ddp_loop as dl
+from tests.support.browsing import NEEDS_BROWSER, PHONE, WIDE, Visit
 from tests.support.harness import OnRanks, until
-from tests.support.serving import WAIT_S, Served, row, served, write_lines, write_run
+from tests.support.serving import row, served, write_lines, write_run
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, ConsoleMessage, Page, Route
+    from playwright.sync_api import Browser
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: there is no chromium on this machine's PATH"),
-]
-WIDE, PHONE = (1280, 860), (375, 812)
+pytestmark = NEEDS_BROWSER
 LAST_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """One browser for all tests of this file."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
-
-
-class Visit:
-    """A page in a browser whose way out is shut.
-
-    Attributes:
-        page: playwright's.
-        outward: requests for anything but this machine, all stopped.
-        complaints: errors in the page, and on its console.
-    """
-
-    def __init__(self, browser: Browser, size: tuple[int, int], scheme: str) -> None:
-        self.outward, self.complaints = list[str](), list[str]()
-        width, height = size
-        self.context = browser.new_context(
-            viewport={"width": width, "height": height},
-            color_scheme=scheme,  # type: ignore[arg-type]
-        )
-        self.context.set_default_timeout(WAIT_S * 1000)
-        self.context.route("**/*", self._let_pass)
-        self.page: Page = self.context.new_page()
-        self.page.on("console", self._hear)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-
-    def _let_pass(self, route: Route) -> None:
-        if urlsplit(route.request.url).hostname == "127.0.0.1":
-            route.continue_()
-        else:
-            self.outward.append(route.request.url)
-            route.abort()
-
-    def _hear(self, message: ConsoleMessage) -> None:
-        if message.type in ("error", "warning"):
-            self.complaints.append(message.text)
-
-    def open(self, page: Served) -> Visit:
-        self.page.goto(page.link)
-        self.page.wait_for_selector(".chart[data-last]")
-        return self
-
-    def text(self, place: str) -> str:
-        return self.page.locator(place).first.inner_text()
-
-    def waits_for(self, place: str, text: str) -> None:
-        self.page.locator(place, has_text=text).first.wait_for()
-
-    def last(self, metric: str) -> list[Any]:
-        """The last point of each line of a metric's picture, as it is drawn."""
-        points: list[Any] = json.loads(self.page.get_attribute(f".chart[data-metric={metric}]", "data-last") or "[]")
-        return points
-
-    def chart(self, metric: str, what: str) -> str | None:
-        return self.page.get_attribute(f".chart[data-metric={metric}]", f"data-{what}")
-
-    def ink(self, metric: str) -> int:
-        """How many pixels of a picture are not empty."""
-        return int(
-            self.page.evaluate(
-                """(metric) => {
-                    const canvas = document.querySelector(`.chart[data-metric=${metric}] canvas`);
-                    const copy = document.createElement("canvas");
-                    [copy.width, copy.height] = [canvas.width, canvas.height];
-                    const context = copy.getContext("2d", { willReadFrequently: true });
-                    context.drawImage(canvas, 0, 0);
-                    const data = context.getImageData(0, 0, copy.width, copy.height).data;
-                    return data.filter((value, at) => at % 4 === 3 && value > 0).length;
-                }""",
-                metric,
-            )
-        )
-
-
-@pytest.fixture
-def visit(browser: Browser) -> Iterator[Any]:
-    """Open a page: `visit(page, size, scheme)`; at the end nothing went outward and the page did not complain."""
-    visits: list[Visit] = []
-
-    def go(page: Served, size: tuple[int, int] = WIDE, scheme: str = "light") -> Visit:
-        visits.append(Visit(browser, size, scheme))
-        return visits[-1].open(page)
-
-    yield go
-    for one in visits:
-        one.context.close()
-    assert [one.outward for one in visits] == [[]] * len(visits)
-    assert [one.complaints for one in visits] == [[]] * len(visits)
 
 
 @pytest.fixture
@@ -254,8 +152,8 @@ def test_two_runs_lie_over_each_other(visit: Any, run: Path, tmp_path: Path) -> 
         one = visit(page)
         until(lambda: len(one.last("loss")) == 3, "both are there")
         assert one.last("loss") == [[400, 1 / 400], [400, 0.5 / 4], [300, 2 / 300]]
-        assert one.page.locator(".run .name").all_inner_texts() == ["digits", "other"]
-        one.page.get_by_role("checkbox", name="digits").uncheck()
+        assert one.page.locator(".line .name").all_inner_texts() == ["digits", "other"]
+        one.page.get_by_role("checkbox", name="Draw digits").uncheck()
         assert one.last("loss") == [[300, 2 / 300]]
 
 
@@ -311,10 +209,10 @@ def test_without_its_token_the_page_says_what_it_needs(browser: Browser, run: Pa
         one = Visit(browser, WIDE, "light")
         one.page.goto(page.base)
         one.waits_for("#notice", "needs the whole link")
-        assert one.page.locator(".run").count() == 0
+        assert not one.page.locator(".run, .line").filter(visible=True).count()
         one.page.goto(f"{page.base}/#token=wrong")
         one.waits_for("#notice", "The token is wrong")
-        assert one.page.locator(".run").count() == 0
+        assert not one.page.locator(".run, .line").filter(visible=True).count()
         one.context.close()
         assert one.outward == []
 
@@ -391,7 +289,7 @@ def test_stop_ends_both_ranks_at_the_same_step_with_a_checkpoint_and_the_page_sa
             one = visit(page)
             one.waits_for(".says", "running")
             until(lambda: "Remaining" in one.page.locator(".facts dt").all_inner_texts(), "the remaining time is said")
-            one.page.get_by_role("button", name="Stop", exact=True).click()
+            one.page.get_by_role("button", name="Stop digits", exact=True).click()
             assert one.page.get_by_role("button", name="Keep running").evaluate(
                 "(one) => one === document.activeElement"
             )
@@ -399,7 +297,7 @@ def test_stop_ends_both_ranks_at_the_same_step_with_a_checkpoint_and_the_page_sa
             assert not (run / "stop").exists()
             one.waits_for(".says", "running")
             until(lambda: "Remaining" in one.page.locator(".facts dt").all_inner_texts(), "the remaining time is said")
-            one.page.get_by_role("button", name="Stop", exact=True).click()
+            one.page.get_by_role("button", name="Stop digits", exact=True).click()
             one.page.get_by_role("button", name="Stop the run").click()
             one.waits_for(".says", "stopped at step")
             job.join(LAST_S)
@@ -409,7 +307,7 @@ def test_stop_ends_both_ranks_at_the_same_step_with_a_checkpoint_and_the_page_sa
             assert one.text(".why") == "Asked by: the page"
             assert (run / "checkpoints" / f"step-{first:08}" / "manifest.json").is_file()
             assert one.text(".continue code").startswith(f"cd {os.getcwd()} && torchrun --nproc_per_node=2 ")
-            assert not one.page.get_by_role("button", name="Stop", exact=True).is_visible()
+            assert not one.page.get_by_role("button", name="Stop digits", exact=True).is_visible()
             until(lambda: one.last("loss")[0][0] == first, "the last row is drawn")
             rows = [json.loads(line) for line in (run / "rows.jsonl").read_text().splitlines()]
             assert one.last("loss") == [[first, rows[-1]["loss"]]]

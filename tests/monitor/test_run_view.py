@@ -15,7 +15,6 @@ import torch
 import ddp_loop as dl
 from ddp_loop.checkpoint import RunFolder, ask_to_stop, is_running
 from ddp_loop.monitor.run_view import RunView
-from ddp_loop.monitor.server import views_of
 from tests.support.harness import OnRanks, until
 from tests.support.serving import Served, row, write_lines, write_run
 
@@ -23,7 +22,7 @@ from tests.support.serving import Served, row, write_lines, write_run
 def test_curves_and_facts_of_a_run_are_those_of_its_files(page: Served, client: httpx.Client, run: Path) -> None:
     write_lines(run / "evaluations.jsonl", [{"epoch": 1, "iteration": 10, "accuracy": 0.5, "samples": 100}])
     write_lines(run / "ranks.jsonl", [{"iteration": 9, "ranks": [{"rank": 0, "step_s": 0.2, "wait_s": 0.1}]}])
-    (said,) = client.get("/api/runs", headers=page.headers).json()["runs"]
+    said = client.get("/api/runs/one", headers=page.headers).json()
     assert (said["key"], said["folder"], said["rows"]) == ("one", str(run), 20)
     assert said["last"] == row(20)
     assert said["by_rank"] == [{"rank": 0, "step_s": 0.2, "wait_s": 0.1, "memory_mib": None}]
@@ -153,7 +152,7 @@ def test_how_far_a_run_is_and_how_long_it_takes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_is_not_there_or_cannot_be_read_is_said(page: Served, client: httpx.Client, run: Path) -> None:
     def look() -> dict[str, Any]:
-        said: dict[str, Any] = client.get("/api/runs", headers=page.headers).json()["runs"][0]
+        said: dict[str, Any] = client.get("/api/runs/one", headers=page.headers).json()
         return said
 
     with (run / "rows.jsonl").open("a") as file:
@@ -187,12 +186,6 @@ def test_a_run_that_goes_on_is_read_anew(tmp_path: Path) -> None:
     said = until(lambda: (said := view.summary())["last"]["loss"] == 9.0 and said, "it was read again")
     assert said["rows"] == 20
     assert said["version"] != before  # although there are as many rows
-
-
-def test_folders_of_one_name_are_two_runs(tmp_path: Path) -> None:
-    views = views_of([tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"])
-    assert [(view.key, view.folder.parent.name) for view in views] == [("run", "a"), ("run-2", "b")]
-    assert views[0].summary()["says"] == "this run folder does not exist yet"
 
 
 @pytest.mark.skipif(

@@ -28,9 +28,8 @@ export class Card {
 
   // Shows a run's summary at once, and the rest when it has come.
   show(summary, colour, several) {
-    if (this.key !== summary.key) this.details = DETAILS;
+    this.said = { ...(this.key === summary.key ? this.said : DETAILS), ...summary };
     this.key = summary.key;
-    this.summary = summary;
     this.item.hidden = false;
     this.item.dataset.run = summary.key;
     this.paint(colour, several);
@@ -58,7 +57,7 @@ export class Card {
     try {
       const details = await this.asks.wire.read(`/api/runs/${encodeURIComponent(key)}`);
       if (this.key === key) {
-        this.details = details;
+        this.said = { ...this.said, ...details };
         this.fill();
       }
     } catch {
@@ -80,11 +79,10 @@ export class Card {
   }
 
   fill() {
-    const { summary } = this;
-    const said = { ...summary, ...this.details };
+    const { said } = this;
     const find = (name) => this.find(name);
     this.item.dataset.state = said.state;
-    write(find(".name"), summary.name);
+    write(find(".name"), said.name);
     write(find(".says"), said.says);
     write(find(".why"), said.why ? (["failed", "killed", "not finite", "timed out"].includes(said.state) ? said.why : `Asked by: ${said.why}`) : "");
     find(".why").hidden = !said.why;
@@ -103,7 +101,7 @@ export class Card {
     stop.hidden = !["running", "stopping"].includes(said.state);
     stop.disabled = !said.can_stop;
     write(stop, said.state === "stopping" ? "Stopping…" : "Stop");
-    stop.setAttribute("aria-label", `Stop ${summary.name}`);
+    stop.setAttribute("aria-label", `Stop ${said.name}`);
   }
 }
 
@@ -118,6 +116,7 @@ function showFacts(list, said) {
     ["Device", said.device],
     ["Samples/s", said.samples_per_s === null ? null : number(Number(said.samples_per_s.toPrecision(3)))],
     ["Checkpoint", said.checkpoint],
+    ...Object.entries(said.config).map(([name, value]) => [name, typeof value === "number" ? number(value) : String(value)]),
   ].filter(([, value]) => value !== null);
   if (list.children.length !== facts.length || facts.some(([name], at) => list.children[at].dataset.fact !== name)) {
     list.replaceChildren(...facts.map(([name]) => {

@@ -3,6 +3,7 @@
 import { grouped, named, number } from "./words.js";
 
 const uPlot = globalThis.uPlot;
+const FEW = 3; // runs whose values fit above a chart
 const TALL = 280, LOW = 190, APART = 22; // pixels: heights, and from one epoch's mark to the next
 const FOLLOWED = ["mousemove", "mouseleave"]; // with more events, dragging in one picture would zoom all
 const FILTERS = { pub: (type) => FOLLOWED.includes(type), sub: (type) => FOLLOWED.includes(type) };
@@ -22,7 +23,7 @@ export function colour(name) {
 export class Chart {
   constructor(name, template, asks) {
     this.name = name;
-    this.asks = asks; // zoom(first, last) and view()
+    this.asks = asks; // zoom(first, last), view(), point(key), pointed()
     this.figure = template.content.firstElementChild.cloneNode(true);
     this.figure.dataset.metric = name;
     this.figure.querySelector(".title").textContent = named(name);
@@ -31,6 +32,7 @@ export class Chart {
     this.height = name === "loss" ? TALL : LOW;
     if (name === "loss") this.figure.classList.add("wide");
     this.form = "";
+    this.standing = null; // the key of the run whose curves stand out
     this.figure.addEventListener("keydown", (event) => this.onKey(event));
     this.sizes = new ResizeObserver(() => this.fit());
     this.sizes.observe(this.holder);
@@ -47,10 +49,11 @@ export class Chart {
     if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: this.height });
   }
 
-  // runs: [{key, colour, dash, curves}], curves as the monitor sends them.
+  // runs: [{key, name, colour, dash, curves}], curves as the monitor sends them.
   show(runs, { log, marks }) {
     this.log = log;
     this.marks = marks ? (runs[0]?.curves.epochs ?? []) : [];
+    this.runs = runs;
     this.lines = [];
     const tables = [];
     for (const run of runs) {
@@ -70,6 +73,7 @@ export class Chart {
     const form = JSON.stringify([log, this.lines.map(({ run, kind, single }) => [run.colour, run.dash.length, kind, single])]);
     if (form !== this.form) {
       this.form = form;
+      this.standing = null;
       this.plot?.destroy();
       this.plot = new uPlot(this.options(), data, this.holder);
     } else {
@@ -158,6 +162,10 @@ export class Chart {
     if (event.key in places) {
       const place = Math.max(0, Math.min(x.length - 1, places[event.key]));
       plot.setCursor({ left: plot.valToPos(x[place], "x"), top: 10 });
+    } else if (this.runs.length > FEW && (event.key === "ArrowUp" || event.key === "ArrowDown")) {
+      const there = this.runs.findIndex(({ key }) => key === this.asks.pointed());
+      const step = event.key === "ArrowUp" ? -1 : 1;
+      this.asks.point(this.runs.at((there + step + (there < 0 && step < 0 ? 1 : 0)) % this.runs.length).key, true);
     } else if (event.key === "+" || event.key === "=") {
       const middle = x[at] ?? (min + max) / 2, width = (max - min) / 4;
       this.asks.zoom(middle - width, middle + width);
@@ -169,7 +177,37 @@ export class Chart {
     event.preventDefault();
   }
 
-  // The values at the cursor, or the last ones.
+  // Lets a run's curves stand out; none for null.
+  point(key) {
+    if (!this.plot) return;
+    if (this.standing !== key) {
+      this.standing = key;
+      this.plot.series.slice(1).forEach((one, place) => {
+        const line = this.lines[place], usual = series(line), is = line.run.key === key;
+        one.alpha = key === null || is ? usual.alpha : 0.15 * usual.alpha;
+        one.width = is && usual.width ? usual.width + 1 : usual.width;
+      });
+      this.plot.redraw(false);
+    }
+    this.tell();
+  }
+
+  // The run whose curve is nearest to the cursor, if the mouse is in this chart.
+  nearest() {
+    const { plot } = this;
+    const { idx, top } = plot.cursor;
+    if (idx === null || idx === undefined || !plot.over.matches(":hover")) return null;
+    let least = Infinity, found = null;
+    this.lines.forEach(({ run, kind }, place) => {
+      const value = plot.data[place + 1][idx];
+      if (kind === "evaluated" || value === null || value === undefined) return;
+      const away = Math.abs(plot.valToPos(value, "y") - top);
+      if (away < least) [least, found] = [away, run.key];
+    });
+    return found;
+  }
+
+  // The values at the cursor, or the last ones; of many runs only those of the one that is pointed at.
   tell() {
     const { plot } = this;
     if (!plot) return;
@@ -177,8 +215,17 @@ export class Chart {
     const there = plot.cursor.idx ?? null;
     const parts = [];
     let said = "";
+    const many = this.runs.length > FEW;
+    const near = many ? this.nearest() : null;
+    if (near) this.asks.point(near);
+    const pointed = many ? this.asks.pointed() : null;
+    if (many && !pointed) {
+      const part = Object.assign(document.createElement("span"), { textContent: `${this.runs.length} runs` });
+      parts.push(part);
+      said = `, ${part.textContent}`;
+    }
     this.lines.forEach((line, place) => {
-      if (line.kind === "faint") return;
+      if (line.kind === "faint" || (many && line.run.key !== pointed)) return;
       const values = plot.data[place + 1];
       let at = there ?? x.length - 1;
       while (at >= 0 && values[at] === undefined) at -= 1;
@@ -186,10 +233,10 @@ export class Chart {
       const part = document.createElement("span");
       part.className = line.kind;
       part.style.setProperty("--run", line.run.colour);
-      part.textContent = number(values[at]);
-      part.title = line.kind === "evaluated" ? `${line.run.key}, evaluated` : line.run.key;
+      part.textContent = many && line.kind !== "evaluated" ? `${line.run.name}: ${number(values[at])}` : number(values[at]);
+      part.title = line.kind === "evaluated" ? `${line.run.name}, evaluated` : line.run.name;
       parts.push(part);
-      said += `, ${part.title}: ${part.textContent}`;
+      said += `, ${part.title}: ${number(values[at])}`;
     });
     const step = document.createElement("span");
     step.className = "step";

@@ -1,7 +1,7 @@
 // Which curves are drawn, in which colours: requests them, and has the charts draw them in groups.
 
 import { Chart, groupOf } from "./charts.js";
-import { write } from "./words.js";
+import { isUnderWay, write } from "./words.js";
 
 const element = (id) => document.getElementById(id);
 const GROUPS = ["Loss", "Metrics"]; // in this order, before the others
@@ -19,6 +19,8 @@ export class Curves {
     this.places = new Map(); // key -> place among the colours, of the runs that are drawn
     this.isOwnChoice = false;
     this.charts = new Map(); // metric -> Chart
+    this.pointed = null; // the key of the run whose values the captions show, of many
+    this.took = 0; // ms to draw the charts
     this.zoomed = null; // [first, last] step, or all
     element("smoothing").addEventListener("change", () => this.read());
     element("marks").addEventListener("change", () => this.draw());
@@ -160,21 +162,24 @@ export class Curves {
 
   // -- charts -----------------------------------------------------------------------------------------------
 
+  // What came is drawn together with what comes soon, so that drawing takes a fifth of the time at most.
   drawSoon() {
-    this.soon ??= requestAnimationFrame(() => this.draw());
+    this.soon ??= setTimeout(() => this.draw(), 4 * this.took);
   }
 
   draw() {
-    cancelAnimationFrame(this.soon);
+    clearTimeout(this.soon);
     this.soon = undefined;
     if (element("curves").hidden) return;
+    const began = performance.now();
+    queueMicrotask(() => { this.took = Math.min(250, performance.now() - began); }); // the charts draw in microtasks
     const style = getComputedStyle(document.documentElement);
     const shown = [...this.places.keys()].map((key) => this.runs.get(key)).filter((run) => run?.curves);
     const names = new Set(shown.flatMap(({ curves }) => [...Object.keys(curves.curves), ...Object.keys(curves.evaluated)]));
     const drawn = shown.map(({ key, summary, curves }) => {
       const place = this.place(key);
       const colour = style.getPropertyValue(`--run-${place % COLOURS}`).trim();
-      return { key: summary.name, curves, colour, dash: DASHES[Math.floor(place / COLOURS)] };
+      return { key, name: summary.name, curves, colour, dash: DASHES[Math.floor(place / COLOURS)] };
     });
     for (const [name, chart] of this.charts) {
       if (names.has(name) || !shown.length) continue;
@@ -183,7 +188,9 @@ export class Curves {
     }
     for (const name of names) {
       if (this.charts.has(name) || groupOf(name) === null) continue;
-      const chart = new Chart(name, this.asks.template, { zoom: this.zoom.bind(this), view: () => this.zoomed });
+      const chart = new Chart(name, this.asks.template, {
+        zoom: this.zoom.bind(this), view: () => this.zoomed, point: this.point.bind(this), pointed: () => this.pointed,
+      });
       this.charts.set(name, chart);
       groupElement(groupOf(name)).querySelector(".grid").append(chart.figure);
     }
@@ -195,16 +202,24 @@ export class Curves {
     element("controls").hidden = this.charts.size === 0;
   }
 
+  // Shows a run's values above the charts. From the list, its curves stand out too.
+  point(key, standsOut = false) {
+    const drawn = this.places.has(key) ? key : null;
+    if (drawn === this.pointed && !standsOut && !this.standsOut) return;
+    this.pointed = drawn;
+    this.standsOut = standsOut && drawn !== null;
+    this.pointing ??= requestAnimationFrame(() => {
+      this.pointing = undefined;
+      for (const chart of this.charts.values()) chart.point(this.standsOut ? this.pointed : null);
+    });
+  }
+
   zoom(first, last) {
     this.zoomed = first === null || last - first < 2 ? null : [Math.max(0, first), last];
     element("whole").hidden = this.zoomed === null;
     this.draw();
     this.read();
   }
-}
-
-function isUnderWay({ state }) {
-  return ["running", "stopping", "starting"].includes(state);
 }
 
 function groupElement(name) {

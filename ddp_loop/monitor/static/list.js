@@ -1,6 +1,6 @@
 // The list of runs: a line each, which changes only where its run does; order and search.
 
-import { grouped, number, valueOf, write } from "./words.js";
+import { grouped, isUnderWay, number, valueOf, write } from "./words.js";
 
 const element = (id) => document.getElementById(id);
 const collator = new Intl.Collator("en", { numeric: true });
@@ -13,13 +13,15 @@ const FIELDS = {
 };
 
 export class List {
-  // asks: template, runs, open(key), choose(key, on), only(keys), arranged()
+  // asks: template, runs, open(key), choose(key, on), only(keys), point(key), arranged()
   constructor(asks) {
     this.asks = asks;
     this.lines = new Map(); // key -> {item, parts, text, place, summary}
     this.sequence = []; // keys in the order of the list
     this.order = []; // those that the search finds
     this.opened = null;
+    this.values = new Map(); // parameter -> its first value
+    this.varied = new Set(); // parameters in which runs differ
     this.place = element("lines");
     element("search").addEventListener("input", () => this.arrange());
     element("sort").addEventListener("change", () => this.arrange());
@@ -34,6 +36,9 @@ export class List {
       const button = event.target.closest(".open");
       if (button) asks.open(button.closest(".line").dataset.run);
     });
+    for (const [kind, key] of [["mouseover", true], ["mouseleave", false], ["focusin", true], ["focusout", false]]) {
+      this.place.addEventListener(kind, (event) => asks.point(key ? event.target.closest(".line")?.dataset.run ?? null : null));
+    }
     this.place.addEventListener("change", (event) => {
       asks.choose(event.target.closest(".line").dataset.run, event.target.checked);
     });
@@ -52,7 +57,10 @@ export class List {
       const text = searched(summary);
       isOther ||= rank !== line.rank || text !== line.text || !line.summary;
       Object.assign(line, { summary, text, rank });
-      show(line);
+    }
+    const isVaried = this.vary(changed);
+    for (const line of isVaried ? this.lines.values() : changed.map(({ key }) => this.lines.get(key))) {
+      show(line, this.varied);
     }
     if (isOther || element("search").value) this.arrange();
     else this.asks.arranged();
@@ -66,6 +74,18 @@ export class List {
     item.dataset.run = key;
     this.lines.set(key, { item, parts });
     return this.lines.get(key);
+  }
+
+  // Finds the parameters in which runs differ, and returns whether there are more now.
+  vary(changed) {
+    const before = this.varied.size;
+    for (const { config } of changed) {
+      for (const [name, value] of Object.entries(config)) {
+        if (!this.values.has(name)) this.values.set(name, value);
+        else if (this.values.get(name) !== value) this.varied.add(name);
+      }
+    }
+    return this.varied.size > before;
   }
 
   // Sorts the lines, and shows those that the search finds.
@@ -127,8 +147,8 @@ function compare(one, other, turn) {
   return turn * collator.compare(one.summary.name, other.summary.name);
 }
 
-function show({ item, parts, summary }) {
-  const { name, state, fraction, config } = summary;
+function show({ item, parts, summary }, varied) {
+  const { name, state, fraction, config, note } = summary;
   const shown = valueOf(summary);
   item.dataset.state = state;
   write(parts[".name"], name);
@@ -136,9 +156,11 @@ function show({ item, parts, summary }) {
   parts[".value"].title = shown.name;
   const far = fraction !== null && fraction < 1 ? ` ${Math.floor(100 * fraction)} %` : "";
   write(parts[".state"], `${state}${far}`);
-  write(parts[".parameters"], Object.entries(config).map(([key, value]) => `${key}=${value}`).join(" "));
+  const parameters = Object.entries(config).filter(([key]) => varied.has(key)).map(([key, value]) => `${key}=${value}`);
+  write(parts[".parameters"], [...(note ? [note] : []), ...parameters].join(" "));
+  parts[".parameters"].title = Object.entries(config).map(([key, value]) => `${key}=${value}`).join("\n");
   parts[".show"].setAttribute("aria-label", `Draw ${name}`);
-  parts[".bar"].hidden = fraction === null;
+  parts[".bar"].classList.toggle("under-way", isUnderWay(summary) && fraction !== null);
   parts[".bar i"].style.transform = `scaleX(${fraction ?? 0})`;
 }
 

@@ -22,6 +22,7 @@ const list = new List({
   template: element("line"), open, runs,
   choose: (key, on) => curves.choose(key, on),
   only: (keys) => curves.only(keys),
+  point: (key) => curves.point(key, true),
   arranged: showResults,
 });
 

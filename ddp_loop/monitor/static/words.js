@@ -45,6 +45,10 @@ export function valueOf({ trial, last }) {
   return { name, value: trial?.value ?? last[name] ?? null };
 }
 
+export function isUnderWay({ state }) {
+  return ["running", "stopping", "starting"].includes(state);
+}
+
 export function write(place, text) {
   if (place.textContent !== text) place.textContent = text;
 }

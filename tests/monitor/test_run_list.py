@@ -1,0 +1,301 @@
+"""The list of runs: those below a folder, also later ones, their names in requests, and what changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ddp_loop.checkpoint import RunFolder
+from ddp_loop.monitor import run_list
+from ddp_loop.monitor.run_list import RunList, Snapshot
+from ddp_loop.monitor.summaries import RunSummary, is_better_if_greater
+from tests.support.serving import Served, ask, row, served, write_lines, write_run
+
+
+@pytest.fixture(autouse=True)
+def _always_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_list, "LOOK_S", 0.0)
+
+
+def runs_of(now: Snapshot, since: int | None = None) -> dict[str, Any]:
+    """The runs of an event, by key."""
+    return {run["key"]: run for run in json.loads(now.changes(since))["runs"]}
+
+
+def write_trial(folder: Path, number: int = 0, **facts: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    trial = {"trial": number, "parameters": {"rate": 0.1}, "status": "waiting", "value": None, "why": None}
+    (folder / "trial.json").write_text(json.dumps({**trial, "objective": "loss", "direction": "minimize", **facts}))
+    return folder
+
+
+# -- which runs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("E4")
+def test_a_folder_shows_the_runs_below_it_and_those_that_begin_later(tmp_path: Path) -> None:
+    top = tmp_path / "sweep"
+    runs = RunList([top])
+    assert runs_of(runs.look())["sweep"]["says"] == "this run folder does not exist yet"
+    write_run(top / "trials" / "0000", [row(1)], status="done", iteration=1)
+    write_run(top / "deep" / "below" / "it", [row(1)], status="done", iteration=1)
+    write_run(top / "trials" / "0000" / "before" / "1", [row(1)])
+    write_run(top / ".hidden", [row(1)])
+    now = runs.look()
+    assert list(runs_of(now)) == ["deep/below/it", "trials/0000"]
+    assert json.loads(now.changes(0))["removed"] == ["sweep"]
+    write_trial(top / "trials" / "0001")
+    later = runs.look()
+    assert list(runs_of(later, now.version)) == ["trials/0001"]
+    assert runs_of(later)["trials/0001"]["says"] == "waiting for a slot"
+    folder = RunFolder(top / "trials" / "0001", {}, None)
+    try:
+        folder.write_status("running", epochs=1, steps_per_epoch=10, steps=None, iteration=0)
+        begun = runs.look()
+        assert {key: run["state"] for key, run in runs_of(begun, later.version).items()} == {"trials/0001": "running"}
+    finally:
+        folder.close()
+
+
+@pytest.mark.covers("E4")
+def test_a_run_folder_is_one_run_whatever_lies_below_it(tmp_path: Path) -> None:
+    write_run(tmp_path / "one", [row(1)], status="done", iteration=1)
+    write_run(tmp_path / "one" / "other", [row(1)])
+    assert list(runs_of(RunList([tmp_path / "one"]).look())) == ["one"]
+
+
+def test_a_removed_run_leaves_the_list_and_comes_back_under_its_key(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, [row(1)], status="done", iteration=1)
+    runs = RunList([tmp_path])
+    first = runs.look()
+    shutil.rmtree(tmp_path / "a")
+    second = runs.look()
+    assert json.loads(second.changes(first.version)) == {
+        "version": second.version, "all": False, "removed": ["a"], "runs": [],
+    }  # fmt: skip
+    assert runs.folder_of("a") is None
+    write_run(tmp_path / "a", [row(1), row(2)], status="done", iteration=2)
+    third = runs.look()
+    event = json.loads(third.changes(second.version))
+    assert (event["removed"], [run["iteration"] for run in event["runs"]]) == ([], [2])
+    assert json.loads(third.changes(first.version))["removed"] == []
+
+
+def test_a_run_whose_file_is_gone_for_a_moment_stays_in_the_list(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", [row(1)], status="done", iteration=1)
+    write_run(tmp_path / "b", [row(1)], status="done", iteration=1)
+    runs = RunList([tmp_path])
+    runs.look()
+    (tmp_path / "a" / "run.json").rename(tmp_path / "a" / "kept")  # as a new run in this folder does
+    assert list(runs_of(runs.look())) == ["a", "b"]
+
+
+def test_keys_are_unique_stable_and_fit_an_address(tmp_path: Path) -> None:
+    names = ["a b", "a?b", "a#b", "rate=0.1,x", "läufe", "curves", "stop", "x%2fy", "q\"'<&>"]
+    for name in names:
+        write_run(tmp_path / "top" / name, [row(1)])
+    runs = RunList([tmp_path / "top"])
+    found = runs_of(runs.look())
+    assert {run["name"]: key for key, run in found.items()} == {
+        "a b": "a-b",
+        "a#b": "a-b-2",
+        "a?b": "a-b-3",
+        "curves": "curves-",
+        "läufe": "läufe",
+        "q\"'<&>": "q-----",
+        "rate=0.1,x": "rate=0.1,x",
+        "stop": "stop-",
+        "x%2fy": "x-2fy",
+    }
+    shutil.rmtree(tmp_path / "top" / "a b")
+    assert runs_of(runs.look())["a-b-3"]["name"] == "a?b"
+
+
+def test_runs_of_two_folders_are_told_apart_and_a_run_given_twice_is_one(tmp_path: Path) -> None:
+    for name in ("a/run", "b/run"):
+        write_run(tmp_path / name, [row(1)])
+    assert list(runs_of(RunList([tmp_path / "a", tmp_path / "b"]).look())) == ["a/run", "b/run"]
+    given = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run", tmp_path / "a"]
+    assert list(runs_of(RunList(given).look())) == ["run", "run-2"]
+
+
+def test_folders_whose_time_is_old_are_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "old" / "a", [row(1)])
+    for folder in (tmp_path / "old", tmp_path):
+        os.utime(folder, (1, 1))
+    runs = RunList([tmp_path])
+    runs.look()
+    listed: list[str] = []
+    usual = run_list.folders_below
+
+    def listing(path: str) -> list[str]:
+        listed.append(path)
+        return usual(path)
+
+    monkeypatch.setattr(run_list, "folders_below", listing)
+    runs.look()
+    assert listed == []
+    write_run(tmp_path / "old" / "b", [row(1)])
+    assert list(runs_of(runs.look())) == ["old/a", "old/b"]
+    assert listed == [f"{tmp_path}/old"]
+
+
+# -- a line ------------------------------------------------------------------------------------------------
+
+
+def test_a_summary_has_what_the_list_and_the_results_show(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", [row(k, accuracy=k / 40) for k in range(1, 21)], status="done", iteration=20,
+                       epochs=1, steps_per_epoch=20, checkpoint="step-00000020")  # fmt: skip
+    write_lines(folder / "evaluations.jsonl", [{"epoch": 1, "iteration": 20, "accuracy": 0.5, "samples": 100}])
+    (folder / "run.json").write_text(json.dumps({"began": 7.5, "config": {"rate": 0.1, "deep": {"x": 1}, "on": True}}))
+    (folder / "note.txt").write_text("the good one")
+    (folder / "tables").mkdir()
+    (folder / "tables" / "confusion.json").write_text("{}")
+    version = runs_of(RunList([tmp_path]).look())["one"].pop("version")
+    assert version
+    assert runs_of(RunList([tmp_path]).look())["one"] == {
+        "key": "one",
+        "name": "one",
+        "folder": str(folder),
+        "version": version,
+        "state": "done",
+        "says": "done at step 20, checkpoint saved",
+        "fraction": 1.0,
+        "iteration": 20,
+        "steps": 20,
+        "epoch": 1,
+        "epochs": 1,
+        "began": 7.5,
+        "elapsed_s": 0,
+        "last": {"loss": 1 / 20, "accuracy": 0.5, "evaluated accuracy": 0.5},
+        "best": {"loss": 1 / 20, "accuracy": 0.5, "evaluated accuracy": 0.5},
+        "config": {"rate": 0.1, "deep": "{'x': 1}", "on": True},
+        "trial": None,
+        "note": "the good one",
+        "tables": ["confusion"],
+        "can_stop": False,
+    }
+
+
+@pytest.mark.parametrize("status", ["pruned", "killed", "not finite", "timed out", "interrupted", "failed", "stopped"])
+def test_a_trial_has_the_state_of_its_sweep(tmp_path: Path, status: str) -> None:
+    folder = write_run(tmp_path / "0007", [row(1), row(2)], status="running", iteration=0)
+    write_trial(folder, 7, status=status, value=0.25, why="because", attempts=[{"began": 3.0}])
+    said = runs_of(RunList([tmp_path]).look())["0007"]
+    assert said["state"] == status
+    assert said["trial"] == {
+        "number": 7, "value": 0.25, "status": status, "why": "because", "objective": "loss", "direction": "minimize",
+    }  # fmt: skip
+    assert said["config"] == {"rate": 0.1}
+
+
+def test_the_best_value_is_the_least_of_a_loss_and_the_greatest_of_an_accuracy(tmp_path: Path) -> None:
+    rows = [row(1, loss=3.0, accuracy=0.2), row(2, loss=1.0, accuracy=0.9), row(3, loss=None, accuracy=0.4)]
+    write_run(tmp_path / "one", rows)
+    said = runs_of(RunList([tmp_path]).look())["one"]
+    assert (said["last"], said["best"]) == ({"loss": None, "accuracy": 0.4}, {"loss": 1.0, "accuracy": 0.9})
+    assert [is_better_if_greater(name) for name in ("loss", "error", "top-5 accuracy", "val/f1")] == [
+        False, False, True, True,
+    ]  # fmt: skip
+
+
+WRONG_KINDS = '{"parameters": 3, "config": 3, "attempts": [4], "status": ["x"], "value": "y", "began": "z"}'
+
+
+@pytest.mark.parametrize("text", ["[", "[1]", '"x"', WRONG_KINDS])
+def test_a_damaged_trial_or_run_file_is_left_out(tmp_path: Path, text: str) -> None:
+    folder = write_run(tmp_path / "one", [row(1)], status="done", iteration=1)
+    (folder / "trial.json").write_text(text)
+    (folder / "run.json").write_text(text)
+    said = runs_of(RunList([tmp_path]).look())["one"]
+    assert (said["state"], said["config"], said["began"]) == ("done", {}, None)
+
+
+def test_a_run_that_has_ended_is_read_again_only_when_a_file_of_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "one", [row(1)], status="done", iteration=1)
+    summary = RunSummary("one", "one", run)
+    assert summary.look(time.monotonic() + 9)
+    read: list[str] = []
+    usual = RunSummary._sum_up
+
+    def sum_up(self: RunSummary) -> dict[str, Any]:
+        read.append(self.key)
+        return usual(self)
+
+    monkeypatch.setattr(RunSummary, "_sum_up", sum_up)
+    assert not summary.look(time.monotonic() + 9)
+    assert read == []
+    (run / "note.txt").write_text("seen")
+    assert summary.look(time.monotonic() + 9)
+    assert (read, summary.summary()["note"]) == (["one"], "seen")
+    with (run / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row(2)) + "\n")
+    assert summary.look(time.monotonic() + 9)
+    assert summary.summary()["last"] == {"loss": 1 / 2}
+    write_lines(run / "rows.jsonl", [row(1, loss=5.0)])  # it resumed from an earlier step
+    while summary.look(time.monotonic() + 9):
+        pass
+    assert (summary.summary()["last"], summary.summary()["best"]) == ({"loss": 5.0}, {"loss": 5.0})
+
+
+def test_what_a_look_has_no_time_for_is_read_by_the_next_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", [row(1)], status="done", iteration=1)
+    summary = RunSummary("one", "one", run)
+    assert summary.look(time.monotonic() - 1)
+    assert (summary.is_behind, summary.summary()["state"], summary.summary()["last"]) == (True, "done", {})
+    assert summary.look(time.monotonic() + 9)
+    assert (summary.is_behind, summary.summary()["last"]) == (False, {"loss": 1.0})
+
+
+# -- many --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("E4")
+def test_500_runs_are_found_and_looked_at_again_in_little_time(tmp_path: Path) -> None:
+    for number in range(500):
+        write_run(tmp_path / "trials" / f"{number:04}", [row(k) for k in range(1, 4)], status="done", iteration=3)
+    runs = RunList([tmp_path])
+    while any(run.is_behind for run in runs._runs.values()) or not runs._runs:
+        runs.look()
+    before = runs.look()
+    assert len(runs_of(before)) == 500
+    began = time.process_time()
+    for _ in range(10):
+        assert runs.look().version == before.version
+    assert time.process_time() - began < 10 * 0.1  # 15 ms each on an idle core
+    with (tmp_path / "trials" / "0123" / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row(4)) + "\n")
+    event = runs.look().changes(before.version)
+    assert [run["key"] for run in json.loads(event)["runs"]] == ["trials/0123"]
+    assert len(event) < 2000  # bytes: the other runs are not sent again
+
+
+@pytest.mark.covers("E4")
+def test_a_request_can_name_each_run_below_a_folder_and_nothing_else(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    write_run(top / "trials" / "0000", [row(1)], status="done", iteration=1)
+    write_run(top / "trials" / "0001", [row(1), row(2)], status="done", iteration=2)
+    write_run(tmp_path / "outside", [row(1)], status="done", iteration=1)
+    with served(top) as page, httpx.Client(base_url=page.base, headers=page.headers) as client:
+        for key in ("trials/0001", "trials%2F0001"):
+            assert client.get(f"/api/runs/{key}").json()["rows"] == 2
+            assert client.get(f"/api/runs/{key}/curves").json()["x"] == [1, 2]
+            assert client.post(f"/api/runs/{key}/stop").status_code == 409
+        for path in ("trials", "trials/0002", "..%2foutside", "trials/../../outside", "%2e%2e/outside", "outside"):
+            for what in ("", "/curves"):
+                assert _status(page, f"/api/runs/{path}{what}") == 404
+        assert _status(page, f"/api/runs/{tmp_path}/outside/curves") == 404
+
+
+def _status(page: Served, target: str) -> int:
+    return ask(page, "GET", target, page.headers)[0]

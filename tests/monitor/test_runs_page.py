@@ -1,0 +1,300 @@
+"""The page of several runs in a browser: the list at the left, a run's card, and which curves are drawn."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_loop.checkpoint import RunFolder
+from tests.support.browsing import NEEDS_BROWSER, WIDE, Visit
+from tests.support.harness import until
+from tests.support.serving import row, served, write_run
+
+pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
+SMALL = (360, 740)
+NARROW = (1000, 800)
+
+
+def write_sweep(top: Path, count: int, steps: int = 20) -> Path:
+    """Run folders of a sweep, whose last loss is (5 number) mod 7 + 1, and whose rate is one of three."""
+    for number in range(count):
+        loss = 5 * number % 7 + 1
+        folder = write_run(
+            top / "trials" / f"{number:04}",
+            [row(k, loss=loss + 1 - k / steps, accuracy=0.5) for k in range(1, steps + 1)],
+            status="stopped" if number % 4 == 3 else "done", iteration=steps, checkpoint=f"step-{steps:08}", epochs=1,
+            steps_per_epoch=steps,
+        )  # fmt: skip
+        config = {"rate": (0.1, 0.12, 0.5)[number % 3], "momentum": 0.9}
+        (folder / "run.json").write_text(json.dumps({"began": 1000.0 + number, "config": config}))
+    return top
+
+
+def lines(one: Visit) -> list[str]:
+    """The names of the lines that are shown, in their order, also of those that are scrolled out of sight."""
+    return one.page.locator(".lines .line:visible .name").all_text_contents()
+
+
+def checked(one: Visit) -> list[str]:
+    boxes = one.page.locator(".show:checked").all()
+    return [str(box.get_attribute("aria-label")).removeprefix("Draw ") for box in boxes]
+
+
+def trials(*numbers: int) -> list[str]:
+    return [f"trials/{number:04}" for number in numbers]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    return write_sweep(tmp_path / "sweep", 12)
+
+
+# -- the list ----------------------------------------------------------------------------------------------
+
+
+def test_the_list_has_a_line_for_each_run_and_the_newest_ten_are_drawn(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = visit(page)
+        assert lines(one) == trials(*range(12))
+        assert checked(one) == trials(*range(2, 12))
+        until(lambda: len(one.last("loss")) == 10, "all ten are drawn")
+        line = one.page.locator(".line[data-run='trials/0003']")
+        assert line.locator(".state").inner_text() == "stopped"
+        assert line.locator(".parameters").inner_text() == "rate=0.1"  # momentum is the same in all
+        assert line.locator(".value").inner_text() == "2"
+        assert one.text("#count") == "12 runs"
+        assert not one.page.locator(".run").is_visible()
+        assert not one.page.locator("#tabs, #unfold").filter(visible=True).count()
+        assert one.page.title() == "12 runs"
+
+
+def test_runs_that_begin_later_appear_and_those_that_are_removed_go(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = visit(page)
+        with closing(RunFolder(sweep / "trials" / "0100", {}, None)) as folder:
+            folder.write_status("running", epochs=2, steps_per_epoch=100, steps=None, iteration=0)
+            one.waits_for(".line[data-run='trials/0100'] .state", "running 0 %")
+            (folder.folder / "rows.jsonl").write_text(json.dumps(row(50, loss=0.5)) + "\n")
+            one.waits_for(".line[data-run='trials/0100'] .state", "running 25 %")
+            assert checked(one) == [*trials(*range(3, 12)), "trials/0100"]  # the oldest one made way
+            assert one.page.title() == "1 running · 13 runs"
+        one.waits_for(".line[data-run='trials/0100'] .state", "lost")
+        (sweep / "trials" / "0100").rename(sweep.parent / "elsewhere")
+        until(lambda: lines(one) == trials(*range(12)), "its line is gone")
+
+
+def test_lines_are_sorted_by_name_state_value_and_start(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = visit(page)
+        one.page.get_by_label("Sort").select_option("value")
+        values = one.page.locator(".lines .line:visible .value").all_text_contents()
+        assert values == sorted(values)
+        assert lines(one)[:2] == trials(0, 7)  # 1, 1: equal ones by name
+        one.page.get_by_role("button", name="Reverse the order").click()
+        assert one.page.locator(".lines .line:visible .value").all_text_contents() == sorted(values, reverse=True)
+        one.page.get_by_label("Sort").select_option("began")
+        assert lines(one) == trials(*range(11, -1, -1))
+        one.page.get_by_role("button", name="Reverse the order").click()
+        one.page.get_by_label("Sort").select_option("state")
+        assert lines(one) == trials(0, 1, 2, 4, 5, 6, 8, 9, 10, 3, 7, 11)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("0003", [3]),
+        ("STOPPED", [3, 7, 11]),
+        ("rate=0.1", [0, 3, 6, 9]),
+        ("rate=1e-1", [0, 3, 6, 9]),
+        ("rate=0.", range(12)),
+        ("rate=0.12 done", [1, 4, 10]),
+        ("rate<=0.12 rate>0.1", [1, 4, 7, 10]),
+        ("loss<2", [0, 7]),
+        ("momentum=0.9 trials/000", range(10)),
+        ("nothing", []),
+        ("rate=", range(12)),
+        ("rate<x", []),
+    ],
+)
+def test_the_search_finds_names_states_and_parameters(visit: Any, sweep: Path, text: str, found: Any) -> None:
+    with served(sweep) as page:
+        one = visit(page)
+        one.page.get_by_label("Search runs").fill(text)
+        assert lines(one) == trials(*found)
+        assert one.text("#count") == ("12 runs" if len(found) == 12 else f"{len(found)} of 12 runs")
+
+
+def test_boxes_and_the_search_choose_the_curves(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = visit(page)
+        one.page.get_by_role("button", name="Hide all").click()
+        assert checked(one) == []
+        one.waits_for("#limit", "No run is chosen.")
+        one.page.get_by_role("checkbox", name="Draw trials/0001").check()
+        until(lambda: one.last("loss") == [[20, 6]], "one curve")
+        assert not one.page.locator("#limit").is_visible()
+        one.page.get_by_label("Search runs").fill("stopped")
+        one.page.get_by_role("button", name="Show only these").click()
+        until(lambda: one.last("loss") == [[20, 2], [20, 1], [20, 7]], "three others")
+        assert one.text(".chart[data-metric=loss] .values").split() == ["2", "1", "7", "step", "20"]
+
+
+def test_60_runs_are_drawn_up_to_50_in_colours_and_dashes_that_differ(visit: Any, tmp_path: Path) -> None:
+    with served(write_sweep(tmp_path / "sweep", 60, steps=3)) as page:
+        one = visit(page, WIDE, "dark")
+        one.page.get_by_role("button", name="Show only these").click()
+        one.waits_for("#limit", "50 of the 60 chosen runs")
+        until(lambda: len(one.last("loss")) == 50, "as many are drawn")
+        looks = one.page.evaluate(
+            "[...document.querySelectorAll('.line.drawn')].map((line) => "
+            "`${getComputedStyle(line).getPropertyValue('--run')} ${line.className}`)"
+        )
+        assert (len(looks), len(set(looks))) == (50, 50)
+        assert one.text(".chart[data-metric=loss] .values").split("\n")[0] == "50 runs"
+        one.page.locator(".line[data-run='trials/0055'] .open").hover()
+        one.waits_for(".chart[data-metric=loss] .values", "trials/0055" if "trials/0055" in drawn(one) else "50 runs")
+        one.page.locator(".line[data-run='trials/0001'] .open").hover()
+        one.waits_for(".chart[data-metric=accuracy] .values", "trials/0001: 0.5")
+
+
+def drawn(one: Visit) -> list[str]:
+    return one.page.locator(".line.drawn .name").all_text_contents()
+
+
+# -- a card ------------------------------------------------------------------------------------------------
+
+
+def test_a_card_opens_from_its_line_and_closes_with_escape(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = visit(page)
+        one.page.get_by_label("Search runs").focus()
+        one.page.locator(".line[data-run='trials/0003'] .open").focus()
+        one.page.keyboard.press("Enter")
+        one.waits_for(".run .folder", str(sweep / "trials" / "0003"))
+        assert one.text(".run .name") == "trials/0003"
+        assert one.text(".says") == "stopped at step 20, checkpoint saved"
+        one.waits_for(".run .facts", "rate")
+        one.waits_for(".continue code", "torchrun --nproc_per_node=2 lab/train.py")
+        assert one.page.get_attribute(".line[data-run='trials/0003'] .open", "aria-expanded") == "true"
+        assert one.page.evaluate("document.activeElement.className") == "close"
+        one.page.keyboard.press("Escape")
+        assert not one.page.locator(".run").is_visible()
+        assert one.page.evaluate("document.activeElement.closest('.line').dataset.run") == "trials/0003"
+        one.page.locator(".line[data-run='trials/0005'] .open").click()
+        one.waits_for(".run .name", "trials/0005")
+        assert one.page.locator(".continue").is_hidden()
+        one.page.locator(".line[data-run='trials/0004'] .open").click()  # another one, without closing the first
+        one.waits_for(".run .folder", str(sweep / "trials" / "0004"))
+        one.page.get_by_role("button", name="Close").click()
+        assert not one.page.locator(".run").is_visible()
+
+
+@pytest.mark.covers("E4", "E5")
+def test_stop_stops_the_run_of_its_card_and_no_other(visit: Any, sweep: Path) -> None:
+    with (
+        closing(RunFolder(sweep / "trials" / "0100", {}, None)) as first,
+        closing(RunFolder(sweep / "trials" / "0101", {}, None)) as second,
+    ):
+        for folder in (first, second):
+            folder.write_status("running", epochs=2, steps_per_epoch=100, steps=None, iteration=0)
+        with served(sweep) as page:
+            one = visit(page)
+            one.page.locator(".line[data-run='trials/0101'] .open").click()
+            one.page.get_by_role("button", name="Stop trials/0101").click()
+            assert one.text("#confirm-title") == "Stop trials/0101?"
+            one.page.keyboard.press("Escape")
+            assert one.page.locator(".run").is_visible()  # Escape closed the question only
+            one.page.get_by_role("button", name="Stop trials/0101").click()
+            one.page.get_by_role("button", name="Stop the run").click()
+            one.waits_for(".line[data-run='trials/0101'] .state", "stopping")
+            assert (first.asked_to_stop(), second.asked_to_stop()) == (None, "the page")
+            second.write_status("stopped", iteration=7, why="the page")
+            second.forget_stop()
+            second.close()
+            one.waits_for(".says", "stopped at step 7, no checkpoint")
+            assert one.text(".line[data-run='trials/0100'] .state") == "running 0 %"
+
+
+# -- layouts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone_the_list_folds_away_behind_a_button(visit: Any, sweep: Path, scheme: str) -> None:
+    with served(sweep) as page:
+        one = visit(page, SMALL, scheme)
+        assert not one.page.locator("#list").is_visible()
+        assert one.page.locator(".chart").first.bounding_box()["y"] < SMALL[1] / 2
+        one.page.get_by_role("button", name="Runs (12)").click()
+        assert one.page.locator("#list").is_visible()
+        wide = "document.documentElement.scrollWidth"
+        assert one.page.evaluate(wide) == SMALL[0]
+        one.page.keyboard.press("Escape")
+        assert not one.page.locator("#list").is_visible()
+        one.page.get_by_role("button", name="Runs (12)").click()
+        one.page.locator(".line[data-run='trials/0003'] .open").click()
+        assert not one.page.locator("#list").is_visible()
+        one.waits_for(".run .name", "trials/0003")
+        assert one.page.evaluate(wide) == SMALL[0]
+
+
+def test_the_curves_are_on_the_first_screen_beside_the_list(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = visit(page, NARROW)
+        chart, panel = (one.page.locator(place).first.bounding_box() for place in (".chart", "#list"))
+        assert panel["x"] + panel["width"] <= chart["x"]
+        assert chart["y"] + chart["height"] < NARROW[1]
+        assert one.page.evaluate("document.documentElement.scrollWidth") == NARROW[0]
+
+
+def test_a_folder_with_one_run_shows_its_card_and_no_list_until_there_is_another(visit: Any, tmp_path: Path) -> None:
+    write_sweep(tmp_path / "sweep", 1)
+    with served(tmp_path / "sweep") as page:
+        one = visit(page)
+        assert one.text(".run .name") == "trials/0000"
+        hidden = "#list, #unfold, #tabs, #limit, .close, .run .swatch"
+        assert not one.page.locator(hidden).filter(visible=True).count()
+        assert one.page.locator(".run").bounding_box()["width"] > 1200
+        write_run(tmp_path / "sweep" / "trials" / "0001", [row(1)], status="done", iteration=1)
+        until(lambda: lines(one) == trials(0, 1), "the list appears")
+        assert not one.page.locator(".run").is_visible()
+
+
+# -- many --------------------------------------------------------------------------------------------------
+
+
+def test_500_runs_stay_smooth_and_only_the_lines_that_changed_are_touched(visit: Any, tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", 500, steps=3)
+    with served(sweep) as page:
+        one = visit(page)
+        until(lambda: len(lines(one)) == 500, "all lines are there")
+        until(lambda: "" not in one.page.locator(".lines .line .value").all_text_contents(), "all runs are read")
+        one.page.evaluate(
+            """() => {
+                window.touched = new Set();
+                new MutationObserver((changes) => changes.forEach(({ target }) =>
+                    touched.add((target.closest ?? (() => target.parentElement.closest(".line"))).call(target, ".line")
+                        ?.dataset.run)))
+                    .observe(document.getElementById("lines"),
+                        { subtree: true, childList: true, attributes: true, characterData: true });
+            }"""
+        )
+        with (sweep / "trials" / "0123" / "rows.jsonl").open("a") as file:
+            file.write(json.dumps(row(4, loss=0.125)) + "\n")
+        one.waits_for(".line[data-run='trials/0123'] .value", "0.125")
+        assert one.page.evaluate("[...touched]") == ["trials/0123"]
+        took = one.page.evaluate(
+            """() => [..."rate=0.1 done"].map((_, at) => {
+                const search = document.getElementById("search");
+                search.value = "rate=0.1 done".slice(0, at + 1);
+                const began = performance.now();
+                search.dispatchEvent(new Event("input", { bubbles: true }));
+                document.body.offsetHeight;
+                return performance.now() - began;
+            })"""
+        )
+        assert len(lines(one)) == 125
+        assert sorted(took)[len(took) // 2] < 100  # ms for a keystroke; 2 on an idle core

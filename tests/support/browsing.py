@@ -1,0 +1,92 @@
+"""A visit of the monitor's page in a browser without a window."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.support.serving import WAIT_S, Served
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Route
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NEEDS_BROWSER = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: there is no chromium on this machine's PATH"),
+]
+WIDE, PHONE = (1280, 860), (375, 812)
+
+
+class Visit:
+    """A page in a browser whose way out is shut.
+
+    Attributes:
+        page: playwright's.
+        outward: requests for anything but this machine, all stopped.
+        complaints: errors in the page, and on its console.
+    """
+
+    def __init__(self, browser: Browser, size: tuple[int, int], scheme: str) -> None:
+        self.outward, self.complaints = list[str](), list[str]()
+        width, height = size
+        self.context = browser.new_context(
+            viewport={"width": width, "height": height},
+            color_scheme=scheme,  # type: ignore[arg-type]
+        )
+        self.context.set_default_timeout(WAIT_S * 1000)
+        self.context.route("**/*", self._let_pass)
+        self.page: Page = self.context.new_page()
+        self.page.on("console", self._hear)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def _let_pass(self, route: Route) -> None:
+        if urlsplit(route.request.url).hostname == "127.0.0.1":
+            route.continue_()
+        else:
+            self.outward.append(route.request.url)
+            route.abort()
+
+    def _hear(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def open(self, page: Served) -> Visit:
+        self.page.goto(page.link)
+        self.page.wait_for_selector(".chart[data-last]")
+        return self
+
+    def text(self, place: str) -> str:
+        return self.page.locator(place).first.inner_text()
+
+    def waits_for(self, place: str, text: str) -> None:
+        self.page.locator(place, has_text=text).first.wait_for()
+
+    def last(self, metric: str) -> list[Any]:
+        """The last point of each line of a metric's picture, as it is drawn."""
+        points: list[Any] = json.loads(self.page.get_attribute(f".chart[data-metric={metric}]", "data-last") or "[]")
+        return points
+
+    def chart(self, metric: str, what: str) -> str | None:
+        return self.page.get_attribute(f".chart[data-metric={metric}]", f"data-{what}")
+
+    def ink(self, metric: str) -> int:
+        """How many pixels of a picture are not empty."""
+        return int(
+            self.page.evaluate(
+                """(metric) => {
+                    const canvas = document.querySelector(`.chart[data-metric=${metric}] canvas`);
+                    const copy = document.createElement("canvas");
+                    [copy.width, copy.height] = [canvas.width, canvas.height];
+                    const context = copy.getContext("2d", { willReadFrequently: true });
+                    context.drawImage(canvas, 0, 0);
+                    const data = context.getImageData(0, 0, copy.width, copy.height).data;
+                    return data.filter((value, at) => at % 4 === 3 && value > 0).length;
+                }""",
+                metric,
+            )
+        )
