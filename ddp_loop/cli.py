@@ -15,7 +15,7 @@ from ddp_loop.distributed import describe_devices
 from ddp_loop.monitor import serve
 from ddp_loop.profiling import CannotProfile, ProfileJob, profile
 from ddp_loop.reporting import export
-from ddp_loop.sweeps import add_sweep, is_sweep, stop_sweep_and_wait
+from ddp_loop.sweeps import add_sweep, is_sweep, stop_sweep
 from ddp_loop.tracing import CannotVerify, VerifyJob, compare_runs, verify
 
 HEAD = ("checkpoint", "MiB", "written", "score", "state")
@@ -128,9 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     four = add(
         "stop",
-        lambda options: (stop_sweep_and_wait if is_sweep(options.run) else stop_and_wait)(
-            options.run, options.timeout_s, _say
-        ),
+        _stop,
         "stop a run, or all trials of a sweep, after the current step, with a checkpoint",
         f"{EQUAL} it stopped or was done, {UNEQUAL} it did not stop, {FAILED} it was not running",
     )
@@ -197,6 +195,11 @@ def _profile(options: argparse.Namespace) -> bool:
     ranks = options.ranks or gpu_count() or 2
     profile(ProfileJob(options.script, ranks, options.arguments, options.steps, options.trace), _say)
     return True
+
+
+def _stop(options: argparse.Namespace) -> bool:
+    stop = stop_sweep if is_sweep(options.run) else stop_and_wait
+    return stop(options.run, options.timeout_s, _say)
 
 
 def _monitor(options: argparse.Namespace) -> bool:

@@ -2,13 +2,12 @@
 
 from ddp_loop.sweeps.command import add_sweep
 from ddp_loop.sweeps.plan import TrialResult, sweep
-from ddp_loop.sweeps.sweep_folder import is_sweep
-from ddp_loop.sweeps.sweep_folder import stop_and_wait as stop_sweep_and_wait
+from ddp_loop.sweeps.sweep_folder import is_sweep, stop_sweep
 
 __all__ = [
     "TrialResult",
     "add_sweep",
     "is_sweep",
-    "stop_sweep_and_wait",
+    "stop_sweep",
     "sweep",
 ]

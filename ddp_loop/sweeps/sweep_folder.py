@@ -141,7 +141,7 @@ def has_workers(folder: Path) -> bool:
     return is_locked(folder / LOCK) is True or any(is_dead(folder, name) is False for name in names)
 
 
-def stop_and_wait(folder: Path, timeout_s: float, say: Callable[[str], None]) -> bool:
+def stop_sweep(folder: Path, timeout_s: float, say: Callable[[str], None]) -> bool:
     """Ask a sweep's workers to stop, and wait until they have ended; returns whether they did in time.
 
     Raises:
