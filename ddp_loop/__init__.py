@@ -16,7 +16,7 @@ from ddp_loop.distributed import (
     scale_batch_size,
 )
 from ddp_loop.early_stopping import EarlyStopping
-from ddp_loop.evaluation import evaluate, predict
+from ddp_loop.evaluation import confusion_matrix, evaluate, predict
 from ddp_loop.graphs import capture
 from ddp_loop.kernels import compile_model, use_bfloat16
 from ddp_loop.recalibration import update_bn
@@ -42,6 +42,7 @@ __all__ = [
     "World",
     "capture",
     "compile_model",
+    "confusion_matrix",
     "datasets",
     "deterministic",
     "evaluate",

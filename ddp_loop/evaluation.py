@@ -12,7 +12,7 @@ from torch import nn
 
 from ddp_loop.batch_norm import find_sync_channels
 from ddp_loop.data import Batches, MiniBatch, Shard
-from ddp_loop.determinism import preserved_streams, seed_evaluated
+from ddp_loop.determinism import check_count, preserved_streams, seed_evaluated
 from ddp_loop.distributed import World, require_one_model
 from ddp_loop.training import Sum, refuse_wrapped
 
@@ -247,3 +247,74 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
 def _zeros(batches: Batches, form: tuple[tuple[int, ...], torch.dtype]) -> torch.Tensor:
     shape, dtype = form
     return torch.zeros((batches.length or 0, *shape), dtype=dtype, device=batches.world.device)
+
+
+def confusion_matrix(
+    model: nn.Module, batches: Batches, classes: int, *, forward: Forward | None = None
+) -> torch.Tensor:
+    """The number of samples of each class that are predicted as each class, exact on any number of ranks.
+
+    counts[i, j] is the number of samples of class i whose largest output is that of class j; the first of equal ones
+    counts. Each sample counts once, in evaluation mode. `Loop.log_table` keeps the matrix with a run. Every rank must
+    call this.
+
+    Args:
+        model, batches, forward: as in `evaluate`; the output has shape (n, classes). The second part of the data are
+            the labels, (n,) integers.
+        classes: the number of classes.
+
+    Returns:
+        Shape (classes, classes), int64, rows the truth and columns the predictions, on the world's device; the same on
+        every rank.
+
+    Raises:
+        ValueError: labels outside of 0 to classes - 1, on every rank; an output or labels of another shape or kind;
+            data that never end.
+        Stopped: as in `evaluate`.
+        ReplicaMismatch: the models differ; on every rank.
+        PeerFailed: another rank failed.
+    """
+    world = batches.world
+    world.stops.raise_if_stopped()
+    classes = check_count("classes", classes)
+    world.require_equal("classes", classes)
+    outside = classes * classes  # the place of labels that are no class
+    counts = torch.zeros(outside + 1, dtype=torch.int64, device=world.device)
+    with _going_through(model, batches, "confusion_matrix") as shards:
+        for _, shard, data in shards:
+            output, labels = (forward or forward_first)(model, data), _labels_of(data, shard.samples)
+            if not isinstance(output, torch.Tensor) or output.shape != (shard.samples, classes):
+                what = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
+                raise ValueError(
+                    f"The output must have one value per sample and class, shape ({shard.samples}, {classes}). Got "
+                    f"{what}. Pass classes= the number of outputs."
+                )
+            labels = labels.to(world.device, torch.int64)
+            places = labels * classes + output.argmax(1).to(world.device)
+            places = torch.where((labels >= 0) & (labels < classes), places, outside)
+            counts.index_add_(0, places, torch.ones_like(places))
+            if world.stops.breaks_off:
+                break
+    with world.in_stage("confusion_matrix"):
+        world.stops.agree()
+        world.sum(counts)
+    if number := int(counts[outside]):
+        raise ValueError(
+            f"Labels must be from 0 to {classes - 1}, with classes={classes}. {number} of the labels are not. Pass "
+            "classes= their number, or number the classes from 0."
+        )
+    return counts[:outside].view(classes, classes)
+
+
+def _labels_of(data: Any, samples: int) -> torch.Tensor:
+    """The labels of a shard's samples: integers, the second part of its data."""
+    labels = data[1] if isinstance(data, tuple | list) and len(data) > 1 else None
+    is_integer = isinstance(labels, torch.Tensor) and not (labels.is_floating_point() or labels.is_complex())
+    if not isinstance(labels, torch.Tensor) or not is_integer or labels.shape != (samples,):
+        what = type(labels).__name__ if labels is not None else type(data).__name__ + " without a second part"
+        what = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, torch.Tensor) else what
+        raise ValueError(
+            f"Labels must be integers, one per sample, shape ({samples},), in the second part of the data. Got {what}. "
+            "Pass batches of (inputs, labels)."
+        )
+    return labels

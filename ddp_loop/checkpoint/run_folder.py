@@ -174,6 +174,9 @@ class RunFolder:
                 "resume=False to start over, which moves them away."
             )
         now = fingerprint({**facts, **settings}, self.folder)
+        if config is not None:
+            place = os.path.realpath(self.folder)
+            config = {name: _without_path(one, place) if isinstance(one, str) else one for name, one in config.items()}
         if known and before is not None:
             former = before["fingerprint"]
             self._check_same(_changed(former, facts), resume)

@@ -1,7 +1,7 @@
 """What a run folder's files say about its run: its state, its parameters, its last and best values.
 
 [Note: Again and again] A table of runs is read once a second, from hundreds of folders. Each folder therefore has one
-reader. It looks at a file only where its size or its time of change is another one, and of rows it reads the new lines.
+reader. It reads a file again only if its size or its time of change differs, and of a file of rows only the new lines.
 """
 
 from __future__ import annotations

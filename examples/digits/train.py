@@ -87,7 +87,8 @@ def main() -> None:
         )
 
         state = {"model": model, "optimizer": optimizer}
-        loop = dl.Loop(batches, arguments.epochs, run_dir=arguments.run_dir, state=state, progress=not arguments.quiet)
+        watching = {"run_dir": arguments.run_dir, "config": arguments, "progress": not arguments.quiet}
+        loop = dl.Loop(batches, arguments.epochs, state=state, **watching)
         for step in loop:
             for images, labels in step:
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
@@ -97,7 +98,11 @@ def main() -> None:
             optimizer.step()
 
         with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
-            result = dl.evaluate(model, dl.Batches(test, 1000, world, shuffle=False), accuracy=hits)
+            test_batches = dl.Batches(test, 1000, world, shuffle=False)
+            result = dl.evaluate(model, test_batches, accuracy=hits)
+            if arguments.run_dir:
+                counts = dl.confusion_matrix(model, test_batches, len(test.class_names))
+                loop.log_table("confusion", counts, rows=test.class_names, columns=test.class_names)
         say(f"Test accuracy: {result['accuracy']:.4f} of {result['samples']} images")
 
 

@@ -133,9 +133,11 @@ def config_of(folder: Path) -> Any:
 @pytest.mark.covers("G4")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_keeps_its_config(ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:
-    assert on_ranks(ranks, run, tmp_path, 3, config=Namespace(rate=0.1, data=Path("x"))) == [3] * ranks
-    assert config_of(tmp_path) == {"rate": 0.1, "data": "x"}
-    assert [one["config"] for one in lines_of(tmp_path / "starts.jsonl")] == [{"rate": 0.1, "data": "x"}]
+    config = Namespace(rate=0.1, data=Path("x"), name="", folder=tmp_path)  # a table of runs need not show its folder
+    assert on_ranks(ranks, run, tmp_path, 3, config=config) == [3] * ranks
+    kept = {"rate": 0.1, "data": "x", "name": "", "folder": "RUN_DIR"}
+    assert config_of(tmp_path) == kept
+    assert [one["config"] for one in lines_of(tmp_path / "starts.jsonl")] == [kept]
 
 
 def test_without_a_folder_a_config_is_ignored_and_a_run_without_one_keeps_none(tmp_path: Path) -> None:

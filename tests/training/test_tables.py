@@ -72,24 +72,23 @@ def log(world: dl.World, folder: str, arguments: dict[str, Any], has_folder: boo
     loop.log_table(**{"name": "counts", "values": [[1, 2], [3, 4]], **arguments})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"name": name}, "A table's name must be a plain word of ASCII letters.*It becomes the name of a file")
-        for name in ("", "../up", "a.json", "a b", "\N{LATIN SMALL LETTER E WITH ACUTE}", "-a", "a" * 65, 3, None)
-    ]
-    + [
-        ({"values": values}, "numbers in two dimensions.*Table 'counts' got .*Pass rows of equal length")
-        for values in ([], [[]], [1, 2], [[1], [2, 3]], [["a"]], "text", 3, None, {"a": 1}, [[1j]], [[[1]]])
-    ]
-    + [
-        ({"values": torch.ones(2)}, r"got shape \(2,\)"),
-        ({"values": torch.ones(0, 2)}, r"got shape \(0, 2\)"),
-        ({"rows": ["a"]}, "Table 'counts' has 2 rows. Got 1 labels for them. Pass rows="),
-        ({"columns": list("abc")}, "has 2 columns. Got 3 labels"),
-        ({"columns": "ab"}, "has 2 columns. Got one text"),
-    ],
-)
+NAMES: list[Any] = ["", "../up", "a.json", "a b", "\N{LATIN SMALL LETTER E WITH ACUTE}", "-a", "a" * 65, 3, None]
+VALUES: list[Any] = [[], [[]], [1, 2], [[1], [2, 3]], [["a"]], "text", 3, None, {"a": 1}, [[1j]], [[[1]]]]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"name": name}, "A table's name must be a plain word of ASCII.*It becomes the name of a file")
+        for name in NAMES
+    ),
+    *(({"values": one}, "numbers in two dimensions.*Table 'counts' got .*Pass rows of equal length") for one in VALUES),
+    ({"values": torch.ones(2)}, r"got shape \(2,\)"),
+    ({"values": torch.ones(0, 2)}, r"got shape \(0, 2\)"),
+    ({"rows": ["a"]}, "Table 'counts' has 2 rows. Got 1 labels for them. Pass rows="),
+    ({"columns": list("abc")}, "has 2 columns. Got 3 labels"),
+    ({"columns": "ab"}, "has 2 columns. Got one text"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED)
 def test_a_bad_table_is_refused_on_every_rank_before_anything_is_written(
     arguments: dict[str, Any], said: str, refused: Refused, tmp_path: Path
 ) -> None:
