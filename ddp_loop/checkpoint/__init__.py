@@ -1,6 +1,15 @@
 """Checkpoints: when they are saved, how they reach the disk whole, and how a run resumes from one."""
 
-from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder, write_atomic
+from ddp_loop.checkpoint.atomic_files import (
+    REPAIR,
+    bytes_of,
+    explained,
+    identity,
+    opened,
+    sync_folder,
+    write_atomic,
+    write_text_atomic,
+)
 from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, OnSaveError, Snapshot
 from ddp_loop.checkpoint.config import Config, flatten_config
 from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
@@ -55,14 +64,17 @@ __all__ = [
     "Stateful",
     "ask_to_stop",
     "best_of",
+    "bytes_of",
     "explained",
     "flatten_config",
     "identity",
     "is_locked",
     "is_running",
+    "opened",
     "read_json",
     "run_id_of",
     "stop_and_wait",
     "sync_folder",
     "write_atomic",
+    "write_text_atomic",
 ]

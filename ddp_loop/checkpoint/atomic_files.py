@@ -122,10 +122,15 @@ def identity(path: Path) -> tuple[int, int]:
 
 def write_atomic(path: Path, value: object) -> None:
     """Write JSON so that a reader finds the old file or the new one, also after a loss of power."""
+    write_text_atomic(path, json.dumps(value, indent=1))
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write UTF-8 text as `write_atomic` writes JSON."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -16,14 +16,15 @@ from urllib.parse import urlsplit
 
 from ddp_loop.monitor.run_list import ACTIONS, RunList, Snapshot
 from ddp_loop.monitor.run_view import RunView
+from ddp_loop.monitor.sweep_view import Answer, Sweeps, ask_again, read_table, stop_sweep, write_note
 
 # [Note: The gate] Any page in a browser on this machine, and any user of the machine, can send requests to 127.0.0.1.
 # Every request must therefore name this server as its Host, which a foreign name that resolves to 127.0.0.1 does not,
 # and must come from no other origin. Requests for a run must also have the token in a header: a form, an image or a
 # link cannot set one, and no answer allows another origin to. The token follows the # of the address, which browsers
-# do not send. The page's own files are public and need no token. GET changes nothing; the only POST is Stop. Files are
-# looked up in a list that is made at the start, and runs in the list of those that were found, by their keys, so a
-# request cannot name anything else.
+# do not send. The page's own files are public and need no token. GET changes nothing. POST stops runs, writes
+# notes, and has failed trials run again. Files are looked up in a list that is made at the start, and runs and sweeps
+# in the list of those that were found, by their keys, so a request cannot name anything else.
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -31,7 +32,8 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 
 TOKEN_HEADER = "x-monitor-token"
-BODY_BYTES = 1024  # of a request; none needs a body
+BODY_BYTES = 2048  # of a request; a note has 500 letters
+BODY_S = 10.0  # for a body to come
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -127,11 +129,12 @@ class AccessControl:
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.routing import Route
 
 TICK_S, QUIET_S = 1.0, 10.0  # between two looks of a stream; of silence before it sends a comment
 FEWEST, MOST = 50, 5000  # points of a curve
 MOST_VIEWS = 80  # runs whose rows are kept
-NO_RUN = "There is no such run."
+NO_RUN, NO_SWEEP = "There is no such run.", "There is no such sweep."
 ASKED = {"points": 1000, "smoothing": 0, "first": 0, "last": 10**12}
 FOLDER = Path(__file__).parent / "static"
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.*"))
@@ -157,6 +160,7 @@ class MonitorApp:
         self.is_closing = False
         self._turn = asyncio.Lock()
         self._made = -TICK_S
+        self._sweeps = Sweeps()
         self._views: OrderedDict[str, RunView] = OrderedDict()  # the most recently used ones, by key
         self._views_turn = threading.Lock()
 
@@ -238,6 +242,31 @@ class MonitorApp:
             return 500, f"The run folder cannot be written ({error.strerror})."
         return 202, _json({"said": "stopping"})
 
+    def note(self, key: str, body: bytes) -> tuple[int, str]:
+        """Return status and body of the answer to a request to write a run's note."""
+        folder = self.runs.folder_of(key)
+        return (404, NO_RUN) if folder is None else _answer(write_note(folder, body))
+
+    def table(self, key: str, name: str) -> tuple[int, str]:
+        """Return status and body of the answer to a request for a run's table."""
+        folder = self.runs.folder_of(key)
+        return (404, NO_RUN) if folder is None else _answer(read_table(folder, name))
+
+    def sweeps(self) -> str:
+        """Return the sweeps of the runs as JSON."""
+        self.look()
+        with self._views_turn:
+            return _json({"sweeps": self._sweeps.look(self.runs.folders())})
+
+    def ask_sweep(self, key: str, what: str, body: bytes = b"") -> tuple[int, str]:
+        """Return status and body of the answer to a request to "stop" a sweep or to run trials "again"."""
+        self.look()
+        with self._views_turn:
+            folder = self._sweeps.folder_of(key, self.runs.folders())
+        if folder is None:
+            return 404, NO_SWEEP
+        return _answer(stop_sweep(folder, "the page") if what == "stop" else ask_again(folder, body))
+
 
 def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> AccessControl:
     """Return the application with its access control.
@@ -251,9 +280,6 @@ def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> A
 
     contents = {path: ((FOLDER / name).read_bytes(), TYPES[Path(name).suffix]) for path, name in PATHS.items()}
 
-    def answer(status: int, body: str) -> Response:
-        return Response(body, status, media_type="application/json" if status < 300 else "text/plain")
-
     async def file(request: Request) -> Response:
         content, kind = contents[request.url.path]
         return Response(content, media_type=kind)
@@ -263,23 +289,70 @@ def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> A
 
     # Starlette calls these in threads, as they read files.
     def runs(request: Request) -> Response:
-        return answer(200, site.look().changes())
+        return _sent(200, site.look().changes())
 
     def card(request: Request) -> Response:
-        return answer(*site.card(request.path_params["key"]))
+        return _sent(*site.card(request.path_params["key"]))
 
     def curves(request: Request) -> Response:
-        return answer(*site.curves(request.path_params["key"], request.query_params))
+        return _sent(*site.curves(request.path_params["key"], request.query_params))
 
     def stop(request: Request) -> Response:
-        return answer(*site.stop(request.path_params["key"]))
+        return _sent(*site.stop(request.path_params["key"]))
 
     routes = [Route(path, file, methods=["GET"]) for path in PATHS]
     routes += [Route("/api/runs", runs, methods=["GET"]), Route("/api/stream", stream, methods=["GET"])]
     routes += [Route("/api/runs/{key:path}/curves", curves, methods=["GET"])]
     routes += [Route("/api/runs/{key:path}/stop", stop, methods=["POST"])]
+    routes += _routes_of_results(site)
     routes += [Route("/api/runs/{key:path}", card, methods=["GET"])]
     return AccessControl(Starlette(routes=routes), token, hosts, port, PATHS.keys())
+
+
+def _routes_of_results(site: MonitorApp) -> list[Route]:
+    """Return the routes of notes, tables and sweeps."""
+    from starlette.routing import Route
+
+    def table(request: Request) -> Response:
+        return _sent(*site.table(request.path_params["key"], request.path_params["name"]))
+
+    def sweeps(request: Request) -> Response:
+        return _sent(200, site.sweeps())
+
+    def stop_sweep(request: Request) -> Response:
+        return _sent(*site.ask_sweep(request.path_params["key"], "stop"))
+
+    async def with_body(request: Request, act: Callable[[bytes], tuple[int, str]]) -> Response:
+        try:
+            body = await asyncio.wait_for(request.body(), BODY_S)
+        except TimeoutError:
+            return _sent(408, f"The body did not come within {BODY_S:.0f} s.")
+        return _sent(*await asyncio.to_thread(act, body))
+
+    async def note(request: Request) -> Response:
+        return await with_body(request, lambda body: site.note(request.path_params["key"], body))
+
+    async def again(request: Request) -> Response:
+        return await with_body(request, lambda body: site.ask_sweep(request.path_params["key"], "again", body))
+
+    return [
+        Route("/api/runs/{key:path}/note", note, methods=["POST"]),
+        Route("/api/runs/{key:path}/tables/{name}", table, methods=["GET"]),
+        Route("/api/sweeps", sweeps, methods=["GET"]),
+        Route("/api/sweeps/{key}/stop", stop_sweep, methods=["POST"]),
+        Route("/api/sweeps/{key}/again", again, methods=["POST"]),
+    ]
+
+
+def _sent(status: int, body: str) -> Response:
+    from starlette.responses import Response
+
+    return Response(body, status, media_type="application/json" if status < 300 else "text/plain")
+
+
+def _answer(found: Answer) -> tuple[int, str]:
+    status, body = found
+    return status, body if isinstance(body, str) else _json(body)
 
 
 def _json(value: object) -> str:

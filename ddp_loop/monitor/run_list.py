@@ -137,7 +137,11 @@ class RunList:
         """Return a known run's folder."""
         if key not in self.now.lines:
             self.look()
-        return next((run.folder for run in list(self._runs.values()) if run.key == key), None)
+        return self.folders().get(key)
+
+    def folders(self) -> dict[str, Path]:
+        """Return the known runs' folders, by key."""
+        return {run.key: run.folder for run in list(self._runs.values())}
 
     def _look(self) -> None:
         deadline, version = time.monotonic() + READ_S, self.now.version + 1

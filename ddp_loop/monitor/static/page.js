@@ -98,6 +98,8 @@ function showTabs() {
   else if (!results) {
     results = new tab.Results(element("results"), {
       wire, open, notice,
+      stop: askToStop,
+      toCurves: () => choose("curves"),
       only: (keys) => curves.only(keys),
       choose: (key, on) => curves.choose(key, on),
       colour: (key) => curves.colour(key),

@@ -25,9 +25,10 @@ export class Wire {
     return answer.json();
   }
 
-  async post(path) {
-    const answer = await fetch(path, { method: "POST", headers: this.headers });
+  async post(path, body = "") {
+    const answer = await fetch(path, { method: "POST", headers: this.headers, body });
     if (!answer.ok) throw new Error(await answer.text());
+    return answer.json();
   }
 
   // Calls onState with each new state, onLink with "live", "lost" or "refused". (EventSource cannot send a header.)

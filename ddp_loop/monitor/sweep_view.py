@@ -1,0 +1,174 @@
+"""What the tab Results reads and writes: notes, tables, and what sweeps are asked to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ddp_loop.checkpoint import STOP, bytes_of, is_locked, opened, read_json, write_atomic, write_text_atomic
+from ddp_loop.monitor.run_state import TRIAL, count, finite, text_of
+from ddp_loop.monitor.summaries import MOST_NOTE, NOTE, TABLES
+
+SWEEP, TRIALS, AGAIN, LOCK, WORKERS = "sweep.json", "trials", "again", "lock", "workers"
+FAILED = ("failed", "killed", "not finite", "timed out", "stopped", "interrupted")  # may run again
+MOST_SIDE, MOST_LABEL, MOST_BYTES = 100, 60, 1 << 20  # of a table: rows and columns, letters, of its file
+MOST_ASKED = 150  # trials in one request
+TABLE_NAME = re.compile(r"[\w-][\w.,=+@ -]{0,99}")
+
+Answer = tuple[int, dict[str, Any] | str]  # status and body; the body of a refusal is a text
+
+# -- notes and tables --------------------------------------------------------------------------------------
+
+
+def write_note(folder: Path, body: bytes) -> Answer:
+    """Write a run's note, or remove it if the text is empty. Control characters become spaces."""
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        return 400, "A note must be UTF-8 text."
+    text = "".join(letter if letter.isprintable() or letter == "\u200d" else " " for letter in text).strip()
+    if len(text) > MOST_NOTE:
+        return 400, f"A note has at most {MOST_NOTE} letters. This one has {len(text)}."
+    try:
+        if text:
+            write_text_atomic(folder / NOTE, text)
+        else:
+            (folder / NOTE).unlink(missing_ok=True)
+    except OSError as error:
+        return 500, f"The run folder cannot be written ({error.strerror})."
+    return 200, {"note": text or None}
+
+
+def read_table(folder: Path, name: str) -> Answer:
+    """Return a table with the labels of its rows and columns, and its values: numbers, or None."""
+    if not TABLE_NAME.fullmatch(name):
+        return 404, "There is no such table."
+    try:
+        with opened(folder / TABLES) as descriptor:
+            found = json.loads(bytes_of(descriptor, f"{name}.json", MOST_BYTES))
+    except OSError:
+        return 404, "There is no such table."
+    except (ValueError, RecursionError) as error:
+        return 422, f"The table {name} cannot be read ({str(error)[:200]})."
+    if not isinstance(found, dict):
+        return 422, f"The table {name} has no rows, columns and values."
+    rows, columns, values = (found.get(part) for part in ("rows", "columns", "values"))
+    if not (isinstance(rows, list) and isinstance(columns, list) and isinstance(values, list)):
+        return 422, f"The table {name} has no rows, columns and values."
+    if max(len(rows), len(columns)) > MOST_SIDE:
+        size = f"{len(rows)} x {len(columns)}"
+        return 422, f"The table {name} has {size} values. The page shows at most {MOST_SIDE} x {MOST_SIDE}."
+    if len(values) != len(rows) or any(not isinstance(one, list) or len(one) != len(columns) for one in values):
+        return 422, f"The values of the table {name} do not fit its {len(rows)} rows and {len(columns)} columns."
+    return 200, {
+        "name": name,
+        "rows": [str(label)[:MOST_LABEL] for label in rows],
+        "columns": [str(label)[:MOST_LABEL] for label in columns],
+        "values": [[finite(value) for value in one] for one in values],
+        "iteration": count(found.get("iteration")),
+    }
+
+
+# -- sweeps ------------------------------------------------------------------------------------------------
+
+
+class Sweeps:
+    """The sweeps that known runs are trials of. A sweep keeps its key."""
+
+    def __init__(self) -> None:
+        self._keys: dict[Path, str] = {}
+
+    def look(self, runs: Mapping[str, Path]) -> list[dict[str, Any]]:
+        """Return what the page shows of each sweep.
+
+        Args:
+            runs: folders, by the runs' keys.
+        """
+        return [self._about(folder, keys) for folder, keys in self._found(runs).items()]
+
+    def folder_of(self, key: str, runs: Mapping[str, Path]) -> Path | None:
+        """Return the folder of the sweep that has a key."""
+        return next((folder for folder in self._found(runs) if self._keys[folder] == key), None)
+
+    def _found(self, runs: Mapping[str, Path]) -> dict[Path, list[str]]:
+        found: dict[Path, list[str]] = {}
+        for key, folder in runs.items():
+            if folder.parent.name == TRIALS:
+                found.setdefault(folder.parent.parent, []).append(key)
+        found = {folder: keys for folder, keys in found.items() if (folder / SWEEP).is_file()}
+        for folder in found:
+            if folder not in self._keys:
+                base = re.sub(r"[^\w.,=+@-]", "-", folder.name) or "sweep"
+                key, number = base, 1
+                while key in self._keys.values():
+                    number += 1
+                    key = f"{base}-{number}"
+                self._keys[folder] = key
+        return found
+
+    def _about(self, folder: Path, keys: list[str]) -> dict[str, Any]:
+        facts = read_json(folder / SWEEP) or {}
+        return {
+            "key": self._keys[folder],
+            "name": text_of(facts.get("name")) or folder.name,
+            "folder": str(folder),
+            "trials": count(facts.get("trials")),
+            "ranks": count(facts.get("ranks")),
+            **{name: text_of(facts.get(name)) for name in ("objective", "direction", "sampler", "pruner")},
+            "is_active": is_active(folder),
+            "is_stopping": (folder / STOP).exists(),
+            "runs": keys,
+        }
+
+
+def is_active(folder: Path) -> bool:
+    """Whether a process runs a sweep or works on it, as far as this machine's locks show it."""
+    workers = folder / WORKERS
+    with suppress(OSError):
+        return any(is_locked(path) is not False for path in [folder / LOCK, *workers.glob("*")])
+    return False
+
+
+def stop_sweep(folder: Path, why: str) -> Answer:
+    """Ask a sweep to stop all its trials."""
+    if not is_active(folder):
+        return 409, f"No process works on the sweep in {folder}, so nothing has to stop."
+    try:
+        write_text_atomic(folder / STOP, why)
+    except OSError as error:
+        return 500, f"The sweep's folder cannot be written ({error.strerror})."
+    return 202, {"said": "stopping"}
+
+
+def ask_again(folder: Path, body: bytes) -> Answer:
+    """Ask the workers of a sweep, now or later, to run trials again that failed.
+
+    Args:
+        folder: of the sweep.
+        body: {"trials": [numbers]} as JSON.
+    """
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        asked = None
+    trials = asked.get("trials") if isinstance(asked, dict) else None
+    trials = trials if isinstance(trials, list) and all(count(one) is not None for one in trials) else []
+    if not 0 < len(trials) <= MOST_ASKED:
+        return 400, f'The body must be {{"trials": [...]}}, with the numbers of 1 to {MOST_ASKED} trials.'
+    for number in trials:
+        trial = read_json(folder / TRIALS / f"{number:04d}" / TRIAL)
+        if trial is None:
+            return 404, f"There is no trial {number}."
+        if trial.get("status") not in FAILED:
+            return 409, f"Trial {number} did not fail (status: {text_of(trial.get('status'))})."
+    try:
+        (folder / AGAIN).mkdir(exist_ok=True)
+        write_atomic(folder / AGAIN / f"{secrets.token_hex(6)}.json", {"trials": sorted(set(trials))})
+    except OSError as error:
+        return 500, f"The sweep's folder cannot be written ({error.strerror})."
+    return 202, {"asked": len(set(trials)), "is_active": is_active(folder)}

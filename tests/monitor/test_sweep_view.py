@@ -1,0 +1,192 @@
+"""Notes, tables and sweeps: what the page may read and write, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ddp_loop.checkpoint import FileLock
+from ddp_loop.monitor.app import BODY_BYTES
+from tests.support.harness import until
+from tests.support.serving import WAIT_S, Served, ask, served
+from tests.support.sweeps import write_sweep, write_trial
+
+RUN = "/api/runs/trials/0000"
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    return write_sweep(tmp_path / "digits", 4, statuses={1: "failed", 2: "killed", 3: "waiting"})
+
+
+@pytest.fixture
+def page(sweep: Path) -> Iterator[Served]:
+    with served(sweep) as page:
+        yield page
+
+
+@pytest.fixture
+def client(page: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=page.base, timeout=WAIT_S, headers=page.headers) as client:
+        yield client
+
+
+# -- notes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("G4")
+def test_a_note_is_written_whole_changed_and_removed(client: httpx.Client, sweep: Path) -> None:
+    note = sweep / "trials" / "0000" / "note.txt"
+    for text in ("the best so far", "<b>bold</b> & \u00fc \u20ac \U0001f642" + "\U0001f642" * 400):
+        answer = client.post(f"{RUN}/note", content=text.encode())
+        assert (answer.status_code, answer.json()) == (200, {"note": text})
+        assert note.read_text() == text
+
+    def listed() -> dict[str, str | None]:
+        return {run["key"]: run["note"] for run in client.get("/api/runs").json()["runs"]}
+
+    until(lambda: listed()["trials/0000"] == text, "the list has the note")
+    assert listed()["trials/0001"] is None
+    assert client.post(f"{RUN}/note", content=b" \n ").json() == {"note": None}
+    assert not note.exists()
+    assert client.post(f"{RUN}/note", content=b"").status_code == 200
+    assert not [path for path in note.parent.iterdir() if path.name.startswith(".note")]
+
+
+def test_a_note_has_no_control_characters(client: httpx.Client, sweep: Path) -> None:
+    answer = client.post(f"{RUN}/note", content="a\x1b[31m\tb\u202ec\nd\x00".encode())
+    assert answer.json() == {"note": "a [31m b c d"}
+
+
+BAD_NOTES = {"too long": (b"x" * 501, 400), "no UTF-8": (b"\xff\xfe", 400), "huge": (b"x" * (BODY_BYTES + 1), 413)}
+
+
+@pytest.mark.parametrize("case", BAD_NOTES)
+def test_a_note_that_is_no_note_is_refused(client: httpx.Client, sweep: Path, case: str) -> None:
+    body, status = BAD_NOTES[case]
+    assert client.post(f"{RUN}/note", content=body).status_code == status
+    assert not (sweep / "trials" / "0000" / "note.txt").exists()
+
+
+def test_a_note_replaces_a_link_and_writes_nothing_elsewhere(client: httpx.Client, sweep: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("untouched")
+    (sweep / "trials" / "0000" / "note.txt").symlink_to(other)
+    assert client.post(f"{RUN}/note", content=b"mine").status_code == 200
+    assert other.read_text() == "untouched"
+
+
+def test_only_known_runs_get_notes(page: Served) -> None:
+    for target in ("/api/runs/../../etc/note", "/api/runs/trials%2f..%2f..%2fother/note", "/api/runs/x/note"):
+        assert ask(page, "POST", target, page.headers)[0] == 404
+    assert ask(page, "POST", f"{RUN}/note", {})[0] == 401
+
+
+# -- tables ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("G4")
+def test_a_table_is_read_with_its_labels(client: httpx.Client) -> None:
+    table = client.get(f"{RUN}/tables/confusion").json()
+    assert table["rows"] == table["columns"] == [str(k) for k in range(10)]
+    assert [len(one) for one in table["values"]] == [10] * 10
+    assert table["iteration"] == 10
+
+
+HOSTILE = {
+    "not JSON": ("{", 422),
+    "a list": ("[]", 422),
+    "too deep": ("[" * 100_000, 422),
+    "no values": ('{"rows": [], "columns": []}', 422),
+    "another shape": ('{"rows": ["a"], "columns": ["a"], "values": [[1, 2]]}', 422),
+    "too many classes": (json.dumps({"rows": ["a"] * 1000, "columns": ["a"], "values": [[1]] * 1000}), 422),
+    "a million values": (json.dumps({"rows": [1] * 1000, "columns": [2] * 1000, "values": [[0] * 1000] * 1000}), 422),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_damaged_table_is_an_error(client: httpx.Client, sweep: Path, case: str) -> None:
+    content, status = HOSTILE[case]
+    (sweep / "trials" / "0000" / "tables" / "odd.json").write_text(content)
+    answer = client.get(f"{RUN}/tables/odd")
+    assert answer.status_code == status
+    assert answer.text.startswith(("The table odd ", "The values of the table odd "))
+    assert len(answer.text) < 500
+
+
+def test_labels_are_short_texts_and_values_numbers_or_none(client: httpx.Client, sweep: Path) -> None:
+    odd = {"rows": ["<b>" + "x" * 1000], "columns": [None, "__proto__", 3], "values": [["1", float("nan"), 1e308]]}
+    (sweep / "trials" / "0000" / "tables" / "odd.json").write_text(json.dumps(odd))
+    table = client.get(f"{RUN}/tables/odd").json()
+    assert [len(table["rows"][0]), table["columns"]] == [60, ["None", "__proto__", "3"]]
+    assert table["values"] == [[None, None, None]]
+
+
+def test_no_other_file_is_read_as_a_table(page: Served, client: httpx.Client, sweep: Path, tmp_path: Path) -> None:
+    tables = sweep / "trials" / "0000" / "tables"
+    (tmp_path / "secret.json").write_text('{"rows": [], "columns": [], "values": []}')
+    (tables / "link.json").symlink_to(tmp_path / "secret.json")
+    os.mkfifo(tables / "pipe.json")
+    assert client.get(f"{RUN}/tables/link").status_code == 404
+    assert client.get(f"{RUN}/tables/pipe").status_code in (404, 422)
+    for name in ("none", ".hidden", "..%2frun", "%2e%2e%2ftrial", "../trial", "a" * 200):
+        assert ask(page, "GET", f"{RUN}/tables/{name}", page.headers)[0] == 404, name
+
+
+# -- sweeps ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("G4", "G5")
+def test_a_sweep_is_known_by_its_trials_and_stops_only_while_somebody_works(client: httpx.Client, sweep: Path) -> None:
+    one = client.get("/api/sweeps").json()["sweeps"]
+    assert [(of["key"], of["trials"], of["objective"], of["is_active"], len(of["runs"])) for of in one] == [
+        ("digits", 4, "loss", False, 4)
+    ]
+    answer = client.post("/api/sweeps/digits/stop")
+    assert (answer.status_code, (sweep / "stop").exists()) == (409, False)
+    lock = FileLock(sweep / "lock", "sweep")
+    try:
+        assert client.get("/api/sweeps").json()["sweeps"][0]["is_active"]
+        assert client.post("/api/sweeps/digits/stop").status_code == 202
+        assert (sweep / "stop").read_text() == "the page"
+        assert client.get("/api/sweeps").json()["sweeps"][0]["is_stopping"]
+    finally:
+        lock.close()
+
+
+@pytest.mark.covers("G5")
+def test_failed_trials_are_asked_for_again_and_no_others(client: httpx.Client, sweep: Path) -> None:
+    answer = client.post("/api/sweeps/digits/again", json={"trials": [2, 1, 2]})
+    assert (answer.status_code, answer.json()) == (202, {"asked": 2, "is_active": False})
+    assert [json.loads(path.read_text()) for path in (sweep / "again").iterdir()] == [{"trials": [1, 2]}]
+    for trials, status in ([0], 409), ([1, 3], 409), ([7], 404), ([-1], 400), ([True], 400), ([], 400), ("1", 400):
+        assert client.post("/api/sweeps/digits/again", json={"trials": trials}).status_code == status, trials
+    for body in (b"", b"{", b"[1]", b"[" * 2000):
+        assert client.post("/api/sweeps/digits/again", content=body).status_code == 400
+    assert len(list((sweep / "again").iterdir())) == 1
+
+
+def test_an_unknown_sweep_or_no_token_changes_nothing(page: Served, client: httpx.Client, sweep: Path) -> None:
+    for what in ("stop", "again"):
+        assert ask(page, "POST", f"/api/sweeps/digits/{what}", {})[0] == 401
+        assert ask(page, "GET", f"/api/sweeps/digits/{what}", page.headers)[0] == 405
+        assert client.post(f"/api/sweeps/other/{what}").status_code == 404
+        assert ask(page, "POST", f"/api/sweeps/..%2fdigits/{what}", page.headers)[0] == 404
+    assert not (sweep / "stop").exists()
+    assert not (sweep / "again").exists()
+
+
+def test_two_sweeps_of_one_name_have_two_keys(tmp_path: Path) -> None:
+    first, second = (write_sweep(tmp_path / name / "digits", 1) for name in "ab")
+    write_trial(first, 1, {"__proto__": 1, "constructor": "x"})
+    with served(tmp_path) as page, httpx.Client(base_url=page.base, headers=page.headers, timeout=WAIT_S) as client:
+        found = client.get("/api/sweeps").json()["sweeps"]
+        assert {one["folder"]: one["key"] for one in found} == {str(first): "digits", str(second): "digits-2"}
+        assert client.get("/api/sweeps").json()["sweeps"] == found
+        runs = {run["key"]: run["config"] for run in client.get("/api/runs").json()["runs"]}
+        assert runs["a/digits/trials/0001"] == {"__proto__": 1, "constructor": "x"}
