@@ -269,7 +269,6 @@ def test_a_damaged_folder_can_be_looked_at_and_drawn(
         view = RunView("a", run)
         view.summary()
         while view._is_behind:
-            view._looked = -1.0
             view.summary()
         view.curves(100, 0, 0, STEPS)
         code = main(["plot", str(run)])

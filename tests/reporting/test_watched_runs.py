@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
+from ddp_loop.monitor.run_list import RunList
 from ddp_loop.monitor.series import smooth
-from ddp_loop.monitor.server import views_of
 from ddp_loop.reporting.jsonl import JsonlWriter
 from ddp_loop.reporting.reporter import EvaluationLog
 from ddp_loop.reporting.rows import EpochMeans, RowMeta
@@ -236,7 +236,9 @@ def test_a_terminal_that_is_gone_stops_nobody(shows: bool) -> None:
 def test_a_folder_named_by_dots_has_a_key_of_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "one" / "two").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "one" / "two")
-    assert [view.key for view in views_of([Path(".."), Path("."), Path("/")])] == ["one", "two", "run"]
+    runs = RunList([Path(".."), Path(".")])
+    runs.look()
+    assert list(runs.folders()) == ["one", "two"]
 
 
 def test_smoothing_by_more_rows_than_there_are_takes_no_more_room() -> None:
