@@ -139,16 +139,19 @@ def _parser() -> argparse.ArgumentParser:
     five.add_argument("--port", type=_count, default=0, metavar="P", help="port of the page (default: a free one)")
     five.add_argument("--host", default="127.0.0.1", metavar="A", help="address that serves other machines too")
     five.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="another name of this server")
-    six = add(
+    for command in (three, four, _add_plot(add)):
+        command.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run_dir=...)")
+    _add_runs(add)
+    return parser
+
+
+def _add_plot(add: Callable[..., Any]) -> Any:
+    return add(
         "plot",
         lambda options: _show(True, map(str, export(options.run))),
         "draw a run's loss and metrics as PNG and SVG, and write its rows as CSV",
         f"{EQUAL} drawn, {FAILED} there are no rows, or matplotlib is missing",
     )
-    for command in (three, four, six):
-        command.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run_dir=...)")
-    _add_runs(add)
-    return parser
 
 
 def _add_profile(add: Callable[..., Any]) -> None:
