@@ -5,6 +5,7 @@ from ddp_loop.reporting.jsonl import append_whole
 from ddp_loop.reporting.jsonl_tail import JsonlTail, TailUpdate
 from ddp_loop.reporting.reporter import Receivers, Reporter, all_of
 from ddp_loop.reporting.rows import NORM, RATE, OnRow, WeightedMeans, is_averaged
+from ddp_loop.reporting.run_commands import RunQuery, best_run, list_runs
 from ddp_loop.reporting.run_records import (
     TRIAL,
     RunRecord,
@@ -27,16 +28,19 @@ __all__ = [
     "OnRow",
     "Receivers",
     "Reporter",
+    "RunQuery",
     "RunRecord",
     "TailUpdate",
     "ValueSummary",
     "WeightedMeans",
     "all_of",
     "append_whole",
+    "best_run",
     "export",
     "find_runs",
     "is_averaged",
     "is_lower_better",
+    "list_runs",
     "make_table",
     "read_run",
     "slowest",

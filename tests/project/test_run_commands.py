@@ -1,0 +1,243 @@
+"""`python -m ddp_loop runs FOLDER` and `best FOLDER`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_loop.checkpoint import CheckpointStore
+from ddp_loop.checkpoint.serialization import SerializedState
+from ddp_loop.cli import main
+from ddp_loop.reporting.run_table import short
+from tests.support.serving import row, write_lines, write_run
+
+Said = pytest.CaptureFixture[str]
+
+
+def add_run(
+    folder: Path, config: dict[str, Any], losses: list[float], evaluated: float | None = None, **more: Any
+) -> Path:
+    rows = [row(k) | {"loss": loss, "accuracy": k / 10} for k, loss in enumerate(losses, 1)]
+    run = write_run(folder, rows, **{"status": "done", "iteration": len(losses)} | more)
+    known = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(known | {"config": config}))
+    if evaluated is not None:
+        lines = [(1, evaluated), (2, evaluated + 1)]
+        write_lines(run / "evaluations.jsonl", [{"epoch": 1, "iteration": k, "loss": loss} for k, loss in lines])
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Three runs that differ in their rate, and one in its width too."""
+    add_run(tmp_path / "a", {"rate": 0.1, "width": 8, "data": "digits"}, [3.0, 1.0, 2.0], evaluated=0.5)
+    add_run(
+        tmp_path / "b", {"rate": 0.01, "width": 8, "data": "digits"}, [8.29e26, 5.0], evaluated=0.25, status="failed"
+    )
+    add_run(tmp_path / "deep/c", {"rate": 1, "width": 16, "data": "digits"}, [float("nan")])
+    return tmp_path
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Trials whose numbers and paths have another order, and one that was pruned with the best value."""
+    for number, value, status in (
+        (9998, 0.5, "done"),
+        (9999, 0.25, "done"),
+        (10000, 0.1, "pruned"),
+        (10001, None, "failed"),
+    ):
+        run = add_run(tmp_path / f"trials/{number:04}", {}, [1.0, 2.0])
+        facts = {"trial": number, "parameters": {"rate": number}, "status": status, "value": value, "why": None}
+        (run / "trial.json").write_text(json.dumps(facts | {"objective": "loss", "direction": "minimize"}))
+    (tmp_path / "sweep.json").write_text(json.dumps({"name": "s", "objective": "loss", "direction": "minimize"}))
+    return tmp_path
+
+
+def printed(capsys: Said, *arguments: object) -> list[str]:
+    assert main([str(one) for one in arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def cells(lines: list[str]) -> list[list[str]]:
+    """The cells of the table after the empty line, which are two blanks apart."""
+    table = lines[lines.index("") + 1 :]
+    return [[one.strip() for one in line.split("  ") if one.strip()] for line in table]
+
+
+@pytest.mark.covers("E4", "G4")
+def test_runs_shows_what_differs_and_the_last_and_best_values(runs: Path, capsys: Said) -> None:
+    lines = printed(capsys, "runs", runs)
+    assert lines[:3] == [f"3 runs in {runs}", "All with data=digits", ""]
+    head, *rows = cells(lines)
+    names = ["name", "state", "rate", "width", "loss", "best loss", "accuracy", "best accuracy"]
+    assert head == [*names, "eval loss", "best eval loss", "steps", "time"]
+    assert rows[0] == ["a", "done", "0.1", "8", "2", "1", "0.3", "0.3", "1.5", "0.5", "3", "0:00"]
+    assert rows[1][:6] == ["b", "failed", "0.01", "8", "5", "5"]
+    assert rows[2][:6] == ["deep/c", "done", "1", "16", "nan", "-"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--sort", "rate"], ["b", "a", "deep/c"]),
+        (["--sort", "rate", "--descending"], ["deep/c", "a", "b"]),
+        (["--sort", "best_eval_loss"], ["b", "a", "deep/c"]),
+        (["--sort", "LOSS"], ["a", "b", "deep/c"]),  # NaN is last
+        (["--sort", "loss", "--descending"], ["b", "a", "deep/c"]),
+        (["--sort", "state"], ["a", "deep/c", "b"]),
+        (["--where", "rate=0.10"], ["a"]),
+        (["--where", "state=failed"], ["b"]),
+        (["--where", "state!=failed", "--where", "width>8"], ["deep/c"]),
+        (["--where", "best eval loss <= 0.25"], ["b"]),
+        (["--where", "data=digits"], ["a", "b", "deep/c"]),
+        (["--where", "rate>1e9"], []),
+    ],
+)
+def test_runs_are_sorted_and_chosen(arguments: list[str], names: list[str], runs: Path, capsys: Said) -> None:
+    lines = printed(capsys, "runs", runs, *arguments)
+    found = [line[0] for line in cells(lines)[1:]]
+    assert found == names
+    assert ("No run meets the conditions." in lines) == (not names)
+
+
+def test_the_values_are_written_as_csv_with_all_digits(runs: Path, tmp_path: Path, capsys: Said) -> None:
+    printed(capsys, "runs", runs, "--sort", "rate", "--csv", tmp_path / "runs.csv")
+    with (tmp_path / "runs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [one["name"] for one in rows] == ["b", "a", "deep/c"]
+    assert (rows[0]["rate"], rows[0]["data"], rows[0]["loss"]) == ("0.01", "digits", "5.0")
+    assert (rows[2]["loss"], rows[2]["best loss"], rows[1]["folder"]) == ("nan", "", str(runs / "a"))
+
+
+@pytest.mark.covers("G4")
+def test_a_sweep_is_shown_in_the_order_of_its_trials_with_its_objective(sweep: Path, capsys: Said) -> None:
+    lines = printed(capsys, "runs", sweep)
+    assert lines[1] == "Sweep s: objective loss, minimize"
+    head, *rows = cells(lines)
+    assert head[:4] == ["name", "state", "rate", "objective"]
+    assert [line[:4] for line in rows] == [
+        ["trials/9998", "done", "9998", "0.5"],
+        ["trials/9999", "done", "9999", "0.25"],
+        ["trials/10000", "pruned", "10000", "0.1"],
+        ["trials/10001", "failed", "10001", "-"],
+    ]
+
+
+@pytest.mark.parametrize("command", ["runs", "best"])
+def test_a_folder_without_runs_is_refused(command: str, tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "file").touch()
+    for folder, said in (("none", "none does not exist"), ("file", "file is a file"), ("", "There is no run below")):
+        assert main([command, str(tmp_path / folder)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"ddp_loop {command}: ")
+        assert said in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["runs", "--sort", "rat"], "No run has a column 'rat'. Did you mean 'rate'?"),
+        (["runs", "--where", "wdith=3"], "Did you mean 'width'?"),
+        (["runs", "--where", "rate"], "A condition compares a column"),
+        (["runs", "--sort", "qqqq"], "There are name, state, rate"),
+        (["best", "--by", "acuracy"], "Did you mean 'accuracy'?"),
+    ],
+)
+def test_an_unknown_column_is_refused_with_the_nearest_one(
+    arguments: list[str], said: str, runs: Path, capsys: Said
+) -> None:
+    assert main([*arguments, str(runs)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_a_terminal_gets_what_fits(
+    columns: int, has_rich: bool, runs: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if has_rich else None)
+    lines = printed(capsys, "runs", runs)
+    assert ("\x1b[" in "".join(lines)) == has_rich
+    plain = [re.sub(r"\x1b\[\d+m", "", line) for line in lines[1:]]
+    assert max(map(len, plain)) <= columns
+    assert ("best accuracy" in plain[plain.index("") + 1]) == (columns == 140)
+    assert any(line.startswith("Left out for want of width: ") for line in plain) == (columns == 80)
+
+
+def test_watch_shows_the_table_anew_also_before_the_first_run(
+    tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(seconds: float) -> None:
+        if (tmp_path / "a").exists():
+            raise KeyboardInterrupt
+        add_run(tmp_path / "a", {}, [1.0])
+
+    monkeypatch.setattr(time, "sleep", wait)
+    assert main(["runs", str(tmp_path), "--watch"]) == 130
+    said = capsys.readouterr().out
+    assert said.index("no run has begun yet") < said.index(f"1 run in {tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((8.29e26, "8.29e+26"), (1e-5, "1e-05"), (0.123456, "0.1235"), (12, "12"), (True, "true"), ("a\nb", "a?b")),
+        *((float("nan"), "nan"), (123456.0, "1.23e+05"), ("x" * 30, "x" * 23 + "\u2026")),
+    ],
+)
+def test_a_value_is_written_short(value: object, text: str) -> None:
+    assert short(value) == text
+
+
+@pytest.mark.covers("G4")
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        ([], ["b", "evaluated loss  0.25 at step 1, the lowest of 2", "rate          0.01"]),
+        (["--highest", "--by", "loss"], ["a", "evaluated loss  1.5 at step 2, the highest of 2"]),
+        (["--by", "Accuracy"], ["a", "accuracy    0.3 at step 3, the highest of 3"]),
+    ],
+)
+def test_best_is_the_run_with_the_best_evaluated_loss(
+    arguments: list[str], facts: list[str], runs: Path, capsys: Said
+) -> None:
+    lines = printed(capsys, "best", runs, *arguments)
+    assert lines[0].split() == ["run", facts[0]]
+    for fact in facts[1:]:
+        assert any(line.strip() == fact for line in lines), lines
+    assert lines[-2].endswith(str(runs / facts[0]))
+
+
+@pytest.mark.covers("G4")
+def test_best_of_a_sweep_is_the_done_trial_with_the_best_objective(sweep: Path, capsys: Said) -> None:
+    lines = printed(capsys, "best", sweep)
+    assert lines[0].split() == ["run", "trials/9999"]
+    assert "0.25, the lowest of 2" in lines[1]
+    known = json.loads((sweep / "sweep.json").read_text())
+    (sweep / "sweep.json").write_text(json.dumps(known | {"direction": "maximize"}))
+    assert "0.5, the highest of 2" in printed(capsys, "best", sweep)[1]
+
+
+def test_the_best_run_is_shown_with_its_best_checkpoint(runs: Path, capsys: Said) -> None:
+    assert printed(capsys, "best", runs)[-1].split() == ["checkpoint", "none"]
+    store = CheckpointStore(runs / "b", "0123456789abcdef")
+    for iteration, score in ((1, 0.5), (2, None)):
+        store.write(SerializedState({}, {}), iteration=iteration, facts={}, score=score)
+    assert "step-00000001 (score 0.5)" in printed(capsys, "best", runs)[-1]
+
+
+def test_where_nothing_was_evaluated_there_is_no_best_run(tmp_path: Path, capsys: Said) -> None:
+    add_run(tmp_path / "a", {}, [1.0])
+    assert main(["best", str(tmp_path)]) == 1
+    assert "No run has a finite evaluated loss. Pass --by NAME, such as loss, accuracy." in capsys.readouterr().out
+    assert "1 at step 1, the lowest of 1" in printed(capsys, "best", tmp_path, "--by", "loss")[1]
