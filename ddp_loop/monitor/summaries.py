@@ -38,7 +38,7 @@ class RunSummary:
         self.key, self.name, self.folder = key, name, folder
         self.is_behind = False
         self._run = RunState(folder)
-        self._tails = {"": JsonlTail(folder / ROWS), "evaluated ": JsonlTail(folder / EVALUATIONS)}
+        self._tails = {"": JsonlTail(folder / ROWS), "evaluation.": JsonlTail(folder / EVALUATIONS)}
         self._form: Form = ()
         self._said: dict[str, Any] = {}
         self._forget()

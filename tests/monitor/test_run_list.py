@@ -46,10 +46,11 @@ def test_a_folder_shows_the_runs_below_it_and_those_that_begin_later(tmp_path: P
     assert runs_of(runs.look())["sweep"]["says"] == "this run folder does not exist yet"
     write_run(top / "trials" / "0000", [row(1)], status="done", iteration=1)
     write_run(top / "deep" / "below" / "it", [row(1)], status="done", iteration=1)
+    write_run(top / "deep" / "below" / "it" / "too", [row(1)], status="done", iteration=1)
     write_run(top / "trials" / "0000" / "before" / "1", [row(1)])
     write_run(top / ".hidden", [row(1)])
     now = runs.look()
-    assert list(runs_of(now)) == ["deep/below/it", "trials/0000"]
+    assert list(runs_of(now)) == ["deep/below/it", "deep/below/it/too", "trials/0000"]
     assert json.loads(now.changes(0))["removed"] == ["sweep"]
     write_trial(top / "trials" / "0001")
     later = runs.look()
@@ -129,23 +130,23 @@ def test_runs_of_two_folders_are_told_apart_and_a_run_given_twice_is_one(tmp_pat
 
 def test_folders_whose_time_is_old_are_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "old" / "a", [row(1)])
-    for folder in (tmp_path / "old", tmp_path):
+    for folder in (tmp_path / "old" / "a", tmp_path / "old", tmp_path):
         os.utime(folder, (1, 1))
     runs = RunList([tmp_path])
     runs.look()
     listed: list[str] = []
-    usual = run_list.folders_below
+    usual = run_list.list_folder
 
-    def listing(path: str) -> list[str]:
+    def listing(path: str, changed: int, was_run: bool) -> run_list.Listing:
         listed.append(path)
-        return usual(path)
+        return usual(path, changed, was_run)
 
-    monkeypatch.setattr(run_list, "folders_below", listing)
+    monkeypatch.setattr(run_list, "list_folder", listing)
     runs.look()
     assert listed == []
     write_run(tmp_path / "old" / "b", [row(1)])
     assert list(runs_of(runs.look())) == ["old/a", "old/b"]
-    assert listed == [f"{tmp_path}/old"]
+    assert listed == [f"{tmp_path}/old", f"{tmp_path}/old/b"]
 
 
 # -- a line ------------------------------------------------------------------------------------------------
@@ -175,8 +176,8 @@ def test_a_summary_has_what_the_list_and_the_results_show(tmp_path: Path) -> Non
         "epochs": 1,
         "began": 7.5,
         "elapsed_s": 0,
-        "last": {"loss": 1 / 20, "accuracy": 0.5, "evaluated accuracy": 0.5},
-        "best": {"loss": 1 / 20, "accuracy": 0.5, "evaluated accuracy": 0.5},
+        "last": {"loss": 1 / 20, "accuracy": 0.5, "evaluation.accuracy": 0.5},
+        "best": {"loss": 1 / 20, "accuracy": 0.5, "evaluation.accuracy": 0.5},
         "config": {"rate": 0.1, "deep": "{'x': 1}", "on": True},
         "trial": None,
         "note": "the good one",
