@@ -17,14 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.monitor.run_state import TRIAL
-from ddp_loop.monitor.summaries import RUN, RunSummary
+from ddp_loop.checkpoint import RUN
+from ddp_loop.monitor.summaries import RunSummary
+from ddp_loop.reporting import TRIAL
 
 LOOK_S = 0.4  # between two looks, at least
 READ_S = 0.5  # for the rows of all runs in one look; the first look at many runs takes several
 YOUNG_NS = 2_000_000_000
 MOST_FOLDERS = 20_000
-NO_RUNS = frozenset(
+NO_RUNS = frozenset(  # as in find_runs
     {"checkpoints", "before", "tables", "trace", "profile", "pictures", "again", "node_modules", "__pycache__"}
 )
 ACTIONS = frozenset({"curves", "stop", "note", "tables", "again"})  # what follows a key in a request

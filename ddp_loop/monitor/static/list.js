@@ -4,7 +4,7 @@ import { grouped, isUnderWay, number, valueOf, write } from "./words.js";
 
 const element = (id) => document.getElementById(id);
 const collator = new Intl.Collator("en", { numeric: true });
-const STATES = ["running", "stopping", "starting", "waiting", "missing"]; // in this order, before the others
+const STATES = ["running", "stopping", "waiting", "missing"]; // in this order, before the others
 const FIELDS = {
   name: () => null,
   state: ({ state }) => (STATES.includes(state) ? STATES.indexOf(state) : STATES.length + state.charCodeAt(0)),
