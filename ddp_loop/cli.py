@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     four.add_argument("--timeout-s", type=_count, default=600, metavar="S", help="seconds to wait (default: 600)")
     five = add("monitor", _monitor, "serve a page with the curves of runs and a Stop button, and print its link")
-    five.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="run folders, also future ones")
+    five.add_argument("runs", type=Path, nargs="*", metavar="FOLDER", help="run folders, or folders of runs, also later")
     five.add_argument("--demo", action="store_true", help="show made-up runs; nothing is trained")
     five.add_argument("--port", type=_count, default=0, metavar="P", help="port of the page (default: a free one)")
     five.add_argument("--host", default="127.0.0.1", metavar="A", help="address that serves other machines too")
@@ -242,7 +242,7 @@ def _list_runs(options: argparse.Namespace) -> bool:
 
 def _monitor(options: argparse.Namespace) -> bool:
     if not options.runs and not options.demo:
-        raise ValueError("monitor needs at least one RUN, the folder of Loop(run_dir=...), or --demo.")
+        raise ValueError("monitor needs at least one FOLDER, of Loop(run_dir=...) or with runs below it, or --demo.")
     serve(options.runs, _say, host=options.host, port=options.port, also=options.allow_host, demo=options.demo)
     return True
 

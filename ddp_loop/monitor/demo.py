@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddp_loop.checkpoint import EVALUATIONS, RANKS, ROWS, RunFolder, read_json, write_atomic
-from ddp_loop.monitor.summaries import RUN
+from ddp_loop.checkpoint import EVALUATIONS, RANKS, ROWS, RUN, RunFolder, read_json, write_atomic
 
 EPOCHS, STEPS_PER_EPOCH, SIZE, STEP_S, RUNNING = 20, 150, 4, 0.05, 2
 

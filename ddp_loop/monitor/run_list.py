@@ -17,17 +17,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.monitor.run_state import TRIAL
-from ddp_loop.monitor.summaries import RUN, RunSummary
+from ddp_loop.checkpoint import RUN
+from ddp_loop.monitor.summaries import RunSummary
+from ddp_loop.reporting import TRIAL
 
 LOOK_S = 0.4  # between two looks, at least
 READ_S = 0.5  # for the rows of all runs in one look; the first look at many runs takes several
 YOUNG_NS = 2_000_000_000
 MOST_FOLDERS = 20_000
-NO_RUNS = frozenset({"checkpoints", "before", "tables", "trace", "profile", "pictures", "again", "node_modules"})
+NO_RUNS = frozenset(  # as in find_runs
+    {"checkpoints", "before", "tables", "trace", "profile", "pictures", "again", "node_modules", "__pycache__"}
+)
 ACTIONS = frozenset({"curves", "stop", "note", "tables", "again"})  # what follows a key in a request
 
-Listing = tuple[int, bool, list[str]]  # time of modification, whether that was recent, names of folders
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a folder held when it was listed.
+
+    Attributes:
+        changed: its time of modification, in nanoseconds.
+        is_young: whether that was just before the listing.
+        is_run: whether it is the folder of a run, or was one before.
+        folders: names of the folders in it, sorted, but for those that a run keeps for itself.
+    """
+
+    changed: int
+    is_young: bool
+    is_run: bool
+    folders: list[str]
 
 
 class FolderWatch:
@@ -40,47 +59,44 @@ class FolderWatch:
     def __init__(self, top: str) -> None:
         self._top = top
         self._listed: dict[str, Listing] = {}
-        self._known: set[str] = set()  # run folders; without run.json for a moment, they still are
 
     def look(self) -> list[str]:
-        """Return the paths of the run folders, sorted in each folder."""
+        """Return the paths of the run folders at and below the folder, each before those below it."""
         before, self._listed = self._listed, {}
-        found = list(self._runs(self._top, before))
-        self._known = set(found)
-        return found
+        return list(self._runs(self._top, before))
 
     def _runs(self, path: str, before: dict[str, Listing]) -> Iterator[str]:
-        if len(self._listed) >= MOST_FOLDERS:
-            return
+        known = before.get(path)
         try:
             changed = os.stat(path).st_mtime_ns
-            known = before.get(path)
-            if known is None or known[1] or known[0] != changed:
-                known = (changed, time.time_ns() - changed < YOUNG_NS, folders_below(path))
+            if known is None or known.is_young or known.changed != changed:
+                known = list_folder(path, changed, known is not None and known.is_run)
         except OSError:
             return
+        if len(self._listed) >= MOST_FOLDERS:
+            return
         self._listed[path] = known
-        for name in known[2]:
-            below = f"{path}/{name}"
-            if below in self._known or is_run(below):
-                yield below
-            else:
-                yield from self._runs(below, before)
+        if known.is_run:
+            yield path
+        for name in known.folders:
+            yield from self._runs(f"{path}/{name}", before)
 
 
-def folders_below(path: str) -> list[str]:
-    """Return the names of the folders in a folder that may have runs below them, sorted."""
+def list_folder(path: str, changed: int, was_run: bool) -> Listing:
+    """List a folder whose time of modification is `changed`.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    is_young = time.time_ns() - changed < YOUNG_NS
+    names, folders = set(), []
     with os.scandir(path) as entries:
-        return sorted(
-            one.name
-            for one in entries
-            if one.name not in NO_RUNS and not one.name.startswith(".") and one.is_dir(follow_symlinks=False)
-        )
-
-
-def is_run(path: str) -> bool:
-    """Whether a folder is that of a run, or of a trial that has not begun."""
-    return os.path.isfile(f"{path}/{RUN}") or os.path.isfile(f"{path}/{TRIAL}")
+        for one in entries:
+            if not one.is_dir(follow_symlinks=False):
+                names.add(one.name)
+            elif one.name not in NO_RUNS and not one.name.startswith("."):
+                folders.append(one.name)
+    return Listing(changed, is_young, was_run or bool(names & {RUN, TRIAL}), sorted(folders))
 
 
 @dataclass(frozen=True)
@@ -163,7 +179,8 @@ class RunList:
         seen = set()
         for given in self._given:
             top = os.path.basename(given) or "run"
-            below = [] if is_run(given) else self._watches[given].look()
+            below = self._watches[given].look()
+            below = [] if given in below else below  # a run folder is one run, whatever lies below it
             prefix = f"{top}/" if len(self._given) > 1 else ""
             for folder, name in [(one, prefix + os.path.relpath(one, given)) for one in below] or [(given, top)]:
                 if folder not in seen:

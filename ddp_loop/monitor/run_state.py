@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import NAME, STATUS, STOP, is_running, read_json
+from ddp_loop.reporting import TRIAL
 
-TRIAL = "trial.json"
 ENDED = ("done", "stopped", "left", "failed")
 ENDED_TRIAL = ("pruned", "killed", "not finite", "timed out", "interrupted")
 
@@ -54,13 +54,10 @@ class RunState:
         self.is_active = is_running(self.folder)
         if self.is_active:
             return "stopping" if (self.folder / STOP).exists() else "running"
-        if trial in ENDED_TRIAL or trial in ENDED or trial == "waiting":
-            return str(trial)
-        if status in ENDED:
-            return str(status)
-        if trial == "running" and status is None:
-            return "starting"
-        return "lost" if status is not None else "waiting"
+        own = str(status) if status in ENDED else "lost" if status is not None else "waiting"
+        if trial == "running":  # also before and after its loop
+            return own if own in ("failed", "lost") else "running"
+        return str(trial) if trial in (*ENDED_TRIAL, *ENDED, "waiting") else own
 
     @property
     def epochs(self) -> int | None:
@@ -100,7 +97,6 @@ class RunState:
             "missing": "this run folder does not exist yet",
             "gone": "this run folder was removed",
             "waiting": "waiting for a slot" if self.trial else "no run has begun in this folder yet",
-            "starting": "starting",
             "running": "running",
             "stopping": "stopping\u2026",
             "lost": f"ended after {at} without a status: its process no longer runs",

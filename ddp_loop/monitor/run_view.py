@@ -119,7 +119,7 @@ class RunView:
                 "profile": self._profile,
                 "problems": self._problems(),
                 "continue": self._continue(),
-                "can_stop": run.state == "running",
+                "can_stop": run.is_active and run.state == "running",
             }
 
     def _version(self) -> str:

@@ -10,12 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import STOP, bytes_of, is_locked, opened, read_json, write_atomic, write_text_atomic
-from ddp_loop.monitor.run_state import TRIAL, count, finite, text_of
-from ddp_loop.monitor.summaries import MOST_NOTE, NOTE, TABLES
+from ddp_loop.checkpoint import NOTE, STOP, bytes_of, is_locked, opened, read_json, write_atomic, write_text_atomic
+from ddp_loop.monitor.run_state import count, finite, text_of
+from ddp_loop.monitor.summaries import TABLES
+from ddp_loop.reporting import TRIAL
 
 SWEEP, TRIALS, AGAIN, LOCK, WORKERS = "sweep.json", "trials", "again", "lock", "workers"
 FAILED = ("failed", "killed", "not finite", "timed out", "stopped", "interrupted")  # may run again
+MOST_NOTE = 500  # letters
 MOST_SIDE, MOST_LABEL, MOST_BYTES = 100, 60, 1 << 20  # of a table: rows and columns, letters, of its file
 MOST_ASKED = 150  # trials in one request
 TABLE_NAME = re.compile(r"[\w-][\w.,=+@ -]{0,99}")

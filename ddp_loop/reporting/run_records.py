@@ -313,7 +313,7 @@ def _state_of_trial(state: str, status: object) -> str:
         return state
     if status == "running":
         return state if state in ("failed", "lost") else "running"
-    return str(status) if status in _TRIAL_STATES else state
+    return status if isinstance(status, str) and status in _TRIAL_STATES else state
 
 
 def _time_of(run: Mapping[str, Any], trial: Mapping[str, Any]) -> float | None:

@@ -15,7 +15,8 @@ import pytest
 from ddp_loop.checkpoint import RunFolder
 from ddp_loop.monitor import run_list
 from ddp_loop.monitor.run_list import RunList, Snapshot
-from ddp_loop.monitor.summaries import RunSummary, is_better_if_greater
+from ddp_loop.monitor.summaries import RunSummary
+from ddp_loop.reporting import find_runs
 from tests.support.serving import Served, ask, row, served, write_lines, write_run
 
 
@@ -46,10 +47,11 @@ def test_a_folder_shows_the_runs_below_it_and_those_that_begin_later(tmp_path: P
     assert runs_of(runs.look())["sweep"]["says"] == "this run folder does not exist yet"
     write_run(top / "trials" / "0000", [row(1)], status="done", iteration=1)
     write_run(top / "deep" / "below" / "it", [row(1)], status="done", iteration=1)
+    write_run(top / "deep" / "below" / "it" / "too", [row(1)], status="done", iteration=1)
     write_run(top / "trials" / "0000" / "before" / "1", [row(1)])
     write_run(top / ".hidden", [row(1)])
     now = runs.look()
-    assert list(runs_of(now)) == ["deep/below/it", "trials/0000"]
+    assert list(runs_of(now)) == ["deep/below/it", "deep/below/it/too", "trials/0000"]
     assert json.loads(now.changes(0))["removed"] == ["sweep"]
     write_trial(top / "trials" / "0001")
     later = runs.look()
@@ -62,6 +64,14 @@ def test_a_folder_shows_the_runs_below_it_and_those_that_begin_later(tmp_path: P
         assert {key: run["state"] for key, run in runs_of(begun, later.version).items()} == {"trials/0001": "running"}
     finally:
         folder.close()
+
+
+def test_the_page_finds_the_runs_that_the_command_finds(tmp_path: Path) -> None:
+    for name in ("a", "a/below", "b/c/d", "before/x", "tables/x", "again/x", ".x/y", "checkpoints/x", "pictures/x"):
+        write_run(tmp_path / "top" / name, [row(1)])
+    (tmp_path / "top" / "link").symlink_to(tmp_path / "top" / "a")
+    found = [str(path.relative_to(tmp_path / "top")) for path in find_runs(tmp_path / "top")]
+    assert list(runs_of(RunList([tmp_path / "top"]).look())) == found == ["a", "a/below", "b/c/d"]
 
 
 @pytest.mark.covers("E4")
@@ -129,23 +139,23 @@ def test_runs_of_two_folders_are_told_apart_and_a_run_given_twice_is_one(tmp_pat
 
 def test_folders_whose_time_is_old_are_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "old" / "a", [row(1)])
-    for folder in (tmp_path / "old", tmp_path):
+    for folder in (tmp_path / "old" / "a", tmp_path / "old", tmp_path):
         os.utime(folder, (1, 1))
     runs = RunList([tmp_path])
     runs.look()
     listed: list[str] = []
-    usual = run_list.folders_below
+    usual = run_list.list_folder
 
-    def listing(path: str) -> list[str]:
+    def listing(path: str, changed: int, was_run: bool) -> run_list.Listing:
         listed.append(path)
-        return usual(path)
+        return usual(path, changed, was_run)
 
-    monkeypatch.setattr(run_list, "folders_below", listing)
+    monkeypatch.setattr(run_list, "list_folder", listing)
     runs.look()
     assert listed == []
     write_run(tmp_path / "old" / "b", [row(1)])
     assert list(runs_of(runs.look())) == ["old/a", "old/b"]
-    assert listed == [f"{tmp_path}/old"]
+    assert listed == [f"{tmp_path}/old", f"{tmp_path}/old/b"]
 
 
 # -- a line ------------------------------------------------------------------------------------------------
@@ -175,8 +185,8 @@ def test_a_summary_has_what_the_list_and_the_results_show(tmp_path: Path) -> Non
         "epochs": 1,
         "began": 7.5,
         "elapsed_s": 0,
-        "last": {"loss": 1 / 20, "accuracy": 0.5, "evaluated accuracy": 0.5},
-        "best": {"loss": 1 / 20, "accuracy": 0.5, "evaluated accuracy": 0.5},
+        "last": {"loss": 1 / 20, "accuracy": 0.5, "evaluation.accuracy": 0.5},
+        "best": {"loss": 1 / 20, "accuracy": 0.5, "evaluation.accuracy": 0.5},
         "config": {"rate": 0.1, "deep": "{'x': 1}", "on": True},
         "trial": None,
         "note": "the good one",
@@ -202,9 +212,16 @@ def test_the_best_value_is_the_least_of_a_loss_and_the_greatest_of_an_accuracy(t
     write_run(tmp_path / "one", rows)
     said = runs_of(RunList([tmp_path]).look())["one"]
     assert (said["last"], said["best"]) == ({"loss": None, "accuracy": 0.4}, {"loss": 1.0, "accuracy": 0.9})
-    assert [is_better_if_greater(name) for name in ("loss", "error", "top-5 accuracy", "val/f1")] == [
-        False, False, True, True,
-    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("status", "state"), [(None, "running"), ("done", "running"), ("failed", "failed"), ("running", "lost")]
+)
+def test_a_trial_runs_also_before_and_after_its_loop(tmp_path: Path, status: str | None, state: str) -> None:
+    folder = write_run(tmp_path / "0007", [row(1)], **({} if status is None else {"status": status}))
+    write_trial(folder, 7, status="running")
+    said = runs_of(RunList([tmp_path]).look())["0007"]
+    assert (said["state"], said["can_stop"]) == (state, False)
 
 
 WRONG_KINDS = '{"parameters": 3, "config": 3, "attempts": [4], "status": ["x"], "value": "y", "began": "z"}'
@@ -243,8 +260,7 @@ def test_a_run_that_has_ended_is_read_again_only_when_a_file_of_it_changed(
     assert summary.look(time.monotonic() + 9)
     assert summary.summary()["last"] == {"loss": 1 / 2}
     write_lines(run / "rows.jsonl", [row(1, loss=5.0)])  # it resumed from an earlier step
-    while summary.look(time.monotonic() + 9):
-        pass
+    assert summary.look(time.monotonic() + 9)
     assert (summary.summary()["last"], summary.summary()["best"]) == ({"loss": 5.0}, {"loss": 5.0})
 
 

@@ -50,13 +50,15 @@ def test_the_command_prints_its_link_once_keeps_it_to_its_user_and_ends_when_tol
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         with httpx.Client(base_url=f"http://127.0.0.1:{found[1]}", headers={TOKEN_HEADER: found[2]}) as client:
-            done, other = client.get("/api/runs", timeout=WAIT_S).json()["runs"]
+            runs = {run["key"]: run for run in client.get("/api/runs", timeout=WAIT_S).json()["runs"]}
+            assert len(runs) == 12
+            done, other = runs["trials/0000"], runs["trials/0011"]
             assert (done["state"], other["state"], done["fraction"]) == ("done", "running", 1.0)
-            assert len(client.get("/api/runs/tuesday/curves", timeout=WAIT_S).json()["x"]) > 500
-            assert client.post(f"/api/runs/{other['key']}/stop", timeout=WAIT_S).status_code == 202
+            assert len(client.get("/api/runs/trials/0000/curves", timeout=WAIT_S).json()["x"]) > 500
+            assert client.post("/api/runs/trials/0011/stop", timeout=WAIT_S).status_code == 202
 
             def is_stopped() -> bool:
-                return bool(client.get("/api/runs", timeout=WAIT_S).json()["runs"][1]["state"] == "stopped")
+                return bool(client.get("/api/runs/trials/0011", timeout=WAIT_S).json()["state"] == "stopped")
 
             until(is_stopped, "the made-up run stops")
         process.send_signal(signal.SIGTERM)
@@ -93,7 +95,7 @@ def test_without_its_libraries_the_command_that_helps_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["monitor"]) == 2
-    assert "at least one RUN" in capsys.readouterr().err
+    assert "at least one FOLDER" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["monitor", "--demo"]) == 2
     assert "uvicorn is missing. Run pip install 'ddp_loop[monitor]'" in capsys.readouterr().err

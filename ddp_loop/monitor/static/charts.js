@@ -32,7 +32,7 @@ export class Chart {
     this.height = name === "loss" ? TALL : LOW;
     if (name === "loss") this.figure.classList.add("wide");
     this.form = "";
-    this.standing = null; // the key of the run whose curves stand out
+    this.pointed = this.standing = null; // the key of the run whose curves are to stand out, and do
     this.figure.addEventListener("keydown", (event) => this.onKey(event));
     this.sizes = new ResizeObserver(() => this.fit());
     this.sizes.observe(this.holder);
@@ -76,6 +76,7 @@ export class Chart {
       this.standing = null;
       this.plot?.destroy();
       this.plot = new uPlot(this.options(), data, this.holder);
+      this.point(this.pointed);
     } else {
       this.plot.setData(data, false);
       this.plot.batch(() => {
@@ -179,6 +180,7 @@ export class Chart {
 
   // Lets a run's curves stand out; none for null.
   point(key) {
+    this.pointed = key;
     if (!this.plot) return;
     if (this.standing !== key) {
       this.standing = key;
@@ -249,6 +251,7 @@ export class Chart {
     );
     this.figure.dataset.scale = plot.scales.y.distr === 3 ? "log" : "linear";
     this.figure.dataset.points = String(x.length);
+    this.figure.dataset.standing = this.standing ?? "";
   }
 }
 

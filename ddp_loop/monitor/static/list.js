@@ -4,7 +4,7 @@ import { grouped, isUnderWay, number, valueOf, write } from "./words.js";
 
 const element = (id) => document.getElementById(id);
 const collator = new Intl.Collator("en", { numeric: true });
-const STATES = ["running", "stopping", "starting", "waiting", "missing"]; // in this order, before the others
+const STATES = ["running", "stopping", "waiting", "missing"]; // in this order, before the others
 const FIELDS = {
   name: () => null,
   state: ({ state }) => (STATES.includes(state) ? STATES.indexOf(state) : STATES.length + state.charCodeAt(0)),
@@ -108,6 +108,7 @@ export class List {
     for (const line of lines) line.item.hidden = !found.has(line);
     this.order = lines.filter((line) => found.has(line)).map(({ summary }) => summary.key);
     const all = `${grouped(lines.length)} runs`;
+    write(element("of-value"), valueOf(lines[0]?.summary ?? { last: {} }).name);
     write(element("count"), found.size === lines.length ? all : `${grouped(found.size)} of ${all}`);
     element("only").disabled = found.size === 0;
     this.asks.arranged();

@@ -75,7 +75,7 @@ export function columnsOf(trials) {
 }
 
 function isMetric(name) {
-  return ["Loss", "Metrics"].includes(groupOf(name)) || name.startsWith("evaluated ") || name.includes("/");
+  return ["Loss", "Metrics"].includes(groupOf(name)) || name.startsWith("evaluation.") || name.includes("/");
 }
 
 function statusOf({ status, summary }) {

@@ -46,7 +46,7 @@ export function valueOf({ trial, last }) {
 }
 
 export function isUnderWay({ state }) {
-  return ["running", "stopping", "starting"].includes(state);
+  return ["running", "stopping"].includes(state);
 }
 
 export function write(place, text) {
