@@ -236,10 +236,10 @@ def test_a_range_on_an_axis_of_the_parallel_coordinates_filters_the_table(visit:
     with served(sweep) as page:
         one = opened(visit, page)
         axis = one.page.locator(".axis", has_text="Objective: loss")
+        axis.scroll_into_view_if_needed()
         place = axis.locator(".hit").bounding_box()
         assert place is not None
         middle = place["x"] + place["width"] / 2
-        axis.scroll_into_view_if_needed()
         one.page.mouse.move(middle, place["y"] + place["height"])
         one.page.mouse.down()
         one.page.mouse.move(middle, place["y"] + place["height"] * 0.75)
