@@ -107,6 +107,7 @@ def test_the_filter_takes_words_and_conditions(visit: Any, sweep: Path) -> None:
             if of["parameters"]["rate"] < 0.05 and of["parameters"]["activation"] == "relu"
         ]
         assert found("value<=0.2") == [number for number, of in every.items() if of["value"] and of["value"] <= 0.2]
+        assert found('"best loss"<0.2') == [number for number in found("loss<0.2") if number not in STATUSES]
         assert found("status!=done") == [*STATUSES]
         assert found("rate=") == list(range(12))  # while it is typed
         assert found("speed>3") == []

@@ -111,7 +111,7 @@ export class Results {
       id === this.columns[at].id && title === this.columns[at].title);
     this.columns = columns;
     if (isSame) return;
-    const widths = [40, ...columns.map(({ id, kind }) => (id === "value" ? 130 : WIDTHS.get(kind))), 130];
+    const widths = [40, ...columns.map(({ id, kind }) => (id === "value" ? 150 : WIDTHS.get(kind))), 130];
     const sizes = widths.map((wide, at) => (columns[at - 1]?.id === "note" ? `minmax(${wide}px, 1fr)` : `${wide}px`));
     this.table.style.setProperty("--columns", sizes.join(" "));
     this.table.style.minWidth = `max(100%, ${widths.reduce((sum, wide) => sum + wide, 0)}px)`;
