@@ -3,7 +3,7 @@
 import { offer } from "./scatter.js";
 import { html, isFiniteNumber, mixed, ranksOf, scaleOf, svg } from "./trials.js";
 
-const TALL = 320, TOP = 44, BOTTOM = 28, SIDE = 58, APART = 96; // pixels
+const TALL = 320, TOP = 44, BOTTOM = 28, SIDE = 50, APART = 88; // pixels
 const MOST_AXES = 12;
 
 export class Parallel {
@@ -113,7 +113,8 @@ export class Parallel {
     const group = svg("g", { class: "axis", tabindex: 0, role: "group",
       "aria-label": `${column.title}: arrows move a range, Escape clears it` });
     group.append(svg("line", { class: "axis-line", x1: x, x2: x, y1: TOP, y2: TALL - BOTTOM }));
-    group.append(svg("text", { class: "axis-title", x, y: 16, "text-anchor": "middle" },
+    const isLast = axis === this.axes.at(-1);
+    group.append(svg("text", { class: "axis-title", x: isLast ? x + SIDE - 4 : x, y: 16, "text-anchor": isLast ? "end" : "middle" },
       column.title.length > 15 ? `${column.title.slice(0, 14)}…` : column.title));
     for (const [place, label] of scale.ticks) {
       const y = this.y(place);

@@ -1,7 +1,7 @@
 // The filter of the results: words, and conditions such as rate=0.1 loss<0.5 status="timed out".
 
 const WORD = /(?:[^\s"]|"[^"]*"?)+/g;
-const CONDITION = /^([^=<>!"]+)(<=|>=|!=|=|<|>)(.*)$/;
+const CONDITION = /^("[^"]*"|[^=<>!"]+)(<=|>=|!=|=|<|>)(.*)$/;
 const ORDERS = new Map([
   ["<", (one, limit) => one < limit], [">", (one, limit) => one > limit],
   ["<=", (one, limit) => one <= limit], [">=", (one, limit) => one >= limit],
@@ -13,8 +13,8 @@ const ORDERS = new Map([
 export function parse(text, isKnown) {
   const tests = [], wrong = [];
   for (const word of text.toLowerCase().match(WORD) ?? []) {
-    const [, name, sign, quoted] = word.match(CONDITION) ?? [];
-    const value = (quoted ?? word).replaceAll('"', "");
+    const [, given, sign, quoted] = word.match(CONDITION) ?? [];
+    const [name, value] = [given ?? "", quoted ?? word].map((one) => one.replaceAll('"', ""));
     if (sign === undefined) tests.push((row) => row.text.includes(value));
     else if (value === "") continue; // while it is typed
     else if (!isKnown(name)) {

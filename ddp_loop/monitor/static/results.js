@@ -51,10 +51,9 @@ export class Results {
     const scatter = picture("Scatter"), parallel = picture("Parallel coordinates");
     this.scatter = new Scatter(scatter.lastChild, asks);
     this.parallel = new Parallel(parallel.lastChild, { ...asks, brushed: () => this.arrange() });
-    this.head = html("tr");
-    this.body = html("tbody");
-    this.group = html("colgroup");
-    this.table = html("table", { className: "trials" }, this.group, html("thead", {}, this.head), this.body);
+    this.head = withRole("row", html("tr"));
+    this.body = withRole("rowgroup", html("tbody"));
+    this.table = withRole("table", html("table", { className: "trials" }, withRole("rowgroup", html("thead", {}, this.head)), this.body));
     const frame = html("div", { className: "table-frame", tabIndex: 0 }, this.table);
     frame.setAttribute("role", "region");
     frame.setAttribute("aria-label", "Table of results");
@@ -112,14 +111,12 @@ export class Results {
       id === this.columns[at].id && title === this.columns[at].title);
     this.columns = columns;
     if (isSame) return;
-    const widths = [40, ...columns.map(({ kind }) => WIDTHS.get(kind)), 120];
-    this.group.replaceChildren(...widths.map((wide) => {
-      const one = html("col");
-      one.style.width = `${wide}px`;
-      return one;
-    }));
-    this.table.style.width = `${widths.reduce((sum, wide) => sum + wide, 0)}px`;
-    this.head.replaceChildren(html("th", { className: "pick-cell" }), ...columns.map((column) => this.headOf(column)), html("th"));
+    const widths = [40, ...columns.map(({ id, kind }) => (id === "value" ? 150 : WIDTHS.get(kind))), 130];
+    const sizes = widths.map((wide, at) => (columns[at - 1]?.id === "note" ? `minmax(${wide}px, 1fr)` : `${wide}px`));
+    this.table.style.setProperty("--columns", sizes.join(" "));
+    this.table.style.minWidth = `max(100%, ${widths.reduce((sum, wide) => sum + wide, 0)}px)`;
+    const [pick, acts] = ["pick-cell", "acts"].map((name) => withRole("columnheader", html("th", { className: name })));
+    this.head.replaceChildren(pick, ...columns.map((column) => this.headOf(column)), acts);
     this.rows.clear();
     for (const key of this.trials.keys()) this.fill(key);
     this.body.replaceChildren();
@@ -127,7 +124,7 @@ export class Results {
 
   headOf({ id, title, kind }) {
     const button = html("button", { type: "button", className: "sort", textContent: title, title });
-    const cell = html("th", { className: kind }, button);
+    const cell = withRole("columnheader", html("th", { className: kind }, button));
     cell.scope = "col";
     cell.dataset.column = id;
     button.addEventListener("click", () => {
@@ -156,13 +153,13 @@ export class Results {
   }
 
   newRow(trial) {
-    const line = html("tr", { className: "trial" });
+    const line = withRole("row", html("tr", { className: "trial" }));
     line.dataset.run = trial.key;
     const box = html("input", { type: "checkbox", className: "pick-one", checked: this.picked.has(trial.key) });
     box.setAttribute("aria-label", `Pick ${trial.name}`);
     const swatch = html("i", { className: "swatch" });
     const cells = this.columns.map(({ id, kind }) => {
-      const cell = html("td", { className: id === "status" ? "status state" : kind });
+      const cell = withRole("cell", html("td", { className: id === "status" ? "status state" : kind }));
       if (id !== "name" && id !== "note") return cell;
       const button = html("button", { type: "button", className: id === "name" ? "open-run" : "edit-note" });
       if (id === "note") button.setAttribute("aria-label", `Note on ${trial.name}`);
@@ -174,8 +171,9 @@ export class Results {
       button.setAttribute("aria-label", `${text} ${trial.name}`);
       return button;
     });
-    line.append(html("td", { className: "pick-cell" }, box),
-      ...cells.map((cell) => (cell.tagName === "TD" ? cell : cell.parentElement)), html("td", { className: "acts" }, stop, table));
+    line.append(withRole("cell", html("td", { className: "pick-cell" }, box)),
+      ...cells.map((cell) => (cell.tagName === "TD" ? cell : cell.parentElement)),
+      withRole("cell", html("td", { className: "acts" }, stop, table)));
     this.rows.set(trial.key, { line, cells, box, swatch, stop, table });
     return this.rows.get(trial.key);
   }
@@ -327,6 +325,12 @@ function picture(title) {
   const made = html("details", { className: "picture", open: true });
   made.append(html("summary", { textContent: title }), html("div"));
   return made;
+}
+
+// Rows are laid out as grids, so that those out of sight cost nothing; the roles of a table are therefore given again.
+function withRole(role, element) {
+  element.setAttribute("role", role);
+  return element;
 }
 
 function keyOf(element) {

@@ -102,7 +102,8 @@ export class Scatter {
       parts.push(item);
     }
     this.ring = svg("circle", { class: "ring", r: 9, visibility: "hidden" });
-    this.canvas.replaceChildren(...parts, this.ring);
+    const [picked, others] = [true, false].map((on) => parts.filter((one) => one.classList.contains("picked") === on));
+    this.canvas.replaceChildren(...others, ...picked, this.ring);
     this.legend.replaceChildren(...paint.legend());
     const told = [];
     if (missing.length - unplaced > 0) told.push(`${missing.length} without a finite ${y.title}: on the lower edge.`);

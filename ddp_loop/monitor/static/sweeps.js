@@ -34,6 +34,7 @@ export class SweepLines {
       this.later = setTimeout(() => this.refresh(), wait);
       return;
     }
+    if (document.body.classList.contains("stale")) return; // without a monitor; it calls again when it is back
     this.read = performance.now();
     try {
       const { sweeps } = await this.asks.wire.read("/api/sweeps");

@@ -42,7 +42,7 @@ export function named(name) {
 // The objective of a trial, or the loss: the last value.
 export function valueOf({ trial, last }) {
   const name = trial?.objective ?? ("loss" in last ? "loss" : (Object.keys(last)[0] ?? "loss"));
-  return { name, value: trial?.value ?? last[name] ?? null };
+  return { name, value: trial?.value ?? (Object.hasOwn(last, name) ? last[name] : null) };
 }
 
 export function isUnderWay({ state }) {

@@ -1,0 +1,380 @@
+"""The tab Results in a browser: table, filter, notes, pictures, confusion matrix, and requests to sweeps."""
+
+from __future__ import annotations
+
+import csv
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_loop.checkpoint import FileLock, RunFolder
+from tests.support.browsing import NEEDS_BROWSER, PHONE, WIDE, Visit
+from tests.support.harness import until
+from tests.support.serving import Served, row, served
+from tests.support.sweeps import write_sweep, write_trial
+
+pytestmark = NEEDS_BROWSER
+STATUSES = {3: "failed", 5: "killed", 7: "not finite", 9: "timed out", 10: "waiting", 11: "pruned"}
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    return write_sweep(tmp_path / "digits", 12, statuses=STATUSES)
+
+
+def opened(visit: Any, page: Served, size: tuple[int, int] = WIDE, scheme: str = "light") -> Visit:
+    """Open the page at the tab Results, and wait for its pictures."""
+    one: Visit = visit(page, size, scheme)
+    one.page.get_by_role("tab", name="Results").click()
+    one.page.locator(".trial").first.wait_for()
+    one.page.locator(".way").first.wait_for(state="attached")
+    return one
+
+
+def numbers(one: Visit) -> list[int]:
+    """The trials of the table, in its order."""
+    return [int(key.rpartition("/")[2]) for key in one.page.locator(".trial .open-run").all_text_contents()]
+
+
+def column(one: Visit, title: str) -> list[str]:
+    """The cells of a column."""
+    titles = one.page.locator(".trials th").all_text_contents()
+    return one.page.locator(f".trial td:nth-child({titles.index(title) + 1})").all_text_contents()
+
+
+def facts(sweep: Path, number: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((sweep / "trials" / f"{number:04d}" / "trial.json").read_text())
+    return found
+
+
+def sort(one: Visit, title: str) -> None:
+    one.page.locator(".trials th").get_by_role("button", name=title, exact=True).click()
+
+
+def box(one: Visit, number: int) -> Any:
+    return one.page.get_by_role("checkbox", name=f"Pick trials/{number:04d}")
+
+
+# -- the table ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("G4")
+def test_the_table_shows_parameters_and_results_and_sorts_by_each_column(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = opened(visit, page)
+        titles = one.page.locator(".trials th").all_text_contents()
+        assert titles[1:6] == ["Trial", "rate", "momentum", "width", "activation"]
+        assert titles[6:-1] == ["Status", "Objective: loss", "loss", "best loss", "accuracy", "Time", "Steps", "Note"]
+        assert column(one, "Status")[:4] == ["done", "done", "done", "failed"]
+        assert column(one, "width")[0] == str(facts(sweep, 0)["parameters"]["width"])
+        rates = {number: facts(sweep, number)["parameters"]["rate"] for number in range(12)}
+        for turn in ("ascending", "descending"):
+            sort(one, "rate")
+            assert numbers(one) == sorted(rates, key=lambda number: rates[number], reverse=turn == "descending")
+            assert one.page.get_attribute("[data-column='parameter rate']", "aria-sort") == turn
+        values = {number: value for number in range(12) if (value := facts(sweep, number)["value"]) is not None}
+        best_first = sorted(values, key=lambda number: values[number])
+        head = one.page.locator("[data-column='value'] button")
+        head.focus()
+        head.press("Enter")
+        assert numbers(one)[: len(values)] == best_first
+        head.press("Enter")
+        assert numbers(one)[: len(values)] == best_first[::-1]  # trials without a value come last both times
+        head.press("Enter")
+        assert numbers(one) == list(range(12))
+        assert one.page.get_attribute("[data-column='value']", "aria-sort") == "none"
+
+
+@pytest.mark.covers("G4")
+def test_the_filter_takes_words_and_conditions(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = opened(visit, page)
+        every = {number: facts(sweep, number) for number in range(12)}
+
+        def found(text: str) -> list[int]:
+            one.page.get_by_label("Filter the table").fill(text)
+            return numbers(one)
+
+        assert found("status=failed") == [3]
+        assert found('status="timed out"') == [9]
+        assert found("made up") == [3, 5, 7, 9]
+        assert found("rate<0.05 activation=relu") == [
+            number
+            for number, of in every.items()
+            if of["parameters"]["rate"] < 0.05 and of["parameters"]["activation"] == "relu"
+        ]
+        assert found("value<=0.2") == [number for number, of in every.items() if of["value"] and of["value"] <= 0.2]
+        assert found('"best loss"<0.2') == [number for number in found("loss<0.2") if number not in STATUSES]
+        assert found("status!=done") == [*STATUSES]
+        assert found("rate=") == list(range(12))  # while it is typed
+        assert found("speed>3") == []
+        assert one.text(".filter-says") == "No column is called speed."
+        assert found("rate>x") == []
+        assert one.text(".filter-says") == "x is no number."
+        assert found("") == list(range(12))
+        assert one.text(".results-tools .count") == "12 runs"
+
+
+@pytest.mark.covers("G4")
+def test_a_note_is_written_in_its_cell_and_html_in_it_is_text(visit: Any, sweep: Path) -> None:
+    text = "<img src=x onerror=alert(1)> & better"
+    note = sweep / "trials" / "0002" / "note.txt"
+    with served(sweep) as page:
+        one = opened(visit, page)
+        one.page.get_by_role("button", name="Note on trials/0002").click()
+        one.page.locator(".note-input").fill("never mind")
+        one.page.locator(".note-input").press("Escape")
+        assert column(one, "Note")[2] == ""
+        one.page.get_by_role("button", name="Note on trials/0002").press("Enter")
+        one.page.locator(".note-input").fill(text)
+        one.page.locator(".note-input").press("Enter")
+        until(note.exists, "the note is written")
+        assert note.read_text() == text
+        assert column(one, "Note")[2] == text
+        assert one.page.locator(".trials img").count() == 0
+        one.page.get_by_label("Filter the table").fill("better")
+        until(lambda: numbers(one) == [2], "the filter finds it")
+        one.page.get_by_label("Filter the table").fill("")
+        (sweep / "trials" / "0004" / "note.txt").write_text("of another page")
+        until(lambda: column(one, "Note")[4] == "of another page", "another note appears")
+
+
+def test_a_note_that_cannot_be_saved_is_said_and_its_text_stays(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = opened(visit, page)
+        one.context.route("**/note", lambda route: route.fulfill(status=200, body="{}"))
+        one.page.evaluate("window.fetch = async () => new Response('The disk is full.', { status: 500 })")
+        one.page.get_by_role("button", name="Note on trials/0001").click()
+        one.page.locator(".note-input").fill("a long thought")
+        one.page.locator(".note-input").press("Enter")
+        one.waits_for("#notice", "The note on trials/0001 was not saved: The disk is full.")
+        assert one.page.locator(".note-input").input_value() == "a long thought"
+
+
+@pytest.mark.covers("G4")
+def test_picked_trials_lie_over_each_other_in_the_curves(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = opened(visit, page)
+        assert one.page.get_by_role("button", name="Show curves (0)").is_disabled()
+        for number in (2, 6):
+            box(one, number).check()
+        one.page.get_by_role("button", name="Show curves (2)").click()
+        assert one.page.get_by_role("tab", name="Curves").get_attribute("aria-selected") == "true"
+        losses = [[10, facts(sweep, number)["value"]] for number in (2, 6)]
+        until(lambda: one.last("loss") == losses, "both curves are drawn, and no others")
+
+
+@pytest.mark.covers("G4")
+def test_what_is_shown_is_exported_as_csv(visit: Any, sweep: Path) -> None:
+    (sweep / "trials" / "0003" / "note.txt").write_text('=1+1, "so"')
+    with served(sweep) as page:
+        one = opened(visit, page)
+        one.page.get_by_label("Filter the table").fill("status!=waiting")
+        sort(one, "rate")
+        with one.page.expect_download() as waiting:
+            one.page.get_by_role("button", name="Export CSV").click()
+        with Path(waiting.value.path()).open(newline="", encoding="utf-8") as file:
+            lines = list(csv.DictReader(file))
+        assert [int(line["Trial"].rpartition("/")[2]) for line in lines] == numbers(one)
+        by_trial = {line["Trial"]: line for line in lines}
+        of = facts(sweep, 0)
+        assert float(by_trial["trials/0000"]["rate"]) == of["parameters"]["rate"]
+        assert float(by_trial["trials/0000"]["Objective: loss"]) == of["value"]
+        assert by_trial["trials/0003"]["Note"] == '\'=1+1, "so"'  # no formula
+        assert by_trial["trials/0003"]["Folder"] == str(sweep / "trials" / "0003")
+        assert waiting.value.suggested_filename == "results.csv"
+
+
+# -- pictures ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("G4")
+def test_the_scatter_names_the_trial_under_the_pointer_and_a_click_picks_it(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = opened(visit, page)
+        assert one.page.locator(".scatter .mark").count() == 12
+        assert one.page.locator(".scatter .mark.cross").count() == 6
+        one.page.get_by_label("Filter the table").fill("name=trials/0000")
+        until(lambda: one.page.locator(".scatter .mark").count() == 1, "the filter reaches the scatter")
+        mark = one.page.locator(".scatter .mark")
+        mark.hover()
+        assert one.text(".tip strong") == "trials/0000"
+        mark.click()
+        assert box(one, 0).is_checked()
+        assert one.page.locator(".scatter .mark.picked").count() == 1
+        one.page.locator(".scatter").focus()
+        one.page.locator(".scatter").press("ArrowRight")
+        assert one.text(".tip strong") == "trials/0000"
+        one.page.locator(".scatter").press("Enter")
+        assert not box(one, 0).is_checked()
+
+
+def test_the_scatter_takes_any_parameter_metric_and_colour(visit: Any, sweep: Path) -> None:
+    write_trial(sweep, 12, {"rate": 0.1, "width": 16}, "failed", rows=[row(1, loss=1e30)])
+    with served(sweep) as page:
+        one = opened(visit, page)
+        until(lambda: one.page.locator(".scatter .mark").count() == 13, "all are drawn")
+        one.page.locator(".scatter-y").select_option("last loss")
+        ticks = [float(text) for text in one.page.locator(".scatter .tick-label").all_text_contents() if text != "none"]
+        assert max(ticks) < 2  # a loss of 1e30 is a mark on the edge, and no part of the scale
+        assert one.page.locator(".log-x").is_checked()
+        one.page.locator(".log-x").uncheck()
+        assert "0" in one.page.locator(".scatter .tick-label").all_text_contents()
+        one.page.locator(".scatter-x").select_option("parameter activation")
+        assert {"relu", "tanh", "gelu"} <= set(one.page.locator(".scatter .tick-label").all_text_contents())
+        assert one.page.locator(".log-x").is_disabled()
+        one.waits_for(".picture-says", "1 without activation: left out.")
+        for colour in ("parameter momentum", "parameter activation", "value"):
+            one.page.locator(".scatter-colour").select_option(colour)
+            assert one.page.locator(".scatter .mark").first.evaluate("(mark) => mark.style.fill || mark.style.stroke")
+
+
+@pytest.mark.covers("G4")
+def test_a_range_on_an_axis_of_the_parallel_coordinates_filters_the_table(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = opened(visit, page)
+        axis = one.page.locator(".axis", has_text="Objective: loss")
+        axis.scroll_into_view_if_needed()
+        place = axis.locator(".hit").bounding_box()
+        assert place is not None
+        middle = place["x"] + place["width"] / 2
+        one.page.mouse.move(middle, place["y"] + place["height"])
+        one.page.mouse.down()
+        one.page.mouse.move(middle, place["y"] + place["height"] * 0.75)
+        one.page.mouse.move(middle, place["y"] + place["height"] * 0.5)
+        one.page.mouse.up()
+        values = {number: facts(sweep, number)["value"] for number in range(12)}
+        best = [number for number in sorted(values, key=lambda number: values[number] or 9) if values[number]]
+        shown = numbers(one)
+        assert 0 < len(shown) < len(best)
+        assert sorted(shown) == sorted(best[: len(shown)])
+        assert one.page.locator(".way.dim").count() == 12 - len(shown)
+        until(lambda: one.page.locator(".scatter .mark").count() == len(shown), "the scatter follows")
+        one.page.get_by_role("button", name="Clear ranges").click()
+        assert numbers(one) == list(range(12))
+        axis.focus()
+        axis.press("ArrowDown")
+        assert len(numbers(one)) < 12
+        axis.press("Escape")
+        assert numbers(one) == list(range(12))
+        assert one.page.locator(".way.none").count() == 6
+        one.page.locator(".way").last.dispatch_event("click")
+        assert one.page.locator(".pick-one:checked").count() == 1
+
+
+@pytest.mark.covers("G4")
+@pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
+def test_the_confusion_matrix_has_counts_and_the_accuracy_of_each_class(
+    visit: Any, sweep: Path, size: tuple[int, int], scheme: str
+) -> None:
+    counts = json.loads((sweep / "trials" / "0001" / "tables" / "confusion.json").read_text())["values"]
+    with served(sweep) as page:
+        one = opened(visit, page, size, scheme)
+        assert one.page.get_by_role("button", name="Matrix trials/0006").count() == 0
+        one.page.get_by_role("button", name="Matrix trials/0001").click()
+        one.waits_for(".matrix-place h3", "Confusion matrix: trials/0001, step 10")
+        lines = [line.locator("td").all_text_contents() for line in one.page.locator(".matrix tbody tr").all()]
+        assert [[int(cell) for cell in line[:-1]] for line in lines] == counts
+        assert [line[-1] for line in lines] == [f"{100 * row[k] / sum(row):.1f} %" for k, row in enumerate(counts)]
+        shares = (
+            one.page.locator(".matrix tbody td").nth(0).evaluate("(cell) => cell.style.getPropertyValue('--share')")
+        )
+        assert shares == f"{100 * counts[0][0] / sum(counts[0]):.1f}%"
+        assert one.page.evaluate(
+            "document.documentElement.scrollWidth <= innerWidth"
+        )  # the frame scrolls, not the page
+        (sweep / "trials" / "0000" / "tables" / "confusion.json").write_text("{")
+        one.page.get_by_role("button", name="Close the table").click()
+        assert not one.page.locator(".matrix").is_visible()
+
+
+# -- requests ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("G4", "G5")
+def test_one_trial_and_all_trials_are_stopped_after_a_question(visit: Any, sweep: Path) -> None:
+    run = write_trial(sweep, 12, {"rate": 0.1}, "running")
+    with served(sweep) as page, closing(RunFolder(run, {}, True)), closing(FileLock(sweep / "lock", "sweep")):
+        one = opened(visit, page)
+        assert one.page.get_by_role("button", name="Stop trials/", exact=False).filter(visible=True).count() == 1
+        one.page.get_by_role("button", name="Stop trials/0012").click()
+        one.page.get_by_role("button", name="Stop the run").click()
+        until((run / "stop").exists, "one is asked to stop")
+        until(lambda: column(one, "Status")[12].startswith("stopping"), "the table says so")
+        assert not (sweep / "stop").exists()
+        one.page.get_by_role("button", name="Stop all", exact=True).click()
+        one.waits_for(".confirm-all h2", "Stop all trials of digits?")
+        one.page.locator(".confirm-all").get_by_role("button", name="Keep running").click()
+        assert not (sweep / "stop").exists()
+        one.page.get_by_role("button", name="Stop all", exact=True).click()
+        one.page.get_by_role("button", name="Stop all trials").click()
+        until((sweep / "stop").exists, "all are asked to stop")
+        one.waits_for(".stop-all", "Stopping…")
+
+
+@pytest.mark.covers("G4", "G5")
+def test_failed_trials_run_again(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = opened(visit, page)
+        one.waits_for(
+            ".sweep-says", "12 of 12 trials · 6 done, 1 failed, 1 killed, 1 not finite, 1 timed out, 1 waiting"
+        )
+        assert not one.page.get_by_role("button", name="Stop all", exact=True).is_visible()
+        one.page.get_by_role("button", name="Run 4 failed again").click()
+        one.waits_for(".sweep-needs", f"when a worker starts: python -m ddp_loop sweep work {sweep}")
+        assert [json.loads(path.read_text()) for path in (sweep / "again").iterdir()] == [{"trials": [3, 5, 7, 9]}]
+
+
+# -- many and odd trials -----------------------------------------------------------------------------------
+
+SMOOTH = """async () => {
+    const rest = () => new Promise((go) => setTimeout(go, 250));
+    const took = async (act) => {
+        await rest();
+        const began = performance.now();
+        act();
+        document.body.offsetHeight;
+        return performance.now() - began;
+    };
+    const filter = document.querySelector(".filter"), times = { sort: [], filter: [] };
+    for (const head of [...document.querySelectorAll(".trials .sort")].slice(0, 6)) {
+        times.sort.push(await took(() => head.click()));
+    }
+    for (const text of ["r", "re", "relu", "relu loss<0.5", ""]) {
+        filter.value = text;
+        times.filter.push(await took(() => filter.dispatchEvent(new Event("input"))));
+    }
+    return times;
+}"""
+
+
+@pytest.mark.covers("G4")
+def test_500_trials_stay_smooth(visit: Any, tmp_path: Path) -> None:
+    with served(write_sweep(tmp_path / "digits", 500)) as page:
+        one = opened(visit, page)
+        until(lambda: one.page.locator(".trial").count() == 500, "all are there")
+        times = one.page.evaluate(SMOOTH)
+        middle = {name: sorted(all_of)[len(all_of) // 2] for name, all_of in times.items()}
+        assert max(middle.values()) < 100, times  # milliseconds
+
+
+def test_names_and_values_of_users_are_only_texts(visit: Any, tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "odd", 1)
+    odd = {"__proto__": 3, "constructor": "<b>x</b>", "toString": 0.5, "a.b": None, "x" * 200: True}
+    write_trial(sweep, 1, odd, why="<script>alert(1)</script>", objective="constructor", value=1e300)
+    write_trial(sweep, 2, odd | {"toString": 2}, "failed", rows=[row(1, loss=None, __proto__=2.0)], value="text")
+    write_trial(sweep, 3, {}, status="<b>")
+    with served(sweep) as page:
+        one = opened(visit, page)
+        assert numbers(one) == [0, 1, 2, 3]
+        assert column(one, "__proto__") == ["–", "3", "3", "–"]
+        assert column(one, "constructor") == ["–", "<b>x</b>", "<b>x</b>", "–"]
+        sort(one, "toString")
+        assert numbers(one) == [1, 2, 0, 3]
+        one.page.get_by_label("Filter the table").fill("tostring=0.5")
+        assert numbers(one) == [1]
+        assert one.page.locator(".trials b, .trials script").count() == 0
+        assert one.page.evaluate("({}).x === undefined && Object.prototype.constructor === Object")
