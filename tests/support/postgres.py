@@ -103,7 +103,8 @@ def running_postgres() -> Iterator[PostgresServer]:
         make += ["-E", "UTF8"]
         subprocess.run([*as_user(user), *make], check=True, capture_output=True, timeout=START_S, cwd=folder)
         settings = SETTINGS | {"unix_socket_directories": str(folder)}
-        serve = [str(programs / "postgres"), "-D", str(data), *(f"--{name}={value}" for name, value in settings.items())]
+        serve = [str(programs / "postgres"), "-D", str(data)]
+        serve += [f"--{name}={value}" for name, value in settings.items()]
         with log.open("wb") as output:
             process = subprocess.Popen([*as_user(user), *serve], cwd=folder, stdout=output, stderr=output)
         server = PostgresServer(programs, folder)
