@@ -35,7 +35,7 @@ def train(rate: float, run_dir: str, stands: float | None = None) -> float:
                 if rate == stands and step.iteration == STANDS_AT:
                     stand_still_once(world, Path(run_dir, REACHED))
         Path(run_dir, WEIGHTS).write_text(json.dumps(model.weight.tolist()))
-        return float(model.weight.sum())
+        return float(model.weight.detach().sum())
 
 
 def stand_still_once(world: dl.World, path: Path) -> None:
