@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from ddp_loop.checkpoint import read_json
 from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, read_job
 from ddp_loop.sweeps.plan import SweepPlan, TrialResult
 from ddp_loop.sweeps.running import Say
+from ddp_loop.sweeps.slurm import LOCAL, SLURM, Jobs, check_jobs, how_to_go_on, read_options, submit_workers
 from ddp_loop.sweeps.space import OBJECT, nearest
-from ddp_loop.sweeps.sweep_folder import ask_for, has_workers, read_sweep
+from ddp_loop.sweeps.sweep_folder import ask_for, forget_stop, has_workers, read_sweep
 from ddp_loop.sweeps.trial_folder import TRIAL_FILE, TRIALS
 
 USUAL: dict[str, Any] = {
@@ -46,12 +48,17 @@ def add_sweep(add: Callable[..., Any], count: Callable[[str], int], say: Say) ->
         lambda options: _run(options, say),
         "train many networks, each an ordinary run, on all slots of this machine",
         "0 no trial failed, 1 one failed, 2 the sweep cannot be begun",
-        usage="python -m ddp_loop sweep FILE.toml | work FOLDER | again FOLDER [--slots N] [--storage URL] ...",
+        usage="python -m ddp_loop sweep FILE.toml | work FOLDER | again FOLDER [--slots N] [--storage URL] "
+        "[--on slurm|local] [--workers N] ...",
     )
     command.add_argument("words", nargs="+", metavar="FILE.toml | work FOLDER | again FOLDER")
     command.add_argument("--slots", type=count, metavar="N", help="ranks at once here (default: GPUs, or cores)")
     command.add_argument("--folder", type=Path, metavar="FOLDER", help="of the sweep, in place of the file's")
     command.add_argument("--storage", metavar="URL", help="of any storage of Optuna's (default: SQLite in the folder)")
+    command.add_argument("--on", choices=(SLURM, LOCAL), help="submit workers as jobs of Slurm, or of this machine")
+    command.add_argument("--workers", type=count, default=1, metavar="N", help="jobs, each a worker (default: 1)")
+    text = "an option of the jobs, such as partition=gpu, gpus_per_node=1 or timeout_min=60; may be repeated"
+    command.add_argument("--slurm", action="append", default=[], metavar="KEY=VALUE", help=text)
     command.add_argument("--trials", metavar="1,2", help="again: these trials (default: all that failed)")
 
 
@@ -67,6 +74,9 @@ def _run(options: argparse.Namespace, say: Say) -> bool:
             f"sweep takes FILE.toml, work FOLDER or again FOLDER. Got {' '.join(options.words)}. "
             f"{nearest(action, actions)}".rstrip()
         )
+    if options.on is not None:
+        submit(Path(action), options, say)
+        return True
     return begin(Path(action), options.slots, options.folder, options.storage, say)
 
 
@@ -89,13 +99,46 @@ def begin(path: Path, slots: int | None, folder: Path | None, storage: str | Non
     Raises:
         ValueError: the file cannot be read, or the sweep cannot be begun.
     """
+    plan, where, given = _read_plan(path, folder)
+    results = plan.run(where, slots or given.get("slots"), storage or given.get("storage"), say)
+    return _summarize(results, where, say)
+
+
+def _read_plan(path: Path, folder: Path | None) -> tuple[SweepPlan, Path, dict[str, Any]]:
+    """The plan, the folder and the keys of a TOML file."""
     given = _read_toml(path)
     where = folder or (None if "folder" not in given else path.parent / given["folder"])
     if where is None:
         raise ValueError(f'{path} names no folder for the sweep. Add folder = "runs/NAME", or pass --folder.')
-    plan = _plan(_job_of(given, path), given.get("points", given.get("space", {})), given)
-    results = plan.run(where, slots or given.get("slots"), storage or given.get("storage"), say)
-    return _summarize(results, where, say)
+    return _plan(_job_of(given, path), given.get("points", given.get("space", {})), given), where, given
+
+
+def submit(path: Path, options: argparse.Namespace, say: Say) -> None:
+    """Begin the sweep of a TOML file, or find it in its folder, and submit workers of it.
+
+    Args:
+        path: the file, or the folder of a sweep.
+        options: of the command.
+        say: prints a line.
+
+    Raises:
+        ImportError: submitit is missing.
+        ValueError: the sweep cannot be begun, Slurm is missing or refused the jobs, or an option is unknown.
+    """
+    jobs = Jobs(options.on, options.workers, read_options(options.slurm), options.slots, options.storage)
+    check_jobs(jobs)
+    if path.is_dir():
+        read_sweep(path)
+        folder = path
+        forget_stop(folder)
+    else:
+        plan, folder, given = _read_plan(path, options.folder)
+        storage = options.storage or given.get("storage")
+        with plan.begun(folder, storage):
+            jobs = replace(jobs, slots=options.slots or given.get("slots"), storage=storage)
+    ids = submit_workers(folder, jobs)
+    for line in how_to_go_on(folder, ids, options.on):
+        say(line)
 
 
 def work(folder: Path, slots: int | None, storage: str | None, say: Say) -> bool:

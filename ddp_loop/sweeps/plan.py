@@ -180,6 +180,18 @@ class SweepPlan:
             OSError, ValueError: as in `sweep`.
         """
         places, folder = places_of(slots, self.ranks), folder.absolute()
+        with self.begun(folder, storage) as queue:
+            self._work(folder, queue, places, say)
+            return results_of(folder, queue)
+
+    @contextmanager
+    def begun(self, folder: Path, storage: str | None) -> Iterator[TrialQueue]:
+        """Begin the sweep in a folder, or go on with it, and hold the folder's lock while this is open.
+
+        Raises:
+            OSError, ValueError: as in `sweep`.
+        """
+        folder = folder.absolute()
         url = storage or f"sqlite:///{folder / STUDY}"
         if storage is not None:
             shown_url(url)
@@ -189,8 +201,7 @@ class SweepPlan:
             try:
                 self._claim_study(queue, opened_folder)
                 self._write_waiting(folder)
-                self._work(folder, queue, places, say)
-                return results_of(folder, queue)
+                yield queue
             finally:
                 queue.close()
 

@@ -7,6 +7,10 @@ any run does, with a checkpoint; one that does not obey is killed after a while.
 
 [Note: Warm] A function's trials run in the same processes, which have imported torch. A script has new processes for
 each trial, since it may leave anything behind. Both end with the worker, however that ends.
+
+[Note: Signals] Slurm, and a terminal, send a signal to all processes at once. Ranks take it as a request to stop, or
+die of it, before the worker's own handler has run. So the worker waits a moment when an attempt ended in such a way: if
+the worker is asked to stop too, the attempt was interrupted.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ OBEY_S = 30.0  # for a checkpoint, before a run that was asked to stop is killed
 LIMIT_OBEY_S = 5.0  # the same for one that took too long
 HELD_S = 60.0  # for the former process of a run to leave its folder
 TIMED_OUT, PRUNED = "timed out", "pruned"  # why a worker asks a trial to stop, besides a stop of its own
+SIGNAL_S = 1.0  # for a signal to reach the worker too
 _CHECK_S = 2.0  # between two looks for dead workers and requests, at least
 
 Say = Callable[[str], None]
@@ -152,7 +157,7 @@ class SweepWorker:
         self._name = WorkerName(sweep.folder)
         self._running: dict[int, Running] = {}  # by place
         self._stopping: str | None = None
-        self._ended = threading.Event()
+        self._ended, self._signalled = threading.Event(), threading.Event()
         self._failure: BaseException | None = None
 
     @property
@@ -166,6 +171,7 @@ class SweepWorker:
             for running in list(self._running.values()):
                 running.kill()
         self._stopping = self._stopping or why
+        self._signalled.set()
 
     def run(self) -> None:
         """Run trials until all of the sweep have ended, or the worker is stopped.
@@ -273,6 +279,8 @@ class SweepWorker:
         except RankFailed as error:
             problem = error
         status, why = status_of(running.folder, running.began_at)
+        if status == "stopped" or (problem is not None and problem.died):
+            self._wait_for_signal(running)
         if running.asked is not None and (problem is not None or status == "stopped"):
             if running.asked == TIMED_OUT:
                 return Ending("timed out", None, f"took more than {sweep.time_limit_s:g} s")
@@ -285,6 +293,11 @@ class SweepWorker:
         if status == "stopped":
             return Ending("stopped", None, why)
         return self._valued(running, result)
+
+    def _wait_for_signal(self, running: Running) -> None:
+        """Find out whether an attempt ended by a signal that is for the worker. See [Note: Signals]."""
+        if running.asked is None and self._signalled.wait(SIGNAL_S) and self._stopping is not None:
+            running.ask(self._stopping, OBEY_S)
 
     def _valued(self, running: Running, result: dict[str, float] | float | None) -> Ending:
         objective = self._sweep.objective

@@ -51,8 +51,7 @@ class SweepFolder:
                 ) from None
             self.facts: dict[str, Any] = {"began": time.time(), "id": secrets.token_hex(8), **before, **facts}
             write_atomic(self.folder / SWEEP, self.facts)
-            with suppress(OSError):
-                (self.folder / STOP).unlink()
+            forget_stop(self.folder)
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -167,6 +166,12 @@ def asked_to_stop(folder: Path) -> str | None:
         return (folder / STOP).read_text(errors="replace")[:200].strip() or "the file stop in its folder"
     except OSError:
         return None
+
+
+def forget_stop(folder: Path) -> None:
+    """Remove a request to stop, which was for workers that ended."""
+    with suppress(OSError):
+        (folder / STOP).unlink()
 
 
 def ask_for(folder: Path, trials: Iterable[int]) -> None:

@@ -192,11 +192,10 @@ class TrialQueue:
             for waiting in sorted(self._frozen("WAITING"), key=lambda one: one.user_attrs[TRIAL]):
                 key = waiting._trial_id
                 try:
-                    self._storage.set_trial_user_attr(key, WORKER, worker)  # so that no attempt runs without a name
                     if not self._storage.set_trial_state_values(key, optuna.trial.TrialState.RUNNING):
                         continue
                     self._storage.record_heartbeat(key)
-                    self._storage.set_trial_user_attr(key, WORKER, worker)
+                    self._storage.set_trial_user_attr(key, WORKER, worker)  # not before: another may have taken it
                     if self._withdraws(waiting):
                         continue
                 except optuna.exceptions.UpdateFinishedTrialError:

@@ -1,0 +1,45 @@
+"""Jobs of the sweeps that several processes work on: short trainings that stand still where a test wants it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from tests.support.harness import until
+
+UPDATES, SAVE_EVERY, STANDS_AT = 12, 3, 8
+STANDS_S = 120.0
+WEIGHTS = "weights.json"
+REACHED = "reached"  # a file in the run folder of a trial that stands still
+
+
+def train(rate: float, run_dir: str, stands: float | None = None) -> float:
+    """Train a small network; the trial of this rate stands still once, until its run is asked to stop."""
+    with dl.join_world(seed=0) as world:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+        inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
+        batches = dl.Batches((inputs, inputs.sum(1, keepdim=True)), 8, world, shuffle=True)
+        state: dict[str, object] = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(batches, 1, state=state, run_dir=run_dir, save_every=SAVE_EVERY, progress=False)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for rows, right in step:
+                    step.backward((model(rows) - right).square().mean())
+                step.fold()
+                optimizer.step()
+                if rate == stands and step.iteration == STANDS_AT:
+                    stand_still_once(world, Path(run_dir, REACHED))
+        Path(run_dir, WEIGHTS).write_text(json.dumps(model.weight.tolist()))
+        return float(model.weight.detach().sum())
+
+
+def stand_still_once(world: dl.World, path: Path) -> None:
+    """Make a file and wait for a request to stop; do nothing if there is the file."""
+    if not path.exists():
+        path.touch()
+        until(lambda: world.stops.asked is not None, "a request to stop", STANDS_S)

@@ -1,0 +1,196 @@
+"""Workers of a sweep as jobs of Slurm, and of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_loop.sweeps.slurm import Jobs, check_jobs, minutes_of, read_options, slots_of
+from tests.support.guard import descendants
+from tests.support.harness import until
+from tests.support.paths import ROOT
+from tests.support.slurm import Slurm
+from tests.support.sweep_jobs import REACHED, WEIGHTS, train
+
+RATES = [0.1, 0.07, 0.05, 0.03]
+STANDS = RATES[0]
+SWEEP = f"""
+function = "{ROOT}/tests/support/sweep_jobs.py:train"
+folder = "sweep"
+heartbeat_s = 1
+[keywords]
+stands = {STANDS}
+[space]
+rate = {RATES}
+"""
+SWEEP_S = 120.0
+
+STARTS_SLURM = """
+import sys
+from tests.support.slurm import running_slurm
+with running_slurm() as slurm:
+    slurm.run("sbatch", "--wrap", "sleep 600")
+    print(slurm.folder, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def jobs_of(slurm: Slurm) -> str:
+    return slurm.run("squeue", "--noheader", "--format=%i %T")
+
+
+def task_of(slurm: Slurm, process: int) -> str:
+    """The task of an array, such as 1_0, that a process belongs to."""
+    listed = [line.split() for line in slurm.run("scontrol", "listpids").splitlines()[1:]]
+    tasks = dict(line.split() for line in slurm.run("squeue", "--noheader", "--format=%A %i").splitlines())
+    return next(tasks[job] for pid, job, *_ in listed if int(pid) == process)
+
+
+def submit(folder: Path, *options: str) -> str:
+    """The sweep of this file with two workers; returns what the command printed."""
+    (folder / "sweep.toml").write_text(SWEEP)
+    command = [sys.executable, "-m", "ddp_loop", "sweep", str(folder / "sweep.toml"), "--workers=2", *options]
+    with (folder / "printed").open("w") as printed:  # no pipe, which the jobs of this machine would hold open
+        subprocess.run(command, check=True, stdout=printed, stderr=printed, timeout=SWEEP_S, cwd=ROOT)
+    return (folder / "printed").read_text()
+
+
+def trial(folder: Path, number: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"sweep/trials/{number:04d}/trial.json").read_text())
+    return found
+
+
+def are_done(folder: Path) -> bool:
+    return all(trial(folder, number)["status"] == "done" for number in range(len(RATES)))
+
+
+def check_results(folder: Path, on_one_rank: Any) -> None:
+    """All trials are there in order, each the same bits as alone, and none ran twice at once."""
+    for number, rate in enumerate(RATES):
+        found = trial(folder, number)
+        assert found["parameters"] == {"rate": rate}
+        alone = on_one_rank(rate, str(folder / f"alone-{number}"))
+        assert found["value"] == alone
+        run = folder / f"sweep/trials/{number:04d}"
+        assert (run / WEIGHTS).read_bytes() == (folder / f"alone-{number}" / WEIGHTS).read_bytes()
+    assert [len(trial(folder, number)["attempts"]) for number in range(len(RATES))] == [2, 1, 1, 1]
+
+
+@pytest.fixture
+def on_one_rank(on_ranks: Any) -> Any:
+    """A trial alone, on a rank of the tests."""
+    return lambda rate, folder: on_ranks(1, train, rate, folder)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F4")
+def test_a_cancelled_jobs_trial_is_finished_by_the_other_job(
+    slurm: Slurm, tmp_path: Path, on_one_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    printed = submit(tmp_path, "--on=slurm", "--slurm=partition=main", "--slurm=cpus_per_task=1")
+    array = printed.partition("squeue --jobs=")[2].partition(",")[0]
+    assert f": {array}_0, {array}_1." in printed
+    until((tmp_path / "sweep/trials/0000" / REACHED).exists, f"a trial stands still{slurm.logs()}", SWEEP_S / 2)
+    held = trial(tmp_path, 0)["attempts"][0]["process"]
+    tasks = {path.name.partition("_0_log")[0]: path.read_text() for path in (tmp_path / "sweep/slurm").glob("*.out")}
+    assert sorted(tasks) == [f"{array}_0", f"{array}_1"], slurm.logs()
+    slurm.run("scancel", task_of(slurm, held))
+    until(lambda: are_done(tmp_path), "all trials are done", SWEEP_S)
+    until(lambda: jobs_of(slurm) == "", "the jobs have ended", SWEEP_S)
+    check_results(tmp_path, on_one_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F4")
+def test_jobs_of_this_machine_share_a_sweep(tmp_path: Path, on_one_rank: Any) -> None:
+    printed = submit(tmp_path, "--on=local", "--slurm=cpus_per_task=1")
+    controllers = [int(job) for job in printed.splitlines()[0].rstrip(".").partition(": ")[2].split(", ")]
+    try:
+        until((tmp_path / "sweep/trials/0000" / REACHED).exists, "the first trial stands still", SWEEP_S)
+        held = trial(tmp_path, 0)["attempts"][0]["process"]
+        [ends] = [controller for controller in controllers if held in descendants(controller)]
+        os.kill(ends, signal.SIGTERM)
+        until(lambda: are_done(tmp_path), "all trials are done", SWEEP_S)
+        until(lambda: not any(Path(f"/proc/{one}").exists() for one in controllers), "the jobs have ended", SWEEP_S)
+    finally:
+        for process in [process for controller in controllers for process in descendants(controller)]:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    check_results(tmp_path, on_one_rank)
+
+
+def test_options_are_read_and_an_unknown_one_is_refused() -> None:
+    pytest.importorskip("submitit", reason="needs the extra slurm")
+    assert read_options(["partition=gpu", "timeout_min=60"]) == {"partition": "gpu", "timeout_min": 60}
+    with pytest.raises(ValueError, match="is written KEY=VALUE"):
+        read_options(["partition"])
+    with pytest.raises(ValueError, match="Did you mean 'partition'"):
+        check_jobs(Jobs("local", 1, {"partitio": "gpu"}))
+
+
+def test_slurm_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("submitit", reason="needs the extra slurm")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"sbatch is not on the PATH.*--on local"):
+        check_jobs(Jobs("slurm", 1))
+
+
+def test_submitit_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(ImportError, match=r"pip install 'ddp_loop\[slurm\]'"):
+        check_jobs(Jobs("local", 1))
+
+
+@pytest.mark.parametrize(
+    ("environment", "slots"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_CPUS_ON_NODE": "8", "SUBMITIT_EXECUTOR": "slurm"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "", "SLURM_CPUS_ON_NODE": "8", "SUBMITIT_EXECUTOR": "slurm"}, 8),
+        ({"SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "8", "SUBMITIT_EXECUTOR": "slurm"}, 3),
+        ({"SLURM_CPUS_ON_NODE": "8", "SUBMITIT_EXECUTOR": "local"}, None),
+    ],
+)
+def test_a_worker_has_the_slots_that_slurm_gave_it(environment: dict[str, str], slots: int | None) -> None:
+    assert slots_of(environment) == slots
+
+
+@pytest.mark.parametrize(
+    ("limit", "minutes"), [("infinite", None), ("10:00", 10), ("2:00:00", 120), ("1-12:30:00", 2190), ("n/a", None)]
+)
+def test_the_limit_of_a_partition_is_read(limit: str, minutes: int | None) -> None:
+    assert minutes_of(limit) == minutes
+
+
+@pytest.mark.slow
+def test_slurm_runs_a_command_and_an_array_and_cancels(slurm: Slurm, tmp_path: Path) -> None:
+    assert slurm.run("srun", "echo", "hello") == "hello\n"
+    array = ["sbatch", "--wait", "--array=0-2", "--output=%a.out", "--wrap", "echo $SLURM_ARRAY_TASK_ID"]
+    slurm.run(*array, folder=tmp_path)
+    assert [(tmp_path / f"{task}.out").read_text() for task in range(3)] == ["0\n", "1\n", "2\n"]
+    job = slurm.run("sbatch", "--parsable", "--output=long.out", "--wrap", "sleep 600", folder=tmp_path).strip()
+    until(lambda: jobs_of(slurm) == f"{job} RUNNING\n", "the job runs")
+    slurm.run("scancel", job)
+    until(lambda: jobs_of(slurm) == "", "the job is cancelled")
+
+
+@pytest.mark.slow
+def test_slurm_and_its_jobs_end_with_the_process_that_started_them(slurm: Slurm) -> None:
+    command, pipe = [sys.executable, "-c", STARTS_SLURM], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as starter:
+        assert starter.stdout is not None
+        folder = Path(starter.stdout.readline().strip())
+        known = [pid for pid in descendants(starter.pid) if pid != starter.pid]
+        assert len(known) > 4, "the guard, three daemons and the job's"
+        os.kill(starter.pid, signal.SIGKILL)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in known), "Slurm has ended")
+    shutil.rmtree(folder)
