@@ -119,7 +119,9 @@ def rows_of(found: Mapping[str, Mapping[str, Found]]) -> Iterator[tuple[object, 
 
 def report(parts: Sequence[str]) -> None:
     found = dict(measure(parts or SEEDS))
-    print(f"{TRIALS} trials of {STEPS} updates on {SIDE}x{SIDE} points, {SLOTS} slots; errors are the least of a sweep.\n")
+    print(
+        f"{TRIALS} trials of {STEPS} updates on {SIDE}x{SIDE} points, {SLOTS} slots; errors are the least of a sweep.\n"
+    )
     print_table("seed | random | TPE | random, pruned | updates saved by pruning | trials pruned", rows_of(found))
     failed = sum(one.failed for each in found.values() for one in each.values())
     better = sum(each["TPE"].best < each["random"].best for each in found.values())
