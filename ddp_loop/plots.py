@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _PAIRS_ACROSS = 4
 _POINTS = 300  # of a curve; more are drawn as means with their range
+_TICKS = 6  # values of a parameter that are all named on its axis
 _WIDE = 100.0  # largest / smallest value above which the scale is logarithmic
 
 
@@ -251,12 +252,14 @@ def trials(
     colors = _trial_colors(known, best)
     spread = [one.value for one in known if one.value is not None]
     is_wide = min(spread) > 0 and max(spread) > _WIDE / 10 * min(spread)
-    for number, name in enumerate(names, 1):
-        axes = figure.add_subplot(2, len(names), number)
-        _draw_parameter(axes, name, known, colors)
+    places, first = figure.add_gridspec(2, len(names)), None
+    for number, name in enumerate(names):
+        first = axes = figure.add_subplot(places[0, number], sharey=first)
         axes.set_yscale("log" if is_wide else "linear")
-        axes.set_ylabel(value if number == 1 else "")
-    axes = figure.add_subplot(2, 1, 2)
+        _draw_parameter(axes, name, known, colors)
+        axes.set_ylabel("" if number else value)
+        axes.tick_params(labelleft=number == 0, which="both")
+    axes = figure.add_subplot(places[1, :])
     for one in [*(each for each in shown if each is not best), best]:
         if len(one.values):
             at, means, _, _ = _thinned(np.asarray(one.iterations), np.asarray(one.values, dtype=np.float64))
@@ -294,10 +297,19 @@ def _draw_parameter(axes: Axes, name: str, known: Sequence[TrialCurve], colors: 
     if not is_number:
         axes.set_xticks(range(len(places)), places)
         axes.set_xlim(-0.5, len(places) - 0.5)
-    elif min(numbers) > 0 and max(numbers) >= 10 * min(numbers):
-        axes.set_xscale("log")
+    else:
+        axes.set_xscale("log" if _is_logarithmic(numbers) else "linear")
+        if len(ticks := sorted(set(numbers))) <= _TICKS:
+            axes.set_xticks(ticks, map(_short, ticks))
+            axes.set_xticks([], minor=True)
     axes.set_xlabel(name)
     axes.grid(visible=True, alpha=0.3)
+
+
+def _is_logarithmic(numbers: Sequence[float]) -> bool:
+    """Whether the values of a parameter are spread over its logarithm: their median is nearer to the geometric mean."""
+    low, high, middle = min(numbers), max(numbers), float(np.median(numbers))
+    return low > 0 and high >= _WIDE / 10 * low and abs(middle - math.sqrt(low * high)) < abs(middle - (low + high) / 2)
 
 
 def _short(value: object) -> str:
