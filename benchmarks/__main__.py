@@ -27,6 +27,7 @@ from benchmarks import (
     reading,
     scaling,
     steps,
+    suggest,
     surface,
     versions,
     watching,
@@ -55,6 +56,7 @@ TOPICS = {
     "reading": Topic(reading.report, reading.PARTS),
     "scaling": Topic(scaling.report, scaling.PARTS),
     "surface": Topic(surface.report, surface.PARTS),
+    "suggest": Topic(suggest.report, suggest.SEEDS),
     "peers": Topic(peers.report, peers.PARTS),
     "gpu": Topic(gpu.report, gpu.PARTS, has_heading=True),
     "versions": Topic(versions.report, (), ("ranks", "exchange")),
@@ -62,7 +64,7 @@ TOPICS = {
     "accuracy": Topic(accuracy.report, accuracy.SETTINGS),
     "job": Topic(job.report, job.WAYS),
 }
-ASKED_FOR = ("gpu", "versions", "mutants", "accuracy", "scaling", "job")
+ASKED_FOR = ("gpu", "versions", "mutants", "accuracy", "scaling", "job", "suggest")
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 
-def digit_classifier(classes: int = 10) -> nn.Sequential:
+def digit_classifier(classes: int = 10, width: int = 20) -> nn.Sequential:
     """A classifier of 28x28 grey images: (N, 1, 28, 28) in [0, 1] -> logits (N, classes).
 
     Three convolutions with batch norm and relu, then a linear layer. Ten classes give 123,090 parameters in 14 tensors,
@@ -19,13 +19,14 @@ def digit_classifier(classes: int = 10) -> nn.Sequential:
 
     Args:
         classes: the number of classes.
+        width: the channels of each convolution.
     """
     return nn.Sequential(
-        *_convolution_norm_relu(1, kernel_size=5, padding=0),
-        *_convolution_norm_relu(20, kernel_size=3, padding=1),
-        *_convolution_norm_relu(20, kernel_size=3, padding=1),
+        *_convolution_norm_relu(1, width, kernel_size=5, padding=0),
+        *_convolution_norm_relu(width, width, kernel_size=3, padding=1),
+        *_convolution_norm_relu(width, width, kernel_size=3, padding=1),
         _Flatten(),
-        nn.Linear(20 * 24 * 24, classes),
+        nn.Linear(width * 24 * 24, classes),
     )
 
 
@@ -54,8 +55,8 @@ class _Flattening(torch.autograd.Function):
         return gradient.reshape(shape).contiguous(memory_format=memory_format)
 
 
-def _convolution_norm_relu(channels: int, kernel_size: int, padding: int) -> tuple[nn.Module, ...]:
-    return nn.Conv2d(channels, 20, kernel_size, padding=padding), nn.BatchNorm2d(20), nn.ReLU()
+def _convolution_norm_relu(channels: int, width: int, kernel_size: int, padding: int) -> tuple[nn.Module, ...]:
+    return nn.Conv2d(channels, width, kernel_size, padding=padding), nn.BatchNorm2d(width), nn.ReLU()
 
 
 def denoising_autoencoder() -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""Pictures in files: pairs of images, differences of weights, surfaces, curves of a run."""
+"""Pictures in files: pairs of images, differences of weights, surfaces, curves of a run, trials of a sweep."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _PAIRS_ACROSS = 4
 _POINTS = 300  # of a curve; more are drawn as means with their range
+_TICKS = 6  # values of a parameter that are all named on its axis
 _WIDE = 100.0  # largest / smallest value above which the scale is logarithmic
 
 
@@ -193,6 +194,126 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     known = [value for value in (*panel.values, *panel.evaluated) if math.isfinite(value)]
     if known and min(known) > 0 and max(known) > _WIDE * min(known):
         axes.set_yscale("log")
+
+
+@dataclass(frozen=True)
+class TrialCurve:
+    """A trial of a sweep, as it is drawn.
+
+    Attributes:
+        parameters: by name.
+        value: by which trials are compared; None is drawn by its curve alone.
+        iterations, values: its curve.
+        is_pruned: whether it was stopped early, which is drawn as a cross.
+    """
+
+    parameters: Mapping[str, bool | int | float | str | None]
+    value: float | None
+    iterations: Sequence[float]
+    values: Sequence[float]
+    is_pruned: bool = False
+
+
+def trials(
+    shown: Sequence[TrialCurve],
+    path: str | os.PathLike[str],
+    *,
+    value: str = "loss",
+    curve: str = "loss",
+    maximize: bool = False,
+    title: str = "",
+) -> Path:
+    """Draw the trials of a sweep: the value against each parameter, and the curves of all over each other.
+
+    The best trial is red, the others have a color by their value.
+
+    Args:
+        shown: at least one, all with the same parameters.
+        path: of the file, .svg or .png; its folder is created.
+        value, curve: what the values and the curves are.
+        maximize: whether the largest value is the best.
+        title: of the picture.
+
+    Returns:
+        The path.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: no trial has a value.
+    """
+    known = [one for one in shown if one.value is not None and math.isfinite(one.value)]
+    ended = [one for one in known if not one.is_pruned] or known
+    if not ended:
+        raise ValueError("There are no trials to draw. Pass at least one with a finite value.")
+    best = (max if maximize else min)(ended, key=lambda one: one.value or 0.0)
+    names = list(best.parameters)
+    figure = _make_figure(width=max(9.0, 3.2 * len(names)), height=7.2)
+    figure.suptitle(title)
+    colors = _trial_colors(known, best)
+    spread = [one.value for one in known if one.value is not None]
+    is_wide = min(spread) > 0 and max(spread) > _WIDE / 10 * min(spread)
+    places, first = figure.add_gridspec(2, len(names)), None
+    for number, name in enumerate(names):
+        first = axes = figure.add_subplot(places[0, number], sharey=first)
+        axes.set_yscale("log" if is_wide else "linear")
+        _draw_parameter(axes, name, known, colors)
+        axes.set_ylabel("" if number else value)
+        axes.tick_params(labelleft=number == 0, which="both")
+    axes = figure.add_subplot(places[1, :])
+    for one in [*(each for each in shown if each is not best), best]:
+        if len(one.values):
+            at, means, _, _ = _thinned(np.asarray(one.iterations), np.asarray(one.values, dtype=np.float64))
+            label = ", ".join(f"{name} {_short(of)}" for name, of in one.parameters.items()) if one is best else None
+            axes.plot(at, means, color=colors.get(id(one), "lightgray"), linewidth=2 if one is best else 1, label=label)
+            if one.is_pruned:
+                axes.plot(at[-1:], means[-1:], "x", color=colors.get(id(one), "lightgray"))
+    drawn = [point for one in shown for point in one.values if math.isfinite(point)]
+    axes.set_yscale("log" if drawn and min(drawn) > 0 else "linear")
+    axes.set(xlabel="step", ylabel=curve)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(title="best trial", loc="best")
+    return _write(figure, path)
+
+
+def _trial_colors(known: Sequence[TrialCurve], best: TrialCurve) -> dict[int, Any]:
+    """The color of each trial by its rank among the values, so that one bad trial does not take all colors."""
+    from matplotlib import colormaps
+
+    order = sorted(known, key=lambda one: one.value or 0.0)
+    scale = colormaps["viridis"]
+    colors: dict[int, Any] = {id(one): scale(0.9 * place / len(order)) for place, one in enumerate(order)}
+    return {**colors, id(best): "tab:red"}
+
+
+def _draw_parameter(axes: Axes, name: str, known: Sequence[TrialCurve], colors: Mapping[int, Any]) -> None:
+    """Draw each trial's value at its parameter; a parameter that is no number has a place for each of its values."""
+    given = [one.parameters[name] for one in known]
+    numbers = [one for one in given if isinstance(one, int | float) and not isinstance(one, bool)]
+    places = list(dict.fromkeys(map(_short, given)))
+    is_number = len(numbers) == len(given)
+    for one in known:
+        at: Any = one.parameters[name] if is_number else places.index(_short(one.parameters[name]))
+        axes.plot([at], [one.value or 0.0], "x" if one.is_pruned else "o", color=colors[id(one)], markersize=6)
+    if not is_number:
+        axes.set_xticks(range(len(places)), places)
+        axes.set_xlim(-0.5, len(places) - 0.5)
+    else:
+        axes.set_xscale("log" if _is_logarithmic(numbers) else "linear")
+        if len(ticks := sorted(set(numbers))) <= _TICKS:
+            axes.set_xticks(ticks, map(_short, ticks))
+            axes.set_xticks([], minor=True)
+    axes.set_xlabel(name)
+    axes.grid(visible=True, alpha=0.3)
+
+
+def _is_logarithmic(numbers: Sequence[float]) -> bool:
+    """Whether the values of a parameter are spread over its logarithm: their median is nearer to the geometric mean."""
+    low, high, middle = min(numbers), max(numbers), float(np.median(numbers))
+    return low > 0 and high >= _WIDE / 10 * low and abs(middle - math.sqrt(low * high)) < abs(middle - (low + high) / 2)
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 Values = npt.NDArray[np.float64]

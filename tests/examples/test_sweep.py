@@ -1,0 +1,144 @@
+"""Sweeps as a user meets them: the example, its header's commands, and every snippet of `docs/sweeps.md`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import ddp_loop as dl
+from examples.sweep import train as example
+from tests.support.paths import DOCS, EXAMPLES
+
+FOLDER = EXAMPLES / "sweep"
+RUN_S = 240.0
+SMALL = ("--images", "20", "--slots", "2")
+PRELUDE = "import ddp_loop as dl\nfrom train import train\n\n"
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a documented command in a folder, by this interpreter."""
+    words = [sys.executable if word == "python" else word for word in shlex.split(command, comments=True)]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=RUN_S, check=False)
+
+
+def statuses(folder: Path) -> list[str]:
+    return [json.loads(path.read_text())["status"] for path in sorted(folder.glob("trials/*/trial.json"))]
+
+
+# -- the example -------------------------------------------------------------------------------------------
+
+
+def result(trial: int, status: str, value: float | None, folder: Path) -> dl.TrialResult:
+    return dl.TrialResult(trial, {"rate": 0.01, "momentum": 0.9, "width": 8}, status, value, None, folder)
+
+
+def test_the_table_has_the_best_trial_first_and_those_without_a_value_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "evaluations.jsonl").write_text('{"loss": 0.5, "accuracy": 0.25}\n{"loss": 0.2, "accuracy": 0.75}\n')
+    missing = tmp_path / "missing"
+    example.print_table(
+        [
+            result(0, "failed", None, missing),
+            result(1, "pruned", 0.1, missing),
+            result(2, "done", 0.3, missing),
+            result(3, "done", 0.2, tmp_path),
+        ]
+    )
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[0] for line in lines] == ["3", "2", "1", "0"]
+    assert lines[0].split() == ["3", "0.01", "0.9", "8", "0.2000", "0.7500", "done"]
+    assert lines[-1].split() == ["0", "0.01", "0.9", "8", "failed"]
+    assert max(map(len, lines)) < 80
+
+
+def test_the_file_describes_the_grid_of_the_script() -> None:
+    given = tomllib.loads((FOLDER / "sweep.toml").read_text())
+    usual = example.read_arguments([])
+    assert given["space"] == example.GRID
+    assert given["objective"] == example.OBJECTIVE
+    assert given["keywords"] == {"epochs": usual.epochs, "images": usual.images}
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_example_run_as_its_header_says(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "sweep", ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    folder = tmp_path / "sweep"
+    toml = folder / "sweep.toml"
+    toml.write_text(toml.read_text().replace("images = 10000", "images = 20"))
+    commands = dict(re.findall(r"^([A-Z].+?): {2,}(python .+)$", example.__doc__ or "", re.MULTILINE))
+    assert len(commands) == 7
+
+    grid = run(f"{commands['Two at a time']} --images 20", folder)
+    assert grid.returncode == 0, grid.stderr
+    assert re.search(r"^Best: trial \d+, \{'rate': ", grid.stdout, re.MULTILINE)
+    assert statuses(folder / "runs" / "grid") == ["done"] * 12
+    assert (folder / "runs" / "grid" / "trials.png").stat().st_size > 10_000
+    attempts = [path.read_text() for path in sorted(folder.glob("runs/grid/trials/*/trial.json"))]
+
+    for name in ("A grid of 12 trials", "The grid from a file", "Help from elsewhere"):  # all have ended
+        again = run(commands[name] + (" --images 20" if "train.py" in commands[name] else ""), folder)
+        assert again.returncode == 0, again.stderr
+        assert [path.read_text() for path in sorted(folder.glob("runs/grid/trials/*/trial.json"))] == attempts
+
+    pairs = run(f"{commands['Two ranks for each']} --images 20 --slots 2 --folder runs/pairs", folder)
+    assert pairs.returncode == 0, pairs.stderr
+    assert statuses(folder / "runs" / "pairs") == ["done"] * 12
+
+
+@pytest.mark.slow
+def test_the_example_with_tpe_and_pruning_has_twelve_trials(tmp_path: Path) -> None:
+    done = run(f"python {FOLDER / 'train.py'} --tpe {shlex.join(SMALL)}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = statuses(tmp_path / "runs" / "tpe")
+    assert len(found) == 12
+    assert set(found) <= {"done", "pruned"}
+
+
+# -- the guide ---------------------------------------------------------------------------------------------
+
+
+def test_the_guide_names_every_status_and_every_argument() -> None:
+    guide = (DOCS / "sweeps.md").read_text()
+    for status in ("done", "pruned", "failed", "killed", "not finite", "timed out", "stopped"):
+        assert f"| `{status}` |" in guide
+    for argument in ("keywords", "trials", "sampler", "pruner", "objective", "direction", "report_every", "ranks",
+                     "slots", "time_limit_s", "seed", "storage", "heartbeat_s"):  # fmt: skip
+        assert re.search(rf"`[^`]*\b{argument}\b[^`]*`", guide), argument
+
+
+@pytest.mark.slow
+def test_every_snippet_of_the_guide_runs(tmp_path: Path) -> None:
+    guide = (DOCS / "sweeps.md").read_text()
+    for number, (kind, text) in enumerate(re.findall(r"^```(python|toml|sh)\n(.*?)^```$", guide, re.M | re.S)):
+        if named := re.match(r"# (\w+\.(?:py|toml))\n", text):
+            (tmp_path / named[1]).write_text(text)
+        elif kind == "python":  # a call with the first snippet's function
+            body = "".join(f"    {line}\n" for line in text.splitlines())
+            script = tmp_path / f"snippet_{number}.py"
+            script.write_text(f'{PRELUDE}if __name__ == "__main__":\n{body}    print([r.status for r in results])\n')
+            done = run(f"python {script.name}", tmp_path)
+            assert done.returncode == 0, done.stderr
+            assert re.search(r"\[('(done|pruned)'(, )?)+\]$", done.stdout.strip()), done.stdout
+        for command in re.findall(r"^python .+$", text if kind == "sh" else "", re.MULTILINE):
+            done = run(command, tmp_path)
+            if " stop " in command or re.search(r"again \S+$", command):  # nothing runs, and nothing failed
+                assert done.returncode == 2, done.stdout + done.stderr
+            else:
+                assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    assert {path.name: set(statuses(path)) for path in (tmp_path / "runs").iterdir()} == {
+        "first": {"done"},
+        "file": {"done"},
+        "other": {"done"},
+        "script": {"done"},
+        "tpe": set(statuses(tmp_path / "runs" / "tpe")),
+        "pairs": {"done"},
+    }
