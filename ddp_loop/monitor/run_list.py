@@ -31,7 +31,6 @@ NO_RUNS = frozenset(  # as in find_runs
 ACTIONS = frozenset({"curves", "stop", "note", "tables", "again"})  # what follows a key in a request
 
 
-
 @dataclass(frozen=True)
 class Listing:
     """What a folder held when it was listed.

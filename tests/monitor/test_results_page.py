@@ -14,7 +14,7 @@ from ddp_loop.checkpoint import FileLock, RunFolder
 from tests.support.browsing import NEEDS_BROWSER, PHONE, WIDE, Visit
 from tests.support.harness import until
 from tests.support.serving import Served, row, served
-from tests.support.sweeps import write_sweep, write_trial
+from tests.support.sweep_folders import write_sweep, write_trial
 
 pytestmark = NEEDS_BROWSER
 STATUSES = {3: "failed", 5: "killed", 7: "not finite", 9: "timed out", 10: "waiting", 11: "pruned"}

@@ -14,7 +14,7 @@ from ddp_loop.checkpoint import FileLock
 from ddp_loop.monitor.app import BODY_BYTES
 from tests.support.harness import until
 from tests.support.serving import WAIT_S, Served, ask, served
-from tests.support.sweeps import write_sweep, write_trial
+from tests.support.sweep_folders import write_sweep, write_trial
 
 RUN = "/api/runs/trials/0000"
 
