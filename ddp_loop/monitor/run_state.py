@@ -6,7 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import NAME, STATUS, STOP, is_running, read_json
+from ddp_loop.checkpoint import NAME, STATUS, STOP, read_json
+from ddp_loop.reporting import state_of
 
 TRIAL = "trial.json"
 ENDED = ("done", "stopped", "left", "failed")
@@ -42,25 +43,13 @@ class RunState:
         self._seen = True
         self.status = read_json(self.folder / STATUS) or {}
         self.trial = read_json(self.folder / TRIAL) or {}
-        self.state = self._state_now()
+        self.state = state_of(self.folder, self.status, self.trial)
+        self.is_active = self.state in ("running", "stopping")
         for name in ("epochs", "steps_per_epoch", "steps"):  # of the newest status that has them
             if (number := count(self.status.get(name))) is not None:
                 self._extent[name] = number
             elif name in self.status:
                 self._extent.pop(name, None)
-
-    def _state_now(self) -> str:
-        status, trial = self.status.get("status"), self.trial.get("status")
-        self.is_active = is_running(self.folder)
-        if self.is_active:
-            return "stopping" if (self.folder / STOP).exists() else "running"
-        if trial in ENDED_TRIAL or trial in ENDED or trial == "waiting":
-            return str(trial)
-        if status in ENDED:
-            return str(status)
-        if trial == "running" and status is None:
-            return "starting"
-        return "lost" if status is not None else "waiting"
 
     @property
     def epochs(self) -> int | None:
