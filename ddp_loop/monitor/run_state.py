@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import NAME, STATUS, STOP, is_running, read_json
-from ddp_loop.reporting import TRIAL
+from ddp_loop.checkpoint import NAME, STATUS, STOP, read_json
+from ddp_loop.reporting import state_of
 
 ENDED = ("done", "stopped", "left", "failed")
 ENDED_TRIAL = ("pruned", "killed", "not finite", "timed out", "interrupted")
@@ -42,22 +42,13 @@ class RunState:
         self._seen = True
         self.status = read_json(self.folder / STATUS) or {}
         self.trial = read_json(self.folder / TRIAL) or {}
-        self.state = self._state_now()
+        self.state = state_of(self.folder, self.status, self.trial)
+        self.is_active = self.state in ("running", "stopping")
         for name in ("epochs", "steps_per_epoch", "steps"):  # of the newest status that has them
             if (number := count(self.status.get(name))) is not None:
                 self._extent[name] = number
             elif name in self.status:
                 self._extent.pop(name, None)
-
-    def _state_now(self) -> str:
-        status, trial = self.status.get("status"), self.trial.get("status")
-        self.is_active = is_running(self.folder)
-        if self.is_active:
-            return "stopping" if (self.folder / STOP).exists() else "running"
-        own = str(status) if status in ENDED else "lost" if status is not None else "waiting"
-        if trial == "running":  # also before and after its loop
-            return own if own in ("failed", "lost") else "running"
-        return str(trial) if trial in (*ENDED_TRIAL, *ENDED, "waiting") else own
 
     @property
     def epochs(self) -> int | None:

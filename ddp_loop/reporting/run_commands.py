@@ -32,7 +32,7 @@ from ddp_loop.reporting.run_table import (
 
 SWEEP = "sweep.json"
 _WATCH_S = 1.0
-_COLORS = {"running": "green", "done": "cyan", "waiting": "dim", "pruned": "dim"} | dict.fromkeys(
+_COLORS = {"running": "green", "done": "cyan", "waiting": "dim", "starting": "dim", "pruned": "dim"} | dict.fromkeys(
     ("stopping", "stopped", "left", "interrupted"), "yellow"
 )
 _BAD = "red"  # of any other state: failed, killed, lost

@@ -23,9 +23,7 @@ from ddp_loop.reporting.rows import is_averaged
 TRIAL = "trial.json"
 ENDED = ("done", "stopped", "left", "failed")
 _NO_RUNS_BELOW = frozenset({"checkpoints", "before", "tables", "trace", "profile", "pictures", "again", "__pycache__"})
-_TRIAL_STATES = frozenset(
-    {"waiting", "done", "pruned", "failed", "killed", "not finite", "timed out", "stopped", "interrupted"}
-)
+_TRIAL_STATES = ("waiting", "done", "pruned", "failed", "killed", "not finite", "timed out", "stopped", "interrupted")
 _LOWER = re.compile(r"loss|error|perplexity|(?<![a-z])(rmse|mse|mae|nll|wer|cer)(?![a-z])", re.IGNORECASE)
 _MOST_READERS = 20_000
 _MOST_NOTE = 500  # letters
@@ -56,7 +54,7 @@ class RunRecord:
     Attributes:
         name: the folder's path relative to the folder that was searched.
         folder: its absolute path.
-        state: see `state_of`; of a trial also "pruned", "killed", "not finite", "timed out" or "interrupted".
+        state: see `state_of`.
         parameters: those of the trial, or else `Loop(config=...)`; flat, by name.
         rows, evaluations: the loss and the metrics of the updates, and those of `evaluate`, by name.
         steps, of_steps: updates so far, and of the whole run; None if that is unknown.
@@ -99,20 +97,26 @@ def is_lower_better(name: str) -> bool:
     return _LOWER.search(name) is not None
 
 
-def state_of(folder: Path, status: Mapping[str, Any]) -> str:
+def state_of(folder: Path, status: Mapping[str, Any], trial: Mapping[str, Any]) -> str:
     """Return the state of a run: running, stopping, done, stopped, left, failed, lost or waiting.
 
-    A run that is "lost" has ended without a status: its process was killed. One that is "waiting" has not begun.
+    A run that is "lost" has ended without a status: its process was killed. One that is "waiting" has not begun. A
+    trial can also be "pruned", "killed", "not finite", "timed out", "interrupted", or "starting", before its loop.
 
     Args:
         folder: of the run.
-        status: from its status.json; empty without one.
+        status, trial: from its status.json and its trial.json; empty without one.
     """
     if is_running(folder):
         return "stopping" if (folder / STOP).exists() else "running"
-    if (name := status.get("status")) in ENDED:
+    name, of_trial = status.get("status"), trial.get("status")
+    if of_trial == "running" and name in (None, "done", "stopped", "left"):  # before or after its loop
+        return "starting" if name is None else "running"
+    if of_trial in _TRIAL_STATES:
+        return str(of_trial)
+    if name in ENDED:
         return str(name)
-    return "lost" if name is not None else "waiting"
+    return "waiting" if name is None else "lost"
 
 
 def total_steps(extent: Mapping[str, Any]) -> int | None:
@@ -200,19 +204,21 @@ class _RunReader:
         with self._turn:
             run, trial, status = (self._object(one) for one in (RUN, TRIAL, STATUS))
             objective, direction = _text(trial.get("objective")), _text(trial.get("direction"))
-            wants_lower = {} if objective is None else {objective: direction != "maximize"}
+            # An objective of `evaluate` has this prefix.
+            decides = "" if objective is None else objective.removeprefix("evaluation.")
+            wants_lower = {decides: direction != "maximize"} if decides else {}
             self._rows.update(wants_lower)
             self._evaluations.update(wants_lower)
             parameters = trial.get("parameters") if trial else None
             parameters = parameters if isinstance(parameters, dict) else run.get("config")
-            state = state_of(self._folder, status)
+            state = state_of(self._folder, status, trial)
             elapsed = [one for one in (self._rows.elapsed_s, self._evaluations.elapsed_s) if one is not None]
             value = trial.get("value")
             step = _count(status.get("iteration")) or 0
             return RunRecord(
                 name,
                 self._folder,
-                _state_of_trial(state, trial.get("status")),
+                state,
                 dict(parameters) if isinstance(parameters, dict) else {},
                 dict(self._rows.summaries),
                 dict(self._evaluations.summaries),
@@ -302,18 +308,6 @@ def _summary(name: str, rows: list[dict[str, Any]], lower: bool, before: ValueSu
 
 def _value(pair: tuple[float, int]) -> float:
     return pair[0]
-
-
-def _state_of_trial(state: str, status: object) -> str:
-    """The state of a trial: what its run says while that runs, else what the sweep says of the trial.
-
-    A trial that has "running" in its file has also work before and after its loop.
-    """
-    if state in ("running", "stopping"):
-        return state
-    if status == "running":
-        return state if state in ("failed", "lost") else "running"
-    return status if isinstance(status, str) and status in _TRIAL_STATES else state
 
 
 def _time_of(run: Mapping[str, Any], trial: Mapping[str, Any]) -> float | None:
