@@ -134,9 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     four.add_argument("--timeout-s", type=_count, default=600, metavar="S", help="seconds to wait (default: 600)")
     five = add("monitor", _monitor, "serve a page with the curves of runs and a Stop button, and print its link")
-    five.add_argument(
-        "runs", type=Path, nargs="*", metavar="FOLDER", help="run folders, or folders of runs, also later"
-    )
+    five.add_argument("runs", type=Path, nargs="*", metavar="FOLDER", help="run folders, or folders of runs")
     five.add_argument("--demo", action="store_true", help="show made-up runs; nothing is trained")
     five.add_argument("--port", type=_count, default=0, metavar="P", help="port of the page (default: a free one)")
     five.add_argument("--host", default="127.0.0.1", metavar="A", help="address that serves other machines too")
