@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from ddp_loop.sweeps.command import folder_in
 from ddp_loop.sweeps.plan import GRACE
 from ddp_loop.sweeps.trial_folder import trial_folder
 from tests.support.harness import TASK_S, OnRanks, until
@@ -115,7 +116,7 @@ def test_a_worker_takes_over_the_trial_of_one_that_was_killed(
     (tmp_path / "sweep.toml").write_text(SWEEP)
     with sweeping(str(tmp_path / "sweep.toml"), f"--storage={postgres_url}", is_elsewhere=elsewhere) as first:
         until((trial_folder(folder, 0) / REACHED).exists, "the first trial stands still", TASK_S)
-        with sweeping("work", str(folder), f"--storage={postgres_url}") as second:
+        with sweeping("work", postgres_url) as second:
             until(lambda: trial(folder, 1)["status"] == "done", "the second worker has a trial", TASK_S)
             if elsewhere:  # a folder whose locks do not reach this machine
                 [lock] = (folder / "workers").glob("elsewhere-*")
@@ -152,6 +153,12 @@ def refuses(tmp_path: Path, storage: str) -> str:
     assert time.monotonic() - began < REFUSED_S
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.toml"]
     return printed
+
+
+@pytest.mark.slow
+def test_a_storage_without_a_sweep_has_no_work(postgres_url: str) -> None:
+    with pytest.raises(ValueError, match=r"must have one sweep. It has none. Pass --folder"):
+        folder_in(postgres_url)
 
 
 @pytest.mark.slow
