@@ -15,6 +15,7 @@ from ddp_loop.sweeps.plan import SweepPlan, TrialResult
 from ddp_loop.sweeps.running import Say
 from ddp_loop.sweeps.slurm import LOCAL, SLURM, Jobs, check_jobs, how_to_go_on, read_options, submit_workers
 from ddp_loop.sweeps.space import OBJECT, nearest
+from ddp_loop.sweeps.storage import check_reachable, folders_in, shown_url
 from ddp_loop.sweeps.sweep_folder import ask_for, forget_stop, has_workers, read_sweep
 from ddp_loop.sweeps.trial_folder import TRIAL_FILE, TRIALS
 
@@ -48,10 +49,10 @@ def add_sweep(add: Callable[..., Any], count: Callable[[str], int], say: Say) ->
         lambda options: _run(options, say),
         "train many networks, each an ordinary run, on all slots of this machine",
         "0 no trial failed, 1 one failed, 2 the sweep cannot be begun",
-        usage="python -m ddp_loop sweep FILE.toml | work FOLDER | again FOLDER [--slots N] [--storage URL] "
+        usage="python -m ddp_loop sweep FILE.toml | work FOLDER|URL | again FOLDER [--slots N] [--storage URL] "
         "[--on slurm|local] [--workers N] ...",
     )
-    command.add_argument("words", nargs="+", metavar="FILE.toml | work FOLDER | again FOLDER")
+    command.add_argument("words", nargs="+", metavar="FILE.toml | work FOLDER|URL | again FOLDER")
     command.add_argument("--slots", type=count, metavar="N", help="ranks at once here (default: GPUs, or cores)")
     command.add_argument("--folder", type=Path, metavar="FOLDER", help="of the sweep, in place of the file's")
     command.add_argument("--storage", metavar="URL", help="of any storage of Optuna's (default: SQLite in the folder)")
@@ -64,6 +65,8 @@ def add_sweep(add: Callable[..., Any], count: Callable[[str], int], say: Say) ->
 
 def _run(options: argparse.Namespace, say: Say) -> bool:
     action, *rest = options.words
+    if action == "work" and len(rest) == 1 and "://" in rest[0]:
+        return work(options.folder or folder_in(rest[0]), options.slots, rest[0], say)
     if action == "work" and len(rest) == 1:
         return work(Path(rest[0]), options.slots, options.storage, say)
     if action == "again" and len(rest) == 1:
@@ -71,7 +74,7 @@ def _run(options: argparse.Namespace, say: Say) -> bool:
     if rest:
         actions = ("work", "again")
         raise ValueError(
-            f"sweep takes FILE.toml, work FOLDER or again FOLDER. Got {' '.join(options.words)}. "
+            f"sweep takes FILE.toml, work FOLDER, work URL or again FOLDER. Got {' '.join(options.words)}. "
             f"{nearest(action, actions)}".rstrip()
         )
     if options.on is not None:
@@ -153,6 +156,20 @@ def work(folder: Path, slots: int | None, storage: str | None, say: Say) -> bool
         raise ValueError(f"The storage {url} needs its password, which the folder does not have. Pass --storage URL.")
     results = _plan_of(facts).work(folder.absolute(), slots, url, say)
     return _summarize(results, folder, say)
+
+
+def folder_in(url: str) -> Path:
+    """The folder of the sweep in a storage.
+
+    Raises:
+        ValueError: the storage cannot be reached, or has no sweep or several.
+    """
+    check_reachable(url)
+    found = folders_in(url)
+    if len(found) == 1:
+        return found[0]
+    listed = f"It has {len(found)}: {', '.join(map(str, found))}." if found else "It has none."
+    raise ValueError(f"The storage {shown_url(url)} must have one sweep. {listed} Pass --folder FOLDER.")
 
 
 def again(folder: Path, trials: Sequence[int] | None, slots: int | None, storage: str | None, say: Say) -> bool:

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -88,6 +89,20 @@ def check_reachable(url: str) -> None:
             engine.connect().close()
         finally:
             engine.dispose()
+
+
+def folders_in(url: str) -> list[Path]:
+    """The folders of the sweeps in a storage."""
+    import optuna
+
+    with silent(), _explaining(url):
+        storage = optuna.storages.RDBStorage(url, engine_kwargs=_settings(url))
+        try:
+            found = [study.user_attrs.get("folder") for study in storage.get_all_studies()]
+        finally:
+            storage.remove_session()
+            storage.engine.dispose()
+    return [Path(one) for one in found if one is not None]
 
 
 @contextmanager

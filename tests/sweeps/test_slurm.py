@@ -18,7 +18,7 @@ from ddp_loop.sweeps.slurm import Jobs, check_jobs, minutes_of, read_options, sl
 from tests.support.guard import descendants
 from tests.support.harness import until
 from tests.support.paths import ROOT
-from tests.support.slurm import Slurm
+from tests.support.slurm import CORES, Slurm
 from tests.support.sweep_jobs import REACHED, WEIGHTS, train
 
 RATES = [0.1, 0.07, 0.05, 0.03]
@@ -55,10 +55,10 @@ def task_of(slurm: Slurm, process: int) -> str:
     return next(tasks[job] for pid, job, *_ in listed if int(pid) == process)
 
 
-def submit(folder: Path, *options: str) -> str:
-    """The sweep of this file with two workers; returns what the command printed."""
+def submit(folder: Path, *options: str, workers: int = 2) -> str:
+    """Begin the sweep of this file with workers; returns what the command printed."""
     (folder / "sweep.toml").write_text(SWEEP)
-    command = [sys.executable, "-m", "ddp_loop", "sweep", str(folder / "sweep.toml"), "--workers=2", *options]
+    command = [sys.executable, "-m", "ddp_loop", "sweep", str(folder / "sweep.toml"), f"--workers={workers}", *options]
     with (folder / "printed").open("w") as printed:  # no pipe, which the jobs of this machine would hold open
         subprocess.run(command, check=True, stdout=printed, stderr=printed, timeout=SWEEP_S, cwd=ROOT)
     return (folder / "printed").read_text()
@@ -107,6 +107,28 @@ def test_a_cancelled_jobs_trial_is_finished_by_the_other_job(
     slurm.run("scancel", task_of(slurm, held))
     until(lambda: are_done(tmp_path), "all trials are done", SWEEP_S)
     until(lambda: jobs_of(slurm) == "", "the jobs have ended", SWEEP_S)
+    check_results(tmp_path, on_one_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F4")
+@pytest.mark.parametrize("why", ["its time is over", "another job goes first"])
+def test_a_job_that_must_leave_goes_on_later(
+    why: str, slurm: Slurm, tmp_path: Path, on_one_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    printed = submit(tmp_path, "--on=slurm", "--slurm=cpus_per_task=1", workers=1)
+    job = printed.partition("squeue --jobs=")[2].partition(",")[0]
+    until((tmp_path / "sweep/trials/0000" / REACHED).exists, f"a trial stands still{slurm.logs()}", SWEEP_S / 2)
+    if why == "its time is over":
+        slurm.run("scancel", "--signal=USR2", job)
+    else:
+        urgent = ["sbatch", "--partition=urgent", f"--cpus-per-task={CORES}", "--output=/dev/null", "--wrap", "true"]
+        slurm.run(*urgent)
+    until(lambda: are_done(tmp_path), "all trials are done", SWEEP_S)
+    until(lambda: jobs_of(slurm) == "", "the jobs have ended", SWEEP_S)
+    output = next((tmp_path / "sweep/slurm").glob("*_log.out")).read_text()
+    assert output.count("Starting with JobEnvironment") == 2
     check_results(tmp_path, on_one_rank)
 
 
