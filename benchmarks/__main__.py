@@ -56,7 +56,7 @@ TOPICS = {
     "reading": Topic(reading.report, reading.PARTS),
     "scaling": Topic(scaling.report, scaling.PARTS),
     "surface": Topic(surface.report, surface.PARTS),
-    "suggest": Topic(suggest.report, suggest.SEEDS),
+    "suggest": Topic(suggest.report, suggest.PARTS),
     "peers": Topic(peers.report, peers.PARTS),
     "gpu": Topic(gpu.report, gpu.PARTS, has_heading=True),
     "versions": Topic(versions.report, (), ("ranks", "exchange")),

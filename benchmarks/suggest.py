@@ -1,11 +1,12 @@
 """TPE against random draws, and a pruner against none, on the surface network with the same number of trials.
 
-    python -m benchmarks suggest [SEED ...]
+    python -m benchmarks suggest [PART ...]
 
-Each seed is a sweep of its own start weights: `TRIALS` trainings of `STEPS` updates of Adam on a grid of `SIDE` x
-`SIDE` points, compared by their last error. "random" draws points, "TPE" suggests them, and "random, pruned" draws the
-same points as "random" and stops those that are worse than the median. Updates are counted by the rows of the run
-folders.
+Each of five seeds is a sweep of its own start weights: `TRIALS` trainings of `STEPS` updates of Adam on a grid of
+points, compared by their last error. "tpe": suggested points against random ones, on 40x40 points. "pruning": random
+points, of which those that are worse than the median are stopped, against the same points without a pruner. A pruner's
+stop takes effect some tenths of a second after the value that causes it, so these trials take seconds, on 100x100
+points. Updates are counted by the rows of the run folders.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -25,12 +26,12 @@ from benchmarks.measuring import print_table
 from ddp_loop import networks
 from examples.surface.train import grid
 
-SIDE = 40
+SIDES = {"tpe": 40, "pruning": 100}
 STEPS = 800
 EVERY = 40  # updates between two values for the pruner
 TRIALS = 30
 SLOTS = 2
-SEEDS = ("0", "1", "2", "3", "4")
+SEEDS = range(5)
 SPACE: Mapping[str, Any] = {
     "rate": {"low": 1e-4, "high": 1.0, "log": True},
     "beta_1": {"low": 0.0, "high": 0.99},
@@ -40,8 +41,9 @@ SPACE: Mapping[str, Any] = {
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "random": {"sampler": "random"},
     "TPE": {"sampler": "tpe"},
-    "random, pruned": {"sampler": "random", "pruner": "median"},
+    "pruned": {"sampler": "random", "pruner": "median"},
 }
+PARTS = {"tpe": ("random", "TPE"), "pruning": ("random", "pruned")}
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def train(
             optimizer.step()
 
 
-def search(way: str, seed: int, folder: Path, *, trials: int = TRIALS, steps: int = STEPS, side: int = SIDE) -> Found:
+def search(way: str, seed: int, folder: Path, side: int, *, trials: int = TRIALS, steps: int = STEPS) -> Found:
     """Run one sweep."""
     results = dl.sweep(
         train,
@@ -91,38 +93,40 @@ def search(way: str, seed: int, folder: Path, *, trials: int = TRIALS, steps: in
     return Found(min(ended), updates, pruned, len(results) - len(ended) - pruned)
 
 
-def measure(seeds: Sequence[str]) -> Iterator[tuple[str, dict[str, Found]]]:
-    """What each way found, by seed."""
-    for seed in seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            yield seed, {way: search(way, int(seed), Path(folder) / way.replace(", ", "-")) for way in WAYS}
+def measure(part: str, seed: int) -> dict[str, Found]:
+    """What each way of a part found."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {way: search(way, seed, Path(folder) / way, SIDES[part]) for way in PARTS[part]}
 
 
-def rows_of(found: Mapping[str, Mapping[str, Found]]) -> Iterator[tuple[object, ...]]:
-    """The rows of the table: a seed each, then median and quartiles."""
-    errors = {way: [each[way].best for each in found.values()] for way in WAYS}
-    saved = [1 - each["random, pruned"].updates / each["random"].updates for each in found.values()]
+def rows_of(part: str, found: Mapping[int, Mapping[str, Found]]) -> Iterator[tuple[object, ...]]:
+    """The rows of a part's table: a seed each, then median and quartiles."""
+    ways = PARTS[part]
+    columns = {way: [each[way].best for each in found.values()] for way in ways}
+    saved = [1 - each[ways[1]].updates / each[ways[0]].updates for each in found.values()]
     for number, (seed, each) in enumerate(found.items()):
-        pruned = each["random, pruned"].pruned
-        yield seed, *(f"{errors[way][number]:.4f}" for way in WAYS), f"{saved[number]:.1%}", pruned
-    if len(found) > 1:
-        yield "median", *(f"{median(errors[way]):.4f}" for way in WAYS), f"{median(saved):.1%}", ""
-        low = {way: quantiles(errors[way], n=4, method="inclusive") for way in WAYS}
-        share = quantiles(saved, n=4, method="inclusive")
-        yield (
-            "quartiles",
-            *(f"{low[way][0]:.4f} to {low[way][2]:.4f}" for way in WAYS),
-            f"{share[0]:.1%} to {share[2]:.1%}",
-            "",
-        )
+        errors = (f"{columns[way][number]:.4f}" for way in ways)
+        yield seed, *errors, *((f"{saved[number]:.1%}", each[ways[1]].pruned) if part == "pruning" else ())
+    for what, places in {"median": [1], "quartiles": [0, 2]}.items():
+        shown = [[f"{quantiles(columns[way], n=4, method='inclusive')[one]:.4f}" for one in places] for way in ways]
+        share = [f"{quantiles(saved, n=4, method='inclusive')[one]:.1%}" for one in places]
+        rest = (" to ".join(share), "") if part == "pruning" else ()
+        yield what, *(" to ".join(one) for one in shown), *rest
+
+
+def print_part(part: str, found: Mapping[int, Mapping[str, Found]]) -> None:
+    print(f"{TRIALS} trials of {STEPS} updates on {SIDES[part]}x{SIDES[part]} points, {SLOTS} slots.\n")
+    further = " | updates saved | trials pruned" if part == "pruning" else ""
+    print_table(f"seed | {' | '.join(f'least error, {way}' for way in PARTS[part])}{further}", rows_of(part, found))
+    one, other = PARTS[part]
+    better = sum(each[other].best < each[one].best for each in found.values())
+    worse = sum(each[other].best > each[one].best for each in found.values())
+    failed = sum(sweep.failed for each in found.values() for sweep in each.values())
+    print(
+        f"{other}: less error than {one} in {better} of {len(found)} seeds, more in {worse}. {failed} trials failed.\n"
+    )
 
 
 def report(parts: Sequence[str]) -> None:
-    found = dict(measure(parts or SEEDS))
-    print(
-        f"{TRIALS} trials of {STEPS} updates on {SIDE}x{SIDE} points, {SLOTS} slots; errors are the least of a sweep.\n"
-    )
-    print_table("seed | random | TPE | random, pruned | updates saved by pruning | trials pruned", rows_of(found))
-    failed = sum(one.failed for each in found.values() for one in each.values())
-    better = sum(each["TPE"].best < each["random"].best for each in found.values())
-    print(f"TPE found less error than random draws in {better} of {len(found)} seeds. {failed} trials failed.")
+    for part in parts or PARTS:
+        print_part(part, {seed: measure(part, seed) for seed in SEEDS})

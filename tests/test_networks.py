@@ -19,6 +19,12 @@ def test_the_digit_network_has_123_090_parameters_in_14_tensors_and_6_state_tens
     assert sum(buffer.is_floating_point() for buffer in network.buffers()) == 6
 
 
+def test_a_digit_classifier_of_another_width_has_so_many_channels() -> None:
+    network = digit_classifier(classes=3, width=4)
+    assert network(torch.zeros(2, 1, 28, 28)).shape == (2, 3)
+    assert {tuple(one.shape[:1]) for one in network[:9].parameters()} == {(4,)}
+
+
 @pytest.mark.covers("B1")
 def test_the_digit_network_has_three_normed_convolutions_and_one_linear_layer() -> None:
     network = digit_classifier()

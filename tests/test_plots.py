@@ -16,6 +16,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from ddp_loop import plots
+from ddp_loop.plots import TrialCurve
 
 
 @pytest.fixture(autouse=True)
@@ -143,3 +144,50 @@ def test_surfaces_are_drawn_side_by_side_on_the_same_axes(tmp_path: Path, monkey
 def test_surfaces_of_another_shape_are_refused(panels: dict[str, torch.Tensor | str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two dimensions"):
         plots.surfaces(panels, tmp_path / "surfaces.png")
+
+
+def trial(
+    number: int, value: float | None, *, pruned: bool = False, **parameters: bool | float | str | None
+) -> TrialCurve:
+    return TrialCurve({"rate": 0.1**number, **parameters}, value, [1, 2, 3], [3.0, 2.0, 1.0 / (1 + number)], pruned)
+
+
+def test_trials_are_drawn_against_each_parameter_and_by_their_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(plots, "_write", lambda figure, path: figures.append(figure) or Path(path))
+    shown = [
+        trial(1, 0.5, kind="a", on=True),
+        trial(2, 0.25, kind="b", on=False),
+        trial(3, 0.1, pruned=True, kind="a", on=None),  # the least value, but it did not end
+        trial(4, None, kind="b", on=True),
+    ]
+    plots.trials(shown, "trials.png", value="error", curve="training loss")
+    rate, kind, on, curves = figures[0].axes
+    assert [axes.get_xlabel() for axes in figures[0].axes] == ["rate", "kind", "on", "step"]
+    assert (rate.get_ylabel(), curves.get_ylabel()) == ("error", "training loss")
+    assert rate.get_xscale() == "log"
+    assert [len(axes.lines) for axes in (rate, kind, on)] == [3, 3, 3]
+    assert [text.get_text() for text in kind.get_xticklabels()] == ["a", "b"]
+    assert [text.get_text() for text in on.get_xticklabels()] == ["True", "False", "None"]
+    red = [line.get_label() for line in curves.lines if line.get_color() == "tab:red"]
+    assert red == ["rate 0.01, kind b, on False"]
+    assert len(curves.lines) == 5  # a cross ends the pruned one
+
+    plots.trials(shown, "trials.png", maximize=True)
+    assert [one.get_label() for one in figures[1].axes[-1].lines if one.get_color() == "tab:red"] == [
+        "rate 0.1, kind a, on True"
+    ]
+
+
+def test_a_picture_of_one_trial_is_written_and_none_without_a_value(tmp_path: Path) -> None:
+    assert read(plots.trials([trial(1, 0.5)], tmp_path / "trials.png")).size
+    with pytest.raises(ValueError, match="no trials to draw"):
+        plots.trials([trial(1, None), trial(2, float("nan"))], tmp_path / "none.png")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "scale"),
+    [([0.003, 0.01, 0.03], "log"), ([0.05, 0.3, 0.4, 0.9], "linear"), ([0.0, 0.9], "linear"), ([4, 8, 16], "linear")],
+)
+def test_an_axis_is_logarithmic_where_its_parameter_is_spread_so(numbers: list[float], scale: str) -> None:
+    assert plots._is_logarithmic(numbers) == (scale == "log")
