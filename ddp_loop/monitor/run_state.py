@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import NAME, STATUS, STOP, read_json
-from ddp_loop.reporting import state_of
+from ddp_loop.reporting import TRIAL, state_of
 
 ENDED = ("done", "stopped", "left", "failed")
 ENDED_TRIAL = ("pruned", "killed", "not finite", "timed out", "interrupted")
