@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import NAME, STATUS, STOP, read_json
+from ddp_loop.checkpoint import NAME, STATUS, STOP, is_running, read_json
 from ddp_loop.reporting import TRIAL, state_of
 
 ENDED = ("done", "stopped", "left", "failed")
@@ -43,7 +43,7 @@ class RunState:
         self.status = read_json(self.folder / STATUS) or {}
         self.trial = read_json(self.folder / TRIAL) or {}
         self.state = state_of(self.folder, self.status, self.trial)
-        self.is_active = self.state in ("running", "stopping")
+        self.is_active = is_running(self.folder)  # a trial also runs before and after its loop
         for name in ("epochs", "steps_per_epoch", "steps"):  # of the newest status that has them
             if (number := count(self.status.get(name))) is not None:
                 self._extent[name] = number
@@ -88,6 +88,7 @@ class RunState:
             "missing": "this run folder does not exist yet",
             "gone": "this run folder was removed",
             "waiting": "waiting for a slot" if self.trial else "no run has begun in this folder yet",
+            "starting": "starting",
             "running": "running",
             "stopping": "stopping\u2026",
             "lost": f"ended after {at} without a status: its process no longer runs",

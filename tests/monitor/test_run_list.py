@@ -215,7 +215,7 @@ def test_the_best_value_is_the_least_of_a_loss_and_the_greatest_of_an_accuracy(t
 
 
 @pytest.mark.parametrize(
-    ("status", "state"), [(None, "running"), ("done", "running"), ("failed", "failed"), ("running", "lost")]
+    ("status", "state"), [(None, "starting"), ("done", "running"), ("failed", "failed"), ("running", "lost")]
 )
 def test_a_trial_runs_also_before_and_after_its_loop(tmp_path: Path, status: str | None, state: str) -> None:
     folder = write_run(tmp_path / "0007", [row(1)], **({} if status is None else {"status": status}))

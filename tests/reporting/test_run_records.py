@@ -113,7 +113,7 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.
         ("running", "interrupted", "interrupted"),
         ("failed", "waiting", "waiting"),
         (None, "running", "starting"),
-        ("done", "running", "done"),
+        ("done", "running", "running"),
         ("running", "running", "lost"),
         ("failed", "running", "failed"),
         ("done", "nonsense", "done"),
