@@ -68,7 +68,8 @@ def test_the_list_has_a_line_for_each_run_and_the_newest_ten_are_drawn(visit: An
         assert line.locator(".value").inner_text() == "2"
         assert one.text("#count") == "12 runs"
         assert not one.page.locator(".run").is_visible()
-        assert not one.page.locator("#unfold").filter(visible=True).count()
+        assert not one.page.locator("#unfold").is_visible()
+        assert one.page.get_by_role("tab", selected=True).inner_text() == "Curves"
         assert one.page.title() == "12 runs"
 
 
