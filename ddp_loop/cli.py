@@ -1,4 +1,4 @@
-"""The command line: `python -m ddp_loop devices | verify | profile | sweep | diff | checkpoints | stop | ...`."""
+"""The command line: `python -m ddp_loop COMMAND`; `--help` lists the commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddp_loop.checkpoint import CheckpointInfo, CheckpointStore, best_of, run_id
 from ddp_loop.distributed import describe_devices
 from ddp_loop.monitor import serve
 from ddp_loop.profiling import CannotProfile, ProfileJob, profile
-from ddp_loop.reporting import export
+from ddp_loop.reporting import RunQuery, best_run, export, list_runs
 from ddp_loop.sweeps import add_sweep, is_sweep, stop_sweep
 from ddp_loop.tracing import CannotVerify, VerifyJob, compare_runs, verify
 
@@ -134,20 +134,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     four.add_argument("--timeout-s", type=_count, default=600, metavar="S", help="seconds to wait (default: 600)")
     five = add("monitor", _monitor, "serve a page with the curves of runs and a Stop button, and print its link")
-    five.add_argument("runs", type=Path, nargs="*", metavar="FOLDER", help="run folders, or folders of runs")
+    five.add_argument(
+        "runs", type=Path, nargs="*", metavar="FOLDER", help="run folders, or folders of runs, also later"
+    )
     five.add_argument("--demo", action="store_true", help="show made-up runs; nothing is trained")
     five.add_argument("--port", type=_count, default=0, metavar="P", help="port of the page (default: a free one)")
     five.add_argument("--host", default="127.0.0.1", metavar="A", help="address that serves other machines too")
     five.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="another name of this server")
-    six = add(
+    for command in (three, four, _add_plot(add)):
+        command.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run_dir=...)")
+    _add_runs(add)
+    return parser
+
+
+def _add_plot(add: Callable[..., Any]) -> Any:
+    return add(
         "plot",
         lambda options: _show(True, map(str, export(options.run))),
         "draw a run's loss and metrics as PNG and SVG, and write its rows as CSV",
         f"{EQUAL} drawn, {FAILED} there are no rows, or matplotlib is missing",
     )
-    for command in (three, four, six):
-        command.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run_dir=...)")
-    return parser
 
 
 def _add_profile(add: Callable[..., Any]) -> None:
@@ -162,6 +168,34 @@ def _add_profile(add: Callable[..., Any]) -> None:
     command.add_argument("--ranks", type=_count, metavar="N", help="number of ranks (default: the GPUs, or 2)")
     command.add_argument("--steps", type=_count, default=20, metavar="K", help="steps to measure (default: 20)")
     command.add_argument("--trace", type=Path, metavar="FOLDER", help="also write a Chrome trace of each rank there")
+
+
+def _add_runs(add: Callable[..., Any]) -> None:
+    one = add(
+        "runs",
+        _list_runs,
+        "show a table of all runs below a folder: state, config, last and best values",
+        f"{EQUAL} shown, {FAILED} no folder, no run in it, or an unknown column",
+    )
+    one.add_argument("--sort", metavar="COLUMN", help='sort by a column, such as "best loss"')
+    one.add_argument("--descending", action="store_true", help="with --sort: the largest first")
+    one.add_argument(
+        "--where", action="append", default=[], metavar="CONDITION", help='show runs with "rate=0.1", "state!=failed"'
+    )
+    one.add_argument("--csv", type=Path, metavar="FILE", help="also write all columns and digits as CSV")
+    one.add_argument("--watch", action="store_true", help="show the table anew each second, until Ctrl-C")
+    two = add(
+        "best",
+        lambda options: best_run(options.folder, _say, by=options.by, highest=options.highest),
+        "show the best run below a folder, or the best trial of a sweep, with its checkpoint",
+        f"{EQUAL} found, {UNEQUAL} there is none, {FAILED} no folder, no run in it, or an unknown value",
+    )
+    two.add_argument(
+        "--by", metavar="NAME", help="value that decides (default: a sweep's objective, or evaluated loss)"
+    )
+    two.add_argument("--highest", action="store_true", help="the highest is the best (default for all but losses)")
+    for command in (one, two):
+        command.add_argument("folder", type=Path, metavar="FOLDER", help="a folder of runs, or of a sweep")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -200,6 +234,12 @@ def _profile(options: argparse.Namespace) -> bool:
 def _stop(options: argparse.Namespace) -> bool:
     stop = stop_sweep if is_sweep(options.run) else stop_and_wait
     return stop(options.run, options.timeout_s, _say)
+
+
+def _list_runs(options: argparse.Namespace) -> bool:
+    query = RunQuery(options.folder, options.sort, options.descending, options.where)
+    list_runs(query, _say, file=options.csv, watch=options.watch)
+    return True
 
 
 def _monitor(options: argparse.Namespace) -> bool:

@@ -265,7 +265,7 @@ function decades(plot, splits) {
 function series({ run, kind, single }) {
   if (kind === "evaluated") {
     const points = { show: true, size: 8, width: 2, stroke: run.colour, fill: colour("--card") };
-    return { stroke: run.colour, width: 0, paths: () => null, points };
+    return { stroke: run.colour, alpha: 1, width: 0, paths: () => null, points };
   }
   const faint = kind === "faint";
   return {
