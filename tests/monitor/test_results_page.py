@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddp_loop.checkpoint import FileLock, RunFolder
+from ddp_loop.checkpoint import FileLock, RunFolder, write_atomic
 from tests.support.browsing import NEEDS_BROWSER, PHONE, WIDE, Visit
 from tests.support.harness import until
 from tests.support.serving import Served, row, served
@@ -286,7 +286,10 @@ def test_the_confusion_matrix_has_counts_and_the_accuracy_of_each_class(
         assert one.page.evaluate(
             "document.documentElement.scrollWidth <= innerWidth"
         )  # the frame scrolls, not the page
-        (sweep / "trials" / "0000" / "tables" / "confusion.json").write_text("{")
+        counts[0][0] = 77
+        path = sweep / "trials" / "0001" / "tables" / "confusion.json"
+        write_atomic(path, json.loads(path.read_text()) | {"values": counts})
+        until(lambda: one.text(".matrix td") == "77", "a new table is shown")
         one.page.get_by_role("button", name="Close the table").click()
         assert not one.page.locator(".matrix").is_visible()
 

@@ -22,7 +22,7 @@ export class Matrix {
   async open(trial) {
     const tables = trial.summary.tables;
     this.trial = trial;
-    this.version = trial.summary.version;
+    this.summary = trial.summary;
     this.choice.hidden = tables.length < 2;
     this.choice.replaceChildren(...tables.map((name) => html("option", { value: name, textContent: name })));
     this.choice.value = tables.includes("confusion") ? "confusion" : tables[0];
@@ -35,11 +35,11 @@ export class Matrix {
     this.place.hidden = true;
   }
 
-  // Reads the table again if its run has gone on.
+  // Reads the table again if its run has changed.
   refresh(trials) {
     const trial = this.trial && trials.get(this.trial.key);
-    if (!trial || trial.summary.version === this.version) return;
-    this.version = trial.summary.version;
+    if (!trial || trial.summary === this.summary) return;
+    this.summary = trial.summary;
     this.read(this.choice.value);
   }
 
