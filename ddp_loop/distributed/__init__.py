@@ -5,7 +5,7 @@ from ddp_loop.distributed.devices import describe_devices, scale_batch_size
 from ddp_loop.distributed.encoding import as_real, assemble, columns, decode, encode
 from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error
 from ddp_loop.distributed.join import join_world
-from ddp_loop.distributed.launcher import Pool, RankFailed, launch, run_script
+from ddp_loop.distributed.launcher import Pool, RankFailed, check_call, launch, run_script
 from ddp_loop.distributed.piece_sums import IDENTITY, fill_identity, merge, padded
 from ddp_loop.distributed.processes import children_except, end_daemons
 from ddp_loop.distributed.replica_check import (
@@ -50,6 +50,7 @@ __all__ = [
     "World",
     "as_real",
     "assemble",
+    "check_call",
     "check_layout",
     "check_structure",
     "children_except",

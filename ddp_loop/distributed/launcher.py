@@ -122,7 +122,8 @@ class Pool:
     @property
     def process_ids(self) -> tuple[int, ...]:
         """The process ids of the living workers, in rank order."""
-        return tuple(worker.process_id for _, worker in sorted(self._workers.items()) if worker.alive)
+        workers = dict(self._workers)  # another thread may run a task meanwhile
+        return tuple(worker.process_id for _, worker in sorted(workers.items()) if worker.alive)
 
     def run(
         self,
@@ -288,6 +289,11 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 def _loopback() -> str | None:
     """The name of the loopback interface, on Linux or macOS; None if it has another one."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
+def check_call(function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
+    """Raise TypeError if new processes cannot get a function and its keywords."""
+    _pack_call(function, (), dict(keywords))
 
 
 def _pack_call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:

@@ -134,16 +134,20 @@ class Worker:
             target=serve, args=(tasks, stacks, os.getpid(), main_thread), name="ddp_loop rank"
         )
         self._process.start()
+        self._id = self._process.pid or 0
         tasks.close()
         stacks.close()
 
     @property
     def process_id(self) -> int:
-        return self._process.pid or 0
+        return self._id
 
     @property
     def alive(self) -> bool:
-        return self._process.is_alive()
+        try:
+            return self._process.is_alive()
+        except ValueError:  # another thread has just closed it
+            return False
 
     @property
     def usable(self) -> bool:

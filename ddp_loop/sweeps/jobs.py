@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddp_loop.distributed import run_script
+from ddp_loop.distributed import check_call, run_script
 from ddp_loop.sweeps.space import Scalar, nearest
 
 RUN_DIR = "run_dir"  # the name under which a job gets its trial's run folder
@@ -79,6 +79,7 @@ class FunctionJob:
         return {"function": f"{self.file}:{name}", "keywords": {key: repr(one) for key, one in self.keywords.items()}}
 
     def check(self, names: Sequence[str]) -> None:
+        check_call(self.function, self.keywords)
         try:
             taken = inspect.signature(self.function).parameters
         except (TypeError, ValueError):
@@ -190,8 +191,10 @@ def find_function(name: str, folder: Path) -> Callable[..., object]:
     if not place or (place.endswith(".py") and not path.is_file()):
         raise ValueError(f'A function is written "FILE.py:NAME" or "MODULE:NAME". {name!r} names no file. Check it.')
     if place.endswith(".py"):
-        sys.path.insert(0, str(path.parent))  # ranks get this path too
-        place = path.stem
+        root, place = path.parent, path.stem
+        while (root / "__init__.py").is_file():  # a module of a package has the package's name
+            root, place = root.parent, f"{root.name}.{place}"
+        sys.path.insert(0, str(root))  # ranks get this path too
     try:
         found: Any = importlib.import_module(place)
         if path.is_file() and Path(found.__file__ or "").resolve() != path:

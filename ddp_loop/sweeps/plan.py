@@ -11,13 +11,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
+from ddp_loop.checkpoint import read_json
 from ddp_loop.determinism import stream_key
 from ddp_loop.sweeps.jobs import FunctionJob, Job
 from ddp_loop.sweeps.running import Say, Sweep, SweepWorker, places_of
 from ddp_loop.sweeps.space import Point, make_space, nearest
-from ddp_loop.sweeps.storage import check_reachable, require_optuna, shown_url
-from ddp_loop.sweeps.sweep_folder import STUDY, SweepFolder
-from ddp_loop.sweeps.trial_folder import TRIAL_FILE, Objective, trial_folder, write_trial
+from ddp_loop.sweeps.storage import check_reachable, failures_explained, require_optuna, shown_url
+from ddp_loop.sweeps.sweep_folder import STUDY, SweepFolder, forget_stop, has_workers
+from ddp_loop.sweeps.trial_folder import TRIAL_FILE, Objective, end_attempt, trial_folder, write_trial
 from ddp_loop.sweeps.trial_queue import READY, TrialQueue
 
 if TYPE_CHECKING:
@@ -189,7 +190,8 @@ class SweepPlan:
             try:
                 self._claim_study(queue, opened_folder)
                 self._write_waiting(folder)
-                self._work(folder, queue, places, say)
+                self._write_endings(folder, queue)
+                self._work(folder, queue, url, places, say)
                 return results_of(folder, queue)
             finally:
                 queue.close()
@@ -203,9 +205,11 @@ class SweepPlan:
         places = places_of(slots, self.ranks)
         queue = self._open(url, folder)
         try:
+            if not has_workers(folder):
+                forget_stop(folder)
             if not queue.facts.get(READY):
                 raise ValueError(f"The sweep in {folder} was not begun. Start it first, then its workers.")
-            self._work(folder, queue, places, say)
+            self._work(folder, queue, url, places, say)
             return results_of(folder, queue)
         finally:
             queue.close()
@@ -232,7 +236,16 @@ class SweepPlan:
                 facts = {"objective": self.objective.name, "direction": self.objective.direction, "ranks": self.ranks}
                 write_trial(path, trial=trial, parameters=point, status="waiting", value=None, **facts)
 
-    def _work(self, folder: Path, queue: TrialQueue, places: Sequence[Mapping[str, str]], say: Say) -> None:
+    def _write_endings(self, folder: Path, queue: TrialQueue) -> None:
+        """Write the endings that a killed process had stored, but not yet written into the trials' folders."""
+        for trial, attempt in queue.newest().items():
+            path, ending = trial_folder(folder, trial), attempt.ending
+            if ending is not None and (read_json(path / TRIAL_FILE) or {}).get("status") != ending.status:
+                end_attempt(path, attempt.attempt, ending.status, ending.value, ending.why)
+
+    def _work(
+        self, folder: Path, queue: TrialQueue, url: str, places: Sequence[Mapping[str, str]], say: Say
+    ) -> None:
         one = Sweep(
             folder,
             self.job,
@@ -246,7 +259,7 @@ class SweepPlan:
             self.beat_s,
         )
         worker = SweepWorker(one, queue, places, say)
-        with stopped_by_signals(worker, say):
+        with stopped_by_signals(worker, say), failures_explained(url):
             worker.run()
         if worker.stopped is not None:
             say(f"The sweep was stopped by {worker.stopped}. Start it again to go on.")

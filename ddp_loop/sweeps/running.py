@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from ddp_loop.sweeps.trial_folder import (
     trial_folder,
     write_trial,
 )
-from ddp_loop.sweeps.trial_queue import Claim, Ending, SamplerOf, TrialQueue
+from ddp_loop.sweeps.trial_queue import Attempt, Claim, Ending, SamplerOf, TrialQueue
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
@@ -47,6 +48,7 @@ OBEY_S = 30.0  # for a checkpoint, before a run that was asked to stop is killed
 LIMIT_OBEY_S = 5.0  # the same for one that took too long
 HELD_S = 60.0  # for the former process of a run to leave its folder
 TIMED_OUT, PRUNED = "timed out", "pruned"  # why a worker asks a trial to stop, besides a stop of its own
+LOST = "given to another worker"
 _CHECK_S = 2.0  # between two looks for dead workers and requests, at least
 
 Say = Callable[[str], None]
@@ -86,6 +88,7 @@ class Running:
     Attributes:
         asked: why this worker asks it to stop; None if it does not.
         deadline: when it is killed, since it did not obey.
+        killed: whether its processes cannot be used again.
     """
 
     claim: Claim
@@ -96,12 +99,14 @@ class Running:
     began_at: float = field(default_factory=time.time)
     asked: str | None = None
     deadline: float = float("inf")
+    killed: bool = False
 
     def ask(self, why: str, within_s: float) -> None:
         if self.asked is None:
             self.asked, self.deadline = why, time.monotonic() + within_s
 
     def kill(self) -> None:
+        self.killed = True
         for process in self.pool.process_ids:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -151,8 +156,10 @@ class SweepWorker:
         self._sweep, self._queue, self._places, self._say = sweep, queue, places, say
         self._name = WorkerName(sweep.folder)
         self._running: dict[int, Running] = {}  # by place
+        self._looking = threading.Lock()  # what has ended is neither looked at nor asked
         self._stopping: str | None = None
         self._ended = threading.Event()
+        self._beaten = self._checked = 0.0
         self._failure: BaseException | None = None
 
     @property
@@ -164,6 +171,7 @@ class SweepWorker:
         """Ask all running trials to stop with a checkpoint, and take no more; a second call kills them."""
         if self._stopping is not None:
             for running in list(self._running.values()):
+                running.ask(self._stopping, 0.0)
                 running.kill()
         self._stopping = self._stopping or why
 
@@ -211,36 +219,47 @@ class SweepWorker:
                     time.sleep(IDLE_S)  # others run, and may be interrupted
                     continue
                 pool = pool or Pool(self._sweep.ranks, self._places[place])
-                self._run(place, claim, pool)
-                if not self._sweep.job.is_warm:
+                if not self._run(place, claim, pool) or not self._sweep.job.is_warm:
                     pool.close()
                     pool = None
         finally:
             if pool is not None:
                 pool.close()
 
-    def _run(self, place: int, claim: Claim, pool: Pool) -> None:
+    def _run(self, place: int, claim: Claim, pool: Pool) -> bool:
+        """Run an attempt; returns whether the pool can be used again."""
         folder = trial_folder(self._sweep.folder, claim.trial)
+        running = Running(claim, folder, pool, ObjectiveReader(folder, self._sweep.objective))
         ending: Ending | None = None
+        begun = False
         try:
-            if not self._is_free(folder):
+            if not self._is_ready(pool) or not self._is_free(claim, folder) or not self._queue.holds(claim):
                 time.sleep(IDLE_S)
-                return
+                return True
+            begun = True
             self._begin(place, claim, folder)
-            running = Running(claim, folder, pool, ObjectiveReader(folder, self._sweep.objective))
-            self._running[place] = running
-            try:
-                ending = self._outcome(running)
-            finally:
-                del self._running[place]
+            ending = self._outcome(place, running)
+            return not running.killed
         finally:
-            if self._queue.end(claim, ending):
-                self._record(claim, folder, ending)
+            record = partial(self._record, claim, folder, ending) if begun else _nothing
+            if self._queue.end(claim, ending, record) and ending is not None:
+                self._say(line_of(claim, ending, self._sweep))
 
-    def _is_free(self, folder: Path) -> bool:
+    def _is_ready(self, pool: Pool) -> bool:
+        """Start the pool's processes if they are missing: their start counts for no trial's time limit."""
+        try:
+            pool.run(os.getpid, self._sweep.ranks)
+        except RuntimeError:
+            if self._stopping is None:
+                raise
+        return self._stopping is None
+
+    def _is_free(self, claim: Claim, folder: Path) -> bool:
         """Whether no process trains in the folder; one whose worker lost the trial is asked to leave it."""
         deadline = time.monotonic() + HELD_S
         while is_running(folder) and self._stopping is None and time.monotonic() < deadline:
+            if not self._queue.holds(claim):
+                return False
             with suppress(ValueError, OSError):
                 ask_to_stop(folder, "the sweep: another worker has this trial")
             time.sleep(LOOK_S)
@@ -262,16 +281,27 @@ class SweepWorker:
             arguments=sweep.job.arguments(claim.parameters, str(folder)),
         )
 
-    def _outcome(self, running: Running) -> Ending | None:
+    def _outcome(self, place: int, running: Running) -> Ending | None:
         """Run an attempt to its end; None if it was interrupted, and shall go on later."""
         sweep, claim = self._sweep, running.claim
         result: dict[str, float] | float | None = None
         problem: RankFailed | None = None
+        running.began, running.began_at = time.monotonic(), time.time()
+        self._running[place] = running
         try:
             results = running.pool.run(run_trial, sweep.ranks, sweep.job, dict(claim.parameters), str(running.folder))
             result = results[0]
         except RankFailed as error:
             problem = error
+        finally:
+            with self._looking:
+                del self._running[place]
+        return self._ending(running, result, problem)
+
+    def _ending(
+        self, running: Running, result: dict[str, float] | float | None, problem: RankFailed | None
+    ) -> Ending | None:
+        sweep = self._sweep
         status, why = status_of(running.folder, running.began_at)
         if running.asked is not None and (problem is not None or status == "stopped"):
             if running.asked == TIMED_OUT:
@@ -299,61 +329,74 @@ class SweepWorker:
         return Ending("done", float(value))
 
     def _record(self, claim: Claim, folder: Path, ending: Ending | None) -> None:
-        if ending is None:
-            end_attempt(folder, "interrupted", None, self._stopping or "its run folder was held by another process")
-            return
-        end_attempt(folder, ending.status, ending.value, ending.why)
-        self._say(line_of(claim, ending, self._sweep))
+        one = ending or Ending("interrupted", None, self._stopping or "an error of its worker")
+        end_attempt(folder, claim.attempt, one.status, one.value, one.why)
 
     # -- all places ----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        checked = beaten = 0.0
         while not self._ended.wait(LOOK_S):
-            now = time.monotonic()
-            if now - beaten > self._sweep.beat_s / 2:
-                beaten = now
-                for claim in self._queue.beat():
-                    self._give_up(claim)
-            if now - checked > _CHECK_S:
-                checked = now
-                self._look_around()
-            for running in list(self._running.values()):
-                self._look_at(running, now)
+            with self._looking:
+                if self._failure is None:
+                    self._guarded(self._follow)
+                for running in list(self._running.values()):  # also after an error, so that each is asked to stop
+                    self._look_at(running, time.monotonic())
+
+    def _follow(self) -> None:
+        """Send heartbeats, hand objectives on to the pruner, and look around from time to time."""
+        now = time.monotonic()
+        if now - self._beaten > self._sweep.beat_s / 2:
+            self._beaten = now
+            for claim in self._queue.beat():
+                self._give_up(claim)
+        if now - self._checked > _CHECK_S:
+            self._checked = now
+            self._look_around()
+        for running in list(self._running.values()):
+            self._report(running)
 
     def _look_around(self) -> None:
         """Follow the requests in the sweep's folder, and put the trials of dead workers in line again."""
         folder = self._sweep.folder
-        if (why := asked_to_stop(folder)) is not None and self._stopping is None:
-            self.stop(why)
+        self._stopping = self._stopping or asked_to_stop(folder)
         if trials := take_requests(folder):
-            self._queue.again(trials)
-            for trial in trials:
-                write_trial(trial_folder(folder, trial), status="waiting")
-        self._queue.take_over(self._name.name, lambda name: is_dead(folder, name))
+            self._queue.again(trials, lambda trial: write_trial(trial_folder(folder, trial), status="waiting"))
+        self._queue.take_over(self._name.name, lambda name: is_dead(folder, name), self._record_dead)
+
+    def _record_dead(self, attempt: Attempt) -> None:
+        one = attempt.ending or Ending("interrupted", None, "its worker died")
+        folder = trial_folder(self._sweep.folder, attempt.trial)
+        end_attempt(folder, attempt.attempt, one.status, one.value, one.why)
 
     def _give_up(self, claim: Claim) -> None:
+        """Kill a trial that another worker has; its folder is that worker's, so no request is written there."""
         for running in list(self._running.values()):
             if running.claim is claim:
-                running.ask("given to another worker", 0.0)
+                running.asked, running.deadline = LOST, 0.0
 
-    def _look_at(self, running: Running, now: float) -> None:
-        limit = self._sweep.time_limit_s
+    def _report(self, running: Running) -> None:
         values = running.reader.poll()
-        if self._stopping is not None:
-            running.ask(self._stopping, OBEY_S)
-        if limit is not None and now - running.began > limit:
-            running.ask(TIMED_OUT, LIMIT_OBEY_S)
         if self._sweep.pruner is not None and running.asked is None:
             for step, value in values:
                 if self._queue.should_prune(running.claim, self._sweep.pruner, step, value):
                     running.ask(PRUNED, OBEY_S)
                     break
-        if running.asked is not None:
+
+    def _look_at(self, running: Running, now: float) -> None:
+        limit = self._sweep.time_limit_s
+        if self._stopping is not None:
+            running.ask(self._stopping, OBEY_S)
+        if limit is not None and now - running.began > limit:
+            running.ask(TIMED_OUT, LIMIT_OBEY_S)
+        if running.asked not in (None, LOST):
             with suppress(ValueError, OSError):  # its loop has not begun, or has just ended
                 ask_to_stop(running.folder, f"the sweep: {running.asked}")
-            if now > running.deadline:
-                running.kill()
+        if now > running.deadline:
+            running.kill()
+
+
+def _nothing() -> None:
+    """What is recorded of an attempt that has not begun."""
 
 
 def _failed(error: RankFailed) -> Ending:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +34,48 @@ def _settings(url: str) -> dict[str, Any]:
     return {"pool_pre_ping": True, "connect_args": {"connect_timeout": CONNECT_S}}
 
 
-def open_storage(url: str, beat_s: int, grace_s: int) -> optuna.storages.RDBStorage:
+def open_storage(
+    url: str, beat_s: int, grace_s: int, on_stale: Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
+) -> optuna.storages.RDBStorage:
+    """Open a storage.
+
+    Args:
+        beat_s, grace_s: seconds between heartbeats, and after which an attempt without one is settled.
+        on_stale: called for each such attempt that this process settles.
+    """
     import optuna
+    from sqlalchemy import event
 
     with warnings.catch_warnings(), _explaining(url):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.storages.RDBStorage(
-            url, engine_kwargs=_settings(url), heartbeat_interval=beat_s, grace_period=grace_s
+        storage = optuna.storages.RDBStorage(
+            url,
+            engine_kwargs=_settings(url),
+            heartbeat_interval=beat_s,
+            grace_period=grace_s,
+            heartbeat_stale_trial_callback=on_stale,
         )
+    if url.startswith("sqlite"):
+        # Optuna reads a trial's state and then changes it. SQLite locks no row meanwhile, and without this its
+        # transaction begins with the change, so two workers would take the same trial.
+        event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    return storage
+
+
+@contextmanager
+def failures_explained(url: str) -> Iterator[None]:
+    """Raise a storage's error of the block, in which a sweep runs, as StorageUnreachable."""
+    from optuna.exceptions import OptunaError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (SQLAlchemyError, OptunaError) as error:
+        cause = error.__cause__ or error
+        raise StorageUnreachable(
+            f"The storage {shown_url(url)} failed while the sweep ran ({str(cause).splitlines()[0]}). Running trials "
+            "were stopped with checkpoints. Start the sweep again when the storage can be read and written."
+        ) from error
 
 
 def check_reachable(url: str) -> None:

@@ -39,9 +39,8 @@ class SweepFolder:
         self.folder = folder.absolute()
         remedy = "Make room there, make it writable, or choose another folder."
         with explained(f"The sweep's folder {self.folder} cannot be created or written", remedy):
-            before = _read_before(self.folder)
-            _check_same(self.folder, before, json.loads(json.dumps(dict(facts))))
-            (self.folder / TRIALS).mkdir(parents=True, exist_ok=True)
+            _read_before(self.folder, facts)  # an error leaves nothing behind
+            self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 self._lock = FileLock(self.folder / LOCK, "sweep")
             except Locked as error:
@@ -49,23 +48,42 @@ class SweepFolder:
                     f"The sweep in {self.folder} is run by {error}. To help it, start python -m ddp_loop sweep work "
                     f"{self.folder}. To stop it, start python -m ddp_loop stop {self.folder}."
                 ) from None
-            self.facts: dict[str, Any] = {"began": time.time(), "id": secrets.token_hex(8), **before, **facts}
-            write_atomic(self.folder / SWEEP, self.facts)
-            with suppress(OSError):
-                (self.folder / STOP).unlink()
+            try:
+                self.facts = self._begin(facts)
+            except BaseException:
+                self.close()
+                raise
+
+    def _begin(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Write sweep.json under the lock: another process may have begun a sweep here since the folder was read."""
+        before = _read_before(self.folder, facts)
+        found = {"began": time.time(), "id": secrets.token_hex(8), **before, **facts}
+        write_atomic(self.folder / SWEEP, found)
+        (self.folder / TRIALS).mkdir(exist_ok=True)
+        forget_stop(self.folder)
+        return found
 
     def close(self) -> None:
         """Unlock the folder."""
         self._lock.close()
 
 
-def _read_before(folder: Path) -> dict[str, Any]:
+def _read_before(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The sweep that is in the folder, which must be the same; {} without one."""
     before = read_json(folder / SWEEP)
     if before is None and (folder / SWEEP).exists():
         raise ValueError(f"{folder / SWEEP} is damaged. Restore it, or choose another folder.")
-    if before is None and folder.is_dir() and any(one.name != LOCK for one in folder.iterdir()):
-        raise ValueError(f"{folder} has files, and no sweep. Choose an empty folder or a new one.")
+    if before is None and folder.exists():
+        others = sorted(one.name for one in folder.iterdir() if not _is_of_killed_start(one))
+        if others:
+            raise ValueError(f"{folder} has files, and no sweep: {others[0]}. Choose an empty folder or a new one.")
+    _check_same(folder, before or {}, json.loads(json.dumps(dict(facts))))
     return before or {}
+
+
+def _is_of_killed_start(path: Path) -> bool:
+    """Whether a sweep that was killed before it wrote sweep.json leaves this."""
+    return path.name == LOCK or path.name.startswith(f".{SWEEP}-")
 
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -159,6 +177,12 @@ def stop_sweep(folder: Path, timeout_s: float, say: Callable[[str], None]) -> bo
         time.sleep(LOOK_S)
     say(f"{folder}: stopped. Start the sweep again to go on.")
     return True
+
+
+def forget_stop(folder: Path) -> None:
+    """Remove the file `stop`, which was meant for former workers."""
+    with suppress(OSError):
+        (folder / STOP).unlink()
 
 
 def asked_to_stop(folder: Path) -> str | None:

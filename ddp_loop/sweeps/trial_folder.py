@@ -41,10 +41,13 @@ def _interrupted(attempt: dict[str, Any]) -> dict[str, Any]:
     return {**attempt, "status": "interrupted"} if attempt.get("status") == "running" else attempt
 
 
-def end_attempt(folder: Path, status: str, value: float | None, why: str | None) -> None:
-    """Record how the newest attempt at a trial ended."""
-    attempts = (read_json(folder / TRIAL_FILE) or {}).get("attempts") or [{}]
-    attempts[-1] |= {"ended": time.time(), "status": status}
+def end_attempt(folder: Path, number: int, status: str, value: float | None, why: str | None) -> None:
+    """Record how an attempt at a trial ended."""
+    listed = (read_json(folder / TRIAL_FILE) or {}).get("attempts")
+    attempts = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    for one in attempts:
+        if one.get("number") == number:
+            one |= {"ended": time.time(), "status": status}
     finite = value if value is None or isfinite(value) else None
     write_trial(folder, status=status, value=finite, why=why, attempts=attempts)
 

@@ -93,7 +93,8 @@ class TrialQueue:
     def __init__(self, url: str, name: str, *, beat_s: int, grace_s: int, direction: str | None = None) -> None:
         require_optuna()
         self._grace_s, self._turn = grace_s, threading.RLock()
-        self._storage = open_storage(url, beat_s, grace_s)
+        self._stale: list[int] = []  # attempts without heartbeats that this process has just settled
+        self._storage = open_storage(url, beat_s, grace_s, lambda study, one: self._stale.append(one._trial_id))
         self._name, self._study_id = name, self._find_study(name, direction)
         self.study = self._load()
         self._mine: dict[int, Claim] = {}  # by Optuna's id
@@ -192,7 +193,6 @@ class TrialQueue:
             for waiting in sorted(self._frozen("WAITING"), key=lambda one: one.user_attrs[TRIAL]):
                 key = waiting._trial_id
                 try:
-                    self._storage.set_trial_user_attr(key, WORKER, worker)  # so that no attempt runs without a name
                     if not self._storage.set_trial_state_values(key, optuna.trial.TrialState.RUNNING):
                         continue
                     self._storage.record_heartbeat(key)
@@ -243,18 +243,31 @@ class TrialQueue:
             claim.handle.study.pruner = pruner
             return bool(claim.handle.should_prune())
 
-    def end(self, claim: Claim, ending: Ending | None) -> bool:
-        """Store how an attempt ended; None gives it back. Returns False if it was given to another worker meanwhile."""
-        import optuna
+    def holds(self, claim: Claim) -> bool:
+        """Whether an attempt is still this worker's."""
+        with self._turn:
+            return self._storage.get_trial(claim.key).state.name == "RUNNING"
+
+    def end(self, claim: Claim, ending: Ending | None, record: Callable[[], None] = lambda: None) -> bool:
+        """Store how an attempt ended; None gives it back. Returns False if it was given to another worker meanwhile.
+
+        Args:
+            record: writes the ending into the trial's folder, before anyone else can take the trial.
+        """
+        from optuna.exceptions import UpdateFinishedTrialError
 
         with self._turn:
             self._mine.pop(claim.key, None)
             try:
                 if ending is not None:
                     self._storage.set_trial_user_attr(claim.key, ENDING, vars(ending))
-                self._settle(claim.key, ending)
-            except optuna.exceptions.UpdateFinishedTrialError:
+                elif not self.holds(claim):
+                    return False
+            except UpdateFinishedTrialError:
                 return False
+            record()
+            with suppress(UpdateFinishedTrialError):  # another worker has just settled it, by its ending
+                self._settle(claim.key, ending)
             if ending is None:
                 self._add_missing()
             return True
@@ -287,12 +300,18 @@ class TrialQueue:
                     lost.append(claim)
         return lost
 
-    def take_over(self, worker: str, is_dead: Callable[[str], bool | None]) -> None:
+    def take_over(
+        self,
+        worker: str,
+        is_dead: Callable[[str], bool | None],
+        record: Callable[[Attempt], None] = lambda attempt: None,
+    ) -> None:
         """Put the trials of dead workers in line again.
 
         Args:
             worker: the name of this worker.
             is_dead: whether the worker of this name is known to be dead; None if only its heartbeats can tell.
+            record: writes into the trial's folder how an attempt of a dead worker ended, before it is in line again.
         """
         import optuna
 
@@ -309,10 +328,17 @@ class TrialQueue:
                 if dead:
                     with suppress(optuna.exceptions.UpdateFinishedTrialError):
                         self._settle(one._trial_id, attempt.ending)
+                        record(self._attempt(one._trial_id))
+            self._stale.clear()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 optuna.storages.fail_stale_trials(self.study)
+            for key in self._stale:
+                record(self._attempt(key))
             self._add_missing()
+
+    def _attempt(self, key: int) -> Attempt:
+        return _attempt_of(self._storage.get_trial(key))
 
     def _add_missing(self) -> None:
         """Add an attempt for each trial whose newest one was interrupted."""
@@ -322,12 +348,17 @@ class TrialQueue:
             if one.number in interrupted:
                 self._add_again(one)
 
-    def again(self, trials: Iterable[int]) -> None:
-        """Put ended trials in line again."""
+    def again(self, trials: Iterable[int], record: Callable[[int], None] = lambda trial: None) -> None:
+        """Put ended trials in line again.
+
+        Args:
+            record: writes that into a trial's folder, before the trial can be taken.
+        """
         newest = self.newest()
         wanted = {newest[trial].number for trial in trials if trial in newest and newest[trial].state == "ended"}
         for one in self._frozen() if wanted else ():
             if one.number in wanted:
+                record(int(one.user_attrs[TRIAL]))
                 self._add_again(one)
 
     def _add_again(self, one: FrozenTrial) -> None:

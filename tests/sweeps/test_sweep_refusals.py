@@ -1,0 +1,154 @@
+"""Sweeps that cannot be begun: errors with the fact, what came and the remedy; nothing is written or overwritten."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddp_loop as dl
+from ddp_loop.checkpoint import FileLock
+from ddp_loop.cli import main
+from ddp_loop.distributed import launcher, worker
+from tests.support.trials import toml, train, trivial
+
+sweep = partial(dl.sweep, progress=False)
+RANGE = {"low": 1, "high": 5}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.covers("F2")
+@pytest.mark.parametrize(
+    ("space", "keywords", "said"),
+    [
+        ({"rat": [1]}, {}, "has no parameter 'rat'. Did you mean 'rate'?"),
+        ({}, {}, "The space has no parameter"),
+        ({"rate": []}, {}, "The grid is empty: rate has no value"),
+        ([], {}, "The list of points is empty"),
+        ([{"rate": 1}, {"width": 1}], {}, "All points must have the same parameters"),
+        ({"rate": [1]}, {"ranks": 3, "slots": 2}, "A trial has 3 ranks, but there are 2 slots here"),
+        ({"rate": [1]}, {"slots": 0}, "slots must be a whole number, 1 or more. Got 0"),
+        ({"rate": [1]}, {"trials": 3}, "This grid has 1 trials. Got trials=3"),
+        ([{"rate": 1}], {"trials": 3}, "A list has its own 1 trials"),
+        ({"rate": {"low": 1}}, {"trials": 3, "sampler": "random"}, "A range needs low and high. rate has low"),
+        ({"rate": {"low": 1, "hi": 2}}, {"trials": 3, "sampler": "tpe"}, "rate has 'hi'. Did you mean 'high'?"),
+        ({"rate": {"low": 5, "high": 1}}, {"trials": 3, "sampler": "tpe"}, "The range of rate is not possible"),
+        ({"rate": RANGE}, {}, "A grid needs the values of each parameter. rate has a range"),
+        ({"rate": RANGE}, {"sampler": "random"}, "trials must be the number of trials to draw, 1 or more. Got None"),
+        ({"rate": [float("nan")]}, {}, "A value of rate must be finite. Got nan"),
+        ({"rate": ["a", object()]}, {}, "A value of rate must be a number, a text, a bool or None"),
+        ({"rate": [1]}, {"sampler": "tpo"}, "sampler must be one of grid, random, tpe"),
+        ({"rate": [1]}, {"pruner": "medium"}, "Did you mean 'median'?"),
+        ({"rate": [1]}, {"direction": "up"}, "direction must be minimize or maximize. Got 'up'"),
+        ({"rate": [1]}, {"time_limit_s": 0}, "time_limit_s must be positive, or None for no limit. Got 0"),
+        ({"rate": [1]}, {"storage": "here"}, "A storage is given by SQLAlchemy's URL"),
+        ({"rate": [1]}, {"storage": "sqlite:////no/such/folder/x.db"}, "cannot be opened (.*unable to open"),
+        ({"rate": [1]}, {"storage": "postgresql+psycopg://u:secret@127.0.0.1:1/x"}, "u:\\*\\*\\*@.* cannot be opened"),
+        ({"rate": [1]}, {"storage": "mysql+mysqlconnector://u@h/x"}, "needs a driver"),
+        ({"rate": [1]}, {"keywords": {"rate": 2}}, "'rate' is in the space, and is given otherwise too"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit(space: Any, keywords: dict[str, Any], said: str, tmp_path: Path) -> None:
+    pattern = said.replace("(", "\\(").replace("?", "\\?") if "\\" not in said and ".*" not in said else said
+    with pytest.raises(ValueError, match=pattern.replace("opened (", "opened \\(")) as error:
+        sweep(train, space, tmp_path / "sweep", **keywords)
+    assert "secret" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_functions_that_new_processes_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (launcher, worker):
+        monkeypatch.setattr(module, "has_cloudpickle", lambda: False)
+
+    def nested(rate: float, run_dir: str) -> None: ...
+
+    for function in (nested, lambda rate, run_dir: None):
+        with pytest.raises(TypeError, match=r"cannot be pickled.*Import it from a module"):
+            sweep(function, {"rate": [1]}, tmp_path / "sweep", slots=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_other_files(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("all of it")
+    with pytest.raises(ValueError, match=r"has files, and no sweep: thesis.txt. Choose an empty folder"):
+        sweep(trivial, {"x": [1]}, tmp_path, slots=1)
+    assert files(tmp_path) == {"thesis.txt": b"all of it"}
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_folder_of_another_sweep(tmp_path: Path) -> None:
+    sweep(trivial, {"x": [1]}, tmp_path / "s", slots=1)
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match=r"has another sweep: space: was .* Restore these, or choose another folder"):
+        sweep(trivial, {"x": [2]}, tmp_path / "s", slots=1)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_folder_whose_sweep_runs(tmp_path: Path) -> None:
+    sweep(trivial, {"x": [1]}, tmp_path / "s", slots=1)
+    lock = FileLock(tmp_path / "s" / "lock", "sweep")
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match="To help it, start python -m ddp_loop sweep work"):
+        sweep(trivial, {"x": [1]}, tmp_path / "s", slots=1)
+    lock.close()
+    assert files(tmp_path) == before
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_start_that_was_killed_before_the_sweep_was_written(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    for name in ("lock", ".sweep.json-0a1b2c3d"):
+        (tmp_path / "s" / name).write_text("")
+    assert [one.status for one in sweep(trivial, {"x": [1]}, tmp_path / "s", slots=1)] == ["done"]
+
+
+@pytest.mark.usefixtures("warm")
+def test_an_objective_that_no_row_has(tmp_path: Path) -> None:
+    (one,) = sweep(train, {"rate": [0.1]}, tmp_path / "s", slots=1, objective="los")
+    assert one.status == "failed"
+    assert "without 'los'" in str(one.why)
+    assert "Did you mean 'loss'?" in str(one.why)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"The sweep's folder .* cannot be created or written \(Not a directory\)"):
+        sweep(trivial, {"x": [1]}, tmp_path / "file" / "s", slots=1)
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    folder.chmod(0o500)
+    try:
+        if not os.access(folder, os.W_OK):  # root can write anywhere
+            with pytest.raises(OSError, match="cannot be created or written"):
+                sweep(trivial, {"x": [1]}, folder, slots=1)
+    finally:
+        folder.chmod(0o700)
+    assert sorted(files(tmp_path)) == ["file"]
+
+
+def refused_toml(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["sweep", str(path)]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.covers("F2")
+def test_files_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.py").write_text("import argparse\np = argparse.ArgumentParser()\np.add_argument('--rate')\n"
+                                     "p.add_argument('--run-dir')\np.parse_args()\n")  # fmt: skip
+    facts: dict[str, Any] = {"script": "job.py", "folder": "s", "slots": 1, "space": {"rate": [1]}}
+    write = partial(toml, tmp_path / "sweep.toml")
+    assert "unknown key 'smapler'. Did you mean 'sampler'?" in refused_toml(write(**facts, smapler="tpe"), capsys)
+    said = refused_toml(write(**facts | {"space": {"rat": [1]}}), capsys)
+    assert "job.py has no option --rat. Did you mean '--rate'?" in said
+    assert "does not exist" in refused_toml(write(**facts | {"script": "no.py"}), capsys)
+    assert "either script" in refused_toml(write(**facts, function="job.py:train"), capsys)
+    assert "names no file" in refused_toml(write(function="no.py:train", folder="s", space={"x": [1]}), capsys)
+    assert "cannot be read" in refused_toml(tmp_path / "missing.toml", capsys)
+    assert sorted(files(tmp_path)) == ["job.py", "sweep.toml"]

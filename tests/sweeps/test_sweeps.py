@@ -1,0 +1,124 @@
+"""Sweeps of small networks: as many at once as there are slots, in order, each with the bits of its run alone."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddp_loop as dl
+from ddp_loop.cli import main
+from ddp_loop.distributed import Pool
+from tests.support.trials import final, intervals, most_at_once, named, toml, train, trial, trivial
+
+SPACE: dict[str, Any] = {"rate": [0.1, 0.02, 0.004], "width": [2, 5]}
+SCRIPT = """
+import argparse
+from tests.support.trials import train
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate", type=float)
+parser.add_argument("--width", type=int)
+parser.add_argument("--run-dir")
+parser.add_argument("--steps", type=int)
+train(**vars(parser.parse_args()))
+"""
+
+sweep = partial(dl.sweep, progress=False)
+
+
+def alone(pool: Pool, ranks: int, run: Path, **parameters: Any) -> list[str]:
+    """The digests of the same run outside a sweep."""
+    pool.run(train, ranks, run_dir=str(run), **parameters)
+    return final(run)
+
+
+@pytest.mark.covers("F1", "G1")
+@pytest.mark.usefixtures("warm")
+def test_trials_run_on_all_slots_in_order_with_the_bits_of_their_runs_alone(pool: Pool, tmp_path: Path) -> None:
+    points = [{"rate": rate, "width": width} for rate in SPACE["rate"] for width in SPACE["width"]]
+    results = sweep(train, SPACE, tmp_path / "sweep", slots=2)
+    assert [one.parameters for one in results] == points
+    assert [one.status for one in results] == ["done"] * 6
+    assert most_at_once(intervals(tmp_path / "sweep")) == 2
+    for one in (results[0], results[5]):
+        assert final(one.folder) == alone(pool, 1, tmp_path / f"alone-{one.trial}", **one.parameters)
+    assert len({tuple(final(one.folder)) for one in results}) == 6
+    assert all(trial(tmp_path / "sweep", one.trial)["status"] == "done" for one in results)
+
+
+@pytest.mark.covers("G2", "G3")
+@pytest.mark.usefixtures("warm")
+def test_trials_of_two_ranks_on_two_slots_run_one_at_a_time(pool: Pool, tmp_path: Path) -> None:
+    results = sweep(train, {"rate": [0.1, 0.02]}, tmp_path / "sweep", slots=2, ranks=2)
+    assert [one.status for one in results] == ["done", "done"]
+    assert most_at_once(intervals(tmp_path / "sweep")) == 1
+    for one in results:
+        assert final(one.folder) == alone(pool, 2, tmp_path / f"alone-{one.trial}", **one.parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F1", "G1", "G2")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_twelve_trials_in_new_processes(ranks: int, pool: Pool, tmp_path: Path) -> None:
+    space = {"rate": [0.1, 0.02, 0.004, 0.001], "width": [2, 3, 5]}
+    results = sweep(train, space, tmp_path / "sweep", slots=2, ranks=ranks, keywords={"steps": 30})
+    assert [one.status for one in results] == ["done"] * 12
+    assert most_at_once(intervals(tmp_path / "sweep")) == 2 // ranks
+    for one in results:
+        run = tmp_path / f"alone-{one.trial}"
+        assert final(one.folder) == alone(pool, ranks, run, steps=30, **one.parameters)
+
+
+@pytest.mark.usefixtures("warm")
+def test_results_do_not_depend_on_the_order_in_which_trials_end(tmp_path: Path) -> None:
+    points = [{"rate": 0.1, "steps": steps} for steps in (9, 1, 1, 1)]
+    results = sweep(train, points, tmp_path / "sweep", slots=2)
+    assert [one.parameters["steps"] for one in results] == [9, 1, 1, 1]
+    ended = [trial(tmp_path / "sweep", one.trial)["attempts"][0]["ended"] for one in results]
+    assert ended[0] > ended[1]  # the first trial is not the first to end
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_function_returns_its_objective_or_several_numbers(tmp_path: Path) -> None:
+    values = [one.value for one in sweep(trivial, {"x": [3, 1, 2]}, tmp_path / "one", slots=1)]
+    assert values == [3.0, 1.0, 2.0]
+    values = [one.value for one in sweep(named, {"x": [4, 5]}, tmp_path / "two", slots=2, objective="accuracy")]
+    assert values == [4.0, 5.0]
+
+
+@pytest.mark.covers("G5")
+@pytest.mark.usefixtures("warm")
+def test_a_finished_sweep_starts_no_trial_again(tmp_path: Path) -> None:
+    first = sweep(trivial, {"x": [3, 1]}, tmp_path / "sweep", slots=1)
+    before = [path.read_text() for path in sorted((tmp_path / "sweep").glob("trials/*/trial.json"))]
+    assert sweep(trivial, {"x": [3, 1]}, tmp_path / "sweep", slots=1) == first
+    assert [path.read_text() for path in sorted((tmp_path / "sweep").glob("trials/*/trial.json"))] == before
+
+
+@pytest.mark.covers("F2")
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_sampler_draws_the_same_points_in_each_sweep(sampler: Any, tmp_path: Path) -> None:
+    space = {"x": {"low": 1, "high": 1000, "log": True}}
+    one, other = (
+        [trial.parameters for trial in sweep(trivial, space, tmp_path / name, slots=1, sampler=sampler, trials=4)]
+        for name in ("one", "other")
+    )
+    assert one == other
+    assert len({json.dumps(point) for point in one}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F2")
+def test_a_script_in_a_toml_file(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(SCRIPT)
+    facts = {"script": "job.py", "folder": "sweep", "slots": 2, "arguments": ["--steps=5"]}
+    file = toml(tmp_path / "sweep.toml", **facts, space={"rate": [0.1, 0.05], "width": [2]})
+    assert main(["sweep", str(file)]) == 0
+    assert most_at_once(intervals(tmp_path / "sweep")) == 2
+    for number, rate in enumerate([0.1, 0.05]):
+        run = tmp_path / "sweep" / "trials" / f"000{number}"
+        assert final(run) == alone(pool, 1, tmp_path / f"alone-{number}", steps=5, rate=rate, width=2)

@@ -1,0 +1,276 @@
+"""Trials that fail, die, hang or are stopped: each reported as that, the others unharmed, each run again alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddp_loop as dl
+from ddp_loop.cli import main
+from ddp_loop.distributed import Pool
+from ddp_loop.sweeps import running
+from ddp_loop.sweeps.plan import SweepPlan
+from ddp_loop.sweeps.sweep_folder import WorkerName, forget_stop, is_dead
+from ddp_loop.sweeps.trial_queue import TrialQueue
+from tests.support.harness import until
+from tests.support.trials import faulty, final, train, trial, trivial, updates
+
+sweep = partial(dl.sweep, progress=False)
+ENDINGS = {
+    "": ("done", None),
+    "raises": ("failed", "ValueError: the data is wrong"),
+    "raises for NaN": ("not finite", "the loss is nan"),
+    "returns NaN": ("not finite", "loss is nan"),
+    "is killed": ("killed", "SIGKILL"),
+    "never ends": ("timed out", "took more than 2 s"),
+}
+LONG = 100_000  # updates: to be stopped
+
+
+def check_endings(results: list[dl.TrialResult]) -> None:
+    for one in results:
+        status, why = ENDINGS[str(one.parameters["fault"])]
+        assert one.status == status, one
+        assert why is None or why in str(one.why)
+        assert trial(one.folder.parents[1], one.trial)["status"] == status
+
+
+@contextmanager
+def while_running(sweep_folder: Path, *arguments: Any, **keywords: Any) -> Iterator[list[Any]]:
+    """A sweep in a thread; what it returned is in the list after the block."""
+    returned: list[Any] = []
+    thread = threading.Thread(target=lambda: returned.append(sweep(*arguments, sweep_folder, **keywords)))
+    thread.start()
+    try:
+        yield returned
+    finally:
+        if not returned and sweep_folder.is_dir() and thread.is_alive():
+            pass
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+def update_of(folder: Path, number: int, least: int = 3) -> bool:
+    return len(updates(folder / "trials" / f"{number:04d}")) >= least
+
+
+@pytest.mark.covers("F3")
+@pytest.mark.usefixtures("warm")
+def test_a_trial_that_raises_or_gives_nan_harms_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, faults = tmp_path / "s", ["raises", "", "raises for NaN", "returns NaN", ""]
+    points = [{"rate": 0.1, "fault": fault} for fault in faults]
+    results = sweep(faulty, points, folder, slots=2)
+    check_endings(results)
+    undisturbed = final(results[1].folder)
+    assert final(results[4].folder) == undisturbed
+    (folder / "healed").touch()
+    (folder / "again").mkdir()
+    main(["sweep", "again", str(folder), "--slots", "1"])
+    assert [trial(folder, number)["status"] for number in range(5)] == ["done", "done", "done", "not finite", "done"]
+    assert [len(trial(folder, number)["attempts"]) for number in range(5)] == [2, 1, 2, 2, 1]
+    assert updates(results[0].folder) == [1, 2, 3, 3, 4, 5, 6]  # goes on from its checkpoint of update 2
+    assert final(results[0].folder) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F3")
+def test_a_trial_that_dies_or_never_ends_harms_no_other(tmp_path: Path) -> None:
+    folder, faults = tmp_path / "s", ["never ends", "is killed", "raises", "", "raises for NaN", ""]
+    points = [{"rate": 0.1, "fault": fault} for fault in faults]
+    results = sweep(faulty, points, folder, slots=2, time_limit_s=2)
+    check_endings(results)
+    (folder / "healed").touch()
+    assert main(["sweep", "again", str(folder), "--slots", "2"]) == 0
+    assert [trial(folder, number)["status"] for number in range(6)] == ["done"] * 6
+    assert [len(trial(folder, number)["attempts"]) for number in range(6)] == [2, 2, 2, 1, 2, 1]
+    assert [updates(one.folder)[:5] for one in results[:3]] == [[1, 2, 3, 3, 4]] * 3
+    assert len({tuple(final(one.folder)) for one in results}) == 1
+
+
+@pytest.mark.covers("G5")
+@pytest.mark.usefixtures("warm")
+def test_one_trial_is_stopped_by_its_own_file_and_stays_stopped(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    points = [{"rate": 0.1, "steps": LONG}, {"rate": 0.1, "steps": 4}]
+    with while_running(folder, train, points, slots=2) as returned:
+        until(lambda: update_of(folder, 0), "updates of trial 0")
+        (folder / "trials" / "0000" / "stop").write_text("the page")
+    assert [(one.status, one.why) for one in returned[0]] == [("stopped", "the page"), ("done", None)]
+    assert sweep(train, points, folder, slots=2) == returned[0]
+
+
+@pytest.mark.covers("G5")
+@pytest.mark.usefixtures("warm")
+def test_a_stopped_sweep_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    folder, alone = tmp_path / "s", tmp_path / "alone"
+    points = [{"rate": rate, "steps": 150} for rate in (0.1, 0.02)]
+    undisturbed = sweep(train, points, alone, slots=2)
+    with while_running(folder, train, points, slots=2) as returned:
+        until(lambda: update_of(folder, 0) and update_of(folder, 1), "updates of both trials")
+        (folder / "stop").write_text("the test")
+    assert [one.status for one in returned[0]] == ["waiting", "waiting"]
+    assert [trial(folder, number)["status"] for number in (0, 1)] == ["interrupted"] * 2
+    assert [one.status for one in sweep(train, points, folder, slots=2)] == ["done"] * 2
+    for one, other in zip(undisturbed, returned[0], strict=True):
+        assert updates(other.folder) == list(range(1, 151))  # none twice
+        assert final(one.folder) == final(other.folder)
+
+
+def worker_of(folder: Path, trials: int, slots: int = 1, **facts: Any) -> tuple[running.SweepWorker, TrialQueue]:
+    """A worker of a sweep of trivial trials in an existing folder."""
+    plan = SweepPlan(
+        running_job(), {"x": list(range(trials))}, None, None, None, "loss", "minimize", 50, 1, None, 0, 1
+    )  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    queue = TrialQueue(f"sqlite:///{folder / 'study.db'}", "s", beat_s=1, grace_s=3, direction="minimize")
+    queue.add_trials(plan.space)
+    one = running.Sweep(folder, plan.job, plan.space, plan.objective, 1, 0, lambda trial: _sampler(), **facts)
+    return running.SweepWorker(one, queue, [{}] * slots, lambda line: None), queue
+
+
+def running_job() -> Any:
+    from ddp_loop.sweeps.jobs import FunctionJob
+
+    return FunctionJob(trivial)
+
+
+def _sampler() -> Any:
+    from optuna.samplers import RandomSampler
+
+    return RandomSampler()
+
+
+@pytest.mark.covers("G5")
+@pytest.mark.usefixtures("warm")
+def test_the_trial_of_a_dead_worker_goes_on_and_its_folder_says_so(tmp_path: Path) -> None:
+    worker, queue = worker_of(tmp_path / "s", 2)
+    dead = WorkerName(tmp_path / "s")
+    claim = queue.claim(dead.name, worker._sweep.space, worker._sweep.sampler)
+    assert claim is not None
+    queue._mine.clear()  # as in a process that died
+    worker._begin(0, claim, tmp_path / "s" / "trials" / "0000")
+    dead.close()
+    assert is_dead(tmp_path / "s", dead.name)
+    worker.run()
+    assert [one.state for one in queue.newest().values()] == ["ended"] * 2
+    found = trial(tmp_path / "s", 0)
+    assert [(one["number"], one["status"]) for one in found["attempts"]] == [(1, "interrupted"), (2, "done")]
+    assert found["status"] == "done"
+    queue.close()
+
+
+@pytest.mark.usefixtures("warm")
+def test_an_ending_that_is_only_in_the_storage_is_written_at_the_next_start(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    first = sweep(trivial, {"x": [3, 1]}, folder, slots=1)
+    path = folder / "trials" / "0001" / "trial.json"
+    path.write_text(path.read_text().replace('"done"', '"running"'))  # as after a kill in between
+    assert sweep(trivial, {"x": [3, 1]}, folder, slots=1) == first
+    found = trial(folder, 1)
+    assert (found["status"], found["value"], found["attempts"][0]["status"]) == ("done", 1.0, "done")
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_worker_that_lost_its_trial_writes_nothing_into_its_folder(tmp_path: Path) -> None:
+    """As after SIGSTOP for longer than the grace, and SIGCONT."""
+    worker, queue = worker_of(tmp_path / "s", 1)
+    claim = queue.claim(worker._name.name, worker._sweep.space, worker._sweep.sampler)
+    assert claim is not None
+    other = TrialQueue(f"sqlite:///{tmp_path / 's' / 'study.db'}", "s", beat_s=1, grace_s=3)
+    other.take_over("two", lambda name: True)
+    pool = running.Pool(1, {})
+    assert worker._run(0, claim, pool)  # comes back to life before it began
+    pool.close()
+    assert not (tmp_path / "s" / "trials").exists()
+    folder = tmp_path / "s" / "trials" / "0000"  # and one that had begun
+    mine = running.Running(claim, folder, pool, running.ObjectiveReader(folder, worker._sweep.objective))
+    worker._running[0] = mine
+    killed: list[bool] = []
+    mine.kill = lambda: killed.append(True)  # type: ignore[method-assign]
+    worker._give_up(claim)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "ask_to_stop", lambda *_: pytest.fail("asked the other worker's run to stop"))
+        worker._look_at(mine, time.monotonic())
+    assert killed == [True]
+    worker._name.close()
+    for one in (queue, other):
+        one.close()
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_storage_that_fails_stops_trials_with_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, caught = tmp_path / "s", list[BaseException]()
+
+    def start() -> None:
+        try:
+            sweep(train, {"rate": [0.1]}, folder, slots=1, keywords={"steps": LONG}, heartbeat_s=1)
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    until(lambda: update_of(folder, 0), "updates of the trial")
+    (folder / "study.db").unlink()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert "failed while the sweep ran" in str(caught[0])
+    assert "Running trials were stopped with checkpoints. Start the sweep again" in str(caught[0])
+    assert len(list((folder / "trials" / "0000" / "checkpoints").glob("step-*"))) >= 1
+    made = updates(folder / "trials" / "0000")
+    assert made == list(range(1, len(made) + 1))
+
+
+@pytest.mark.slow
+def test_a_second_request_kills_trials_that_go_on_later(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    folder.mkdir()
+    plan = SweepPlan(
+        _long_job(), {"rate": [0.1], "fault": ["never ends"]}, None, None, None, "loss", "minimize", 50, 1, None, 0, 1
+    )  # fmt: skip
+    queue = TrialQueue(f"sqlite:///{folder / 'study.db'}", "s", beat_s=1, grace_s=3, direction="minimize")
+    queue.add_trials(plan.space)
+    one = running.Sweep(folder, plan.job, plan.space, plan.objective, 1, 0, lambda trial: _sampler())
+    worker = running.SweepWorker(one, queue, [{}], lambda line: None)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    until(lambda: update_of(folder, 0), "updates of the trial")
+    worker.stop("Ctrl-C")
+    worker.stop("Ctrl-C")
+    thread.join(20)
+    assert not thread.is_alive()
+    assert queue.newest()[0].state == "waiting"  # not "killed"
+    assert trial(folder, 0)["status"] == "interrupted"
+    queue.close()
+
+
+def _long_job() -> Any:
+    from ddp_loop.sweeps.jobs import FunctionJob
+
+    return FunctionJob(faulty)
+
+
+@pytest.mark.usefixtures("warm")
+def test_workers_forget_a_stop_that_was_for_former_ones(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    sweep(faulty, [{"rate": 0.1, "fault": "raises"}], folder, slots=1)
+    (folder / "stop").write_text("python -m ddp_loop stop")
+    (folder / "healed").touch()
+    assert main(["sweep", "again", str(folder), "--slots", "1"]) == 0
+    assert trial(folder, 0)["status"] == "done"
+    forget_stop(folder)
+
+
+def test_the_processes_of_a_pool_are_listed_while_it_ends() -> None:
+    with Pool(1) as pool:
+        pool.run(os.getpid, 1)
+        worker = pool._workers[0]
+    assert not worker.alive
+    assert pool.process_ids == ()

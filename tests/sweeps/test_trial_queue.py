@@ -1,0 +1,218 @@
+"""Trials that several workers take from one storage: each of them once, also those of dead workers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_loop.sweeps.plan import make_sampler
+from ddp_loop.sweeps.space import Space, make_space
+from ddp_loop.sweeps.trial_queue import READY, Attempt, Claim, Ending, TrialQueue
+
+ALIVE: Callable[[str], bool | None] = lambda worker: False  # noqa: E731
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def space_of(trials: int) -> Space:
+    return make_space({"x": list(range(trials))}, None, None, 0)
+
+
+def opened(folder: Path, grace_s: int = 60) -> TrialQueue:
+    return TrialQueue(f"sqlite:///{folder / 'study.db'}", "s", beat_s=1, grace_s=grace_s, direction="minimize")
+
+
+def sampler(trial: int) -> Any:
+    return make_sampler(None, 0, trial)
+
+
+def take_all(queue: TrialQueue, worker: str, space: Space) -> list[tuple[int, int]]:
+    """Take trials and end them until none waits; (trial, attempt) of each."""
+    taken = []
+    while (claim := queue.claim(worker, space, sampler)) is not None:
+        taken.append((claim.trial, claim.attempt))
+        assert queue.end(claim, Ending("done", float(claim.trial)))
+    return taken
+
+
+def work(folder: str, trials: int, threads: int, results: Any) -> None:
+    """A process with several workers."""
+    queue, taken = opened(Path(folder)), list[tuple[int, int]]()
+    workers = [
+        threading.Thread(target=lambda name=name: taken.extend(take_all(queue, name, space_of(trials))))  # type: ignore[misc]
+        for name in (f"{multiprocessing.current_process().pid}-{number}" for number in range(threads))
+    ]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join()
+    queue.close()
+    results.put(taken)
+
+
+def in_processes(folder: Path, trials: int, processes: int, threads: int) -> Counter[tuple[int, int]]:
+    results = SPAWN.Queue()
+    started = [SPAWN.Process(target=work, args=(str(folder), trials, threads, results)) for _ in range(processes)]
+    for one in started:
+        one.start()
+    taken = Counter(claim for _ in started for claim in results.get(timeout=120))
+    for one in started:
+        one.join()
+        one.close()
+    results.close()
+    results.join_thread()
+    return taken
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Any:
+    queue = opened(tmp_path)
+    queue.add_trials(space_of(4))
+    yield queue
+    queue.close()
+
+
+def claimed(queue: TrialQueue, worker: str = "one") -> Claim:
+    claim = queue.claim(worker, space_of(4), sampler)
+    assert claim is not None
+    return claim
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F1", "G5")
+def test_workers_of_two_processes_take_each_trial_once(tmp_path: Path) -> None:
+    queue = opened(tmp_path)
+    queue.add_trials(space_of(100))
+    taken = in_processes(tmp_path, 100, processes=3, threads=2)
+    assert taken == Counter((trial, 1) for trial in range(100))
+    assert [one.state for one in queue.newest().values()] == ["ended"] * 100
+    queue.close()
+
+
+@pytest.mark.slow
+def test_queues_of_two_storages_of_one_process_take_each_trial_once(tmp_path: Path) -> None:
+    """The quick threads of two queues meet more often than processes do."""
+    queues = [opened(tmp_path) for _ in range(4)]
+    queues[0].add_trials(space_of(60))
+    taken: list[tuple[int, int]] = []
+    threads = [
+        threading.Thread(target=lambda one=one, n=n: taken.extend(take_all(one, f"worker-{n}", space_of(60))))  # type: ignore[misc]
+        for n, one in enumerate(queues)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in queues:
+        one.close()
+    assert Counter(taken) == Counter((trial, 1) for trial in range(60))
+
+
+@pytest.mark.covers("G5")
+def test_workers_that_notice_a_dead_one_at_the_same_time_give_its_trial_to_one(tmp_path: Path) -> None:
+    queues = [opened(tmp_path) for _ in range(3)]
+    queues[0].add_trials(space_of(1))
+    claimed(queues[0], "dead")
+    recorded: list[Attempt] = []
+    meet = threading.Barrier(2)
+
+    def notice(number: int) -> None:
+        meet.wait()
+        queues[number].take_over(f"worker-{number}", lambda worker: worker == "dead", recorded.append)
+
+    threads = [threading.Thread(target=notice, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [(one.trial, one.attempt, one.state) for one in recorded] == [(0, 1, "interrupted")]
+    taken = [queues[number].claim(f"worker-{number}", space_of(1), sampler) for number in (1, 2, 1, 2)]
+    assert [(one.trial, one.attempt) for one in taken if one is not None] == [(0, 2)]
+    for one in queues:
+        one.close()
+
+
+def test_of_two_attempts_with_one_number_only_the_first_is_taken(queue: TrialQueue) -> None:
+    claim = claimed(queue)
+    queue.end(claim, None)
+    first = next(one for one in queue._frozen("WAITING") if one.user_attrs["attempt"] == 2)
+    queue._add(0, 2, (first.params, first.distributions), {"parameters": {"x": 0}})  # as another worker does
+    taken = take_all(queue, "one", space_of(4))
+    assert sorted(taken) == [(0, 2), (1, 1), (2, 1), (3, 1)]
+
+
+def test_a_worker_whose_trial_was_given_away_can_neither_end_it_nor_write(queue: TrialQueue, tmp_path: Path) -> None:
+    claim, other = claimed(queue), opened(tmp_path)
+    other.take_over("two", lambda worker: True)
+    written: list[str] = []
+    assert not queue.holds(claim)
+    assert queue.beat() == [claim]
+    assert not queue.end(claim, Ending("done", 1.0), lambda: written.append("done"))
+    assert not queue.end(claim, None, lambda: written.append("interrupted"))
+    assert written == []
+    assert queue.newest()[0].state == "waiting"
+    other.close()
+
+
+def test_what_is_given_back_is_recorded_before_another_worker_can_take_it(queue: TrialQueue, tmp_path: Path) -> None:
+    claim, other = claimed(queue), opened(tmp_path)
+    seen: list[int | None] = []
+
+    def record() -> None:
+        taken = other.claim("two", space_of(4), sampler)
+        seen.append(None if taken is None else taken.trial)
+
+    assert queue.end(claim, None, record)
+    assert seen == [1]  # trial 0 is not in line yet
+    assert queue.newest()[0].state == "waiting"
+    other.close()
+
+
+def test_an_ending_that_a_killed_worker_had_stored_stays(queue: TrialQueue, tmp_path: Path) -> None:
+    claim, other = claimed(queue), opened(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        queue.end(claim, Ending("done", 2.5), _interrupt)  # killed between the ending and the last state
+    recorded: list[Attempt] = []
+    other.take_over("two", lambda worker: True, recorded.append)
+    assert [(one.trial, one.ending) for one in recorded] == [(0, Ending("done", 2.5))]
+    assert other.newest()[0].state == "ended"
+    assert other.study.best_value == 2.5  # TPE learns from it
+    other.close()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_worker_takes_no_trial_from_one_that_has_just_taken_it(tmp_path: Path) -> None:
+    """Two workers reach for one trial; the one that comes too late must not take the other one's for its own."""
+    first, second = opened(tmp_path), opened(tmp_path)
+    first.add_trials(space_of(1))
+    change, claims = second._storage.set_trial_state_values, list[Claim | None]()
+
+    def late(*arguments: Any) -> bool:
+        claims.append(first.claim("first", space_of(1), sampler))
+        return change(*arguments)
+
+    second._storage.set_trial_state_values = late  # type: ignore[method-assign]
+    assert second.claim("second", space_of(1), sampler) is None
+    second._storage.set_trial_state_values = change  # type: ignore[method-assign]
+    second.take_over("second", ALIVE)
+    assert claims[0] is not None
+    assert first.holds(claims[0])
+    for one in (first, second):
+        one.close()
+
+
+def test_trials_that_are_missing_in_the_storage_are_added(tmp_path: Path) -> None:
+    queue = opened(tmp_path)
+    queue.add_trials(space_of(2))  # a process that was killed in the middle had added two
+    assert queue.facts[READY]
+    queue.add_trials(space_of(4))
+    assert sorted(take_all(queue, "one", space_of(4))) == [(trial, 1) for trial in range(4)]
+    queue.close()
