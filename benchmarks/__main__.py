@@ -28,6 +28,7 @@ from benchmarks import (
     scaling,
     steps,
     surface,
+    sweep,
     versions,
     watching,
 )
@@ -55,6 +56,7 @@ TOPICS = {
     "reading": Topic(reading.report, reading.PARTS),
     "scaling": Topic(scaling.report, scaling.PARTS),
     "surface": Topic(surface.report, surface.PARTS),
+    "sweep": Topic(sweep.report, sweep.PARTS),
     "peers": Topic(peers.report, peers.PARTS),
     "gpu": Topic(gpu.report, gpu.PARTS, has_heading=True),
     "versions": Topic(versions.report, (), ("ranks", "exchange")),
