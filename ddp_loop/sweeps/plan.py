@@ -243,9 +243,7 @@ class SweepPlan:
             if ending is not None and (read_json(path / TRIAL_FILE) or {}).get("status") != ending.status:
                 end_attempt(path, attempt.attempt, ending.status, ending.value, ending.why)
 
-    def _work(
-        self, folder: Path, queue: TrialQueue, url: str, places: Sequence[Mapping[str, str]], say: Say
-    ) -> None:
+    def _work(self, folder: Path, queue: TrialQueue, url: str, places: Sequence[Mapping[str, str]], say: Say) -> None:
         one = Sweep(
             folder,
             self.job,
