@@ -13,7 +13,7 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import FileLock
 from ddp_loop.cli import main
 from ddp_loop.distributed import launcher, worker
-from tests.support.sweeps import toml, train, trivial
+from tests.support.trials import toml, train, trivial
 
 sweep = partial(dl.sweep, progress=False)
 RANGE = {"low": 1, "high": 5}

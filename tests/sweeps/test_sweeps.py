@@ -12,12 +12,12 @@ import pytest
 import ddp_loop as dl
 from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
-from tests.support.sweeps import final, intervals, most_at_once, named, toml, train, trial, trivial
+from tests.support.trials import final, intervals, most_at_once, named, toml, train, trial, trivial
 
 SPACE: dict[str, Any] = {"rate": [0.1, 0.02, 0.004], "width": [2, 5]}
 SCRIPT = """
 import argparse
-from tests.support.sweeps import train
+from tests.support.trials import train
 parser = argparse.ArgumentParser()
 parser.add_argument("--rate", type=float)
 parser.add_argument("--width", type=int)

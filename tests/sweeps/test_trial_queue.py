@@ -6,10 +6,12 @@ import multiprocessing
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.sql.ddl import SchemaGenerator
 
 from ddp_loop.sweeps.plan import make_sampler
 from ddp_loop.sweeps.space import Space, make_space
@@ -44,7 +46,7 @@ def work(folder: str, trials: int, threads: int, results: Any) -> None:
     """A process with several workers."""
     queue, taken = opened(Path(folder)), list[tuple[int, int]]()
     workers = [
-        threading.Thread(target=lambda name=name: taken.extend(take_all(queue, name, space_of(trials))))  # type: ignore[misc]
+        threading.Thread(target=lambda name=name: taken.extend(take_all(queue, name, space_of(trials))))
         for name in (f"{multiprocessing.current_process().pid}-{number}" for number in range(threads))
     ]
     for one in workers:
@@ -87,10 +89,10 @@ def claimed(queue: TrialQueue, worker: str = "one") -> Claim:
 @pytest.mark.covers("F1", "G5")
 def test_workers_of_two_processes_take_each_trial_once(tmp_path: Path) -> None:
     queue = opened(tmp_path)
-    queue.add_trials(space_of(100))
-    taken = in_processes(tmp_path, 100, processes=3, threads=2)
-    assert taken == Counter((trial, 1) for trial in range(100))
-    assert [one.state for one in queue.newest().values()] == ["ended"] * 100
+    queue.add_trials(space_of(40))
+    taken = in_processes(tmp_path, 40, processes=3, threads=2)
+    assert taken == Counter((trial, 1) for trial in range(40))
+    assert [one.state for one in queue.newest().values()] == ["ended"] * 40
     queue.close()
 
 
@@ -101,7 +103,7 @@ def test_queues_of_two_storages_of_one_process_take_each_trial_once(tmp_path: Pa
     queues[0].add_trials(space_of(60))
     taken: list[tuple[int, int]] = []
     threads = [
-        threading.Thread(target=lambda one=one, n=n: taken.extend(take_all(one, f"worker-{n}", space_of(60))))  # type: ignore[misc]
+        threading.Thread(target=lambda one=one, n=n: taken.extend(take_all(one, f"worker-{n}", space_of(60))))
         for n, one in enumerate(queues)
     ]
     for thread in threads:
@@ -199,7 +201,7 @@ def test_a_worker_takes_no_trial_from_one_that_has_just_taken_it(tmp_path: Path)
         claims.append(first.claim("first", space_of(1), sampler))
         return change(*arguments)
 
-    second._storage.set_trial_state_values = late  # type: ignore[method-assign]
+    second._storage.set_trial_state_values = late  # type: ignore[method-assign, assignment]
     assert second.claim("second", space_of(1), sampler) is None
     second._storage.set_trial_state_values = change  # type: ignore[method-assign]
     second.take_over("second", ALIVE)
@@ -211,8 +213,21 @@ def test_a_worker_takes_no_trial_from_one_that_has_just_taken_it(tmp_path: Path)
 
 def test_trials_that_are_missing_in_the_storage_are_added(tmp_path: Path) -> None:
     queue = opened(tmp_path)
-    queue.add_trials(space_of(2))  # a process that was killed in the middle had added two
+    queue.add_trials(replace(space_of(4), trials=2))  # a process that was killed in the middle had added two
     assert queue.facts[READY]
     queue.add_trials(space_of(4))
     assert sorted(take_all(queue, "one", space_of(4))) == [(trial, 1) for trial in range(4)]
     queue.close()
+
+
+@pytest.mark.covers("G5")
+def test_a_kill_while_the_storage_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between a table and its index, it would have no index for good, and get a second study of one name."""
+    monkeypatch.setattr(SchemaGenerator, "visit_index", lambda *_, **__: _interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        opened(tmp_path)
+    monkeypatch.undo()
+    for queue in (opened(tmp_path), opened(tmp_path)):
+        assert queue.newest() == {}
+        queue.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["study.db"]

@@ -1,0 +1,157 @@
+"""Trials of the tests of sweeps, and what is read of them afterwards. New processes import this module."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop.checkpoint import CHECKPOINTS, read_json
+from ddp_loop.determinism import digest, leaves
+from tests.support.harness import until
+
+INTERVALS, UPDATES, FINAL = "intervals.jsonl", "updates.txt", "final.json"
+MARK = "DDP_LOOP_SWEEP_TEST"  # in the environment of a sweep's processes: finds those that are left
+
+
+def train(
+    rate: float, width: int = 3, *, run_dir: str, steps: int = 4, fault: str = "", save_every: int = 2
+) -> float | None:
+    """A small network, down a mean square. Rank 0 notes when it ran, each update, and the digest of what came out.
+
+    Args:
+        rate, width: the parameters.
+        run_dir: of the trial.
+        steps: updates.
+        fault: what happens at step 3, unless the file `healed` is two folders above.
+        save_every: as in `Loop`.
+    """
+    began = time.monotonic()
+    folder = Path(run_dir)
+    with dl.join_world(seed=7) as world:
+        inputs = torch.randn(24, width, generator=torch.Generator().manual_seed(1))
+        model = nn.Sequential(nn.Linear(width, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+        batches = dl.Batches(inputs, 6, world, shards=2)
+        state = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(
+            batches, steps=steps, state=state, run_dir=run_dir, save_every=save_every, keep_last=2, progress=False
+        )
+        with suppress(dl.Stopped):
+            for step in loop:
+                for rows in step:
+                    step.backward(model(rows).square().mean())
+                step.fold()
+                optimizer.step()
+                if world.rank == 0:
+                    _append(folder / UPDATES, f"{step.iteration}\n")
+                if step.iteration == 3 and not (folder.parents[1] / "healed").exists():
+                    _fail(fault)
+        found = [f"{leaf} {digest(one)}" for leaf, one in leaves("model", model.state_dict())]
+        if world.rank == 0 and loop.iteration == steps:
+            (folder / FINAL).write_text(json.dumps(found))
+    if os.environ["RANK"] == "0":
+        interval = {"began": began, "ended": time.monotonic(), "ranks": int(os.environ["WORLD_SIZE"])}
+        _append(folder / INTERVALS, json.dumps(interval) + "\n")
+    return float("nan") if fault == "returns NaN" else None
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def _fail(fault: str) -> None:
+    if fault == "raises":
+        raise ValueError("the data is wrong")
+    if fault == "is killed":
+        os.kill(os.getpid(), 9)
+    if fault == "raises for NaN":
+        raise FloatingPointError("the loss is nan")
+    while fault == "never ends":  # looks for no request to stop
+        pass
+
+
+def faulty(rate: float, fault: str, run_dir: str, steps: int = 6) -> float | None:
+    """`train`, whose fault is a parameter."""
+    return train(rate, run_dir=run_dir, fault=fault, steps=steps)
+
+
+def trivial(x: int, run_dir: str) -> float:
+    """No training at all."""
+    return float(x)
+
+
+def named(x: int, run_dir: str) -> dict[str, float]:
+    """Several numbers by name."""
+    return {"accuracy": float(x), "losses": 1.0}
+
+
+# -- what is left ------------------------------------------------------------------------------------------
+
+
+def intervals(folder: Path) -> list[tuple[float, float]]:
+    """When the trials of a sweep ran."""
+    lines = [line for path in folder.glob(f"trials/*/{INTERVALS}") for line in path.read_text().splitlines()]
+    return sorted((one["began"], one["ended"]) for one in map(json.loads, lines))
+
+
+def most_at_once(spans: list[tuple[float, float]]) -> int:
+    """The largest number of trials that ran at the same time."""
+    return max(sum(began <= moment < ended for began, ended in spans) for moment, _ in spans)
+
+
+def final(run: Path) -> list[str]:
+    """The digests of the parameters that a run ended with."""
+    found: list[str] = json.loads((run / FINAL).read_text())
+    return found
+
+
+def updates(run: Path) -> list[int]:
+    """The updates that a run made, also those that were repeated after a kill."""
+    return [int(line) for line in (run / UPDATES).read_text().split()] if (run / UPDATES).exists() else []
+
+
+def newest_checkpoint(run: Path) -> int:
+    """The update of a run's newest whole checkpoint; 0 without one."""
+    return max((int(path.name.rpartition("-")[2]) for path in (run / CHECKPOINTS).glob("step-*")), default=0)
+
+
+def trial(folder: Path, number: int) -> dict[str, Any]:
+    """trial.json of a trial."""
+    return read_json(folder / "trials" / f"{number:04d}" / "trial.json") or {}
+
+
+def marked(mark: str) -> Iterator[int]:
+    """The processes that have a mark in their environment, and have not ended."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{MARK}={mark}".encode() in (path / "environ").read_bytes():
+                yield int(path.name)
+
+
+def all_ended(mark: str) -> None:
+    """Wait until no process has the mark."""
+    until(lambda: not list(marked(mark)), f"an end of the processes marked {mark}")
+
+
+def toml(path: Path, **facts: Any) -> Path:
+    """Write the TOML file of a sweep."""
+    space = facts.pop("space")
+    lines = [f"{name} = {_toml(value)}" for name, value in facts.items()]
+    path.write_text("\n".join([*lines, "[space]", *(f"{name} = {_toml(value)}" for name, value in space.items())]))
+    return path
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items()) + "}"
+    return json.dumps(value)
