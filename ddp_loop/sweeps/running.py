@@ -179,6 +179,7 @@ class SweepWorker:
         ]
         watch = threading.Thread(target=self._guarded, args=(self._watch,), name="ddp_loop sweep")
         try:
+            self._look_around()  # trials that shall run again are in line before a place finds that all have ended
             for thread in (*threads, watch):
                 thread.start()
             for thread in threads:
