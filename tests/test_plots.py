@@ -154,7 +154,12 @@ def trial(
 
 def test_trials_are_drawn_against_each_parameter_and_by_their_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Figure] = []
-    monkeypatch.setattr(plots, "_write", lambda figure, path: figures.append(figure) or Path(path))
+
+    def write(figure: Figure, path: str | Path) -> Path:
+        figures.append(figure)
+        return Path(path)
+
+    monkeypatch.setattr(plots, "_write", write)
     shown = [
         trial(1, 0.5, kind="a", on=True),
         trial(2, 0.25, kind="b", on=False),

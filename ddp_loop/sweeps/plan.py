@@ -77,8 +77,7 @@ def sweep(
     """Train a network for each point of a space, several at a time; returns the results in the points' order.
 
         def train(rate, width, run_dir):
-            with dl.join_world(seed=0) as world:
-                ...  # dl.Loop(..., run_dir=run_dir)
+            ...  # dl.Loop(..., run_dir=run_dir)
 
         results = dl.sweep(train, {"rate": [0.1, 0.01], "width": [32, 64]}, "runs/sweep")
 
