@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_loop.sweeps.space import Point, Space
@@ -92,9 +93,12 @@ class TrialQueue:
 
     def __init__(self, url: str, name: str, *, beat_s: int, grace_s: int, direction: str | None = None) -> None:
         require_optuna()
+        import optuna
+
         self._grace_s, self._turn = grace_s, threading.RLock()
         self._stale: list[int] = []  # attempts without heartbeats that this process has just settled
-        self._storage = open_storage(url, beat_s, grace_s, lambda study, one: self._stale.append(one._trial_id))
+        self._backend = open_storage(url, beat_s, grace_s, lambda study, one: self._stale.append(one._trial_id))
+        self._storage = optuna.storages.get_storage(self._backend)  # reads trials that have ended only once
         self._name, self._study_id = name, self._find_study(name, direction)
         self.study = self._load()
         self._mine: dict[int, Claim] = {}  # by Optuna's id
@@ -195,9 +199,9 @@ class TrialQueue:
                 try:
                     if not self._storage.set_trial_state_values(key, optuna.trial.TrialState.RUNNING):
                         continue
-                    self._storage.record_heartbeat(key)
+                    self._backend.record_heartbeat(key)
                     self._storage.set_trial_user_attr(key, WORKER, worker)  # not before: another may have taken it
-                    if self._withdraws(waiting):
+                    if waiting.user_attrs[ATTEMPT] > 1 and self._withdraws(waiting):
                         continue
                 except optuna.exceptions.UpdateFinishedTrialError:
                     continue
@@ -291,11 +295,17 @@ class TrialQueue:
         import optuna
 
         lost = []
+        file = self._backend.engine.url.database
+        if self._backend.url.startswith("sqlite") and file and not Path(file).exists():  # open connections would go on
+            raise StorageUnreachable(
+                f"The sweep's storage {file} was removed while the sweep ran. Running trials were stopped with "
+                "checkpoints. Put it back, or start the sweep again: each trial then begins at its newest checkpoint."
+            )
         with self._turn:
             running = {one._trial_id for one in self._frozen("RUNNING")}
             for key, claim in self._mine.items():
                 with suppress(optuna.exceptions.OptunaError):
-                    self._storage.record_heartbeat(key)
+                    self._backend.record_heartbeat(key)
                 if key not in running:
                     lost.append(claim)
         return lost
@@ -369,8 +379,8 @@ class TrialQueue:
 
     def close(self) -> None:
         """Close the connections to the storage."""
-        self._storage.remove_session()
-        self._storage.engine.dispose()
+        self._backend.remove_session()
+        self._backend.engine.dispose()
 
 
 def _attempt_of(one: FrozenTrial) -> Attempt:

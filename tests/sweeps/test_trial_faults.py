@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,6 @@ def while_running(sweep_folder: Path, *arguments: Any, **keywords: Any) -> Itera
     try:
         yield returned
     finally:
-        if not returned and sweep_folder.is_dir() and thread.is_alive():
-            pass
         thread.join(60)
     assert not thread.is_alive()
 
@@ -206,7 +205,8 @@ def test_a_worker_that_lost_its_trial_writes_nothing_into_its_folder(tmp_path: P
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_storage_that_fails_stops_trials_with_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("harm", ["removed", "damaged"])
+def test_a_storage_that_fails_stops_trials_with_checkpoints(harm: str, tmp_path: Path) -> None:
     folder, caught = tmp_path / "s", list[BaseException]()
 
     def start() -> None:
@@ -218,11 +218,16 @@ def test_a_storage_that_fails_stops_trials_with_checkpoints(tmp_path: Path, monk
     thread = threading.Thread(target=start)
     thread.start()
     until(lambda: update_of(folder, 0), "updates of the trial")
-    (folder / "study.db").unlink()
+    if harm == "removed":
+        (folder / "study.db").unlink()
+    else:
+        with closing(sqlite3.connect(folder / "study.db")) as database:
+            database.execute("DROP TABLE trial_heartbeats")
     thread.join(30)
     assert not thread.is_alive()
-    assert "failed while the sweep ran" in str(caught[0])
-    assert "Running trials were stopped with checkpoints. Start the sweep again" in str(caught[0])
+    assert {"removed": "was removed", "damaged": "failed"}[harm] + " while the sweep ran" in str(caught[0])
+    assert "Running trials were stopped with checkpoints." in str(caught[0])
+    assert "tart the sweep again" in str(caught[0])
     assert len(list((folder / "trials" / "0000" / "checkpoints").glob("step-*"))) >= 1
     made = updates(folder / "trials" / "0000")
     assert made == list(range(1, len(made) + 1))
