@@ -29,6 +29,7 @@ from benchmarks import (
     steps,
     suggest,
     surface,
+    sweep,
     versions,
     watching,
 )
@@ -57,6 +58,7 @@ TOPICS = {
     "scaling": Topic(scaling.report, scaling.PARTS),
     "surface": Topic(surface.report, surface.PARTS),
     "suggest": Topic(suggest.report, suggest.PARTS),
+    "sweep": Topic(sweep.report, sweep.PARTS),
     "peers": Topic(peers.report, peers.PARTS),
     "gpu": Topic(gpu.report, gpu.PARTS, has_heading=True),
     "versions": Topic(versions.report, (), ("ranks", "exchange")),

@@ -20,6 +20,7 @@ from ddp_loop.distributed import Pool
 from ddp_loop.sweeps import running
 from ddp_loop.sweeps.plan import SweepPlan
 from ddp_loop.sweeps.sweep_folder import WorkerName, forget_stop, is_dead
+from ddp_loop.sweeps.trial_folder import ObjectiveReader
 from ddp_loop.sweeps.trial_queue import TrialQueue
 from tests.support.harness import until
 from tests.support.sweeps import faulty, final, train, trial, trivial, updates
@@ -45,10 +46,10 @@ def check_endings(results: list[dl.TrialResult]) -> None:
 
 
 @contextmanager
-def while_running(sweep_folder: Path, *arguments: Any, **keywords: Any) -> Iterator[list[Any]]:
+def while_running(folder: Path, space: Any, **keywords: Any) -> Iterator[list[Any]]:
     """A sweep in a thread; what it returned is in the list after the block."""
     returned: list[Any] = []
-    thread = threading.Thread(target=lambda: returned.append(sweep(*arguments, sweep_folder, **keywords)))
+    thread = threading.Thread(target=lambda: returned.append(sweep(train, space, folder, **keywords)))
     thread.start()
     try:
         yield returned
@@ -99,7 +100,7 @@ def test_a_trial_that_dies_or_never_ends_harms_no_other(tmp_path: Path) -> None:
 def test_one_trial_is_stopped_by_its_own_file_and_stays_stopped(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     points = [{"rate": 0.1, "steps": LONG}, {"rate": 0.1, "steps": 4}]
-    with while_running(folder, train, points, slots=2) as returned:
+    with while_running(folder, points, slots=2) as returned:
         until(lambda: update_of(folder, 0), "updates of trial 0")
         (folder / "trials" / "0000" / "stop").write_text("the page")
     assert [(one.status, one.why) for one in returned[0]] == [("stopped", "the page"), ("done", None)]
@@ -112,7 +113,7 @@ def test_a_stopped_sweep_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     folder, alone = tmp_path / "s", tmp_path / "alone"
     points = [{"rate": rate, "steps": 150} for rate in (0.1, 0.02)]
     undisturbed = sweep(train, points, alone, slots=2)
-    with while_running(folder, train, points, slots=2) as returned:
+    with while_running(folder, points, slots=2) as returned:
         until(lambda: update_of(folder, 0) and update_of(folder, 1), "updates of both trials")
         (folder / "stop").write_text("the test")
     assert [one.status for one in returned[0]] == ["waiting", "waiting"]
@@ -185,12 +186,12 @@ def test_a_worker_that_lost_its_trial_writes_nothing_into_its_folder(tmp_path: P
     assert claim is not None
     other = TrialQueue(f"sqlite:///{tmp_path / 's' / 'study.db'}", "s", beat_s=1, grace_s=3)
     other.take_over("two", lambda name: True)
-    pool = running.Pool(1, {})
+    pool = vars(running)["Pool"](1, {})
     assert worker._run(0, claim, pool)  # comes back to life before it began
     pool.close()
     assert not (tmp_path / "s" / "trials").exists()
     folder = tmp_path / "s" / "trials" / "0000"  # and one that had begun
-    mine = running.Running(claim, folder, pool, running.ObjectiveReader(folder, worker._sweep.objective))
+    mine = running.Running(claim, folder, pool, ObjectiveReader(folder, worker._sweep.objective))
     worker._running[0] = mine
     killed: list[bool] = []
     mine.kill = lambda: killed.append(True)  # type: ignore[method-assign]

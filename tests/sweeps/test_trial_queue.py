@@ -45,7 +45,7 @@ def work(folder: str, trials: int, threads: int, results: Any) -> None:
     """A process with several workers."""
     queue, taken = opened(Path(folder)), list[tuple[int, int]]()
     workers = [
-        threading.Thread(target=lambda name=name: taken.extend(take_all(queue, name, space_of(trials))))  # type: ignore[misc]
+        threading.Thread(target=lambda name=name: taken.extend(take_all(queue, name, space_of(trials))))
         for name in (f"{multiprocessing.current_process().pid}-{number}" for number in range(threads))
     ]
     for one in workers:
@@ -102,7 +102,7 @@ def test_queues_of_two_storages_of_one_process_take_each_trial_once(tmp_path: Pa
     queues[0].add_trials(space_of(60))
     taken: list[tuple[int, int]] = []
     threads = [
-        threading.Thread(target=lambda one=one, n=n: taken.extend(take_all(one, f"worker-{n}", space_of(60))))  # type: ignore[misc]
+        threading.Thread(target=lambda one=one, n=n: taken.extend(take_all(one, f"worker-{n}", space_of(60))))
         for n, one in enumerate(queues)
     ]
     for thread in threads:
@@ -200,7 +200,7 @@ def test_a_worker_takes_no_trial_from_one_that_has_just_taken_it(tmp_path: Path)
         claims.append(first.claim("first", space_of(1), sampler))
         return change(*arguments)
 
-    second._storage.set_trial_state_values = late  # type: ignore[method-assign]
+    second._storage.set_trial_state_values = late  # type: ignore[method-assign, assignment]
     assert second.claim("second", space_of(1), sampler) is None
     second._storage.set_trial_state_values = change  # type: ignore[method-assign]
     second.take_over("second", ALIVE)

@@ -1,0 +1,173 @@
+"""kill -9 of sweeps and of their workers at random moments: no trial twice, none lost, no orphan, the same bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddp_loop as dl
+from ddp_loop.sweeps.plan import study_name
+from ddp_loop.sweeps.trial_queue import TrialQueue
+from tests.support.harness import MOMENT_S, until
+from tests.support.trials import MARK, all_ended, final, marked, toml, train, trial, updates
+
+REPOSITORY = Path(__file__).parents[2]
+RATES, STEPS, EVERY = [0.1, 0.05, 0.02, 0.01, 0.005], 60, 7
+START_S = 120.0  # an interpreter that imports torch on a busy machine
+EARLY = ("sweep.json", "study.db", "trials/0000/trial.json", "workers")
+
+
+@dataclass
+class Started:
+    """Processes of a sweep, found by a mark in their environment."""
+
+    folder: Path
+    mark: str
+
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "ddp_loop", "sweep", *words, "--slots", "2"]
+        with (self.folder.parent / "output").open("ab") as output:
+            return subprocess.Popen(command, env=environment, cwd=REPOSITORY, stdout=output, stderr=output)
+
+    @property
+    def output(self) -> str:
+        return (self.folder.parent / "output").read_text()
+
+    @property
+    def made(self) -> int:
+        """The updates of all trials."""
+        return sum(len(updates(path)) for path in (self.folder / "trials").glob("*"))
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    started = Started(tmp_path / "s", uuid.uuid4().hex)
+    yield started
+    for process in marked(started.mark):
+        os.kill(process, signal.SIGKILL)
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> list[list[str]]:
+    """The digests of the trials of the same sweep, left alone."""
+    results = dl.sweep(train, {"rate": RATES}, tmp_path / "undisturbed", slots=2, keywords=keywords(), progress=False)
+    return [final(one.folder) for one in results]
+
+
+def keywords() -> dict[str, Any]:
+    return {"steps": STEPS, "save_every": EVERY}
+
+
+def described(folder: Path) -> str:
+    facts = {"function": f"{REPOSITORY / 'tests' / 'support' / 'trials.py'}:train", "folder": str(folder)}
+    return str(toml(folder.parent / "sweep.toml", **facts, keywords=keywords(), heartbeat_s=1, space={"rate": RATES}))
+
+
+def moment(started: Started, number: int, chance: random.Random) -> Callable[[], bool]:
+    """When to kill: while the study is made, between a claim and a start, or after a random number of updates."""
+    if number < len(EARLY):
+        return lambda: (started.folder / EARLY[number]).exists()
+    if number % 4 == 0:  # a claim: its worker's attempt begins
+        listed = chance.randrange(len(RATES))
+        return lambda: trial(started.folder, listed).get("status") == "running"
+    if number % 4 == 1:  # a trial's end
+        return lambda: (started.folder / "trials" / f"{chance.randrange(len(RATES)):04d}" / "final.json").exists()
+    most = started.made + chance.randrange(1, STEPS)
+    return lambda: started.made >= most
+
+
+@contextmanager
+def killed_at(
+    process: subprocess.Popen[bytes], holds: Callable[[], bool], victim: Callable[[], int | None]
+) -> Iterator[None]:
+    until(lambda: holds() or process.poll() is not None, "the moment of a kill", START_S)
+    if (chosen := victim()) is not None and process.poll() is None:
+        os.kill(chosen, signal.SIGKILL)
+    yield
+
+
+def check(folder: Path, undisturbed: list[list[str]]) -> None:
+    """No trial twice, none lost, each with its bits, and no update again after a checkpoint that had it."""
+    queue = TrialQueue(f"sqlite:///{folder / 'study.db'}", study_name(folder), beat_s=1, grace_s=3)
+    ended = [one for one in queue._attempts() if one.ending is not None]
+    queue.close()
+    assert sorted(one.trial for one in ended) == list(range(len(RATES)))
+    assert {one.ending.status for one in ended if one.ending is not None} == {"done"}
+    for number, expected in enumerate(undisturbed):
+        run, facts = folder / "trials" / f"{number:04d}", trial(folder, number)
+        assert (facts["status"], facts["attempts"][-1]["status"]) == ("done", "done")
+        assert [one["status"] for one in facts["attempts"][:-1]] == ["interrupted"] * (len(facts["attempts"]) - 1)
+        assert final(run) == expected
+        made = updates(run)
+        assert set(made) == set(range(1, STEPS + 1))
+        for before, after in pairwise(made):
+            assert after == before + 1 or (after <= before + 1 and after > before - 2 * EVERY)  # from a checkpoint
+
+
+def finish(started: Started, words: list[str]) -> None:
+    """Start the sweep again, and let it end."""
+    process = started.start(*words)
+    assert process.wait(2 * START_S) == 0, started.output
+    all_ended(started.mark)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("G5")
+@pytest.mark.parametrize("first", [0, 4, 8, 12, 16])
+def test_a_killed_sweep_goes_on_where_it_was(first: int, started: Started, undisturbed: list[list[str]]) -> None:
+    chance, words = random.Random(first), [described(started.folder)]
+    for number in range(first, first + 4):
+        process = started.start(*words)
+        with killed_at(process, moment(started, number, chance), lambda: process.pid):  # noqa: B023
+            process.wait(MOMENT_S)
+        all_ended(started.mark)
+    finish(started, words)
+    check(started.folder, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("G5", "F3")
+@pytest.mark.parametrize("first", [20, 24, 28, 32, 36])
+def test_a_killed_worker_s_trials_go_on_elsewhere(first: int, started: Started, undisturbed: list[list[str]]) -> None:
+    """A sweep runs while workers that help it are killed."""
+    chance, words = random.Random(first), [described(started.folder)]
+    own = started.start(*words)
+    until(lambda: (started.folder / "trials" / "0000" / "trial.json").exists(), "the sweep", START_S)
+    for number in range(first, first + 4):
+        if own.poll() is not None:
+            break
+        helper = started.start("work", str(started.folder))
+        with killed_at(helper, moment(started, number, chance), lambda: helper.pid):  # noqa: B023
+            helper.wait(MOMENT_S)
+    own.wait(2 * START_S)
+    finish(started, words)
+    check(started.folder, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("G5")
+def test_ctrl_c_stops_a_sweep_with_checkpoints(started: Started, undisturbed: list[list[str]]) -> None:
+    words = [described(started.folder)]
+    process = started.start(*words)
+    until(lambda: started.made > 20, "updates", START_S)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(START_S) == 0, started.output
+    assert "The sweep was stopped by Ctrl-C. Start it again to go on." in started.output
+    all_ended(started.mark)
+    finish(started, words)
+    check(started.folder, undisturbed)
+    for number in range(len(RATES)):  # what was saved was not made again
+        assert updates(started.folder / "trials" / f"{number:04d}") == list(range(1, STEPS + 1))
