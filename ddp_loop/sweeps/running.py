@@ -31,7 +31,7 @@ from ddp_loop.checkpoint import ask_to_stop, is_running
 from ddp_loop.distributed import Pool, RankFailed
 from ddp_loop.sweeps.jobs import Job, code_of, is_not_finite, run_trial
 from ddp_loop.sweeps.space import Space
-from ddp_loop.sweeps.sweep_folder import WorkerName, asked_to_stop, is_dead, take_requests
+from ddp_loop.sweeps.sweep_folder import WorkerName, asked_to_stop, has_requests, is_dead, take_requests
 from ddp_loop.sweeps.trial_folder import (
     Objective,
     ObjectiveReader,
@@ -193,6 +193,7 @@ class SweepWorker:
         ]
         watch = threading.Thread(target=self._guarded, args=(self._watch,), name="ddp_loop sweep")
         try:
+            self._look_around()  # requests to run trials again come before the look whether all have ended
             for thread in (*threads, watch):
                 thread.start()
             for thread in threads:
@@ -200,7 +201,8 @@ class SweepWorker:
                     thread.join(0.2)
         finally:
             self._ended.set()
-            watch.join()
+            if watch.is_alive():
+                watch.join()
             self._name.close()
         if self._failure is not None:
             raise self._failure
@@ -220,7 +222,7 @@ class SweepWorker:
             while self._stopping is None:
                 claim = self._queue.claim(self._name.name, self._sweep.space, self._sweep.sampler)
                 if claim is None:
-                    if all(one.state == "ended" for one in self._queue.newest().values()):
+                    if not has_requests(self._sweep.folder) and self._queue.is_over():
                         return
                     time.sleep(IDLE_S)  # others run, and may be interrupted
                     continue
@@ -255,6 +257,8 @@ class SweepWorker:
         """Start the pool's processes if they are missing: their start counts for no trial's time limit."""
         try:
             pool.run(os.getpid, self._sweep.ranks)
+        except RankFailed:  # a process died while it waited; the pool replaces it
+            return False
         except RuntimeError:
             if self._stopping is None:
                 raise

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +51,7 @@ def open_storage(
 
     with warnings.catch_warnings(), _explaining(url):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        _create_whole(url)
         storage = optuna.storages.RDBStorage(
             url,
             engine_kwargs=_settings(url),
@@ -61,6 +64,34 @@ def open_storage(
         # transaction begins with the change, so two workers would take the same trial.
         event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
     return storage
+
+
+def _create_whole(url: str) -> None:
+    """Create the file of an SQLite storage, with all its tables or not at all.
+
+    SQLite commits each table and each index by itself, and Optuna adds only tables that are missing. After a kill in
+    between, the study's name had no unique index, and each start added another study of the same name.
+    """
+    import optuna
+    from sqlalchemy.engine import make_url
+
+    name = make_url(url).database if url.startswith("sqlite") else None
+    if not name or name == ":memory:" or Path(name).exists():
+        return
+    temporary = Path(name).with_name(f".{Path(name).name}-{secrets.token_hex(4)}")
+    try:
+        storage = optuna.storages.RDBStorage(f"sqlite:///{temporary}")
+        storage.remove_session()
+        storage.engine.dispose()
+        try:
+            os.link(temporary, name)
+        except FileExistsError:
+            pass  # another process has just created it
+        except OSError:  # a file system without links
+            temporary.replace(name)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 @contextmanager

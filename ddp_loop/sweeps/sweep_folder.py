@@ -199,6 +199,11 @@ def ask_for(folder: Path, trials: Iterable[int]) -> None:
     write_atomic(folder / AGAIN / f"{secrets.token_hex(6)}.json", {"trials": sorted(trials)})
 
 
+def has_requests(folder: Path) -> bool:
+    """Whether trials are asked for that no worker has put in line yet."""
+    return any((folder / AGAIN).glob("*.json"))
+
+
 def take_requests(folder: Path) -> list[int]:
     """The trials that shall run again; each request is taken by one process."""
     found: list[int] = []

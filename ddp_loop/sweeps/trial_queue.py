@@ -183,6 +183,10 @@ class TrialQueue:
             found[attempt.trial] = attempt
         return found
 
+    def is_over(self) -> bool:
+        """Whether all trials have ended."""
+        return all(one.state == "ended" for one in self.newest().values())
+
     def claim(self, worker: str, space: Space, sampler: SamplerOf) -> Claim | None:
         """Take the first waiting attempt, and choose its parameters; None if none waits.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.sql.ddl import SchemaGenerator
 
 from ddp_loop.sweeps.plan import make_sampler
 from ddp_loop.sweeps.space import Space, make_space
@@ -217,3 +218,16 @@ def test_trials_that_are_missing_in_the_storage_are_added(tmp_path: Path) -> Non
     queue.add_trials(space_of(4))
     assert sorted(take_all(queue, "one", space_of(4))) == [(trial, 1) for trial in range(4)]
     queue.close()
+
+
+@pytest.mark.covers("G5")
+def test_a_kill_while_the_storage_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between a table and its index, it would have no index for good, and get a second study of one name."""
+    monkeypatch.setattr(SchemaGenerator, "visit_index", lambda *_, **__: _interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        opened(tmp_path)
+    monkeypatch.undo()
+    for queue in (opened(tmp_path), opened(tmp_path)):
+        assert queue.newest() == {}
+        queue.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["study.db"]
