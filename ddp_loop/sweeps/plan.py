@@ -106,8 +106,9 @@ def sweep(
         progress: whether to print how each trial ended.
 
     Raises:
-        ImportError, OSError, ValueError: optuna is missing; the folder cannot be written; an argument does not fit, the
-            folder is used or has another sweep, or the storage cannot be reached.
+        ImportError, OSError: optuna is missing; the folder cannot be written.
+        TypeError, ValueError: new processes cannot import `train`; an argument does not fit, the folder is used or has
+            another sweep, or the storage cannot be reached.
     """
     job = FunctionJob(train, dict(keywords or {}))
     plan = SweepPlan(

@@ -50,6 +50,7 @@ def warm(warm_pools: list[Pool], monkeypatch: pytest.MonkeyPatch) -> None:
             free.put(self._pool)
 
     monkeypatch.setattr(running, "Pool", Lent)
+    monkeypatch.setattr(running, "_CHECK_S", 0.0)  # so that requests are followed at once
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ import ddp_loop as dl
 from ddp_loop.sweeps.plan import study_name
 from ddp_loop.sweeps.trial_queue import TrialQueue
 from tests.support.harness import MOMENT_S, until
-from tests.support.trials import MARK, all_ended, final, marked, toml, train, trial, updates
+from tests.support.sweeps import MARK, all_ended, final, marked, toml, train, trial, updates
 
 REPOSITORY = Path(__file__).parents[2]
 RATES, STEPS, EVERY = [0.1, 0.05, 0.02, 0.01, 0.005], 60, 7
@@ -72,7 +72,7 @@ def keywords() -> dict[str, Any]:
 
 
 def described(folder: Path) -> str:
-    facts = {"function": f"{REPOSITORY / 'tests' / 'support' / 'trials.py'}:train", "folder": str(folder)}
+    facts = {"function": f"{REPOSITORY / 'tests' / 'support' / 'sweeps.py'}:train", "folder": str(folder)}
     return str(toml(folder.parent / "sweep.toml", **facts, keywords=keywords(), heartbeat_s=1, space={"rate": RATES}))
 
 
