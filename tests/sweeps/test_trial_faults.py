@@ -32,7 +32,7 @@ ENDINGS = {
     "raises for NaN": ("not finite", "the loss is nan"),
     "returns NaN": ("not finite", "loss is nan"),
     "is killed": ("killed", "SIGKILL"),
-    "never ends": ("timed out", "took more than 2 s"),
+    "never ends": ("timed out", "took more than 15 s"),
 }
 LONG = 100_000  # updates: to be stopped
 
@@ -85,7 +85,7 @@ def test_a_trial_that_raises_or_gives_nan_harms_no_other(tmp_path: Path, capsys:
 def test_a_trial_that_dies_or_never_ends_harms_no_other(tmp_path: Path) -> None:
     folder, faults = tmp_path / "s", ["never ends", "is killed", "raises", "", "raises for NaN", ""]
     points = [{"rate": 0.1, "fault": fault} for fault in faults]
-    results = sweep(faulty, points, folder, slots=2, time_limit_s=2)
+    results = sweep(faulty, points, folder, slots=2, time_limit_s=15)
     check_endings(results)
     (folder / "healed").touch()
     assert main(["sweep", "again", str(folder), "--slots", "2"]) == 0
