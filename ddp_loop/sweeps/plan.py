@@ -105,9 +105,8 @@ def sweep(
         progress: whether to print how each trial ended.
 
     Raises:
-        ImportError, OSError: optuna is missing; the folder cannot be written.
-        TypeError, ValueError: new processes cannot import `train`; an argument does not fit, the folder is used or has
-            another sweep, or the storage cannot be reached.
+        ImportError, OSError, TypeError, ValueError: optuna is missing; the folder cannot be written; ranks cannot get
+            `train`; an argument does not fit, the folder has another sweep, or the storage cannot be reached.
     """
     job = FunctionJob(train, dict(keywords or {}))
     plan = SweepPlan(

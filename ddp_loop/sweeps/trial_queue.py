@@ -204,7 +204,7 @@ class TrialQueue:
                     if not self._storage.set_trial_state_values(key, optuna.trial.TrialState.RUNNING):
                         continue
                     self._backend.record_heartbeat(key)
-                    self._storage.set_trial_user_attr(key, WORKER, worker)
+                    self._storage.set_trial_user_attr(key, WORKER, worker)  # not before: another may have taken it
                     if waiting.user_attrs[ATTEMPT] > 1 and self._withdraws(waiting):
                         continue
                 except optuna.exceptions.UpdateFinishedTrialError:

@@ -111,7 +111,7 @@ def test_one_trial_is_stopped_by_its_own_file_and_stays_stopped(tmp_path: Path) 
 @pytest.mark.usefixtures("warm")
 def test_a_stopped_sweep_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     folder, alone = tmp_path / "s", tmp_path / "alone"
-    points = [{"rate": rate, "steps": 150, "save_every": 50} for rate in (0.1, 0.02)]
+    points = [{"rate": rate, "steps": 300, "save_every": 100} for rate in (0.1, 0.05, 0.02, 0.01)]
     undisturbed = sweep(train, points, alone, slots=2)
     with while_running(folder, points, slots=2) as returned:
         until(lambda: update_of(folder, 0), "updates")
@@ -120,9 +120,9 @@ def test_a_stopped_sweep_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert "waiting" in statuses
     assert set(statuses) <= {"waiting", "done"}
     assert trial(folder, statuses.index("waiting"))["status"] in ("interrupted", "waiting")
-    assert [one.status for one in sweep(train, points, folder, slots=2)] == ["done"] * 2
+    assert [one.status for one in sweep(train, points, folder, slots=2)] == ["done"] * 4
     for one, other in zip(undisturbed, returned[0], strict=True):
-        assert updates(other.folder) == list(range(1, 151))  # none twice
+        assert updates(other.folder) == list(range(1, 301))  # none twice
         assert final(one.folder) == final(other.folder)
 
 
