@@ -15,7 +15,7 @@ from ddp_loop.checkpoint import read_json
 from ddp_loop.determinism import stream_key
 from ddp_loop.sweeps.jobs import FunctionJob, Job
 from ddp_loop.sweeps.running import Say, Sweep, SweepWorker, places_of
-from ddp_loop.sweeps.space import Point, make_space, nearest
+from ddp_loop.sweeps.space import SAMPLERS, Point, make_named, make_space
 from ddp_loop.sweeps.storage import check_reachable, failures_explained, require_optuna, shown_url
 from ddp_loop.sweeps.sweep_folder import STUDY, SweepFolder, forget_stop, has_workers
 from ddp_loop.sweeps.trial_folder import TRIAL_FILE, Objective, end_attempt, trial_folder, write_trial
@@ -61,8 +61,8 @@ def sweep(
     *,
     keywords: Mapping[str, Any] | None = None,
     trials: int | None = None,
-    sampler: Literal["grid", "random", "tpe"] | BaseSampler | None = None,
-    pruner: Literal["median", "halving", "hyperband"] | BasePruner | None = None,
+    sampler: str | BaseSampler | None = None,
+    pruner: str | BasePruner | None = None,
     objective: str = "loss",
     direction: Literal["minimize", "maximize"] = "minimize",
     report_every: int = 50,
@@ -92,8 +92,10 @@ def sweep(
             distributions; or a list of points.
         folder: of the sweep, with the run folders below `trials`.
         keywords: further keywords of `train`.
-        trials, sampler: their number, which a grid has itself; "grid", "random", "tpe", or one of Optuna's samplers.
-        pruner: stops trials that are worse than others: "median", "halving", "hyperband", or one of Optuna's.
+        trials, sampler: their number, which a grid has itself; "grid", "random", "tpe", or one of Optuna's samplers or
+            the name of its class, such as "CmaEsSampler".
+        pruner: stops trials that are worse than others: "median", "halving", "hyperband", or one of Optuna's or its
+            name, such as "SuccessiveHalvingPruner".
         objective: a column of the rows, or "evaluation.NAME" of what `evaluate` returns.
         direction: whether it is to be small or large.
         report_every: the updates over which the pruner's values are means.
@@ -332,7 +334,9 @@ def make_sampler(given: str | BaseSampler | None, seed: int, trial: int) -> Base
     if isinstance(given, BaseSampler):
         return given
     key = stream_key(seed, trial) & 0xFFFFFFFF
-    return TPESampler(seed=key, constant_liar=True) if given == "tpe" else RandomSampler(seed=key)
+    if given == "tpe":
+        return TPESampler(seed=key, constant_liar=True)
+    return RandomSampler(seed=key) if given in (None, *SAMPLERS) else make_named("sampler", given, SAMPLERS, key)
 
 
 def make_pruner(given: str | BasePruner | None) -> BasePruner | None:
@@ -351,5 +355,4 @@ def make_pruner(given: str | BasePruner | None) -> BasePruner | None:
         return SuccessiveHalvingPruner()
     if given == "hyperband":
         return HyperbandPruner()
-    known = nearest(str(given), PRUNERS)
-    raise ValueError(f"pruner must be one of {', '.join(PRUNERS)} or one of Optuna's. Got {given!r}. {known}".rstrip())
+    return make_named("pruner", str(given), PRUNERS)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import itertools
 import math
 import random
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ddp_loop.determinism import stream_key
 
@@ -32,7 +34,7 @@ class Space:
         points: the parameters of every trial, in the order of the trials; None where a sampler chooses them.
         trials: their number.
         distributions: where each parameter's values come from, as Optuna describes them.
-        sampler: "list", "grid", "random", "tpe", or "an object of CLASS".
+        sampler: "list", "grid", "random", "tpe", the name of one of Optuna's, or "an object of CLASS".
         facts: the space as JSON.
     """
 
@@ -50,6 +52,34 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {found[0]!r}? " if found else ""
 
 
+def make_named(kind: Literal["sampler", "pruner"], name: str, own: Sequence[str], seed: int = 0) -> Any:
+    """Make Optuna's sampler or pruner of a name.
+
+    Args:
+        kind: "sampler" or "pruner".
+        name: of the class, such as "CmaEsSampler".
+        own: the names of this package, for the error.
+        seed: of a class that takes one.
+
+    Raises:
+        ValueError: there is none of this name, it needs arguments, or its package is missing.
+    """
+    import optuna
+
+    module = optuna.samplers if kind == "sampler" else optuna.pruners
+    known = [one for one in module.__all__ if one.endswith(kind.title()) and not one.startswith("Base")]
+    if name not in known:
+        listed, found = ", ".join(own), nearest(name, (*own, *known))
+        raise ValueError(f"{kind} must be one of {listed} or one of Optuna's. Got {name!r}. {found}".rstrip())
+    made = getattr(module, name)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return made(seed=seed) if "seed" in inspect.signature(made).parameters else made()
+    except (TypeError, ImportError) as error:
+        raise ValueError(f"Optuna's {name} cannot be made by its name alone ({error}). Pass an object.") from error
+
+
 def make_space(
     space: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     sampler: str | BaseSampler | None,
@@ -61,7 +91,7 @@ def make_space(
     Args:
         space: a list of points, or of each parameter its values, its range {"low", "high", "log", "step"}, or one of
             Optuna's distributions.
-        sampler: "grid", "random", "tpe", or one of Optuna's; None takes the list or the grid.
+        sampler: "grid", "random", "tpe", or one of Optuna's or its name; None takes the list or the grid.
         trials: the number of trials that are drawn; a list and a grid have their own.
         seed: of random draws; the draws of a trial depend on it and on the trial's number alone.
 
@@ -70,7 +100,7 @@ def make_space(
         ValueError: the space is empty, or not one of these.
     """
     if isinstance(sampler, str) and sampler not in SAMPLERS:
-        raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)} or one of Optuna's. Got {sampler!r}.")
+        make_named("sampler", sampler, SAMPLERS)
     if isinstance(space, Mapping):
         return _from_parameters(space, sampler, trials, seed)
     if isinstance(space, str) or not isinstance(space, Sequence):

@@ -54,7 +54,7 @@ def train(
                 if world.rank == 0:
                     _append(folder / UPDATES, f"{step.iteration}\n")
                 if step.iteration == 3 and not (folder.parents[1] / "healed").exists():
-                    _fail(fault)
+                    _fail(fault, folder)
         found = [f"{leaf} {digest(one)}" for leaf, one in leaves("model", model.state_dict())]
         if world.rank == 0 and loop.iteration == steps:
             (folder / FINAL).write_text(json.dumps(found))
@@ -69,10 +69,11 @@ def _append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _fail(fault: str) -> None:
+def _fail(fault: str, folder: Path) -> None:
     if fault == "raises":
         raise ValueError("the data is wrong")
     if fault == "is killed":
+        until(lambda: newest_checkpoint(folder) > 0, "the checkpoint, which a thread writes")
         os.kill(os.getpid(), 9)
     if fault == "raises for NaN":
         raise FloatingPointError("the loss is nan")

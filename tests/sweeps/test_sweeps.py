@@ -7,11 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
+from optuna.distributions import FloatDistribution
 
 import ddp_loop as dl
 from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
+from ddp_loop.sweeps.command import _plan_of
+from ddp_loop.sweeps.plan import make_sampler
+from ddp_loop.sweeps.sweep_folder import read_sweep
+from tests.support.paths import ROOT
 from tests.support.trials import final, intervals, most_at_once, named, toml, train, trial, trivial
 
 SPACE: dict[str, Any] = {"rate": [0.1, 0.02, 0.004], "width": [2, 5]}
@@ -100,7 +106,7 @@ def test_a_finished_sweep_starts_no_trial_again(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F2")
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("sampler", ["random", "tpe"])
+@pytest.mark.parametrize("sampler", ["random", "tpe", "QMCSampler"])
 def test_a_sampler_draws_the_same_points_in_each_sweep(sampler: Any, tmp_path: Path) -> None:
     space = {"x": {"low": 1, "high": 1000, "log": True}}
     one, other = (
@@ -109,6 +115,30 @@ def test_a_sampler_draws_the_same_points_in_each_sweep(sampler: Any, tmp_path: P
     )
     assert one == other
     assert len({json.dumps(point) for point in one}) > 1
+
+
+@pytest.mark.covers("F2")
+@pytest.mark.usefixtures("warm")
+def test_a_sampler_and_a_pruner_by_name_in_a_file_that_a_worker_reads_again(tmp_path: Path) -> None:
+    facts = {"function": f"{ROOT}/tests/support/trials.py:trivial", "folder": "s", "slots": 1, "trials": 3}
+    names = {"sampler": "QMCSampler", "pruner": "SuccessiveHalvingPruner"}
+    file = toml(tmp_path / "sweep.toml", **facts, **names, space={"x": {"low": 1, "high": 99}})
+    assert main(["sweep", str(file)]) == 0
+    found = read_sweep(tmp_path / "s")
+    assert {name: found[name] for name in names} == names
+    plan = _plan_of(found)
+    assert type(make_sampler(plan._sampler, 0, 1)).__name__ == names["sampler"]
+    assert type(plan._pruner).__name__ == names["pruner"]
+    assert main(["sweep", "work", str(tmp_path / "s"), "--slots", "1"]) == 0
+
+
+def test_a_named_sampler_has_the_seed_of_its_trial() -> None:
+    space = {"x": FloatDistribution(0, 1)}
+    draws = []
+    for number in (0, 0, 1):
+        study = optuna.create_study(sampler=make_sampler("CmaEsSampler", 5, number))
+        draws.append(study.ask(space).params["x"])
+    assert draws[0] == draws[1] != draws[2]
 
 
 @pytest.mark.slow
