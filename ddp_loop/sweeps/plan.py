@@ -355,4 +355,5 @@ def make_pruner(given: str | BasePruner | None) -> BasePruner | None:
         return SuccessiveHalvingPruner()
     if given == "hyperband":
         return HyperbandPruner()
-    return make_named("pruner", str(given), PRUNERS)
+    made: BasePruner = make_named("pruner", str(given), PRUNERS)
+    return made

@@ -31,7 +31,7 @@ from ddp_loop.checkpoint import ask_to_stop, is_running
 from ddp_loop.distributed import Pool, RankFailed
 from ddp_loop.sweeps.jobs import Job, code_of, is_not_finite, run_trial
 from ddp_loop.sweeps.space import Space
-from ddp_loop.sweeps.sweep_folder import WorkerName, asked_to_stop, has_requests, is_dead, take_requests
+from ddp_loop.sweeps.sweep_folder import WorkerName, asked_to_stop, has_requests, is_dead, read_requests
 from ddp_loop.sweeps.trial_folder import (
     Objective,
     ObjectiveReader,
@@ -376,8 +376,9 @@ class SweepWorker:
         """Follow the requests in the sweep's folder, and put the trials of dead workers in line again."""
         folder = self._sweep.folder
         self._stopping = self._stopping or asked_to_stop(folder)
-        if trials := take_requests(folder):
-            self._queue.again(trials, lambda trial: write_trial(trial_folder(folder, trial), status="waiting"))
+        for path, trials in read_requests(folder).items():
+            self._queue.again(trials, path.name, lambda one: write_trial(trial_folder(folder, one), status="waiting"))
+            path.unlink(missing_ok=True)
         self._queue.take_over(self._name.name, lambda name: is_dead(folder, name), self._record_dead)
 
     def _record_dead(self, attempt: Attempt) -> None:

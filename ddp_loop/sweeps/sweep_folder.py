@@ -204,15 +204,13 @@ def has_requests(folder: Path) -> bool:
     return any((folder / AGAIN).glob("*.json"))
 
 
-def take_requests(folder: Path) -> list[int]:
-    """The trials that shall run again; each request is taken by one process."""
-    found: list[int] = []
+def read_requests(folder: Path) -> dict[Path, list[int]]:
+    """The trials that shall run again, by the file of each request.
+
+    The file is removed after the storage has the attempts, so a kill in between loses no request.
+    """
+    found: dict[Path, list[int]] = {}
     for path in sorted((folder / AGAIN).glob("*.json")):
-        request = read_json(path) or {}
-        try:
-            path.unlink()
-        except OSError:
-            continue  # another worker has taken it
-        listed = request.get("trials")
-        found += [one for one in listed if type(one) is int] if isinstance(listed, list) else []
+        listed = (read_json(path) or {}).get("trials")
+        found[path] = [one for one in listed if type(one) is int] if isinstance(listed, list) else []
     return found

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 TRIAL, ATTEMPT, WORKER, ENDING, WITHDRAWN, FIXED = "trial", "attempt", "worker", "ending", "withdrawn", "parameters"
+REQUEST = "request"  # of an attempt: which request to run again added it
 READY = "ready"  # of the study: all its trials are in the storage
 State = Literal["waiting", "running", "interrupted", "ended"]
 
@@ -362,22 +363,27 @@ class TrialQueue:
             if one.number in interrupted:
                 self._add_again(one)
 
-    def again(self, trials: Iterable[int], record: Callable[[int], None] = lambda trial: None) -> None:
-        """Put ended trials in line again.
+    def again(
+        self, trials: Iterable[int], request: str, record: Callable[[int], None] = lambda trial: None
+    ) -> None:
+        """Put ended trials in line again, once for each request.
 
         Args:
+            request: its name. One that is read again, since its reader was killed, adds no attempt twice.
             record: writes that into a trial's folder, before the trial can be taken.
         """
         newest = self.newest()
         wanted = {newest[trial].number for trial in trials if trial in newest and newest[trial].state == "ended"}
-        for one in self._frozen() if wanted else ():
-            if one.number in wanted:
+        attempts = self._frozen() if wanted else []
+        added = {one.user_attrs[TRIAL] for one in attempts if one.user_attrs.get(REQUEST) == request}
+        for one in attempts:
+            if one.number in wanted and one.user_attrs[TRIAL] not in added:
                 record(int(one.user_attrs[TRIAL]))
-                self._add_again(one)
+                self._add_again(one, {REQUEST: request})
 
-    def _add_again(self, one: FrozenTrial) -> None:
+    def _add_again(self, one: FrozenTrial, facts: Mapping[str, Any] | None = None) -> None:
         fixed = one.user_attrs.get(FIXED)
-        attributes = {} if fixed is None else {FIXED: fixed}
+        attributes = {**(facts or {}), **({} if fixed is None else {FIXED: fixed})}
         number = one.user_attrs[TRIAL], one.user_attrs[ATTEMPT] + 1
         self._add(*number, (one.params, one.distributions), attributes, one.intermediate_values)
 

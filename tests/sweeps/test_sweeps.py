@@ -9,7 +9,7 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.distributions import FloatDistribution
+from optuna.distributions import BaseDistribution, FloatDistribution
 
 import ddp_loop as dl
 from ddp_loop.cli import main
@@ -133,7 +133,7 @@ def test_a_sampler_and_a_pruner_by_name_in_a_file_that_a_worker_reads_again(tmp_
 
 
 def test_a_named_sampler_has_the_seed_of_its_trial() -> None:
-    space = {"x": FloatDistribution(0, 1)}
+    space: dict[str, BaseDistribution] = {"x": FloatDistribution(0, 1)}
     draws = []
     for number in (0, 0, 1):
         study = optuna.create_study(sampler=make_sampler("CmaEsSampler", 5, number))

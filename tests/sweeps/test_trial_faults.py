@@ -19,9 +19,9 @@ from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
 from ddp_loop.sweeps import running
 from ddp_loop.sweeps.plan import SweepPlan
-from ddp_loop.sweeps.sweep_folder import WorkerName, forget_stop, is_dead
+from ddp_loop.sweeps.sweep_folder import WorkerName, ask_for, forget_stop, has_requests, is_dead
 from ddp_loop.sweeps.trial_folder import ObjectiveReader
-from ddp_loop.sweeps.trial_queue import TrialQueue
+from ddp_loop.sweeps.trial_queue import Ending, TrialQueue
 from tests.support.harness import until
 from tests.support.trials import faulty, final, train, trial, trivial, updates
 
@@ -166,6 +166,40 @@ def test_the_trial_of_a_dead_worker_goes_on_and_its_folder_says_so(tmp_path: Pat
     found = trial(tmp_path / "s", 0)
     assert [(one["number"], one["status"]) for one in found["attempts"]] == [(1, "interrupted"), (2, "done")]
     assert found["status"] == "done"
+    queue.close()
+
+
+@pytest.mark.covers("F3")
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("added", [False, True], ids=["before", "after"])
+def test_a_request_to_run_again_survives_a_kill_and_adds_one_attempt(
+    added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kill comes before the storage has the attempts, or after it has them and before the request is removed."""
+    folder = tmp_path / "s"
+    worker, queue = worker_of(folder, 2)
+    worker.run()
+    ask_for(folder, [0])
+    add = queue.again
+
+    def killed(*arguments: Any) -> None:
+        if added:
+            add(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(queue, "again", killed)
+    with pytest.raises(KeyboardInterrupt):
+        worker._look_around()
+    monkeypatch.setattr(queue, "again", add)
+    assert has_requests(folder)
+    if added:  # it also ran before anyone read the request again
+        claim = queue.claim("two", worker._sweep.space, worker._sweep.sampler)
+        assert claim is not None
+        assert queue.end(claim, Ending("done", 0.0))
+    worker._look_around()
+    assert not has_requests(folder)
+    attempts = [(one.trial, one.attempt, one.state) for one in queue.newest().values()]
+    assert attempts == [(0, 2, "ended" if added else "waiting"), (1, 1, "ended")]
     queue.close()
 
 
