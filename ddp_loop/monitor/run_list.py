@@ -160,14 +160,15 @@ class RunList:
 
     def _look(self) -> None:
         deadline, version = time.monotonic() + READ_S, self.now.version + 1
-        before, self._runs = self._runs, {}
+        runs: dict[str, RunSummary] = {}  # other threads see those of the last look meanwhile
         lines: dict[str, tuple[int, str]] = {}
         for folder, name in self._find():
-            run = before.get(folder) or RunSummary(self._key_of(folder, name), name, Path(folder))
-            self._runs[folder] = run
+            run = self._runs.get(folder) or RunSummary(self._key_of(folder, name), name, Path(folder))
+            runs[folder] = run
             is_changed = run.look(deadline)
             known = self.now.lines.get(run.key)
             lines[run.key] = (version, _json(run.summary())) if is_changed or known is None else known
+        self._runs = runs
         removed = {key: at for key, at in self.now.removed.items() if key not in lines}
         removed |= {key: version for key in self.now.lines if key not in lines}
         if any(at == version for at, _ in lines.values()) or version in removed.values():

@@ -100,8 +100,12 @@ class TrialQueue:
         self._stale: list[int] = []  # attempts without heartbeats that this process has just settled
         self._backend = open_storage(url, beat_s, grace_s, lambda study, one: self._stale.append(one._trial_id))
         self._storage = optuna.storages.get_storage(self._backend)  # reads trials that have ended only once
-        self._name, self._study_id = name, self._find_study(name, direction)
-        self.study = self._load()
+        try:
+            self._name, self._study_id = name, self._find_study(name, direction)
+            self.study = self._load()
+        except BaseException:
+            self.close()
+            raise
         self._mine: dict[int, Claim] = {}  # by Optuna's id
 
     def _find_study(self, name: str, direction: str | None) -> int:
@@ -363,9 +367,7 @@ class TrialQueue:
             if one.number in interrupted:
                 self._add_again(one)
 
-    def again(
-        self, trials: Iterable[int], request: str, record: Callable[[int], None] = lambda trial: None
-    ) -> None:
+    def again(self, trials: Iterable[int], request: str, record: Callable[[int], None] = lambda trial: None) -> None:
         """Put ended trials in line again, once for each request.
 
         Args:

@@ -315,3 +315,20 @@ def test_a_request_can_name_each_run_below_a_folder_and_nothing_else(tmp_path: P
 
 def _status(page: Served, target: str) -> int:
     return ask(page, "GET", target, page.headers)[0]
+
+
+def test_known_runs_are_found_while_another_thread_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, [row(1)])
+    runs = RunList([tmp_path])
+    runs.look()
+    found: list[Path | None] = []
+
+    def look(self: RunSummary, deadline: float) -> bool:
+        found.extend(map(runs.folder_of, ("a", "b")))
+        return False
+
+    monkeypatch.setattr(RunSummary, "look", look)
+    monkeypatch.setattr(runs, "_looked", -10.0)
+    runs.look()
+    assert found == [tmp_path / "a", tmp_path / "b"] * 2

@@ -29,7 +29,7 @@ def write_sweep(top: Path, count: int, steps: int = 20) -> Path:
             status="stopped" if number % 4 == 3 else "done", iteration=steps, checkpoint=f"step-{steps:08}", epochs=1,
             steps_per_epoch=steps,
         )  # fmt: skip
-        config = {"rate": (0.1, 0.12, 0.5)[number % 3], "momentum": 0.9}
+        config = {"rate": (0.1, 0.1234567890123, 0.5)[number % 3], "momentum": 0.9}
         (folder / "run.json").write_text(json.dumps({"began": 1000.0 + number, "config": config}))
     return top
 
@@ -65,6 +65,8 @@ def test_the_list_has_a_line_for_each_run_and_the_newest_ten_are_drawn(visit: An
         line = one.page.locator(".line[data-run='trials/0003']")
         assert line.locator(".state").inner_text() == "stopped"
         assert line.locator(".parameters").inner_text() == "rate=0.1"  # momentum is the same in all
+        long = one.page.locator(".line[data-run='trials/0004'] .parameters")
+        assert (long.inner_text(), "rate=0.1234567890123" in str(long.get_attribute("title"))) == ("rate=0.1235", True)
         assert line.locator(".value").inner_text() == "2"
         assert one.text("#count") == "12 runs"
         assert not one.page.locator(".run").is_visible()
@@ -112,8 +114,8 @@ def test_lines_are_sorted_by_name_state_value_and_start(visit: Any, sweep: Path)
         ("rate=0.1", [0, 3, 6, 9]),
         ("rate=1e-1", [0, 3, 6, 9]),
         ("rate=0.", range(12)),
-        ("rate=0.12 done", [1, 4, 10]),
-        ("rate<=0.12 rate>0.1", [1, 4, 7, 10]),
+        ("rate=0.1234567890123 done", [1, 4, 10]),
+        ("rate<=0.13 rate>0.1", [1, 4, 7, 10]),
         ("loss<2", [0, 7]),
         ("momentum=0.9 trials/000", range(10)),
         ("nothing", []),

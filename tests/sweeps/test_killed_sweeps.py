@@ -9,7 +9,6 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +50,16 @@ class Started:
         """The updates of all trials."""
         return sum(len(updates(path)) for path in (self.folder / "trials").glob("*"))
 
+    @property
+    def attempts(self) -> int:
+        """The attempts at all trials that have begun."""
+        return sum(len(trial(self.folder, number).get("attempts", ())) for number in range(len(RATES)))
+
+    @property
+    def ended(self) -> int:
+        """The trials whose function has returned."""
+        return len(list(self.folder.glob("trials/*/final.json")))
+
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Started]:
@@ -80,23 +89,22 @@ def moment(started: Started, number: int, chance: random.Random) -> Callable[[],
     """When to kill: while the study is made, between a claim and a start, or after a random number of updates."""
     if number < len(EARLY):
         return lambda: (started.folder / EARLY[number]).exists()
-    if number % 4 == 0:  # a claim: its worker's attempt begins
-        listed = chance.randrange(len(RATES))
-        return lambda: trial(started.folder, listed).get("status") == "running"
-    if number % 4 == 1:  # a trial's end
-        return lambda: (started.folder / "trials" / f"{chance.randrange(len(RATES)):04d}" / "final.json").exists()
-    most = started.made + chance.randrange(1, STEPS)
+    ended, most = started.ended, started.made + chance.randrange(1, STEPS)
+    if number % 4 == 0:  # a claim: the next attempt of a worker begins
+        attempts = started.attempts
+        return lambda: started.attempts > attempts
+    if number % 4 == 1:  # the next end of a trial
+        return lambda: started.ended > ended
     return lambda: started.made >= most
 
 
-@contextmanager
-def killed_at(
-    process: subprocess.Popen[bytes], holds: Callable[[], bool], victim: Callable[[], int | None]
-) -> Iterator[None]:
+def kill_at(process: subprocess.Popen[bytes], holds: Callable[[], bool], mark: str) -> None:
+    """Kill a living process at a moment, and see that nothing of it is left."""
     until(lambda: holds() or process.poll() is not None, "the moment of a kill", START_S)
-    if (chosen := victim()) is not None and process.poll() is None:
-        os.kill(chosen, signal.SIGKILL)
-    yield
+    assert process.poll() is None, "It ended before the kill."
+    process.kill()
+    process.wait(MOMENT_S)
+    all_ended(mark)
 
 
 def check(folder: Path, undisturbed: list[list[str]]) -> None:
@@ -130,10 +138,8 @@ def finish(started: Started, words: list[str]) -> None:
 def test_a_killed_sweep_goes_on_where_it_was(first: int, started: Started, undisturbed: list[list[str]]) -> None:
     chance, words = random.Random(first), [described(started.folder)]
     for number in range(first, first + 4):
-        process = started.start(*words)
-        with killed_at(process, moment(started, number, chance), lambda: process.pid):  # noqa: B023
-            process.wait(MOMENT_S)
-        all_ended(started.mark)
+        kill_at(process := started.start(*words), moment(started, number, chance), started.mark)
+        assert process.returncode == -signal.SIGKILL
     finish(started, words)
     check(started.folder, undisturbed)
 
@@ -142,17 +148,11 @@ def test_a_killed_sweep_goes_on_where_it_was(first: int, started: Started, undis
 @pytest.mark.covers("G5", "F3")
 @pytest.mark.parametrize("first", [20, 24, 28, 32, 36])
 def test_a_killed_worker_s_trials_go_on_elsewhere(first: int, started: Started, undisturbed: list[list[str]]) -> None:
-    """A sweep runs while workers that help it are killed."""
+    """Workers are killed one after the other, each with the trials of the one before."""
     chance, words = random.Random(first), [described(started.folder)]
-    own = started.start(*words)
-    until(lambda: (started.folder / "trials" / "0000" / "trial.json").exists(), "the sweep", START_S)
+    kill_at(started.start(*words), lambda: started.made > 0, started.mark)
     for number in range(first, first + 4):
-        if own.poll() is not None:
-            break
-        helper = started.start("work", str(started.folder))
-        with killed_at(helper, moment(started, number, chance), lambda: helper.pid):  # noqa: B023
-            helper.wait(MOMENT_S)
-    own.wait(2 * START_S)
+        kill_at(started.start("work", str(started.folder)), moment(started, number, chance), started.mark)
     finish(started, words)
     check(started.folder, undisturbed)
 

@@ -157,7 +157,7 @@ function show({ item, parts, summary }, varied) {
   parts[".value"].title = shown.name;
   const far = fraction !== null && fraction < 1 ? ` ${Math.floor(100 * fraction)} %` : "";
   write(parts[".state"], `${state}${far}`);
-  const parameters = Object.entries(config).filter(([key]) => varied.has(key)).map(([key, value]) => `${key}=${value}`);
+  const parameters = Object.entries(config).filter(([key]) => varied.has(key)).map(([key, value]) => `${key}=${short(value)}`);
   write(parts[".parameters"], [...(note ? [note] : []), ...parameters].join(" "));
   parts[".parameters"].title = Object.entries(config).map(([key, value]) => `${key}=${value}`).join("\n");
   parts[".show"].setAttribute("aria-label", `Draw ${name}`);
@@ -166,6 +166,11 @@ function show({ item, parts, summary }, varied) {
 }
 
 // -- search -------------------------------------------------------------------------------------------------
+
+// A float with the digits that tell runs apart; other values as they are. The title has all digits.
+function short(value) {
+  return typeof value === "number" && !Number.isInteger(value) ? number(value) : value;
+}
 
 function searched({ name, state, config, note }) {
   return [name, state, note ?? "", ...Object.entries(config).map(([key, value]) => `${key}=${value}`)].join(" ").toLowerCase();
