@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_loop.checkpoint import read_json
 from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, read_job
-from ddp_loop.sweeps.plan import SweepPlan, TrialResult
+from ddp_loop.sweeps.plan import GOOD, SweepPlan, has_failed
 from ddp_loop.sweeps.running import Say
 from ddp_loop.sweeps.slurm import LOCAL, SLURM, Jobs, check_jobs, how_to_go_on, read_options, submit_workers
 from ddp_loop.sweeps.space import OBJECT, nearest
@@ -32,7 +32,6 @@ USUAL: dict[str, Any] = {
     "heartbeat_s": 5,
 }
 OTHERS = ("script", "function", "arguments", "keywords", "folder", "slots", "storage", "space", "points")
-GOOD = ("done", "pruned")
 HIDDEN = ":***@"  # where a URL had its password
 
 
@@ -104,7 +103,7 @@ def begin(path: Path, slots: int | None, folder: Path | None, storage: str | Non
     """
     plan, where, given = _read_plan(path, folder)
     results = plan.run(where, slots or given.get("slots"), storage or given.get("storage"), say)
-    return _summarize(results, where, say)
+    return not any(map(has_failed, results))
 
 
 def _read_plan(path: Path, folder: Path | None) -> tuple[SweepPlan, Path, dict[str, Any]]:
@@ -155,7 +154,7 @@ def work(folder: Path, slots: int | None, storage: str | None, say: Say) -> bool
     if HIDDEN in url:
         raise ValueError(f"The storage {url} needs its password, which the folder does not have. Pass --storage URL.")
     results = _plan_of(facts).work(folder.absolute(), slots, url, say)
-    return _summarize(results, folder, say)
+    return not any(map(has_failed, results))
 
 
 def folder_in(url: str) -> Path:
@@ -237,17 +236,3 @@ def _plan_of(facts: Mapping[str, Any]) -> SweepPlan:
     if given["sampler"] in ("list", "grid"):
         given |= {"trials": None, "sampler": None}
     return _plan(read_job(facts["job"]), facts["space"], given)
-
-
-def _summarize(results: Sequence[TrialResult], folder: Path, say: Say) -> bool:
-    """Print what became of the trials, and return whether none failed."""
-    counts: dict[str, int] = {}
-    for one in results:
-        counts[one.status] = counts.get(one.status, 0) + 1
-    say(f"{len(results)} trials: {', '.join(f'{number} {status}' for status, number in counts.items())}")
-    bad = [one for one in results if one.status not in (*GOOD, "waiting", "running")]
-    for one in bad:
-        say(f"  trial {one.trial} {one.status}: {one.why or 'see its output'} ({one.folder})")
-    if bad:
-        say(f"Run them again: python -m ddp_loop sweep again {folder}")
-    return not bad

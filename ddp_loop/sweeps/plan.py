@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ddp_loop.checkpoint import read_json
 from ddp_loop.determinism import stream_key
 from ddp_loop.sweeps.jobs import FunctionJob, Job
-from ddp_loop.sweeps.running import Say, Sweep, SweepWorker, places_of
+from ddp_loop.sweeps.running import Say, Sweep, SweepWorker, places_of, shortened
 from ddp_loop.sweeps.space import SAMPLERS, Point, make_named, make_space
 from ddp_loop.sweeps.storage import check_reachable, failures_explained, require_optuna, shown_url
 from ddp_loop.sweeps.sweep_folder import STUDY, SweepFolder, forget_stop, has_workers
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PRUNERS = ("median", "halving", "hyperband")
 GRACE = 3  # heartbeats that may be missing
 FIRST = 4  # trials that end before the median pruner compares
+GOOD = ("done", "pruned")  # how a trial ends that need not run again
 DIRECTIONS = ("minimize", "maximize")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm sends the last one before a time limit
 
@@ -96,8 +97,7 @@ def sweep(
             the name of its class, such as "CmaEsSampler".
         pruner: stops trials that are worse than others: "median", "halving", "hyperband", or one of Optuna's or its
             name, such as "SuccessiveHalvingPruner".
-        objective: a column of the rows, or "evaluation.NAME" of what `evaluate` returns.
-        direction: whether it is to be small or large.
+        objective, direction: a column of the rows, or "evaluation.NAME" of what `evaluate` returns; small or large.
         report_every: the updates over which the pruner's values are means.
         ranks, time_limit_s: of each trial; its seconds.
         slots: ranks at once on this machine (default: its GPUs, or cores).
@@ -184,7 +184,7 @@ class SweepPlan:
         places, folder = places_of(slots, self.ranks), folder.absolute()
         with self.begun(folder, storage) as queue:
             self._work(folder, queue, storage or f"sqlite:///{folder / STUDY}", places, say)
-            return results_of(folder, queue)
+            return self._results(folder, queue, say)
 
     @contextmanager
     def begun(self, folder: Path, storage: str | None) -> Iterator[TrialQueue]:
@@ -222,9 +222,14 @@ class SweepPlan:
             if not queue.facts.get(READY):
                 raise ValueError(f"The sweep in {folder} was not begun. Start it first, then its workers.")
             self._work(folder, queue, url, places, say)
-            return results_of(folder, queue)
+            return self._results(folder, queue, say)
         finally:
             queue.close()
+
+    def _results(self, folder: Path, queue: TrialQueue, say: Say) -> list[TrialResult]:
+        results = results_of(folder, queue)
+        say_results(results, folder, say)
+        return results
 
     def _open(self, url: str, folder: Path, direction: str | None = None) -> TrialQueue:
         return TrialQueue(url, study_name(folder), beat_s=self.beat_s, grace_s=GRACE * self.beat_s, direction=direction)
@@ -307,6 +312,23 @@ def stopped_by_signals(worker: SweepWorker, say: Say) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def has_failed(one: TrialResult) -> bool:
+    """Whether a trial ended without what it was for."""
+    return one.status not in (*GOOD, "waiting", "running")
+
+
+def say_results(results: Sequence[TrialResult], folder: Path, say: Say) -> None:
+    """Print what became of the trials."""
+    counts: dict[str, int] = {}
+    for one in results:
+        counts[one.status] = counts.get(one.status, 0) + 1
+    say(f"{len(results)} trials: {', '.join(f'{number} {status}' for status, number in counts.items())}")
+    for one in filter(has_failed, results):
+        say(f"  Trial {one.trial} {one.status}: {shortened(one.why or 'see its output')} ({one.folder})")
+    if any(map(has_failed, results)):
+        say(f"Run them again: python -m ddp_loop sweep again {folder}")
 
 
 def results_of(folder: Path, queue: TrialQueue) -> list[TrialResult]:

@@ -54,6 +54,7 @@ HELD_S = 60.0  # for the former process of a run to leave its folder
 TIMED_OUT, PRUNED = "timed out", "pruned"  # why a worker asks a trial to stop, besides a stop of its own
 SIGNAL_S = 1.0  # for a signal to reach the worker too
 LOST = "given to another worker"
+MOST_WHY = 90  # letters
 _CHECK_S = 2.0  # between two looks for dead workers and requests, at least
 
 Say = Callable[[str], None]
@@ -436,5 +437,11 @@ def line_of(claim: Claim, ending: Ending, sweep: Sweep) -> str:
         f"{name}={f'{value:.4g}' if isinstance(value, float) else value}" for name, value in claim.parameters.items()
     )
     value = "" if ending.value is None else f", {sweep.objective.name} {ending.value:.6g}"
-    why = f": {ending.why}" if ending.why and ending.status not in ("pruned", "done") else ""
+    why = f": {shortened(ending.why)}" if ending.why and ending.status not in ("pruned", "done") else ""
     return f"Trial {claim.trial} ({parameters}) {ending.status}{value}{why}"
+
+
+def shortened(why: str) -> str:
+    """The first sentence of a reason, for a line of a terminal; trial.json has all of it."""
+    first = why.partition("\n")[0].partition(". ")[0].rstrip(".")
+    return first if len(first) <= MOST_WHY else f"{first[: MOST_WHY - 1]}\u2026"

@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 
-from ddp_loop.sweeps.slurm import Jobs, check_jobs, minutes_of, read_options, slots_of
+from ddp_loop.sweeps.slurm import (
+    Jobs,
+    check_jobs,
+    how_to_go_on,
+    minutes_of,
+    read_options,
+    slots_of,
+    submit_workers,
+)
 from tests.support.guard import descendants
 from tests.support.harness import until
 from tests.support.paths import ROOT
@@ -158,6 +166,26 @@ def test_options_are_read_and_an_unknown_one_is_refused() -> None:
         read_options(["partition"])
     with pytest.raises(ValueError, match="Did you mean 'partition'"):
         check_jobs(Jobs("local", 1, {"partitio": "gpu"}))
+
+
+@pytest.mark.covers("F4")
+def test_workers_are_handed_to_slurm_as_one_array(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What sbatch gets; the slow tests give it to a real Slurm."""
+    pytest.importorskip("submitit", reason="needs the extra slurm")
+    answers = {"sbatch": 'cp "$1" handed; echo Submitted batch job 7', "srun": "", "sinfo": "echo 'gpu* 2:00:00'"}
+    for name, answer in answers.items():
+        (command := tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{answer}\n")
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (folder := tmp_path / "sweep").mkdir()
+    jobs = submit_workers(folder, Jobs("slurm", 3, {"partition": "gpu", "gpus_per_node": 2}))
+    assert jobs == ["7_0", "7_1", "7_2"]
+    lines = (tmp_path / "handed").read_text().splitlines()
+    asked = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")}
+    expected = {"array=0-2%3", "partition=gpu", "gpus-per-node=2", "time=120", "requeue", "job-name=sweep"}
+    assert expected <= asked
+    assert any(line.startswith("srun ") and "submitit" in line for line in lines)
+    assert "squeue --jobs=7" in "\n".join(how_to_go_on(folder, jobs, "slurm"))
 
 
 def test_slurm_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
