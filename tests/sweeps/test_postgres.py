@@ -67,9 +67,12 @@ with running_postgres() as server:
 @pytest.mark.slow
 def test_two_processes_take_each_waiting_trial_once(postgres_url: str) -> None:
     optuna = pytest.importorskip("optuna", reason="needs the extra sweep")
-    study = optuna.create_study(storage=postgres_url, study_name="one")
+    storage = optuna.storages.RDBStorage(postgres_url)
+    study = optuna.create_study(storage=storage, study_name="one")
     for number in range(20):
         study.enqueue_trial({"rate": number}, user_attrs={"waits": True})
+    storage.remove_session()
+    storage.engine.dispose()
     command = [sys.executable, "-c", TAKES_WHAT_WAITS, postgres_url]
     pipe = subprocess.PIPE
     workers = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
