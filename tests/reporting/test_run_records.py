@@ -153,6 +153,16 @@ def test_a_trial_has_its_parameters_its_number_and_its_objective(tmp_path: Path)
     assert waiting == RunRecord("0004", tmp_path / "trials/0004", "waiting", {"rate": 1}, trial=4)
 
 
+@pytest.mark.parametrize(("direction", "best"), [("minimize", (0.25, 3)), ("maximize", (0.75, 2))])
+def test_a_sweep_s_direction_decides_what_is_best(direction: str, best: tuple[float, int], tmp_path: Path) -> None:
+    run = write_run(tmp_path / "0000", [row(1)], status="done")
+    values = enumerate((0.5, 0.75, 0.25), 1)
+    write_lines(run / "evaluations.jsonl", [{"epoch": 1, "iteration": k, "distance": one} for k, one in values])
+    write_trial(run, objective="evaluation.distance", direction=direction)
+    said = read_run(run).evaluations["distance"]
+    assert (said.best, said.best_at) == best
+
+
 @pytest.mark.parametrize(
     ("name", "lower"),
     [
