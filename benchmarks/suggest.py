@@ -2,11 +2,11 @@
 
     python -m benchmarks suggest [PART ...]
 
-Each of five seeds is a sweep of its own start weights: `TRIALS` trainings of `STEPS` updates of Adam on a grid of
-points, compared by their last error. "tpe": suggested points against random ones, on 40x40 points. "pruning": random
-points, of which those that are worse than the median are stopped, against the same points without a pruner. A pruner's
-stop takes effect some tenths of a second after the value that causes it, so these trials take seconds, on 100x100
-points. Updates are counted by the rows of the run folders.
+Each of five seeds is a sweep of its own start weights: `TRIALS` trainings of `STEPS` updates of Adam on a grid of 40x40
+points, compared by their last error. "tpe": suggested points against random ones. "pruning": random points, of which
+those that are worse than the median are stopped, against the same points without a pruner. Updates are counted by the
+rows of the run folders. A pruner's stop takes effect some tenths of a second after the value that causes it, which is a
+part of these trials of a second or two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.measuring import print_table
 from ddp_loop import networks
 from examples.surface.train import grid
 
-SIDES = {"tpe": 40, "pruning": 100}
+SIDE = 40
 STEPS = 800
 EVERY = 40  # updates between two values for the pruner
 TRIALS = 30
@@ -96,7 +96,7 @@ def search(way: str, seed: int, folder: Path, side: int, *, trials: int = TRIALS
 def measure(part: str, seed: int) -> dict[str, Found]:
     """What each way of a part found."""
     with tempfile.TemporaryDirectory() as folder:
-        return {way: search(way, seed, Path(folder) / way, SIDES[part]) for way in PARTS[part]}
+        return {way: search(way, seed, Path(folder) / way, SIDE) for way in PARTS[part]}
 
 
 def rows_of(part: str, found: Mapping[int, Mapping[str, Found]]) -> Iterator[tuple[object, ...]]:
@@ -115,7 +115,7 @@ def rows_of(part: str, found: Mapping[int, Mapping[str, Found]]) -> Iterator[tup
 
 
 def print_part(part: str, found: Mapping[int, Mapping[str, Found]]) -> None:
-    print(f"{TRIALS} trials of {STEPS} updates on {SIDES[part]}x{SIDES[part]} points, {SLOTS} slots.\n")
+    print(f"{TRIALS} trials of {STEPS} updates on {SIDE}x{SIDE} points, {SLOTS} slots.\n")
     further = " | updates saved | trials pruned" if part == "pruning" else ""
     print_table(f"seed | {' | '.join(f'least error, {way}' for way in PARTS[part])}{further}", rows_of(part, found))
     one, other = PARTS[part]
