@@ -21,7 +21,7 @@ def test_the_table_of_pruning_has_each_seed_median_and_quartiles(capsys: pytest.
     }
     suggest.print_part("pruning", pairs)
     printed = capsys.readouterr().out
-    assert "30 trials of 800 updates on 100x100 points" in printed
+    assert "30 trials of 800 updates on 40x40 points" in printed
     assert "| 4 | 5.0000 | 6.0000 | 40.0% | 9 |" in printed
     assert "| median | 3.0000 | 3.0000 | 40.0% |" in printed
     assert "| quartiles | 2.0000 to 4.0000 | 2.0000 to 4.0000 | 40.0% to 40.0% |" in printed
