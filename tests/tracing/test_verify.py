@@ -21,7 +21,7 @@ FOLD = "            step.fold()\n"
 UPDATE = "            optimizer.step()\n"
 BATCHES = "dl.Batches(train, batch_size, world, shards=arguments.shards)"
 BACKWARD = "step.backward(cross_entropy(logits, labels),"
-LOOP = "run_dir=arguments.run_dir, state=state, progress=not arguments.quiet)"
+LOOP = "state=state, **watching)"
 Change = tuple[str, str]
 UNCHECKED: Change = (LOOP, f"check_replicas_every=0, {LOOP}")  # else the Loop itself raises ReplicaMismatch
 
@@ -125,7 +125,7 @@ FAULTS: dict[str, tuple[list[Change], str]] = {
             before(SHARD, "model.level.copy_(images.mean())"),
             (
                 LOOP,
-                "run_dir=arguments.run_dir, state=state, buffer_reduction={'model.level': 'local'}, progress=False)",
+                "buffer_reduction={'model.level': 'local'}, state=state, **watching)",
             ),
             after(FOLD, "world.broadcast(model.level)"),
         ],
