@@ -12,7 +12,7 @@ import pytest
 
 from ddp_loop.checkpoint import FileLock, RunFolder, write_atomic
 from tests.support.browsing import NEEDS_BROWSER, PHONE, WIDE, Visit
-from tests.support.harness import until
+from tests.support.harness import MOMENT_S, until
 from tests.support.serving import Served, row, served
 from tests.support.sweep_folders import write_sweep, write_trial
 
