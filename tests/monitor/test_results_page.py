@@ -131,7 +131,7 @@ def test_a_note_is_written_in_its_cell_and_html_in_it_is_text(visit: Any, sweep:
         one.page.get_by_role("button", name="Note on trials/0002").press("Enter")
         one.page.locator(".note-input").fill(text)
         one.page.locator(".note-input").press("Enter")
-        until(note.exists, "the note is written")
+        until(note.exists, "the note is written, to a disk that may be busy", 3 * MOMENT_S)
         assert note.read_text() == text
         assert column(one, "Note")[2] == text
         assert one.page.locator(".trials img").count() == 0
