@@ -1,6 +1,8 @@
 """The order of the samples, their division into shards over the ranks, and the readers."""
 
-from ddp_loop.data.batches import Batches, LoadedBatch, check_end, check_first
+from ddp_loop.data.agreement import check_end, check_first
+from ddp_loop.data.batches import Batches
+from ddp_loop.data.loaded_batch import LoadedBatch
 from ddp_loop.data.placement import EncodedTensors, tensors_in
 from ddp_loop.data.position import LoopPosition
 from ddp_loop.data.read_ahead import ReadAhead

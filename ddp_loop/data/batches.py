@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import count
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
-from ddp_loop.data.fingerprints import REMEDY, Fingerprint, difference, of, unlike
+from ddp_loop.data.agreement import StreamPass, check_data, require_alike
+from ddp_loop.data.loaded_batch import LoadedBatch
 from ddp_loop.data.placement import Places, gpu_in, map_tensors, parse_devices
 from ddp_loop.data.readers import LoaderReader, Request, TensorReader, is_stream, make_reader
 from ddp_loop.data.shards import MiniBatch, Shard, cut, split_range, split_sizes
@@ -19,90 +18,6 @@ from ddp_loop.data.streams import StreamBatcher, StreamReader
 from ddp_loop.data.transforms import Draws, Transform
 from ddp_loop.determinism import check_count, permutation
 from ddp_loop.distributed import World
-
-
-@dataclass(slots=True)
-class LoadedBatch:
-    """A mini-batch and the data of this rank's shards, which are read on first use and then kept."""
-
-    mini_batch: MiniBatch
-    _stream: Iterator[Any]
-    _change: Callable[[MiniBatch, Shard, Any], Any] | None
-    _read_nothing: Callable[[MiniBatch], Any]
-    _data: list[Any] = field(default_factory=list)
-    _error: Exception | None = None
-
-    def data(self, shard: int) -> Any:
-        """The data of this rank's shard number `shard`, counted from 0 on each rank."""
-        if self._error is not None:
-            raise self._error
-        while len(self._data) <= shard:
-            following, data = self.mini_batch.shards[len(self._data)], next(self._stream)
-            self._data.append(data if self._change is None else self._change(self.mini_batch, following, data))
-        return self._data[shard]
-
-    def nothing(self) -> Any:
-        """The data of an empty shard: tensors without rows, (0, ...)."""
-        return self._read_nothing(self.mini_batch)
-
-    def read_ahead(self) -> None:
-        """Read the first shard's data now; an error is raised when the data are used."""
-        try:
-            if self.mini_batch.shards:
-                self.data(0)
-        except Exception as error:
-            self._error = error
-
-    def finish_reading(self) -> None:
-        """Read the remaining shards, so that the reader is at the next mini-batch."""
-        if self.mini_batch.shards:
-            self.data(len(self.mini_batch.shards) - 1)
-
-
-@dataclass(slots=True)
-class _StreamPass:
-    """The samples of a pass over a stream so far: their number, a digest, and the first mini-batch."""
-
-    samples: int = 0
-    digest: int = 0
-    first: MiniBatch | None = None
-
-    def add(self, mini_batch: MiniBatch) -> None:
-        self.first = self.first or mini_batch
-        self.samples += mini_batch.samples
-        self.digest = zlib.crc32(b"%d %d" % (self.digest, mini_batch.digest))
-
-
-def _require_alike(prints: Sequence[Fingerprint]) -> None:
-    """Raise ValueError unless the ranks' fingerprints agree."""
-    if (differs := difference(prints)) is not None:
-        raise ValueError(f"Every rank must be given the same data; {differs}. {REMEDY}")
-
-
-def _first_sample(mini_batch: MiniBatch) -> Fingerprint:
-    return of(f"the first sample of mini-batch {mini_batch.position + 1}", mini_batch.first)
-
-
-def check_first(mini_batch: MiniBatch, world: World) -> None:
-    """Raise ValueError on every rank unless all read the same first sample of a stream. Every rank must call this."""
-    _require_alike(world.gather(_first_sample(mini_batch), "the samples of a stream"))
-
-
-def check_end(ranks: int, mini_batch: MiniBatch, world: World) -> None:
-    """Raise ValueError on every rank unless a stream ended at the same sample on all. Every rank must call this.
-
-    Args:
-        ranks: the number of ranks whose stream ended in this mini-batch.
-        mini_batch: the last of the stream.
-        world: the ranks.
-    """
-    if ranks != world.size:
-        raise ValueError(
-            f"A stream must give every rank the same samples. In mini-batch {mini_batch.position + 1} of "
-            f"epoch {mini_batch.epoch} it ended on {ranks} of {world.size} ranks. Give every rank the whole "
-            "stream, since Batches makes the shards."
-        )
-    world.require_equal("the samples of a stream's last mini-batch", mini_batch.samples)
 
 
 class Batches:
@@ -174,7 +89,7 @@ class Batches:
         **loader: Any,
     ) -> None:
         self.world, self._check_data = world, check_data
-        self._passed = _StreamPass()
+        self._passed = StreamPass()
         self._order: tuple[int, torch.Tensor] | None = None
         self._cuts: dict[int, tuple[tuple[int, ...], tuple[Shard, ...]]] = {}  # by samples
         problem: Exception | None = None
@@ -199,23 +114,14 @@ class Batches:
         facts = (*(self.facts | {"shards": self.shards}).values(), self._check_data)
         gathered = self.world.gather(facts, what)
         if any(other != gathered[0] for other in gathered):
-            _require_alike([{"the length": (f"{other[0]} samples", "")} for other in gathered])
+            require_alike([{"the length": (f"{other[0]} samples", "")} for other in gathered])
             self.world.require_equal(what, facts)
-        if not self._check_data or self.world.size == 1 or isinstance(self._reader, StreamReader):
-            return
-        found = self._reader.fingerprint()
-        if difference(self.world.gather(found, "what the data are")) is not None:
-            # A part that changes when it is read again (a time, say) cannot be compared with other ranks.
-            unsteady = self.world.gather(unlike(found, self._reader.fingerprint()), "what the data are, read again")
-            steady = {name: one for name, one in found.items() if name not in set().union(*unsteady)}
-            _require_alike(self.world.gather(steady, "what the data are"))
+        if self._check_data and self.world.size > 1 and not isinstance(self._reader, StreamReader):
+            check_data(self._reader.fingerprint, self.world)
 
     def check_stream(self) -> None:
         """Raise ValueError unless all ranks read the same in the pass that ended. Every rank must call this."""
-        whole: Fingerprint = {"the stream": (f"{self._passed.samples} samples", str(self._passed.digest))}
-        if difference(self.world.gather(whole, "the samples of a stream")) is not None:
-            found = {} if self._passed.first is None else _first_sample(self._passed.first)
-            _require_alike(self.world.gather(found | whole, "the samples of a stream"))
+        self._passed.check(self.world)
 
     def _open(self, data: Any, length: int | None, places: Places, loader: dict[str, Any]) -> None:
         self._reader: TensorReader | LoaderReader | StreamReader
@@ -387,7 +293,7 @@ class Batches:
                 stream.close()  # ends the workers even if the caller still holds a mini-batch
 
     def _stream_epoch(self, stream: StreamReader, epoch: int, start: int) -> Generator[LoadedBatch, None, None]:
-        passed = self._passed = _StreamPass()
+        passed = self._passed = StreamPass()
         change = None if self._transform is None else self._changed
         for position, piece in enumerate(stream(epoch - 1)):
             if position >= start:

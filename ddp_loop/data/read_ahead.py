@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from ddp_loop.data.batches import Batches, LoadedBatch
+from ddp_loop.data.batches import Batches
+from ddp_loop.data.loaded_batch import LoadedBatch
 
 
 class ReadAhead:

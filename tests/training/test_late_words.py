@@ -369,7 +369,7 @@ def train_over(machines: tuple[int, ...], exchange: str) -> str:
         torch.manual_seed(5)
         model, gradients = Varying(), list[torch.Tensor]()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        batches = dl.Batches(samples(160), 10, world, shards=5, shuffle=False)
+        batches = dl.Batches(samples(120), 10, world, shards=5, shuffle=False)
         loop = dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False, **IN_ORDER)
         for step in loop:
             for rows in step:
