@@ -18,6 +18,7 @@ from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS, current_mode, 
 from tests.support.harness import TASK_S, OnRanks, Result, left_behind, look_around
 from tests.support.limits import run_within_limits
 from tests.support.refusals import Refused
+from tests.support.slurm import Slurm, running_slurm
 from tests.support.tiers import ALL_ITEMS, mark_tiers
 
 USUAL_RANKS = 4
@@ -131,3 +132,10 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     left = left_behind(before, pool.process_ids if pool else ())  # a test may have had the pool replace some
     if left:
         pytest.fail("a test must leave its surroundings as they were; left:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Slurm]:
+    """A Slurm on this machine; skips where it is not installed."""
+    with running_slurm() as slurm:
+        yield slurm

@@ -12,7 +12,6 @@ import pytest
 from ddp_loop.distributed import Pool
 from ddp_loop.sweeps import running
 from tests.support.postgres import PostgresServer, running_postgres
-from tests.support.slurm import Slurm, running_slurm
 
 PLACES, RANKS = 2, 2
 
@@ -64,10 +63,3 @@ def postgres() -> Iterator[PostgresServer]:
 def postgres_url(postgres: PostgresServer) -> str:
     """The URL of a new database on a PostgreSQL server."""
     return postgres.new_database()
-
-
-@pytest.fixture(scope="session")
-def slurm() -> Iterator[Slurm]:
-    """A Slurm on this machine; skips where it is not installed."""
-    with running_slurm() as slurm:
-        yield slurm
