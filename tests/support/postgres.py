@@ -39,16 +39,40 @@ SETTINGS = {
 
 @dataclass
 class PostgresServer:
-    """A server that runs.
+    """A server.
 
     Args:
         programs: the folder of its programs.
-        folder: where its socket is.
+        folder: where its socket is, and its data.
     """
 
     programs: Path
     folder: Path
     databases: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it accepts connections."""
+        settings = SETTINGS | {"unix_socket_directories": str(self.folder)}
+        serve = [str(self.programs / "postgres"), "-D", str(self.folder / "data")]
+        serve += [f"--{name}={value}" for name, value in settings.items()]
+        command, log = [*as_user(user_of_server()), *serve], self.folder / "log"
+        with log.open("ab") as output:
+            process = subprocess.Popen(command, cwd=self.folder, stdout=output, stderr=output)
+        self.process = process
+        until(lambda: process.poll() is not None or self.accepts(), "PostgreSQL accepts connections", START_S)
+        assert process.poll() is None, f"PostgreSQL ended:\n{log.read_text()}"
+
+    def stop(self) -> None:
+        """Stop it: by its fast shutdown, and its immediate one if that takes too long."""
+        for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL) if self.process is not None else ():
+            assert self.process is not None
+            self.process.send_signal(number)
+            try:
+                self.process.wait(END_S)
+                return
+            except subprocess.TimeoutExpired:
+                continue
 
     def new_database(self) -> str:
         """The URL of a new, empty database, for SQLAlchemy and psycopg 3."""
@@ -98,32 +122,14 @@ def running_postgres() -> Iterator[PostgresServer]:
     try:
         assert len(os.fsencode(folder / SOCKET)) <= LONGEST_SOCKET
         os.chown(folder, user.pw_uid, user.pw_gid)
-        data, log = folder / "data", folder / "log"
-        make = [str(programs / "initdb"), "-D", str(data), "-U", OWNER, "--auth=trust", "--no-sync", "--locale=C"]
-        make += ["-E", "UTF8"]
+        make = [str(programs / "initdb"), "-D", str(folder / "data"), "-U", OWNER, "--auth=trust", "--no-sync"]
+        make += ["--locale=C", "-E", "UTF8"]
         subprocess.run([*as_user(user), *make], check=True, capture_output=True, timeout=START_S, cwd=folder)
-        settings = SETTINGS | {"unix_socket_directories": str(folder)}
-        serve = [str(programs / "postgres"), "-D", str(data)]
-        serve += [f"--{name}={value}" for name, value in settings.items()]
-        with log.open("wb") as output:
-            process = subprocess.Popen([*as_user(user), *serve], cwd=folder, stdout=output, stderr=output)
         server = PostgresServer(programs, folder)
         try:
-            until(lambda: process.poll() is not None or server.accepts(), "PostgreSQL accepts connections", START_S)
-            assert process.poll() is None, f"PostgreSQL ended:\n{log.read_text()}"
+            server.start()
             yield server
         finally:
-            end(process)
+            server.stop()
     finally:
         shutil.rmtree(folder)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a server: its fast shutdown, and its immediate one if that takes too long."""
-    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL):
-        process.send_signal(number)
-        try:
-            process.wait(END_S)
-            return
-        except subprocess.TimeoutExpired:
-            continue

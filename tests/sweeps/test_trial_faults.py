@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 import ddp_loop as dl
+from ddp_loop.checkpoint import FileLock, read_json
 from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
 from ddp_loop.sweeps import running
 from ddp_loop.sweeps.plan import SweepPlan
 from ddp_loop.sweeps.sweep_folder import WorkerName, ask_for, forget_stop, has_requests, is_dead
-from ddp_loop.sweeps.trial_folder import ObjectiveReader
+from ddp_loop.sweeps.trial_folder import ObjectiveReader, begin_attempt, end_attempt, trial_folder
 from ddp_loop.sweeps.trial_queue import Ending, TrialQueue
 from tests.support.harness import until
 from tests.support.trials import faulty, final, train, trial, trivial, updates
@@ -201,6 +202,73 @@ def test_a_request_to_run_again_survives_a_kill_and_adds_one_attempt(
     assert not has_requests(folder)
     attempts = [(one.trial, one.attempt, one.state) for one in queue.newest().values()]
     assert attempts == [(0, 2, "ended" if added else "waiting"), (1, 1, "ended")]
+    queue.close()
+
+
+@pytest.mark.covers("F3")
+@pytest.mark.usefixtures("warm")
+def test_a_request_to_run_again_is_read_by_one_worker_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the slower one writes "waiting" into the folder of a trial that the other one has already begun."""
+    folder = tmp_path / "s"
+    worker, queue = worker_of(folder, 1)
+    worker.run()
+    other, second = worker_of(folder, 1)
+    ask_for(folder, [0])
+    record = worker._record_waiting
+
+    def late(trial: int) -> None:
+        other._look_around()
+        assert second.claim("two", worker._sweep.space, worker._sweep.sampler) is None
+        record(trial)
+
+    monkeypatch.setattr(worker, "_record_waiting", late)
+    worker._look_around()
+    assert [(one.trial, one.attempt) for one in queue._attempts()] == [(0, 1), (0, 2)]
+    other.run()
+    assert trial(folder, 0)["status"] == "done"
+    for one in (queue, second):
+        one.close()
+
+
+def test_an_attempt_that_ended_before_the_newest_one_does_not_change_the_trial_s_status(tmp_path: Path) -> None:
+    """The worker that records the end of a dead one may be slower than the one that has the trial now."""
+    for number in (1, 2):
+        begin_attempt(tmp_path, {"number": number}, trial=0)
+    end_attempt(tmp_path, 1, "interrupted", None, "its worker died")
+    found = read_json(tmp_path / "trial.json") or {}
+    assert (found["status"], found["why"]) == ("running", None)
+    assert [one["status"] for one in found["attempts"]] == ["interrupted", "running"]
+
+
+@pytest.mark.usefixtures("warm")
+def test_more_slots_than_trials_start_no_more_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place looks into the storage from time to time."""
+    places = list[int]()
+    begin = running.SweepWorker.run
+    monkeypatch.setattr(running.SweepWorker, "run", lambda self: (places.append(len(self._places)), begin(self)))
+    results = sweep(trivial, {"x": [1, 2]}, tmp_path / "s", slots=64)
+    assert [one.status for one in results] == ["done", "done"]
+    assert places == [2]
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_trial_whose_folder_is_in_use_lets_others_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on a host that hangs keeps its lock."""
+    monkeypatch.setattr(running, "HELD_S", 0.1)
+    worker, queue = worker_of(tmp_path / "s", 2)
+    first = trial_folder(tmp_path / "s", 0)
+    first.mkdir(parents=True)
+    (first / "run.json").write_text("{}")
+    lock, ended = FileLock(first / "lock", "run"), threading.Event()
+    thread = threading.Thread(target=lambda: (worker.run(), ended.set()))
+    thread.start()
+    until(lambda: queue.newest()[1].state == "ended", "the other trial has ended")
+    lock.close()
+    thread.join(30)
+    assert ended.is_set()
+    assert [one.state for one in queue.newest().values()] == ["ended"] * 2
     queue.close()
 
 
