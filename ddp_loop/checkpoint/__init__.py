@@ -6,6 +6,7 @@ from ddp_loop.checkpoint.atomic_files import (
     explained,
     identity,
     opened,
+    read_text,
     sync_folder,
     write_atomic,
     write_text_atomic,
@@ -15,6 +16,7 @@ from ddp_loop.checkpoint.config import Config, flatten_config
 from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
 from ddp_loop.checkpoint.run_folder import (
     EVALUATIONS,
+    MOST_WHY,
     NOTE,
     PICTURES,
     PROFILE,
@@ -38,6 +40,7 @@ from ddp_loop.checkpoint.storage import CHECKPOINTS, NAME, CheckpointInfo, Check
 __all__ = [
     "CHECKPOINTS",
     "EVALUATIONS",
+    "MOST_WHY",
     "NAME",
     "NOTE",
     "PICTURES",
@@ -72,6 +75,7 @@ __all__ = [
     "is_running",
     "opened",
     "read_json",
+    "read_text",
     "run_id_of",
     "stop_and_wait",
     "sync_folder",

@@ -43,6 +43,34 @@ def bytes_of(folder: int, name: str, most: int, size: int | None = None) -> byte
     return data
 
 
+def read_start(path: Path, most: int, *, follow: bool = True) -> bytes:
+    """Read the first bytes of a regular file. Pipes are not waited for.
+
+    Args:
+        path: of the file.
+        most: bytes.
+        follow: whether the path may be a link.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "It is not a regular file", str(path))
+        return file.read(min(most, found.st_size))
+
+
+def read_text(path: Path, most: int) -> str:
+    """Read the start of a text of a user, which must not be a link: so many letters at most.
+
+    Raises:
+        OSError: as `read_start`.
+    """
+    return read_start(path, 4 * most, follow=False).decode(errors="replace").strip()[:most]
+
+
 def write_new(path: Path, parts: list[bytes | memoryview]) -> dict[str, int | str]:
     """Write and flush a new file; a thread computes its SHA-256 meanwhile, as both release the interpreter's lock."""
     sha = hashlib.sha256()

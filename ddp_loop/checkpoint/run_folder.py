@@ -21,7 +21,14 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint.atomic_files import explained, is_folder, write_atomic
+from ddp_loop.checkpoint.atomic_files import (
+    explained,
+    is_folder,
+    read_start,
+    read_text,
+    write_atomic,
+    write_text_atomic,
+)
 from ddp_loop.checkpoint.config import Config, changes_between
 from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
 from ddp_loop.distributed import MOST_LETTERS
@@ -41,6 +48,8 @@ OTHER_RANKS = (
 )
 _SHOWN = 6  # changes in a notice
 _LOOK_S = 0.2
+MOST_JSON = 1 << 26  # bytes
+MOST_WHY = 200  # letters of a request to stop
 
 
 def fingerprint(facts: Mapping[str, object], folder: Path) -> dict[str, object]:
@@ -63,7 +72,7 @@ def _without_path(argument: str, folder: str) -> str:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Read a JSON object; None if the file is missing or damaged."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_start(path, MOST_JSON))
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -279,7 +288,7 @@ class RunFolder:
         if not os.path.exists(self.folder / STOP):  # Path.exists raises if the folder cannot be searched
             return None
         with suppress(OSError):
-            return (self.folder / STOP).read_text(errors="replace")[:200].strip() or "the file stop in its folder"
+            return read_text(self.folder / STOP, MOST_WHY) or "the file stop in its folder"
         return "the file stop in its folder"
 
     def forget_stop(self) -> None:
@@ -329,7 +338,7 @@ def ask_to_stop(run: Path, why: str) -> None:
     if not is_running(run):
         status = (read_json(run / STATUS) or {}).get("status", "unknown")
         raise ValueError(f"No run is active in {run} (status: {status}). Pass the folder of a run that is training.")
-    (run / STOP).write_text(why, encoding="utf-8")
+    write_text_atomic(run / STOP, why)
 
 
 def stop_and_wait(run: Path, timeout_s: float, say: Callable[[str], None]) -> bool:

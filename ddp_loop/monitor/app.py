@@ -347,7 +347,8 @@ def _routes_of_results(site: MonitorApp) -> list[Route]:
 def _sent(status: int, body: str) -> Response:
     from starlette.responses import Response
 
-    return Response(body, status, media_type="application/json" if status < 300 else "text/plain")
+    kind = "application/json" if status < 300 else "text/plain"
+    return Response(body.encode(errors="replace"), status, media_type=kind)  # half a surrogate of a file is no UTF-8
 
 
 def _answer(found: Answer) -> tuple[int, str]:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import NAME, STATUS, STOP, is_running, read_json
+from ddp_loop.checkpoint import MOST_WHY, NAME, STATUS, STOP, is_running, read_json, read_text
 from ddp_loop.reporting import TRIAL, state_of
 
 ENDED = ("done", "stopped", "left", "failed")
@@ -109,7 +109,7 @@ class RunState:
         """Return why the run stops or has ended, in the words of whoever asked for it."""
         if self.state == "stopping":
             with suppress(OSError):
-                return text_of((self.folder / STOP).read_text(errors="replace")[:200].strip())
+                return text_of(read_text(self.folder / STOP, MOST_WHY))
         if self.is_active or self.state in ("missing", "gone"):
             return None
         return text_of(self.trial.get("why")) or text_of(self.status.get("why") if self.state != "lost" else None)

@@ -133,7 +133,8 @@ def _about_sweep(folder: Path) -> list[str]:
     sweep = read_json(folder / SWEEP)
     if sweep is None:
         return []
-    return [f"Sweep {sweep.get('name', folder.name)}: objective {sweep.get('objective')}, {sweep.get('direction')}"]
+    name = short_name(str(sweep.get("name", folder.name)))
+    return [f"Sweep {name}: objective {short(sweep.get('objective'))}, {short(sweep.get('direction'))}"]
 
 
 def _common_line(table: RunTable, width: int | None) -> list[str]:
@@ -257,7 +258,7 @@ def _best_by(records: Sequence[RunRecord], by: str | None, *, highest: bool) -> 
 
 def _names(records: Sequence[RunRecord]) -> str:
     names = dict.fromkeys(name for one in records for name in (*one.evaluations, *one.rows))
-    return ", ".join(list(names)[:5]) or "loss"
+    return ", ".join(map(short_name, list(names)[:5])) or "loss"
 
 
 def _description(best: _Best) -> list[str]:
@@ -266,9 +267,9 @@ def _description(best: _Best) -> list[str]:
     which = "lowest" if best.lower else "highest"
     facts = {
         "run": short_name(record.name),
-        best.name: f"{best.value:.6g}{at}, the {which} of {best.among}",
+        short_name(best.name): f"{best.value:.6g}{at}, the {which} of {best.among}",
         "state": record.state,
-        **{f"  {name}": short(value) for name, value in record.parameters.items()},
+        **{f"  {short_name(name)}": short(value) for name, value in record.parameters.items()},
         "folder": str(record.folder),
         "checkpoint": _checkpoint_of(record.folder),
     }

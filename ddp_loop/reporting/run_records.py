@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import EVALUATIONS, NOTE, ROWS, RUN, STATUS, STOP, is_running, read_json
+from ddp_loop.checkpoint import EVALUATIONS, NOTE, ROWS, RUN, STATUS, STOP, is_running, read_json, read_text
 from ddp_loop.reporting.jsonl_tail import JsonlTail, is_at_an_iteration, is_number
 from ddp_loop.reporting.rows import is_averaged
 
@@ -195,8 +195,8 @@ class _RunReader:
         stamp = _stamp_of(path := self._folder / NOTE)
         if stamp != self._note[0]:
             text = ""
-            with suppress(OSError), path.open("rb") as file:
-                text = file.read(4 * _MOST_NOTE).decode(errors="replace").strip()[:_MOST_NOTE]
+            with suppress(OSError):
+                text = read_text(path, _MOST_NOTE)
             self._note = (stamp, text)
         return self._note[1]
 
@@ -213,7 +213,6 @@ class _RunReader:
             parameters = parameters if isinstance(parameters, dict) else run.get("config")
             state = state_of(self._folder, status, trial)
             elapsed = [one for one in (self._rows.elapsed_s, self._evaluations.elapsed_s) if one is not None]
-            value = trial.get("value")
             step = _count(status.get("iteration")) or 0
             return RunRecord(
                 name,
@@ -234,7 +233,7 @@ class _RunReader:
                 trial=_count(trial.get("trial")),
                 objective=objective,
                 direction=direction,
-                value=float(value) if is_number(value) and math.isfinite(value) else None,
+                value=_finite(trial.get("value")),
             )
 
 
@@ -274,8 +273,8 @@ class _Values:
     def _take(self, rows: list[dict[str, Any]], wants_lower: Mapping[str, bool]) -> None:
         last = rows[-1]
         self.iteration, self.epoch = last["iteration"], _count(last.get("epoch"))
-        if is_number(elapsed := last.get("elapsed_s")):
-            self.elapsed_s = float(elapsed)
+        if (elapsed := _finite(last.get("elapsed_s"))) is not None:
+            self.elapsed_s = elapsed
         for name in dict.fromkeys(name for row in rows for name in row):
             if is_averaged(name):
                 summary = _summary(name, rows, wants_lower.get(name, is_lower_better(name)), self.summaries.get(name))
@@ -313,10 +312,8 @@ def _value(pair: tuple[float, int]) -> float:
 def _time_of(run: Mapping[str, Any], trial: Mapping[str, Any]) -> float | None:
     attempts = trial.get("attempts")
     first = attempts[0] if isinstance(attempts, list) and attempts and isinstance(attempts[0], dict) else {}
-    for value in (first.get("began"), run.get("began")):
-        if is_number(value):
-            return float(value)
-    return None
+    began = _finite(first.get("began"))
+    return _finite(run.get("began")) if began is None else began
 
 
 def _stamp_of(path: Path) -> Stamp | None:
@@ -330,6 +327,10 @@ def _stamp_of(path: Path) -> Stamp | None:
 
 def _text(value: object) -> str | None:
     return value[:2000] if isinstance(value, str) and value else None
+
+
+def _finite(value: object) -> float | None:
+    return float(value) if is_number(value) and math.isfinite(value) else None
 
 
 def _count(value: object) -> int | None:

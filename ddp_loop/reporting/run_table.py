@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.reporting.run_records import RunRecord, ValueSummary
+from ddp_loop.reporting.run_records import RunRecord
 from ddp_loop.reporting.throughput import as_clock
 
 _CONDITION = re.compile(r"\s*(.+?)\s*(!=|<=|>=|=|<|>)\s*(.*?)\s*")
 _MOST_NAME, _MOST_TEXT, _GAP = 40, 24, 2  # letters of a run's name, of other texts, between two columns
-_OWN = ("name", "state", "objective", "steps", "epoch", "time", "ranks", "note", "why")
+_OWN = ("name", "state", "objective", "steps", "of steps", "epoch", "time", "ranks", "note", "why", "folder")
 Row = Mapping[str, Any]
 
 
@@ -40,18 +40,20 @@ class RunTable:
 def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
     """Make the table of some runs, in their order. Parameters that do not differ between them are `common`.
 
-    The columns of a value are "loss" and "best loss", and "eval loss" and "best eval loss" from evaluations. A
-    parameter whose name is taken is "config.NAME".
+    The columns of a value are "loss" and "best loss", and "eval loss" and "best eval loss" from evaluations. A metric
+    whose name is taken is "metric.NAME", and such a parameter "config.NAME".
     """
+    taken = set(_OWN)
+    evaluated = _labels((name for one in records for name in one.evaluations), "metric.", taken, "eval ", "best ")
+    measured = _labels((name for one in records for name in ("loss", *one.rows)), "metric.", taken, "", "best ")
     values: dict[str, int] = {}
-    for name in dict.fromkeys(name for one in records for name in ("loss", *one.rows)):
-        values |= {name: 3 if name == "loss" else 6, f"best {name}": 4 if name == "loss" else 7}
-    for name in dict.fromkeys(name for one in records for name in one.evaluations):
-        values |= {f"eval {name}": 3, f"best eval {name}": 5}
-    taken = {*_OWN, *values}
-    parameters = dict.fromkeys(name for one in records for name in one.parameters)
-    labels = {name: f"config.{name}" if name in taken else name for name in parameters}
-    rows = [_row_of(one, labels) for one in records]
+    for name, label in measured.items():
+        values |= {label: 3 if name == "loss" else 6, f"best {label}": 4 if name == "loss" else 7}
+    for label in evaluated.values():
+        values |= {label: 3, f"best {label}": 5}
+    labels = _labels((name for one in records for name in one.parameters), "config.", taken)
+    rows = [_row_of(one, labels, measured, evaluated) for one in records]
+    parameters = list(labels)
     common = {
         name: records[0].parameters[name]
         for name in parameters
@@ -73,20 +75,29 @@ def _is_same(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-def _row_of(one: RunRecord, labels: Mapping[str, str]) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": one.name, "state": one.state}
-    row |= {labels[name]: value for name, value in one.parameters.items()}
-    row["objective"] = one.value
-    for prefix, summaries in (("", one.rows), ("eval ", one.evaluations)):
+def _labels(names: Iterable[str], other: str, taken: set[str], prefix: str = "", best: str = "") -> dict[str, str]:
+    """Return the columns of values by their names, each another one, and count these and their best as taken."""
+    labels: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        label = f"{prefix}{short_name(name)}"
+        while taken & {label, f"{best}{label}"}:
+            label = f"{other}{label}"
+        taken |= {label, f"{best}{label}"}
+        labels[name] = label
+    return labels
+
+
+def _row_of(
+    one: RunRecord, labels: Mapping[str, str], measured: Mapping[str, str], evaluated: Mapping[str, str]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {labels[name]: value for name, value in one.parameters.items()}
+    for columns, summaries in ((measured, one.rows), (evaluated, one.evaluations)):
         for name, summary in summaries.items():
-            row |= _values_of(f"{prefix}{name}", summary)
+            row |= {columns[name]: summary.last, f"best {columns[name]}": summary.best}
+    row |= {"name": one.name, "state": one.state, "objective": one.value}
     row |= {"steps": one.steps if one.steps else None, "of steps": one.of_steps, "epoch": one.epoch}
     row |= {"time": one.elapsed_s, "ranks": one.ranks, "note": one.note or None, "why": one.why, "folder": one.folder}
     return {name: value for name, value in row.items() if value is not None}
-
-
-def _values_of(name: str, summary: ValueSummary) -> dict[str, Any]:
-    return {name: summary.last, f"best {name}": summary.best}
 
 
 def column_named(given: str, table: RunTable) -> str:
@@ -175,7 +186,7 @@ def write_csv(table: RunTable, rows: list[dict[str, Any]], path: Path) -> None:
     """
     more = ("of steps", "epoch", "ranks", "folder")
     names = list(dict.fromkeys([*table.columns, *table.common, *more]))
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with path.open("w", encoding="utf-8", errors="replace", newline="") as file:
         writer = csv.DictWriter(file, names, restval="", extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -108,6 +108,28 @@ def test_runs_are_sorted_and_chosen(arguments: list[str], names: list[str], runs
     assert ("No run meets the conditions." in lines) == (not names)
 
 
+def test_metrics_and_parameters_whose_names_are_taken_have_columns_of_their_own(tmp_path: Path, capsys: Said) -> None:
+    rates = {"folder": "x", "state": "y", "loss": 3, "metric.name": 4}
+    run = add_run(tmp_path / "a", rates, [2.0, 1.0], evaluated=0.5)
+    odd = {"name": 1.0, "objective": 2.0, "steps": 3.0, "best loss": 4.0, "eval loss": 5.0, "accuracy": 0.9}
+    last = odd | {"name": 0.5, "accuracy": 0.25}
+    write_lines(run / "rows.jsonl", [row(1, **odd), row(2, **last)])
+    trial = {"trial": 0, "parameters": rates, "status": "done", "value": 0.125, "objective": "loss"}
+    (run / "trial.json").write_text(json.dumps(trial | {"direction": "minimize"}))
+    printed(capsys, "runs", tmp_path, "--csv", tmp_path / "runs.csv")
+    with (tmp_path / "runs.csv").open() as file:
+        (found,) = csv.DictReader(file)
+    own = {"name": "a", "state": "done", "objective": "0.125", "steps": "2", "best loss": "0.5", "eval loss": "1.5"}
+    own |= {"folder": str(run), "accuracy": "0.25", "best accuracy": "0.9"}
+    assert {name: found[name] for name in own} == own
+    config = {"config.folder": "x", "config.state": "y", "config.loss": "3", "config.metric.name": "4"}
+    assert {name: found[name] for name in config} == config
+    metrics = {f"metric.{name}": str(last[name]) for name in odd if name != "accuracy"}
+    assert {name: found[name] for name in metrics} == metrics
+    assert found["best metric.name"] == "1.0"
+    assert len(cells(printed(capsys, "runs", tmp_path, "--sort", "metric.name"))) == 2
+
+
 def test_the_values_are_written_as_csv_with_all_digits(runs: Path, tmp_path: Path, capsys: Said) -> None:
     printed(capsys, "runs", runs, "--sort", "rate", "--csv", tmp_path / "runs.csv")
     with (tmp_path / "runs.csv").open() as file:
