@@ -1,0 +1,282 @@
+"""Data that live with their shard or their rank: parts of unequal length, exact weights, unused samples."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import ddp_loop as dl
+from tests.support.comparing import Tensors, is_same, same_on_all, values_of
+from tests.support.harness import OnRanks
+from tests.support.refusals import ALL, Refused, network, samples
+
+pytestmark = pytest.mark.covers("A11")
+
+BOUND = 1e-12
+
+
+class Own:
+    """A rank's own stream: the rows number `begin` .. `begin + count - 1`, a different order in each epoch."""
+
+    def __init__(self, begin: int, count: int) -> None:
+        self.numbers = list(range(begin, begin + count))
+
+    def set_epoch(self, epoch: int) -> None:
+        random.Random(epoch).shuffle(self.numbers)
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        return ((number, row_of(number)) for number in self.numbers)
+
+
+def row_of(number: int) -> torch.Tensor:
+    return torch.randn(4, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+
+
+def rows_of(numbers: list[int]) -> torch.Tensor:
+    return torch.stack([row_of(number) for number in numbers]) if numbers else torch.empty(0, 4, dtype=torch.float64)
+
+
+def own_stream(world: dl.World, counts: list[int]) -> Own:
+    return Own(sum(counts[: world.rank]), counts[world.rank])
+
+
+class Told:
+    """What a rank saw of each step: its samples, R, whether it was the epoch's last; and the fold's gradients."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, list[int], int, bool, float, Tensors]] = []
+        self.unused: list[tuple[int, bool] | None] = []
+
+
+def went(
+    counts: list[int], size: int, until: str, epochs: int, *, layer: str = "", sized: bool = False, **options: Any
+) -> Told:
+    """Training steps over data of the ranks' own."""
+    with dl.join_world() as world:
+        model = network()
+        if layer:
+            model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *model)
+        if layer == "synced":
+            model = dl.sync_batch_norm(model, world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        data: Any = own_stream(world, counts)
+        if sized:
+            numbers = data.numbers
+            data = torch.tensor(numbers, dtype=torch.int64), rows_of(numbers)
+        batches = dl.Batches(data, size, world, partition="own" if sized else "local", until=until, **options)
+        loop = dl.Loop(
+            batches, epochs, state={"model": model, "optimizer": optimizer}, progress=False,
+            allow_single_sample_shards=True,
+        )  # fmt: skip
+        told = Told()
+        for epoch in loop.epochs():
+            for step in epoch:
+                seen: list[int] = []
+                for numbers, rows in step:
+                    seen += numbers.tolist()
+                    step.backward(mse_loss(model(rows), rows.sum(1, keepdim=True)))
+                result = step.fold()
+                gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+                place = step.epoch, seen, step.samples, step.is_last_of_epoch
+                told.steps.append((*place, result.loss.item(), gradients))
+                assert result.samples == step.samples
+                optimizer.step()
+            told.unused.append(None if batches.unused is None else tuple(batches.unused))
+        return told
+
+
+def assert_exact(results: list[Told], layer: bool = False) -> list[list[int]]:
+    """Each step's gradients and loss are those of one process on the union of the ranks' samples; returns these."""
+    assert len({len(told.steps) for told in results}) == 1
+    model = network()
+    if layer:
+        model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    unions = []
+    for steps in zip(*(told.steps for told in results), strict=True):
+        union = [number for step in steps for number in step[1]]
+        unions.append(union)
+        rows = rows_of(union)
+        loss = mse_loss(model(rows), rows.sum(1, keepdim=True))
+        optimizer.zero_grad()
+        loss.backward()
+        for _, _, count, _, found, gradients in steps:
+            assert count == len(union)
+            assert found == pytest.approx(loss.item(), rel=1e-12)
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                assert (gradients[name] - parameter.grad).abs().max() <= BOUND * max(1.0, parameter.grad.abs().max())
+        optimizer.step()
+    return unions
+
+
+COUNTS = [[7, 3], [1000, 0], [0, 5], [8, 8], [13, 1, 0, 6]]
+
+
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("sized", [False, True])
+def test_own_data_of_unequal_length_train_as_one_process_on_their_union(
+    counts: list[int], sized: bool, on_ranks: OnRanks
+) -> None:
+    size = 64 if 1000 in counts else 2 * len(counts)
+    results = on_ranks(len(counts), went, counts, size, "all", 2, sized=sized)
+    unions = assert_exact(results)
+    steps = len(unions) // 2
+    piece = size // len(counts)
+    assert steps == -(-max(counts) // piece)
+    for epoch in range(2):
+        seen = Counter(number for union in unions[epoch * steps :][:steps] for number in union)
+        assert seen == Counter(range(sum(counts)))
+    for told in results:
+        assert [is_last for _, _, _, is_last, _, _ in told.steps] == ([False] * (steps - 1) + [True]) * 2
+        assert told.unused == [(0, True)] * 2
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_until_first_ends_with_the_first_rank_and_counts_the_unused(sized: bool, on_ranks: OnRanks) -> None:
+    results = on_ranks(2, went, [7, 3], 4, "first", 2, sized=sized)
+    unions = assert_exact(results)
+    assert [len(union) for union in unions] == [4, 3] * 2
+    for told in results:
+        assert told.unused == [(3, True)] * 2
+    if sized:
+        return
+    for told in on_ranks(2, went, [1000, 3], 4, "first", 1):
+        assert told.unused == [(6, False)]  # of the 996 it had read three pieces
+
+
+@pytest.mark.slow
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
+@pytest.mark.parametrize("seed", range(6))
+def test_streams_of_random_lengths_on_four_ranks(seed: int, on_ranks: OnRanks) -> None:
+    draw = random.Random(seed)
+    counts = [draw.choice([0, 1, draw.randrange(40)]) for _ in range(4)]
+    counts[draw.randrange(4)] += 5
+    size, drop_last = draw.randrange(4, 20), bool(seed % 2)
+    piece = dl.split_sizes(size, 4)
+    made = [count // one if drop_last else -(-count // one) for count, one in zip(counts, piece, strict=True)]
+    left = [count % one if drop_last else 0 for count, one in zip(counts, piece, strict=True)]
+    results = on_ranks(4, went, counts, size, "all", 2, drop_last=drop_last)
+    unions = assert_exact(results)
+    assert len(unions) == 2 * max(made)
+    assert sum(map(len, unions)) == 2 * (sum(counts) - sum(left))
+    assert results[0].unused == [(sum(left), True)] * 2
+
+
+@pytest.mark.parametrize(("counts", "sized"), [([9, 3], False), ([9, 2], True)])
+def test_synced_batch_norm_goes_on_where_a_rank_has_no_samples_left(
+    counts: list[int], sized: bool, on_ranks: OnRanks
+) -> None:
+    assert_exact(on_ranks(2, went, counts, 6, "all", 2, layer="synced", sized=sized), layer=True)
+
+
+# -- one data set, cut into parts -------------------------------------------------------------------------------
+
+
+def parts_of(shards: int | None, epochs: int, **options: Any) -> list[list[tuple[int, int, list[int]]]]:
+    """For each epoch (position, shard, sample numbers) of this rank."""
+    with dl.join_world(seed=5) as world:
+        batches = dl.Batches(torch.arange(10), 3, world, shards=shards, partition="local", **options)
+        return [
+            [
+                (loaded.mini_batch.position, shard.number, loaded.data(number).tolist())
+                for loaded in batches.epoch(epoch + 1)
+                for number, shard in enumerate(loaded.mini_batch.shards)
+            ]
+            for epoch in range(epochs)
+        ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ten_samples_over_three_shards_are_parts_of_4_3_3_shuffled_inside(ranks: int, on_ranks: OnRanks) -> None:
+    results = on_ranks(ranks, parts_of, 3, 3)
+    orders = []
+    for epoch in range(3):
+        whole = sorted(one for result in results for one in result[epoch])
+        order = [[number for _, shard, numbers in whole if shard == part for number in numbers] for part in range(3)]
+        assert [sorted(part) for part in order] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+        assert [position for position, _, _ in whole] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+        orders.append(order)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert orders == parts_on_three_ranks(on_ranks)
+
+
+def parts_on_three_ranks(on_ranks: OnRanks) -> list[list[list[int]]]:
+    results = on_ranks(3, parts_of, None, 3)
+    return [[[n for _, _, numbers in result[epoch] for n in numbers] for result in results] for epoch in range(3)]
+
+
+def test_parts_in_order_until_the_first_and_without_small_pieces(on_ranks: OnRanks) -> None:
+    def numbers(**options: Any) -> list[list[int]]:
+        results = on_ranks(3, parts_of, None, 1, shuffle=False, **options)
+        return [[n for _, _, part in result[0] for n in part] for result in results]
+
+    assert numbers() == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert numbers(until="first") == [[0, 1, 2], [4, 5, 6], [7, 8, 9]]
+    assert numbers(until="first", drop_last=True) == numbers(until="first")
+
+
+class Numbered:
+    """A map-style data set whose samples know their index."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, row_of(index) + torch.rand(())
+
+
+def trained(
+    folder: str, shards: int | None, *, as_tensors: bool = True, stop_at: int = 0, until: str = "all", epochs: int = 3
+) -> tuple[Tensors, list[Any]]:
+    with dl.join_world(seed=2) as world:
+        model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network(), nn.Dropout(0.3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        data: Any = (torch.arange(10), rows_of(list(range(10)))) if as_tensors else Numbered()
+        batches = dl.Batches(data, 5, world, shards=shards, partition="local", until=until)
+        loop = dl.Loop(
+            batches, epochs, state={"model": model, "optimizer": optimizer}, progress=False,
+            run_dir=folder or None, allow_single_sample_shards=True,
+        )  # fmt: skip
+        for step in loop:
+            for _, rows in step:
+                step.backward(model(rows).square().mean())
+            step.fold()
+            optimizer.step()
+            if step.iteration == stop_at:
+                loop.save()
+                break
+        losses = dl.evaluate(model, batches, loss=lambda output, *_: output.square().mean(1))
+        return values_of(model), [losses]
+
+
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
+@pytest.mark.parametrize("as_tensors", [True, False])
+def test_with_fixed_shards_parts_give_the_same_bits_on_any_number_of_ranks(
+    as_tensors: bool, on_ranks: OnRanks
+) -> None:
+    expected, said = on_ranks(1, trained, "", 3, as_tensors=as_tensors)[0]
+    for ranks in (2, 3, 4):
+        results = on_ranks(ranks, trained, "", 3, as_tensors=as_tensors)
+        assert is_same(same_on_all([tensors for tensors, _ in results]), expected)
+        assert all(told == said for _, told in results)
+
+
+def test_a_run_on_parts_resumes_inside_an_epoch_on_another_number_of_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
+    expected, _ = on_ranks(2, trained, "", 3)[0]
+    on_ranks(2, trained, str(tmp_path), 3, stop_at=4)
+    results = on_ranks(3, trained, str(tmp_path), 3)
+    assert is_same(same_on_all([tensors for tensors, _ in results]), expected)
