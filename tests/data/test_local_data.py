@@ -232,10 +232,14 @@ class Numbered:
     """A map-style data set whose samples know their index."""
 
     def __len__(self) -> int:
-        return 10
+        return 17
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         return index, row_of(index) + torch.rand(())
+
+
+def of_rows(model: nn.Module, data: Any) -> torch.Tensor:
+    return model(data[1])  # type: ignore[no-any-return]
 
 
 def trained(
@@ -244,8 +248,8 @@ def trained(
     with dl.join_world(seed=2) as world:
         model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network(), nn.Dropout(0.3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        data: Any = (torch.arange(10), rows_of(list(range(10)))) if as_tensors else Numbered()
-        batches = dl.Batches(data, 5, world, shards=shards, partition="local", until=until)
+        data: Any = (torch.arange(17), rows_of(list(range(17)))) if as_tensors else Numbered()
+        batches = dl.Batches(data, 9, world, shards=shards, partition="local", until=until)
         loop = dl.Loop(
             batches, epochs, state={"model": model, "optimizer": optimizer}, progress=False,
             run_dir=folder or None, allow_single_sample_shards=True,
@@ -258,7 +262,7 @@ def trained(
             if step.iteration == stop_at:
                 loop.save()
                 break
-        losses = dl.evaluate(model, batches, loss=lambda output, *_: output.square().mean(1))
+        losses = dl.evaluate(model, batches, forward=of_rows, loss=lambda output, *_: output.square().mean(1))
         return values_of(model), [losses]
 
 
@@ -277,6 +281,167 @@ def test_with_fixed_shards_parts_give_the_same_bits_on_any_number_of_ranks(
 
 def test_a_run_on_parts_resumes_inside_an_epoch_on_another_number_of_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
     expected, _ = on_ranks(2, trained, "", 3)[0]
-    on_ranks(2, trained, str(tmp_path), 3, stop_at=4)
+    on_ranks(2, trained, str(tmp_path), 3, stop_at=3)
     results = on_ranks(3, trained, str(tmp_path), 3)
     assert is_same(same_on_all([tensors for tensors, _ in results]), expected)
+
+
+# -- one pass: evaluation ------------------------------------------------------------------------------------------
+
+
+def evaluated(counts: list[int], kind: str) -> tuple[dict[str, float], float, list[float], Tensors]:
+    """The loss by `evaluate`, by a plain `for`, by predictions, and the statistics by `update_bn`."""
+    with dl.join_world() as world:
+        model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network())
+        data: Any = own_stream(world, counts)
+        if kind == "own":
+            data = torch.tensor(data.numbers, dtype=torch.int64), rows_of(data.numbers)
+        elif kind == "local":
+            data = torch.arange(sum(counts)), rows_of(list(range(sum(counts))))
+        partition = "own" if kind == "own" else "local"
+        batches = dl.Batches(data, 4, world, partition=partition, shuffle=False)
+        found = dl.evaluate(model, batches, forward=of_rows, loss=lambda output, rows: output.square().mean(1))
+        own = [model.eval()(rows).detach().square().sum() for _, rows in batches]
+        total = world.sum(torch.stack([torch.zeros((), dtype=torch.float64), *own]).sum()).item()
+        predicted = [] if kind == "stream" else dl.predict(model, batches, forward=of_rows).flatten().tolist()
+        dl.update_bn(model, batches, forward=of_rows)
+        return found, total, predicted, values_of(model)
+
+
+@pytest.mark.parametrize(("counts", "kind"), [([8, 2], "stream"), ([8, 2], "own"), ([6, 6, 5], "local")])
+def test_evaluation_reads_each_sample_once(counts: list[int], kind: str, on_ranks: OnRanks) -> None:
+    number = sum(counts)
+    results = on_ranks(len(counts), evaluated, counts, kind)
+    rows = rows_of(list(range(number)))
+    expected = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network()).eval()(rows)
+    for found, total, predicted, state in results:
+        assert found["samples"] == number
+        assert found["loss"] == pytest.approx(expected.square().mean().item(), rel=1e-12)
+        assert total == pytest.approx(expected.square().sum().item(), rel=1e-12)
+        assert kind == "stream" or predicted == pytest.approx(expected.flatten().tolist(), rel=1e-12)
+        piece = dl.split_sizes(4, len(counts))
+        begin = [sum(counts[:rank]) for rank in range(len(counts))]
+        if kind != "stream":  # its order is shuffled
+            means = []
+            for step in range(-(-max(counts) // piece[0])):
+                pieces = [
+                    range(start + min(step * one, count), start + min((step + 1) * one, count))
+                    for start, one, count in zip(begin, piece, counts, strict=True)
+                ]
+                means.append(rows[[number for part in pieces for number in part]].mean(0))
+            assert state["0.running_mean"].tolist() == pytest.approx(torch.stack(means).mean(0).tolist(), rel=1e-11)
+        assert is_same(state, results[0][3])
+
+
+# -- reports -------------------------------------------------------------------------------------------------------
+
+
+def reported(folder: str, counts: list[int], until: str) -> Any:
+    with dl.join_world() as world:
+        model = network()
+        batches = dl.Batches(own_stream(world, counts), 4, world, partition="local", until=until)
+        assert batches.unused is None
+        loop = dl.Loop(batches, 2, state={"model": model}, run_dir=folder)
+        for step in loop:
+            for _, rows in step:
+                step.backward(model(rows).square().mean())
+            step.fold()
+        return str(batches.unused)
+
+
+@pytest.mark.both_modes
+@pytest.mark.parametrize(
+    ("counts", "until", "key", "said"),
+    [
+        ([7, 3], "first", "unused_samples", "3 samples"),
+        ([1000, 2], "first", "unused_samples_at_least", "at least 6 samples"),
+        ([7, 3], "all", "unused_samples", "0 samples"),
+    ],
+)
+def test_unused_samples_are_reported(
+    counts: list[int], until: str, key: str, said: str, on_ranks: OnRanks, tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert on_ranks(2, reported, str(tmp_path), counts, until) == [said] * 2
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["samples"] for row in rows][: len(rows) // 2] == [row["samples"] for row in rows][len(rows) // 2 :]
+    last = [row for row in rows if key in row]
+    assert [row["epoch"] for row in last] == [1, 2]
+    assert {row[key] for row in last} == {float(said.removeprefix("at least ").split()[0])}
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+
+def refused(world: dl.World, folder: str, culprit: int, options: dict[str, Any], others: dict[str, Any]) -> None:
+    chosen = options if culprit in (ALL, world.rank) else others
+    keywords = {"partition": "local", **chosen}
+    epochs, counts = keywords.pop("epochs", 1), keywords.pop("counts", [6, 6])
+    data: Any = own_stream(world, counts)
+    if keywords.pop("sized", False):
+        data = samples(counts[world.rank])
+    batches = dl.Batches(data, keywords.pop("size", 4), world, **keywords)
+    model = network()
+    if keywords.pop("predicts", None):
+        dl.predict(model, batches)
+    for step in dl.Loop(batches, epochs, state={"model": model}, progress=False):
+        for shard in step:
+            rows = shard[1] if isinstance(shard, list | tuple) else shard
+            step.backward(model(rows).square().mean())
+        step.fold()
+
+
+SIZED = {"sized": True}
+
+
+@pytest.mark.parametrize(
+    ("culprit", "options", "others", "said"),
+    [
+        (1, {"epochs": 2}, {}, r"must be the same on every rank\. Rank 0 has .*1.*, rank 1 has .*2"),
+        (1, {"until": "first"}, {}, r"until.* must be the same on every rank\. .*'all'.*'first'"),
+        (1, {"partition": "own"}, {}, r"partition.* must be the same on every rank\. .*'local'.*'own'"),
+        (1, {**SIZED, "partition": "global"}, {**SIZED}, r"must be the same on every rank\. .*'local'.*'global'"),
+        (0, {**SIZED, "partition": "own"}, {"partition": "own"}, r"kind.* must be the same on every rank"),
+        (ALL, {"partition": "mine"}, {}, r"partition must be one of \('global', 'local', 'own'\)\. Got 'mine'"),
+        (ALL, {"until": "last"}, {}, r"until must be one of"),
+        (ALL, {"partition": "global", "until": "first"}, {}, r'until="first" is for data in parts'),
+        (ALL, {"shards": 3}, {}, r"Got shards=3 on 2 ranks\. Remove shards="),
+        (ALL, {**SIZED, "partition": "own", "shards": 4}, {}, r"Got shards=4 on 2 ranks\. Remove shards="),
+        (ALL, {"size": 1}, {}, r"Got batch_size=1 for 2 parts"),
+        (ALL, {**SIZED, "size": 3, "shards": 4}, {}, r"Got batch_size=3 for 4 parts"),
+        (ALL, {"counts": [0, 0]}, {}, r"None of them does"),
+        (ALL, {"counts": [5, 0], "until": "first"}, {}, r'That of rank 1 does not.*until="all"'),
+        (ALL, {**SIZED, "partition": "own", "counts": [0, 0]}, {}, r"at least one sample"),
+        (ALL, {**SIZED, "partition": "own", "counts": [5, 0], "until": "first"}, {}, r"Parts of \[5, 0\] samples"),
+    ],
+)
+def test_ranks_that_disagree_and_parts_that_give_nothing_are_refused(
+    culprit: int, options: dict[str, Any], others: dict[str, Any], said: str, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    Refused(on_ranks, tmp_path)(2, refused, culprit, options, others, kind="ValueError", said=said, by=ALL)
+
+
+def evaluated_until_first(world: dl.World, folder: str, predicts: bool) -> None:
+    data: Any = samples(6) if predicts else own_stream(world, [6, 6])
+    batches = dl.Batches(data, 4, world, partition="local", until="first", shuffle=False)
+    if predicts:
+        dl.predict(network(), batches)
+    dl.evaluate(network(), batches, loss=lambda output, *rest: output.mean())
+
+
+@pytest.mark.parametrize("predicts", [False, True])
+def test_an_evaluation_of_some_of_the_samples_is_refused(predicts: bool, on_ranks: OnRanks, tmp_path: Path) -> None:
+    said = 'until="all"'
+    Refused(on_ranks, tmp_path)(2, evaluated_until_first, predicts, kind="ValueError", said=said)
+
+
+def test_a_run_on_other_parts_is_another_run(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(2, trained, str(tmp_path), None, stop_at=1)
+    refuse = Refused(on_ranks, tmp_path / "none")
+    refuse(3, resumed, str(tmp_path), kind="ValueError", said=r"parts: was 2, is 3")
+
+
+def resumed(world: dl.World, folder: str, run: str) -> None:
+    data = torch.arange(17), rows_of(list(range(17)))
+    batches = dl.Batches(data, 9, world, partition="local")
+    dl.Loop(batches, 3, state={"model": network()}, run_dir=run, progress=False)
