@@ -48,7 +48,7 @@ class Batches:
         partition: from which samples a shard takes its own. "global": from all. "local": from its part of the data,
             which all ranks are given alike; part s of S is split_range(n, S, s), and has an order of its own in each
             epoch. "own": from its rank's data, which differ from rank to rank, also in length. A stream has no length
-            to cut, so "local" and "own" both make it each rank's own. See docs/data.md.
+            to cut, so "local" and "own" both make it each rank's own. See docs/migrate.md.
         until: whether an epoch of data in parts ends when "all" parts are done, or the "first". The weights stay exact.
         drop_last: whether to leave out the last mini-batch of an epoch if it is smaller; of data in parts, the last
             piece of each part.
@@ -100,6 +100,7 @@ class Batches:
     ) -> None:
         self.world, self._check_data = world, check_data and partition != "own"
         self._passed = StreamPass()
+        self.length: int | None = None
         self._parts: Parts | None = None
         self._offset = 0  # of this rank's own data in those of all ranks
         self._own: OwnStreams | None = None  # where each rank has its own
@@ -153,7 +154,6 @@ class Batches:
 
     def _open(self, data: Any, length: int | None, places: Places, loader: dict[str, Any]) -> None:
         self._reader: TensorReader | LoaderReader | StreamReader
-        self.length: int | None = None
         if is_stream(data):
             if length is not None:
                 raise ValueError(f"An epoch of a stream ends with the stream. Got length={length}. Remove length=.")
@@ -275,7 +275,7 @@ class Batches:
 
     def unused_after(self, mini_batch: MiniBatch) -> Unused | None:
         """`unused`, after the last mini-batch of an epoch of data in parts; else None."""
-        return None if self.partition == "global" or not mini_batch.is_last else self.unused
+        return self.unused if mini_batch.is_last and self.partition != "global" else None
 
     def _samples(self, position: int) -> int:
         if self.length is None:
@@ -346,7 +346,7 @@ class Batches:
             epoch: counted from 1, as `Step.epoch`.
             start: the position of the first mini-batch, counted from 0.
             held: whether the caller still reads mini-batches after it stops iterating; the workers then keep running.
-            agrees: whether all ranks go through the epoch together, and exchange the announcements of each mini-batch.
+            agrees: whether all ranks iterate together, and sum up the announcements of each mini-batch.
 
         Raises:
             ValueError: the epoch is not a whole number of 1 or more, or own streams give it no mini-batch.

@@ -142,7 +142,7 @@ class OwnStreams:
         piece: the number of samples that this rank's stream gives a mini-batch.
         announced: the number of values that each rank announces in a step.
         nothing: the data of an empty shard, once a piece was read; None before.
-        samples: the number of this rank's samples in the last epoch that it went through alone.
+        samples: the number of this rank's samples in the last epoch that it iterated alone.
     """
 
     def __init__(self, batch_size: int, until: str, world: World) -> None:
@@ -167,7 +167,7 @@ class OwnStreams:
             pieces: of this rank's stream.
             epoch: counted from 1.
             start: counted from 0.
-            agrees: whether all ranks go through them together. Otherwise they are this rank's part alone.
+            agrees: whether all ranks iterate together. Otherwise the mini-batches have this rank's part alone.
         """
         if not agrees and self._until == "first":
             raise ValueError(
@@ -205,7 +205,7 @@ class OwnStreams:
                 yield MiniBatch(*place, piece.shards), piece.data
 
     def check(self, world: World) -> None:
-        """Raise ValueError unless a rank had a sample in an epoch gone through alone. Every rank must call this."""
+        """Raise ValueError unless a rank had a sample in an epoch iterated alone. Every rank must call this."""
         if not any(world.gather(self.samples, "the samples of the ranks' own streams")):
             raise ValueError(
                 "One of the ranks' own streams must have a sample. None of them has. Pass objects whose __iter__ "

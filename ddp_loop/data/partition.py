@@ -114,14 +114,19 @@ class Parts:
         made = [min(number, self.steps) for number in numbers]
         self._used = tuple(min(size, n * piece) for (size, piece), n in zip(pairs, made, strict=True))
         self.samples = sum(self._used)
+        self._full = min(used // piece for used, piece in zip(self._used, self._pieces, strict=True))  # mini-batches
 
     def sizes_at(self, position: int) -> tuple[int, ...]:
         """The number of samples in each shard of mini-batch number `position`, counted from 0."""
+        if position < self._full:
+            return self._pieces
         pairs = zip(self._used, self._pieces, strict=True)
         return tuple([max(0, min(piece, used - position * piece)) for used, piece in pairs])
 
     def before(self, position: int) -> int:
         """The number of samples of an epoch before that mini-batch."""
+        if position <= self._full:
+            return position * sum(self._pieces)
         return sum(min(used, position * piece) for used, piece in zip(self._used, self._pieces, strict=True))
 
     def mini_batch(self, epoch: int, position: int, mine: range) -> MiniBatch:

@@ -16,12 +16,15 @@ from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
 from tests.support.comparing import Tensors, is_same, same_on_all, values_of
+from tests.support.documents import fenced_blocks
 from tests.support.harness import OnRanks
+from tests.support.paths import DOCS
 from tests.support.refusals import ALL, Refused, network, samples
 
 pytestmark = pytest.mark.covers("A11")
 
 BOUND = 1e-12
+Gradients = dict[str, torch.Tensor]
 
 
 class Own:
@@ -53,20 +56,18 @@ class Told:
     """What a rank saw of each step: its samples, R, whether it was the epoch's last; and the fold's gradients."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[int, list[int], int, bool, float, Tensors]] = []
-        self.unused: list[tuple[int, bool] | None] = []
+        self.steps: list[tuple[int, list[int], int, bool, float, Gradients]] = []
+        self.unused: list[tuple[int, ...] | None] = []
 
 
 def went(
-    counts: list[int], size: int, until: str, epochs: int, *, layer: str = "", sized: bool = False, **options: Any
+    counts: list[int], size: int, until: str, epochs: int, *, layer: bool = False, sized: bool = False, **options: Any
 ) -> Told:
     """Training steps over data of the ranks' own."""
     with dl.join_world() as world:
-        model = network()
+        model: nn.Module = network()
         if layer:
-            model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *model)
-        if layer == "synced":
-            model = dl.sync_batch_norm(model, world)
+            model = dl.sync_batch_norm(nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network()), world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         data: Any = own_stream(world, counts)
         if sized:
@@ -97,9 +98,9 @@ def went(
 def assert_exact(results: list[Told], layer: bool = False) -> list[list[int]]:
     """Each step's gradients and loss are those of one process on the union of the ranks' samples; returns these."""
     assert len({len(told.steps) for told in results}) == 1
-    model = network()
+    model: nn.Module = network()
     if layer:
-        model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *model)
+        model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     unions = []
     for steps in zip(*(told.steps for told in results), strict=True):
@@ -114,7 +115,8 @@ def assert_exact(results: list[Told], layer: bool = False) -> list[list[int]]:
             assert found == pytest.approx(loss.item(), rel=1e-12)
             for name, parameter in model.named_parameters():
                 assert parameter.grad is not None
-                assert (gradients[name] - parameter.grad).abs().max() <= BOUND * max(1.0, parameter.grad.abs().max())
+                bound = BOUND * max(1.0, parameter.grad.abs().max().item())
+                assert (gradients[name] - parameter.grad).abs().max() <= bound
         optimizer.step()
     return unions
 
@@ -179,7 +181,7 @@ def test_streams_of_random_lengths_on_four_ranks(seed: int, on_ranks: OnRanks) -
 def test_synced_batch_norm_goes_on_where_a_rank_has_no_samples_left(
     counts: list[int], sized: bool, on_ranks: OnRanks
 ) -> None:
-    assert_exact(on_ranks(2, went, counts, 6, "all", 2, layer="synced", sized=sized), layer=True)
+    assert_exact(on_ranks(2, went, counts, 6, "all", 2, layer=True, sized=sized), layer=True)
 
 
 # -- one data set, cut into parts -------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ def test_a_run_on_parts_resumes_inside_an_epoch_on_another_number_of_ranks(on_ra
 # -- one pass: evaluation ------------------------------------------------------------------------------------------
 
 
-def evaluated(counts: list[int], kind: str) -> tuple[dict[str, float], float, list[float], Tensors]:
+def evaluated(counts: list[int], kind: str) -> tuple[dict[str, float], float, list[float], Gradients]:
     """The loss by `evaluate`, by a plain `for`, by predictions, and the statistics by `update_bn`."""
     with dl.join_world() as world:
         model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network())
@@ -305,7 +307,7 @@ def evaluated(counts: list[int], kind: str) -> tuple[dict[str, float], float, li
         total = world.sum(torch.stack([torch.zeros((), dtype=torch.float64), *own]).sum()).item()
         predicted = [] if kind == "stream" else dl.predict(model, batches, forward=of_rows).flatten().tolist()
         dl.update_bn(model, batches, forward=of_rows)
-        return found, total, predicted, values_of(model)
+        return found, total, predicted, model.state_dict()
 
 
 @pytest.mark.parametrize(("counts", "kind"), [([8, 2], "stream"), ([8, 2], "own"), ([6, 6, 5], "local")])
@@ -330,7 +332,7 @@ def test_evaluation_reads_each_sample_once(counts: list[int], kind: str, on_rank
                 ]
                 means.append(rows[[number for part in pieces for number in part]].mean(0))
             assert state["0.running_mean"].tolist() == pytest.approx(torch.stack(means).mean(0).tolist(), rel=1e-11)
-        assert is_same(state, results[0][3])
+        assert all(torch.equal(one, results[0][3][name]) for name, one in state.items())
 
 
 # -- reports -------------------------------------------------------------------------------------------------------
@@ -445,3 +447,130 @@ def resumed(world: dl.World, folder: str, run: str) -> None:
     data = torch.arange(17), rows_of(list(range(17)))
     batches = dl.Batches(data, 9, world, partition="local")
     dl.Loop(batches, 3, state={"model": network()}, run_dir=run, progress=False)
+
+
+# -- own data in all that a loop can do ------------------------------------------------------------------------------
+
+
+class OwnRows:
+    """A rank's own data set: a row and an augmentation drawn while it is read."""
+
+    def __init__(self, begin: int, count: int) -> None:
+        self.begin, self.count = begin, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return self.begin + index, torch.rand(()).item()
+
+
+def drawn(counts: list[int], as_stream: bool, workers: int) -> list[tuple[int, float, float]]:
+    with dl.join_world() as world:
+        begin = sum(counts[: world.rank])
+        data: Any = Drawing(begin, counts[world.rank]) if as_stream else OwnRows(begin, counts[world.rank])
+        more = {} if as_stream else {"num_workers": workers}
+
+        def noisy(data: Any, draws: dl.Draws) -> Any:
+            return *data, draws.uniform()
+
+        batches = dl.Batches(data, 4, world, partition="own", transform=noisy, shuffle=False, **more)
+        found = [tensor.tolist() for numbers, one, other in batches for tensor in torch.stack([numbers, one, other], 1)]
+        return [(int(number), one, other) for number, one, other in found]
+
+
+class Drawing:
+    def __init__(self, begin: int, count: int) -> None:
+        self.rows = OwnRows(begin, count)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+@pytest.mark.parametrize(("as_stream", "workers"), [(False, 0), (False, 1), (True, 0)])
+def test_random_numbers_differ_between_ranks_own_samples(as_stream: bool, workers: int, on_ranks: OnRanks) -> None:
+    results = [one for result in on_ranks(2, drawn, [5, 3], as_stream, workers) for one in result]
+    assert [number for number, _, _ in results] == list(range(8))
+    assert len({one for _, one, _ in results}) == len({other for _, _, other in results}) == 8
+
+
+def gathered(counts: list[int]) -> list[tuple[list[float], Gradients]]:
+    with dl.join_world() as world:
+        model = network()
+        batches = dl.Batches(own_stream(world, counts), 4, world, partition="local")
+        found = []
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for _, rows in step:
+                step.hold(model(rows), rows)
+            outputs, rows = step.gather()
+            step.backward((outputs - outputs.mean()).square().sum())
+            step.fold()
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            found.append((rows.sum(1).tolist(), gradients))
+        return found
+
+
+@pytest.mark.both_modes
+def test_a_loss_of_the_whole_mini_batch_over_own_streams(on_ranks: OnRanks) -> None:
+    results = on_ranks(2, gathered, [7, 3])
+    assert [len(sums) for sums, _ in results[0]] == [4, 3, 2, 1]
+    sums = {round(row_of(number).sum().item(), 12): number for number in range(10)}
+    for step, (found, gradients) in enumerate(results[0]):
+        assert found == results[1][step][0]
+        model, rows = network(), rows_of([sums[round(one, 12)] for one in found])
+        outputs = model(rows)
+        (outputs - outputs.mean()).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert gradients[name].tolist() == pytest.approx(parameter.grad.tolist(), rel=1e-10, abs=1e-12)
+
+
+def over_own_streams(folder: str, until: str, stop_at: int) -> tuple[Tensors, list[Any], str]:
+    with dl.join_world(seed=4) as world:
+        model = nn.Sequential(*network(), nn.Dropout(0.2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        batches = dl.Batches(own_stream(world, [7, 3]), 4, world, partition="local", until=until)
+        state = {"model": model, "optimizer": optimizer}
+        told = []
+        loop = dl.Loop(batches, 2, state=state, progress=False, run_dir=folder or None)
+        for step in loop:
+            for _, rows in step:
+                step.backward(model(rows).square().mean())
+            step.fold()
+            optimizer.step()
+            told.append((step.iteration, step.samples, step.is_last_of_epoch))
+            if step.iteration == stop_at:
+                loop.save()
+                break
+        return values_of(model), told, str(batches.unused)
+
+
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
+@pytest.mark.parametrize(("until", "stop_at"), [("all", 2), ("all", 3), ("all", 4), ("first", 1), ("first", 2)])
+def test_own_streams_resume_inside_and_after_an_epoch(
+    until: str, stop_at: int, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    expected, told, unused = on_ranks(2, over_own_streams, "", until, 0)[0]
+    on_ranks(2, over_own_streams, str(tmp_path), until, stop_at)
+    results = on_ranks(2, over_own_streams, str(tmp_path), until, 0)
+    begin = results[0][1][0][0] - 1
+    assert begin in (stop_at, stop_at - 1)  # a loop that is left keeps its last folded step's checkpoint
+    for tensors, found, left in results:
+        assert is_same(tensors, expected)
+        assert found == told[begin:]
+        assert left == unused
+
+
+def documented(code: str) -> tuple[int, str]:
+    with dl.join_world() as world:
+        names: dict[str, Any] = {"dl": dl, "torch": torch, "world": world}
+        exec(code, names)
+        return len(names["batches"]), str(names["batches"].unused)
+
+
+def test_the_example_of_the_document_is_true(on_ranks: OnRanks) -> None:
+    blocks = fenced_blocks((DOCS / "migrate.md").read_text(), "python")
+    (code,) = (block for block in blocks if 'partition="own"' in block)
+    steps, unused = on_ranks(2, documented, code)[0]
+    assert f"# {steps} mini-batches; {unused} are not used" in code
