@@ -211,8 +211,11 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
     world.stops.raise_if_stopped()
     if batches.length is None and batches.ends:
         raise ValueError("Predictions have a row per sample. The length of a stream is unknown. Pass a data set.")
-    if batches.drop_last:
-        raise ValueError("Predictions are for every sample. These batches drop some. Create them with drop_last=False.")
+    if batches.drop_last or batches.until != "all":
+        raise ValueError(
+            "Predictions are for every sample. These batches drop some. Create them with drop_last=False and "
+            'until="all".'
+        )
     forms: list[tuple[tuple[int, ...], torch.dtype]] = []
     whole: torch.Tensor | None = None
     with _going_through(model, batches, "predict") as shards:

@@ -66,7 +66,8 @@ def _recompute(
     others = Buffers(find_buffers({"model": model}, {*layers.values(), *_norms(model)}, {}))
     statistics = BatchNormStatistics(layers)
     try:
-        with _anew(model), preserved_streams(world.device), torch.no_grad(), closing(batches.epoch(1)) as stream:
+        reading = closing(batches.epoch(1, agrees=True))
+        with _anew(model), preserved_streams(world.device), torch.no_grad(), reading as stream:
             for loaded in stream:
                 captures = _forward_shards(model, loaded, statistics, others, forward, sync_channels, world)
                 if not _move(statistics, captures, loaded.mini_batch, world):
@@ -135,15 +136,19 @@ def _agreed_calls(
     """The most calls of each layer in a shard of any rank; None if any rank was asked to stop."""
     world.raise_if_any_failed(problem)
     facts = None if mini_batch is None else (mini_batch.position, mini_batch.samples)
-    gathered = world.gather((facts, calls, world.stops.breaks_off), "a mini-batch of update_bn")
-    if any(other != gathered[0][0] for other, _, _ in gathered):
+    announcement = None if mini_batch is None else mini_batch.announcement
+    news = () if announcement is None else announcement.values
+    gathered = world.gather((facts, calls, world.stops.breaks_off, news), "a mini-batch of update_bn")
+    if any(other != gathered[0][0] for other, *_ in gathered):
         raise ValueError(
             "A stream must give every rank the same samples. Its mini-batches (position, samples) are "
-            f"{[other for other, _, _ in gathered]} on the ranks. Give every rank the whole stream."
+            f"{[other for other, *_ in gathered]} on the ranks. Give every rank the whole stream."
         )
-    if any(stops for _, _, stops in gathered):
+    if announcement is not None:
+        announcement.learn([sum(one) for one in zip(*(news for *_, news in gathered), strict=True)])
+    if any(stops for _, _, stops, _ in gathered):
         return None
-    return tuple(map(max, zip(*(one for _, one, _ in gathered), strict=True)))
+    return tuple(map(max, zip(*(one for _, one, _, _ in gathered), strict=True)))
 
 
 def _move(

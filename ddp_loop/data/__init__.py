@@ -3,13 +3,15 @@
 from ddp_loop.data.agreement import check_end, check_first
 from ddp_loop.data.batches import Batches
 from ddp_loop.data.loaded_batch import LoadedBatch
+from ddp_loop.data.partition import Unused
 from ddp_loop.data.placement import EncodedTensors, tensors_in
 from ddp_loop.data.position import LoopPosition
 from ddp_loop.data.read_ahead import ReadAhead
-from ddp_loop.data.shards import MiniBatch, Shard, split_range, split_sizes
+from ddp_loop.data.shards import Announcement, MiniBatch, Shard, split_range, split_sizes
 from ddp_loop.data.transforms import Draws
 
 __all__ = [
+    "Announcement",
     "Batches",
     "Draws",
     "EncodedTensors",
@@ -18,6 +20,7 @@ __all__ = [
     "MiniBatch",
     "ReadAhead",
     "Shard",
+    "Unused",
     "check_end",
     "check_first",
     "split_range",

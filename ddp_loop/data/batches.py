@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -11,12 +11,14 @@ from torch.utils.data import default_collate
 
 from ddp_loop.data.agreement import StreamPass, check_data, require_alike
 from ddp_loop.data.loaded_batch import LoadedBatch
-from ddp_loop.data.placement import Places, gpu_in, map_tensors, parse_devices
+from ddp_loop.data.own_streams import OwnStreamBatcher, OwnStreams
+from ddp_loop.data.partition import Parts, Unused, check_partition
+from ddp_loop.data.placement import Places, gpu_in, parse_devices, without_rows
 from ddp_loop.data.readers import LoaderReader, Request, TensorReader, is_stream, make_reader
 from ddp_loop.data.shards import MiniBatch, Shard, cut, split_range, split_sizes
 from ddp_loop.data.streams import StreamBatcher, StreamReader
 from ddp_loop.data.transforms import Draws, Transform
-from ddp_loop.determinism import check_count, permutation
+from ddp_loop.determinism import check_count, next_key, permutation
 from ddp_loop.distributed import World
 
 
@@ -43,7 +45,13 @@ class Batches:
         world: from `join_world`.
         shuffle: whether each epoch has a new order. The default is True for data with a length.
         shards: S. The default is one per rank. More shards than ranks are gradient accumulation.
-        drop_last: whether to leave out the last mini-batch of an epoch if it is smaller.
+        partition: from which samples a shard takes its own. "global": from all. "local": from its part of the data,
+            which all ranks are given alike; part s of S is split_range(n, S, s), and has an order of its own in each
+            epoch. "own": from its rank's data, which differ from rank to rank, also in length. A stream has no length
+            to cut, so "local" and "own" both make it each rank's own. See docs/migrate.md.
+        until: whether an epoch of data in parts ends when "all" parts are done, or the "first". The weights stay exact.
+        drop_last: whether to leave out the last mini-batch of an epoch if it is smaller; of data in parts, the last
+            piece of each part.
         length: the number of samples in an epoch, for a source without a length. The default is an endless epoch.
         seed: of the order and of random numbers drawn while reading. The default is the world's seed.
         transform: `transform(data, draws)` returns the data to use in place of a shard's data, on the same device.
@@ -61,7 +69,7 @@ class Batches:
     (seed, epoch). A generator owned by the data set, and draws in a `worker_init_fn`, are not.
 
     Attributes:
-        batch_size, shards, seed, shuffle, drop_last, world: as given, or their defaults.
+        batch_size, shards, seed, shuffle, drop_last, partition, until, world: as given, or their defaults.
         length: the number of samples in an epoch; None for a stream and for an endless source. `len(batches)` is the
             number of mini-batches in an epoch.
         num_workers: of the `DataLoader`; None for tensors and streams, which this process reads.
@@ -81,6 +89,8 @@ class Batches:
         shuffle: bool | None = None,
         shards: int | None = None,
         drop_last: bool = False,
+        partition: str = "global",
+        until: str = "all",
         length: int | None = None,
         seed: int | None = None,
         transform: Callable[[Any, Draws], Any] | None = None,
@@ -88,8 +98,12 @@ class Batches:
         check_data: bool = True,
         **loader: Any,
     ) -> None:
-        self.world, self._check_data = world, check_data
+        self.world, self._check_data = world, check_data and partition != "own"
         self._passed = StreamPass()
+        self.length: int | None = None
+        self._parts: Parts | None = None
+        self._offset = 0  # of this rank's own data in those of all ranks
+        self._own: OwnStreams | None = None  # where each rank has its own
         self._order: tuple[int, torch.Tensor] | None = None
         self._cuts: dict[int, tuple[tuple[int, ...], tuple[Shard, ...]]] = {}  # by samples
         problem: Exception | None = None
@@ -98,20 +112,35 @@ class Batches:
             self.fixed_shards = shards is not None
             self.shards = world.size if shards is None else check_count("shards", shards)
             self.seed = world.seed if seed is None else check_count("seed", seed, least=None)
-            self.drop_last = drop_last
+            self.drop_last, self.partition, self.until = drop_last, partition, until
             self._open(data, length, parse_devices(devices, world.device), loader)
             self.shuffle = self._has_length if shuffle is None else shuffle
-            self._check_epoch()
+            check_partition(partition, until, shards, world.size, self.length, is_stream=self._own is not None)
+            if partition != "own":
+                self._cut_data(() if self.length is None else split_sizes(self.length, self.shards))
             self._transform = None if transform is None else Transform(transform, self.seed, world.device)
         except Exception as error:  # the length of a data set is the user's code
             problem = error
         world.raise_if_any_failed(problem)
+        own = self.length
+        self.length = None if partition == "own" else own  # that of all data is known below
         self._check_same()
+        if partition == "own":
+            sizes = [] if own is None else world.gather(own, "the lengths of the ranks' data")
+            self._cut_data(sizes)
+            self._offset = sum(sizes[: world.rank])
+
+    def _cut_data(self, sizes: Sequence[int]) -> None:
+        """Give each shard its part of the data, of these sizes; none of a stream and without a partition."""
+        if self.partition != "global" and sizes:
+            self.length = sum(sizes)
+            self._parts = Parts(sizes, self.batch_size, self.until, drop_last=self.drop_last)
+        self._check_epoch()
 
     def _check_same(self) -> None:
         """Raise ValueError on every rank unless all have the same mini-batches of the same data."""
-        what = "the data's length, batch_size, shards, drop_last, shuffle, seed and check_data"
-        facts = (*(self.facts | {"shards": self.shards}).values(), self._check_data)
+        what = "the data's length and kind, batch_size, shards, drop_last, shuffle, seed, partition, until, check_data"
+        facts = (*(self.facts | {"shards": self.shards}).values(), self.announced, self._check_data)
         gathered = self.world.gather(facts, what)
         if any(other != gathered[0] for other in gathered):
             require_alike([{"the length": (f"{other[0]} samples", "")} for other in gathered])
@@ -121,17 +150,17 @@ class Batches:
 
     def check_stream(self) -> None:
         """Raise ValueError unless all ranks read the same in the pass that ended. Every rank must call this."""
-        self._passed.check(self.world)
+        (self._own or self._passed).check(self.world)
 
     def _open(self, data: Any, length: int | None, places: Places, loader: dict[str, Any]) -> None:
         self._reader: TensorReader | LoaderReader | StreamReader
-        self.length: int | None = None
         if is_stream(data):
             if length is not None:
                 raise ValueError(f"An epoch of a stream ends with the stream. Got length={length}. Remove length=.")
             self._reader = self._open_stream(data, places, loader)
         else:
-            self._reader, self.length = make_reader(data, self.seed, places, loader, self.world.accelerator)
+            seed = next_key(self.seed, self.world.rank) if self.partition == "own" else self.seed
+            self._reader, self.length = make_reader(data, seed, places, loader, self.world.accelerator)
         self.num_workers: int | None = loader.get("num_workers", 0) if isinstance(self._reader, LoaderReader) else None
         self._has_length = self.length is not None
         if self._has_length and length is not None:
@@ -149,10 +178,12 @@ class Batches:
             )
         collate = loader.get("collate_fn") or default_collate
         mine = split_range(self.shards, self.world.size, self.world.rank)
-        read = StreamBatcher(
-            data, self.batch_size, self.drop_last, self.shards, mine, collate, 0, gpu_in(places), self._check_data
-        )
-        return StreamReader(read, self.seed, places)
+        more = self.drop_last, self.shards, mine, collate, 0, gpu_in(places)
+        if self.partition == "global":
+            return StreamReader(StreamBatcher(data, self.batch_size, *more, self._check_data), self.seed, places)
+        self._own = OwnStreams(self.batch_size, self.until, self.world)
+        own = OwnStreamBatcher(data, self._own.piece, *more)
+        return StreamReader(own, next_key(self.seed, self.world.rank), places)
 
     def _check_epoch(self) -> None:
         if self.length is not None and self.length < 1:
@@ -168,6 +199,9 @@ class Batches:
     @property
     def facts(self) -> dict[str, object]:
         """The values that a resumed run must share with the run before it."""
+        parts: object = None if self.partition == "global" else self.shards
+        if self.partition == "own" and self._parts is not None:
+            parts = list(self._parts.sizes)
         return {
             "samples": self.length,
             "batch_size": self.batch_size,
@@ -175,6 +209,9 @@ class Batches:
             "drop_last": self.drop_last,
             "shuffle": self.shuffle,
             "seed": self.seed,
+            "partition": self.partition,
+            "until": self.until,
+            "parts": parts,
         }
 
     # -- sizes ---------------------------------------------------------------------------------------------
@@ -182,6 +219,8 @@ class Batches:
     @property
     def steps(self) -> int | None:
         """The number of mini-batches in an epoch; None for a stream and for an endless source."""
+        if self._parts is not None:
+            return self._parts.steps
         if self.length is None:
             return None
         whole, rest = divmod(self.length, self.batch_size)
@@ -207,7 +246,36 @@ class Batches:
         Args:
             position: of the mini-batch in its epoch, counted from 0.
         """
-        return split_sizes(self._samples(position), self.shards)
+        if self._parts is None:
+            return split_sizes(self._samples(position), self.shards)
+        return self._parts.sizes_at(position)
+
+    @property
+    def positions_of_sizes(self) -> list[int]:
+        """The positions of mini-batches that together have all sizes of shards of an epoch, as far as known."""
+        ends = [0] if self.steps is None else sorted({0, self.steps - 1})
+        return ends if self._parts is None else self._parts.positions_of_sizes
+
+    @property
+    def unused(self) -> Unused | None:
+        """The samples of an epoch that are in none of its mini-batches: `samples`, and whether that `is_exact`.
+
+        None for endless sources and streams; of streams that each rank has of its own, those of the last epoch whose
+        last step is folded.
+        """
+        if self.steps is None or self.length is None:
+            return None if self._own is None else self._own.unused
+        used = self.steps * self.batch_size if self._parts is None else self._parts.samples
+        return Unused(max(0, self.length - used))
+
+    @property
+    def announced(self) -> int:
+        """The number of values that each rank announces in a step; see `Announcement`."""
+        return 0 if self._own is None else self._own.announced
+
+    def unused_after(self, mini_batch: MiniBatch) -> Unused | None:
+        """`unused`, after the last mini-batch of an epoch of data in parts; else None."""
+        return self.unused if mini_batch.is_last and self.partition != "global" else None
 
     def _samples(self, position: int) -> int:
         if self.length is None:
@@ -223,6 +291,9 @@ class Batches:
             epoch: counted from 1.
             position: of the mini-batch in its epoch, counted from 0.
         """
+        if self._parts is not None:
+            mine = split_range(self.shards, self.world.size, self.world.rank)
+            return self._parts.mini_batch(epoch, position, mine)
         samples = self._samples(position)
         if samples not in self._cuts:  # an epoch has mini-batches of two sizes at most
             sizes = split_sizes(samples, self.shards)
@@ -234,7 +305,8 @@ class Batches:
     def indices(self, epoch: int, start: int, number: int) -> torch.Tensor:
         """The positions in the data of samples `start` .. `start + number - 1` of an epoch; (number,) int64.
 
-        With shuffled tensors they are on the device of the data, else on the CPU.
+        With shuffled tensors they are on the device of the data, else on the CPU. Data that each rank has of its own
+        count as one after the other.
 
         Args:
             epoch: counted from 1, as `Step.epoch`.
@@ -251,28 +323,37 @@ class Batches:
 
     def _positions(self, epoch: int, start: int, number: int) -> torch.Tensor | range:
         """What `indices` returns; a range where nothing is shuffled."""
-        if self.shuffle and self.length is not None:
+        if self.length is not None and (self.shuffle or self._parts is not None):
             if self._order is None or self._order[0] != epoch:
-                order, reader = permutation(self.seed, epoch - 1, self.length), self._reader
+                order, reader = self._make_order(epoch - 1, self.length), self._reader
                 self._order = epoch, reader.on_place(order) if isinstance(reader, TensorReader) else order
             return self._order[1][start : start + number]
         before = 0 if self._has_length else (epoch - 1) * (self.length or 0)
         return range(before + start, before + start + number)
 
-    def epoch(self, epoch: int, start: int = 0, *, held: bool = True) -> Generator[LoadedBatch, None, None]:
+    def _make_order(self, epoch: int, length: int) -> torch.Tensor:
+        if self._parts is None:
+            return permutation(self.seed, epoch, length)
+        before = 0 if self._has_length else epoch * length
+        return self._parts.order(self.seed, epoch, shuffle=self.shuffle) + before
+
+    def epoch(
+        self, epoch: int, start: int = 0, *, held: bool = True, agrees: bool = False
+    ) -> Generator[LoadedBatch, None, None]:
         """The mini-batches of an epoch from position `start` on, with this rank's data.
 
         Args:
             epoch: counted from 1, as `Step.epoch`.
             start: the position of the first mini-batch, counted from 0.
             held: whether the caller still reads mini-batches after it stops iterating; the workers then keep running.
+            agrees: whether all ranks iterate together, and sum up the announcements of each mini-batch.
 
         Raises:
-            ValueError: the epoch is not a whole number of 1 or more.
+            ValueError: the epoch is not a whole number of 1 or more, or own streams give it no mini-batch.
         """
         epoch = check_count("epoch", epoch, remedy="Epochs are counted from 1, as in Step.epoch.")
         if isinstance(self._reader, StreamReader):
-            yield from self._stream_epoch(self._reader, epoch, start)
+            yield from self._stream_epoch(self._reader, epoch, start, agrees=agrees)
             return
         change = None if self._transform is None else self._changed
         if isinstance(self._reader, TensorReader):
@@ -292,9 +373,16 @@ class Batches:
             if not held:
                 stream.close()  # ends the workers even if the caller still holds a mini-batch
 
-    def _stream_epoch(self, stream: StreamReader, epoch: int, start: int) -> Generator[LoadedBatch, None, None]:
-        passed = self._passed = StreamPass()
+    def _stream_epoch(self, stream: StreamReader, epoch: int, start: int, *, agrees: bool) -> Iterator[LoadedBatch]:
         change = None if self._transform is None else self._changed
+        if self._own is not None:
+            for mini_batch, data in self._own.epoch(stream(epoch - 1), epoch, start, agrees=agrees):
+                loaded = LoadedBatch(mini_batch, iter(data), change, self._nothing)
+                yield loaded
+                if data and self._own.nothing is None:
+                    self._own.nothing = without_rows(loaded.data(0))
+            return
+        passed = self._passed = StreamPass()
         for position, piece in enumerate(stream(epoch - 1)):
             if position >= start:
                 begin, sizes = position * self.batch_size, split_sizes(piece.samples, self.shards)
@@ -334,15 +422,19 @@ class Batches:
 
     def _nothing(self, mini_batch: MiniBatch) -> Any:
         """The mini-batch's first sample without its rows, which has the right parts, shapes and types."""
+        if self._own is not None and self._own.nothing is not None:
+            return self._own.nothing
         if isinstance(self._reader, StreamReader):
             raise ValueError(
                 "Synced batch norm gives a rank without samples tensors without rows, which are made from a sample "
                 "read by index. A stream has no index. Use a map-style data set, or larger mini-batches."
             )
         start = mini_batch.start
-        first = Request(mini_batch.epoch - 1, start, self._positions(mini_batch.epoch, start, 1))
-        data = self._changed(mini_batch, Shard(0, 0, 1), self._reader.one(first))
-        return map_tensors(lambda tensor: tensor[:0] if tensor.dim() else tensor, data)
+        at = self._positions(mini_batch.epoch, start, 1)
+        if self._parts is not None and self.partition == "own":
+            at = range(min(1, self._parts.sizes[self.world.rank]))
+        data = self._reader.one(Request(mini_batch.epoch - 1, start, at))
+        return without_rows(self._changed(mini_batch, Shard(0, 0, len(at)), data))
 
     def _plan(self, epoch: int, start: int) -> Iterator[MiniBatch]:
         for position in count(start) if self.steps is None else range(start, self.steps):
@@ -352,5 +444,7 @@ class Batches:
         for mini_batch in plan:
             own = mini_batch.own_samples
             at, start = self._positions(mini_batch.epoch, mini_batch.start + own.start, len(own)), mini_batch.start
+            if self._offset and isinstance(at, torch.Tensor):
+                at = at - self._offset
             for shard in mini_batch.shards:
                 yield Request(mini_batch.epoch - 1, start + shard.start, at[shard.start - own.start :][: shard.samples])

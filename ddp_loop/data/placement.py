@@ -127,3 +127,8 @@ def fits(parts: Any, device: torch.device) -> bool:
 def keep_if_fits(parts: Any, device: torch.device) -> Any:
     """`parts` on the device, or on the CPU if they do not fit."""
     return _all_on(parts, device if fits(parts, device) else torch.device("cpu"))
+
+
+def without_rows(data: Any) -> Any:
+    """The data with tensors without rows, (0, ...), in place of their tensors."""
+    return map_tensors(lambda tensor: tensor[:0] if tensor.dim() else tensor, data)

@@ -29,7 +29,7 @@ class ReadAhead:
             number: of the epoch, counted from 1.
             start: the position of the first mini-batch, counted from 0.
         """
-        with closing(self._batches.epoch(number, start, held=False)) as self._stream:
+        with closing(self._batches.epoch(number, start, held=False, agrees=True)) as self._stream:
             yield
 
     def take(self) -> LoadedBatch | None:

@@ -7,10 +7,11 @@ of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import index
-from typing import Any
+from typing import Any, Protocol
 
 
 def split_sizes(total: int, parts: int) -> tuple[int, ...]:
@@ -72,6 +73,24 @@ class Shard:
     samples: int
 
 
+class Announcement(Protocol):
+    """Numbers that each rank announces in a step, in the control word, where ranks have streams of their own.
+
+    Attributes:
+        values: this rank's, as many on every rank; 1 on rank 0 and 0 on the others is nothing new.
+        is_new: whether one of them is another.
+    """
+
+    @property
+    def values(self) -> tuple[int, ...]: ...
+
+    @property
+    def is_new(self) -> bool: ...
+
+    def learn(self, sums: Sequence[float]) -> None:
+        """Take the sums of the values over all ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
     """The samples of one step over all ranks, and this rank's shards of them.
@@ -83,10 +102,11 @@ class MiniBatch:
         samples: R, the number of its samples over all ranks.
         sizes: the number of samples in each of its S shards; some may be 0.
         shards: this rank's shards that are not empty, in order.
-        is_last: whether it is the last of an epoch of known length.
+        is_last: whether it is the last of an epoch whose end is known ahead.
         ends_stream: whether the data are a stream that ends here; it must end here on all ranks.
         first: the first sample of a stream's mini-batch, which must be the same on all ranks.
         digest: 32 bits of `first`.
+        announcement: where each rank reads a stream of its own.
     """
 
     epoch: int
@@ -99,6 +119,7 @@ class MiniBatch:
     first: Any = field(default=None, compare=False, repr=False)
     digest: int = 0
     is_last: bool = False
+    announcement: Announcement | None = field(default=None, compare=False, repr=False)
 
     @property
     def own_samples(self) -> range:

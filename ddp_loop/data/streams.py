@@ -23,6 +23,20 @@ from ddp_loop.data.shards import Shard, cut, split_sizes
 from ddp_loop.determinism import SAMPLE, next_key, preserved_streams, restore_streams, seed_streams, stream_key, streams
 
 
+class ReadSoFar(NamedTuple):
+    """What a rank has read of its stream beyond a piece.
+
+    Attributes:
+        sizes: of the next pieces; 0 after the last one.
+        samples: their number, with those that `drop_last` leaves out.
+        is_all: whether the stream has ended.
+    """
+
+    sizes: tuple[int, ...] = ()
+    samples: int = 0
+    is_all: bool = False
+
+
 class StreamBatch(NamedTuple):
     """A mini-batch of a stream.
 
@@ -33,6 +47,7 @@ class StreamBatch(NamedTuple):
         last: whether the stream ends here.
         shards: this rank's shards that are not empty.
         data: their data.
+        beyond: what was read beyond them, of a rank's own stream.
     """
 
     samples: int
@@ -41,6 +56,7 @@ class StreamBatch(NamedTuple):
     last: bool
     shards: tuple[Shard, ...]
     data: tuple[Any, ...]
+    beyond: ReadSoFar = ReadSoFar()
 
 
 @dataclass

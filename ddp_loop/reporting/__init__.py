@@ -4,7 +4,7 @@ from ddp_loop.reporting.exports import export
 from ddp_loop.reporting.jsonl import append_whole
 from ddp_loop.reporting.jsonl_tail import JsonlTail, TailUpdate
 from ddp_loop.reporting.reporter import Receivers, Reporter, all_of
-from ddp_loop.reporting.rows import NORM, RATE, OnRow, WeightedMeans, is_averaged
+from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, OnRow, WeightedMeans, is_averaged
 from ddp_loop.reporting.run_commands import RunQuery, best_run, list_runs
 from ddp_loop.reporting.run_records import (
     TRIAL,
@@ -23,6 +23,8 @@ __all__ = [
     "NORM",
     "RATE",
     "TRIAL",
+    "UNUSED",
+    "UNUSED_AT_LEAST",
     "JsonlTail",
     "Labels",
     "OnRow",

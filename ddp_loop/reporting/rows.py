@@ -18,7 +18,9 @@ from ddp_loop.reporting.jsonl import JsonlWriter
 from ddp_loop.reporting.throughput import Throughput
 
 NORM, RATE = "gradient_norm", "learning_rate"
+UNUSED, UNUSED_AT_LEAST = "unused_samples", "unused_samples_at_least"  # of an epoch, in its last row
 _BESIDE = frozenset({"epoch", "iteration", "samples", "weight", "skipped", NORM, "samples_per_s", "elapsed_s", "loss"})
+_BESIDE |= {UNUSED, UNUSED_AT_LEAST}
 
 
 def is_metric(name: str) -> bool:

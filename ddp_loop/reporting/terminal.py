@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
-from ddp_loop.reporting.rows import NORM, RATE, EpochMeans, RowMeta, WeightedMeans
+from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, EpochMeans, RowMeta, WeightedMeans
 from ddp_loop.reporting.throughput import RankTiming, Throughput, TrainingLength, as_clock, slowest
 
 LINE_S = 5.0  # between two lines, at least
@@ -253,6 +253,9 @@ class Terminal:
         parts = [f"Epoch: {epoch}", *(f"{name.capitalize()}: {mean:.4f}" for name, mean in means.means().items())]
         if means.skipped:
             parts.append(f"{means.skipped} steps skipped, not finite")
+        for name, said in ((UNUSED, ""), (UNUSED_AT_LEAST, "at least ")):
+            if (samples := self._values.get(name, 0)) > 0:
+                parts.append(f"{said}{samples:.0f} sample{'' if samples == 1 else 's'} not used")
         return ", ".join(parts)
 
 

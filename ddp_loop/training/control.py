@@ -27,7 +27,7 @@ from typing import Protocol
 
 import torch
 
-from ddp_loop.data import MiniBatch, check_end, check_first
+from ddp_loop.data import Announcement, MiniBatch, check_end, check_first
 from ddp_loop.distributed import Work, World
 from ddp_loop.training.payload import PayloadLayout
 
@@ -52,18 +52,22 @@ class ControlRequest:
 NO_REQUEST = ControlRequest()
 
 
-def control_word(mini_batch: MiniBatch, *, problem: bool, new: bool, asked: ControlRequest) -> tuple[int, ...]:
+def control_word(
+    mini_batch: MiniBatch, given: Sequence[bool], *, problem: bool, new: bool, asked: ControlRequest
+) -> tuple[int, ...]:
     """This rank's part of the control word.
 
     Args:
         mini_batch: of this step; 8 bits of its checksum tell one from the next, and 256 squares add up in float32.
+        given: for each parameter whether one of the rank's shards gave it a gradient.
         problem: whether the rank has one.
         new: whether the rank has something that the layout has no room for.
         asked: its requests.
     """
     said = mini_batch.epoch, mini_batch.position, mini_batch.samples, mini_batch.digest
     place = zlib.crc32(b"%d %d %d %d" % said) & 0xFF
-    return problem, new, mini_batch.ends_stream, asked.stop, asked.save, place, place * place
+    news = () if mini_batch.announcement is None else mini_batch.announcement.values
+    return problem, new, mini_batch.ends_stream, asked.stop, asked.save, place, place * place, *news, *given
 
 
 @lru_cache(maxsize=1024)  # most words are one of 256
@@ -109,12 +113,21 @@ class ControlDecision:
         return self.problem or self.parted or self.ends > 0
 
 
-def read_word(sums: Sequence[float], ranks: int) -> tuple[ControlDecision, list[bool]]:
-    """The decision that a sum of words is, and for each parameter whether a shard gave it a gradient."""
+def read_word(
+    sums: Sequence[float], ranks: int, announcement: Announcement | None = None
+) -> tuple[ControlDecision, list[bool]]:
+    """The decision that a sum of words is, and for each parameter whether a shard gave it a gradient.
+
+    An announcement learns the values that were announced.
+    """
     problem, new, ends, stop, save, place, square = sums[:CONTROL_LENGTH]
+    given = CONTROL_LENGTH
+    if announcement is not None:
+        given += len(announcement.values)
+        announcement.learn(sums[CONTROL_LENGTH:given])
     parted = ranks * square != place**2
     decision = ControlDecision(problem > 0, new > 0, int(ends), stop > 0, save > 0, parted)
-    return decision, list(map(bool, sums[CONTROL_LENGTH:]))
+    return decision, list(map(bool, sums[given:]))
 
 
 def act_on(said: ControlDecision, mini_batch: MiniBatch, problem: Exception | None, world: World) -> None:

@@ -65,6 +65,7 @@ class Fold:
         modules: by name, with the job's batch-norm layers and buffers.
         parameters: by name, those of the modules and others of the optimizers.
         world: from `join_world`.
+        announced: the number of values that a rank announces in the control word; see `Announcement`.
         shards: S, of each mini-batch. With one, torch's own running statistics are already those of the whole
             mini-batch, and travel as ordinary buffers.
         ordered: whether gradients are added up in an order that follows from S alone, which gives the same bits on any
@@ -72,10 +73,9 @@ class Fold:
         bucket_bytes, buffer_reduction: the size of a gradient bucket; rules for single buffers, by name.
         guard: judges steps that are not finite; None allows them.
         scalers: by which losses may be multiplied; results and rows are without their factor.
-        events: called around each fold.
+        events, former: called around each fold; the fold that this one replaces, released.
         averaged: parameters that never need a gradient, those of averaged copies.
         watch: called with each shard's number on this rank and its gradients by name.
-        former: the fold that this one replaces, released.
 
     Raises:
         ValueError: a model that torch shares between ranks, or a rule for an unknown buffer.
@@ -88,6 +88,7 @@ class Fold:
         world: World,
         *,
         shards: int,
+        announced: int = 0,
         ordered: bool = False,
         bucket_bytes: int = 8 * 2**20,
         buffer_reduction: Mapping[str, BufferReduction] | None = None,
@@ -116,7 +117,7 @@ class Fold:
         self._loss_scale: torch.Tensor | None = None  # of a GradScaler, in this pass
         # On the CPU the word is in the step's own sum; on a GPU reading it there would hold up the host.
         self.control = ControlExchange(world) if world.accelerator.is_asynchronous else None
-        self._word_in_tail = self.control is None
+        self._word_in_tail, self._said = self.control is None, CONTROL_LENGTH + announced
         self._requests: Callable[[], ControlRequest] = (lambda: NO_REQUEST) if events is None else events.requests
         self._asked: ControlRequest | None = None  # of this pass, where its flag was sent
         self._word_dtype = self.gradients.slot_dtype if self._word_in_tail else torch.int32
@@ -298,10 +299,9 @@ class Fold:
         if is_new and self.control is not None and not self.control.waits:
             problem, is_new = came_late(layout, seen), False
         slots = self._pack(layout, len(given), shards, fill=problem is None and not is_new)
-        asks = control_word(mini_batch, problem=problem is not None, new=is_new, asked=asked)
-        word = word_tensor((*asks, *given), self._word_dtype)
+        word = control_word(mini_batch, given, problem=problem is not None, new=is_new, asked=asked)
         waits = self.control is not None and (problem is not None or not all(given) or mini_batch.ends_stream)
-        said, given_anywhere = self._send(layout, word, mini_batch, waits=waits)
+        said, given_anywhere = self._send(layout, word_tensor(word, self._word_dtype), mini_batch, waits=waits)
         if said.is_error:
             act_on(said, mini_batch, problem, self._world)
         if said.new:
@@ -343,12 +343,12 @@ class Fold:
 
     def _tail(self, layout: PayloadLayout, shards: int) -> int:
         """The number of values after the gradients: the control word, and a row for each shard."""
-        return (CONTROL_LENGTH + self.gradients.planned) * self._word_in_tail + shards * sum(self._slots.widths(layout))
+        return (self._said + self.gradients.planned) * self._word_in_tail + shards * sum(self._slots.widths(layout))
 
     def _pack(self, layout: PayloadLayout, flags: int, shards: int, *, fill: bool) -> torch.Tensor:
         """The rows of all shards, (S, width), in the tail of the step's sum, with this rank's rows filled in."""
         tail = self.gradients.tail.fill_(IDENTITY)
-        slots = (tail[CONTROL_LENGTH + flags :] if self._word_in_tail else tail).view(shards, -1)
+        slots = (tail[self._said + flags :] if self._word_in_tail else tail).view(shards, -1)
         self._slots.fill(slots, self._records if fill else (), layout)
         return slots
 
@@ -383,7 +383,7 @@ class Fold:
             self.gradients.finish_sums(self._slots.sums(layout))
         found = sums.tolist() if self.control is None else self.control.read(waits=waits)
         self.waited_s += self.clock() - since
-        self.decision, given = read_word(found, self._world.size)
+        self.decision, given = read_word(found, self._world.size, mini_batch.announcement)
         return self.decision, given
 
     def _exchange(self, layout: PayloadLayout, seen: PayloadLayout, shards: int) -> tuple[PayloadLayout, torch.Tensor]:
@@ -441,7 +441,7 @@ class Fold:
             shards: of the mini-batch.
             gathers: as in `open`, for the next pass.
         """
-        layout, length = self._layout, CONTROL_LENGTH + self.gradients.planned
+        layout, length = self._layout, self._said + self.gradients.planned
         send = None if layout is None else self.gradients.leaving(self._tail(layout, shards), self._slots.sums(layout))
         if self.control is None:
             return nothing if send is None else partial(send, PROBLEM, nullcontext())

@@ -88,6 +88,7 @@ class Loop:
 
     _begun: str | None  # where it is in its epochs, or was left
     _compares: bool  # whether ranks compare their state
+    _announces: bool  # whether the current mini-batch has news for the other ranks
 
     def __init__(
         self,
@@ -317,6 +318,7 @@ class Loop:
         where.iteration, where.at, where.is_folded = where.iteration + 1, mini_batch.position + 1, False
         is_last_of_epoch = mini_batch.is_last or mini_batch.ends_stream
         self.world.step = iteration = where.iteration
+        self._announces = mini_batch.announcement is not None and mini_batch.announcement.is_new
         parts = self, self.fold, self._gathering, self.world, loaded, iteration
         step = self._step(*parts, is_last_of_epoch=is_last_of_epoch, tracer=self._recorder.tracer)
         try:
@@ -368,7 +370,9 @@ class Loop:
         save, problem = False, None if self._state_check.found is None else self._state_check.take()
         if self._recorder.keeps:
             save, problem = self._recorder.save_requests(problem)
-        return ControlRequest(stop, save, problem) if stop or save or problem is not None else NO_REQUEST
+        if not (stop or save or self._announces) and problem is None:
+            return NO_REQUEST
+        return ControlRequest(stop, save, problem)
 
     def while_reducing(self) -> None:
         """Hand on earlier rows, read the next mini-batch's data, and start the streams of what follows the fold."""
@@ -387,7 +391,8 @@ class Loop:
         """
         self._where.is_folded = True
         if passes == 0 and self._recorder.has_rows:
-            self._recorder.add_row(mini_batch, result, self.fold, skips=self._guard.skips)
+            unused = self.batches.unused_after(mini_batch) if mini_batch.is_last else None
+            self._recorder.add_row(mini_batch, result, self.fold, skips=self._guard.skips, unused=unused)
         if self._guard.pending is not None or self._guard.bad is not False:
             self._guard.raise_or_count(result.iteration, mini_batch, result.values[0], result.losses, result.shares)
         if passes == 0:

@@ -16,9 +16,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_loop.accelerators import is_asynchronous
 from ddp_loop.checkpoint import REPAIR, Checkpointer, Config, Snapshot, explained, is_running
-from ddp_loop.data import Batches, LoopPosition, MiniBatch
+from ddp_loop.data import Batches, LoopPosition, MiniBatch, Unused
 from ddp_loop.distributed import World, format_error
-from ddp_loop.reporting import NORM, RATE, Labels, Receivers, Reporter, all_of, make_table, write_table
+from ddp_loop.reporting import (
+    NORM,
+    RATE,
+    UNUSED,
+    UNUSED_AT_LEAST,
+    Labels,
+    Receivers,
+    Reporter,
+    all_of,
+    make_table,
+    write_table,
+)
 from ddp_loop.tracing import TRACE as FOLDER
 from ddp_loop.tracing import Tracer, TraceRequest
 from ddp_loop.training.fold import Fold
@@ -184,11 +195,16 @@ class RunRecorder:
             with self._world.in_stage("rows"):
                 rows.flush_ready()
 
-    def add_row(self, mini_batch: MiniBatch, result: StepResult, fold: Fold, *, skips: bool) -> None:
-        """Make the row of a step that was folded."""
+    def add_row(
+        self, mini_batch: MiniBatch, result: StepResult, fold: Fold, *, skips: bool, unused: Unused | None = None
+    ) -> None:
+        """Make the row of a step that was folded; at the end of an epoch perhaps with its `unused` samples."""
         if self._report.record_wait(fold.waited_s):
             with self._world.in_stage("rows"):
-                self._report.add(mini_batch, *self._values_of(result, fold, skips=skips))
+                names, values, known = self._values_of(result, fold, skips=skips)
+                if unused is not None:
+                    known[UNUSED if unused.is_exact else UNUSED_AT_LEAST] = unused.samples
+                self._report.add(mini_batch, names, values, known)
 
     def _values_of(
         self, result: StepResult, fold: Fold, *, skips: bool

@@ -177,8 +177,7 @@ def check_rows(batches: Batches, state: Mapping[str, object]) -> None:
         for name, layer in each_module(find_modules(state)).items()
         if isinstance(layer, nn.BatchNorm1d) and layer.training
     ]
-    positions = [0] if batches.steps is None else sorted({0, batches.steps - 1})
-    for position in positions:
+    for position in batches.positions_of_sizes:
         sizes = batches.sizes(position)
         if layers and 1 in sizes:
             raise ValueError(
@@ -193,7 +192,7 @@ Weight = float | torch.Tensor
 Number = float | torch.Tensor
 Reduction = Literal["mean", "sum"]
 RESERVED_NAMES = frozenset({"loss", "epoch", "iteration", "samples", "elapsed_s"}) | frozenset(
-    {"skipped", "learning_rate", "gradient_norm", "samples_per_s"}
+    {"skipped", "unused_samples", "unused_samples_at_least", "learning_rate", "gradient_norm", "samples_per_s"}
     | {"retain_graph", "create_graph", "inputs", "gradient"}
 )
 

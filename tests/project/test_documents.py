@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ddp_loop
-from tests.support.documents import claimed_rows, states_of, text_of
+from tests.support.documents import claimed_rows, fenced_blocks, states_of, text_of
 from tests.support.paths import DOCS, ROOT
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -43,12 +43,6 @@ def covered_by(source: str) -> set[str]:
     calls = [node for tree in marked for node in ast.walk(tree) if isinstance(node, ast.Call)]
     rows = [row for call in calls if ast.unparse(call.func) == "pytest.mark.covers" for row in call.args]
     return {str(ast.literal_eval(row)) for row in rows}
-
-
-def fenced_blocks(document: str, language: str | None = None) -> list[str]:
-    """The fenced blocks of a document: all, or those marked as one language."""
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
-    return [text for mark, text in blocks if language in (None, mark)]
 
 
 def commands_in(document: str) -> set[str]:

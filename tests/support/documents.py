@@ -21,3 +21,9 @@ def states_of(document: str) -> list[tuple[str, str]]:
 def claimed_rows() -> set[str]:
     """The capabilities that are said to be there."""
     return {row for row, state in states_of(text_of("docs/capabilities.md")) if state == "claimed"}
+
+
+def fenced_blocks(document: str, language: str | None = None) -> list[str]:
+    """The fenced blocks of a document: all, or those marked as one language."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+    return [text for mark, text in blocks if language in (None, mark)]

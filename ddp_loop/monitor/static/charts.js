@@ -8,7 +8,7 @@ const TALL = 280, LOW = 190, APART = 22; // pixels: heights, and from one epoch'
 const FOLLOWED = ["mousemove", "mouseleave"]; // with more events, dragging in one picture would zoom all
 const FILTERS = { pub: (type) => FOLLOWED.includes(type), sub: (type) => FOLLOWED.includes(type) };
 const OWN_GROUPS = { loss: "Loss", learning_rate: "Optimizer", gradient_norm: "Optimizer", weight: "Steps",
-  skipped: "Steps", samples: null };
+  skipped: "Steps", unused_samples: "Steps", unused_samples_at_least: "Steps", samples: null };
 
 export function groupOf(name) {
   if (Object.hasOwn(OWN_GROUPS, name)) return OWN_GROUPS[name];

@@ -1,0 +1,162 @@
+"""Data whose samples belong to shards: each shard takes its samples from a part of its own.
+
+[Note: Parts] An epoch has an order of all samples that it uses, mini-batch after mini-batch and in each shard after
+shard. With `partition="global"` that order is a permutation of the data. Here it is woven from one permutation per
+part. So whatever reads "samples k to k + n of the epoch" does not know about parts, and everything follows from the
+shards: a fixed number of them gives the same mini-batches on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from ddp_loop.data.shards import MiniBatch, cut, split_sizes
+from ddp_loop.determinism import next_key, permutation
+
+PARTITIONS, UNTIL = ("global", "local", "own"), ("all", "first")
+
+
+class Unused(NamedTuple):
+    """The samples of an epoch that are in none of its mini-batches; as text "3 samples" or "at least 3 samples".
+
+    Attributes:
+        samples: their number, over all ranks.
+        is_exact: whether there are no more: a stream that was not read to its end may have more.
+    """
+
+    samples: int
+    is_exact: bool = True
+
+    def __str__(self) -> str:
+        return f"{'' if self.is_exact else 'at least '}{self.samples} sample{'' if self.samples == 1 else 's'}"
+
+
+def check_partition(
+    partition: str, until: str, shards: int | None, ranks: int, length: int | None, *, is_stream: bool
+) -> None:
+    """Raise ValueError unless both are known and fit the data.
+
+    Args:
+        partition, until, shards: as given.
+        ranks: their number.
+        length: of the data; None without one.
+        is_stream: whether each rank reads a stream of its own.
+    """
+    for name, value, allowed in (("partition", partition, PARTITIONS), ("until", until, UNTIL)):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}. Got {value!r}.")
+    if partition == "global" and until != "all":
+        raise ValueError(
+            f'until="{until}" is for data in parts, which end at different mini-batches. Got partition="global". Pass '
+            'partition="local" or "own", or remove until=.'
+        )
+    if partition != "global" and length is None and not is_stream:
+        raise ValueError(
+            f'partition="{partition}" needs data with a length, or a stream. These have none. Pass length=, or a data '
+            "set with a length."
+        )
+    if (partition == "own" or is_stream) and shards not in (None, ranks):
+        raise ValueError(
+            f"Data that each rank has of its own make one shard per rank. Got shards={shards} on {ranks} ranks. Remove "
+            "shards=."
+        )
+
+
+def piece_sizes(batch_size: int, parts: int) -> tuple[int, ...]:
+    """The number of samples that a mini-batch takes from each part.
+
+    Raises:
+        ValueError: a part gives none.
+    """
+    if batch_size < parts:
+        raise ValueError(
+            f"A mini-batch takes samples from each part of the data. Got batch_size={batch_size} for {parts} parts, "
+            "one per shard. Use a larger batch_size, or fewer shards."
+        )
+    return split_sizes(batch_size, parts)
+
+
+class Parts:
+    """The mini-batches of data in parts. See [Note: Parts].
+
+    Mini-batch p has samples p b_s .. (p + 1) b_s - 1 of the order of each part s, fewer where the part ends, then none.
+
+    Args:
+        sizes: n_s, the number of samples in each part; part s follows part s - 1 in the data.
+        batch_size: of which b_s = split_sizes(batch_size, S)[s] are from part s.
+        until: whether an epoch ends when "all" parts are done, or the "first".
+        drop_last: whether each part leaves out its last piece if that is smaller.
+
+    Attributes:
+        sizes: as given.
+        steps: the number of mini-batches in an epoch.
+        samples: the number of samples in them.
+
+    Raises:
+        ValueError: a part gives no sample to a mini-batch, or an epoch has no mini-batch.
+    """
+
+    def __init__(self, sizes: Sequence[int], batch_size: int, until: str, *, drop_last: bool) -> None:
+        self.sizes, self._pieces = tuple(sizes), piece_sizes(batch_size, len(sizes))
+        pairs = list(zip(self.sizes, self._pieces, strict=True))
+        numbers = [size // piece if drop_last else -(-size // piece) for size, piece in pairs]
+        self.steps = min(numbers) if until == "first" else max(numbers)
+        if self.steps == 0 and any(sizes):
+            raise ValueError(
+                f"An epoch must have a mini-batch. Parts of {list(sizes)} samples with batch_size={batch_size}, "
+                f'drop_last={drop_last} and until="{until}" give none. Use a smaller batch_size, drop_last=False or '
+                'until="all".'
+            )
+        made = [min(number, self.steps) for number in numbers]
+        self._used = tuple(min(size, n * piece) for (size, piece), n in zip(pairs, made, strict=True))
+        self.samples = sum(self._used)
+        self._full = min(used // piece for used, piece in zip(self._used, self._pieces, strict=True))  # mini-batches
+
+    def sizes_at(self, position: int) -> tuple[int, ...]:
+        """The number of samples in each shard of mini-batch number `position`, counted from 0."""
+        if position < self._full:
+            return self._pieces
+        pairs = zip(self._used, self._pieces, strict=True)
+        return tuple([max(0, min(piece, used - position * piece)) for used, piece in pairs])
+
+    def before(self, position: int) -> int:
+        """The number of samples of an epoch before that mini-batch."""
+        if position <= self._full:
+            return position * sum(self._pieces)
+        return sum(min(used, position * piece) for used, piece in zip(self._used, self._pieces, strict=True))
+
+    def mini_batch(self, epoch: int, position: int, mine: range) -> MiniBatch:
+        """That mini-batch of an epoch, counted from 1, with the shards whose numbers are in `mine`."""
+        sizes = self.sizes_at(position)
+        place = epoch, position, self.before(position), sum(sizes), sizes
+        return MiniBatch(*place, cut(sizes, mine), is_last=position + 1 == self.steps)
+
+    @property
+    def positions_of_sizes(self) -> list[int]:
+        """The positions of mini-batches that together have all sizes of shards of an epoch."""
+        ends = {(used - 1) // piece for used, piece in zip(self._used, self._pieces, strict=True) if used}
+        return sorted({0} | {at for end in ends for at in (end, end + 1) if at < self.steps})
+
+    def order(self, seed: int, epoch: int, *, shuffle: bool) -> torch.Tensor:
+        """The positions in the data of an epoch's samples, (samples,) int64 on the CPU.
+
+        Args:
+            seed: of the order; each part has a permutation of its own.
+            epoch: counted from 0.
+            shuffle: whether a part's samples come in another order in each epoch.
+        """
+        found = torch.empty(self.samples, dtype=torch.int64, device="cpu")
+        position = torch.arange(self.steps, device="cpu")
+        pairs = list(zip(self._used, self._pieces, strict=True))
+        begin = torch.stack([(position * piece).clamp(max=used) for used, piece in pairs]).sum(0)  # of each mini-batch
+        for part, ((used, piece), offset) in enumerate(zip(pairs, accumulate(self.sizes, initial=0), strict=False)):
+            number = (used - position * piece).clamp(0, piece)
+            count = torch.arange(used, device="cpu")
+            taken = permutation(next_key(seed, part), epoch, self.sizes[part])[:used] if shuffle else count
+            found[begin.repeat_interleave(number) + count % piece] = taken + offset
+            begin = begin + number
+        return found
