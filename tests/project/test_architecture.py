@@ -26,7 +26,7 @@ ROOMS = {
     *("training", "batch_norm", "data", "datasets", "distributed"),
     *("checkpoint", "reporting", "monitor", "determinism", "graphs", "profiling", "sweeps", "tracing"),
 }
-BESIDE_THE_ROOMS = {"examples", "project", "support", "faults"}  # folders of the tests
+BESIDE_THE_ROOMS = {"examples", "launch", "project", "support", "faults"}  # folders of the tests
 
 COLLECTIVES = ("join_world", "Loop", "Step.fold", "evaluate", "predict", "Batches")
 OPTIONAL = {
