@@ -226,9 +226,11 @@ def _explaining(url: str) -> Iterator[None]:
             "pip install 'psycopg[binary]'."
         ) from error
     except (SQLAlchemyError, optuna.exceptions.OptunaError, RuntimeError) as error:
+        remedy = "Check that it runs and may be written, or leave storage= out to use a file in the sweep's folder."
+        if url.startswith("sqlite"):
+            remedy = "Check that its folder exists, may be written and has room."
         raise StorageUnreachable(
-            f"The storage {shown_url(url)} cannot be opened ({str(error).splitlines()[0]}). Check that it runs and may "
-            "be written, or leave storage= out to use a file in the sweep's folder."
+            f"The storage {shown_url(url)} cannot be opened ({str(error).splitlines()[0]}). {remedy}"
         ) from error
 
 

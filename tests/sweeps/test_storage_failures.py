@@ -16,7 +16,7 @@ import pytest
 from ddp_loop.sweeps import storage
 from ddp_loop.sweeps.plan import make_sampler
 from ddp_loop.sweeps.space import Space, make_space
-from ddp_loop.sweeps.trial_queue import Claim, Ending, TrialQueue
+from ddp_loop.sweeps.trial_queue import Attempt, Claim, Ending, TrialQueue
 from tests.support.harness import TASK_S, until
 from tests.support.paths import ROOT
 from tests.support.postgres import running_postgres
@@ -81,6 +81,7 @@ def test_a_storage_that_stays_away_is_an_error(
         monkeypatch.setattr(storage, "PATIENCE_S", 0.1)
     else:
         queue.patience.ends = lambda: True
+        monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waited"))
     claim = claimed(queue, "one")
     with closing(sqlite3.connect(tmp_path / "study.db")) as other:
         other.execute("BEGIN EXCLUSIVE")
@@ -92,14 +93,15 @@ def test_a_storage_that_stays_away_is_an_error(
 def test_after_a_failure_of_the_storage_old_heartbeats_do_not_count(queue: TrialQueue, tmp_path: Path) -> None:
     """All workers could send none meanwhile; the first one that comes back must not take the others' trials."""
     other = TrialQueue(url(tmp_path), "s", beat_s=1, grace_s=60)
-    claim = claimed(queue, "one")
+    claim, recorded = claimed(queue, "one"), list[Attempt]()
     age_heartbeats(tmp_path)
     other.patience.failed_at = time.monotonic()
-    other.take_over("two", lambda worker: None)
+    other.take_over("two", lambda worker: None, recorded.append)
     assert queue.holds(claim)
     other.patience.failed_at = time.monotonic() - 61
-    other.take_over("two", lambda worker: None)
+    other.take_over("two", lambda worker: None, recorded.append)
     assert not queue.holds(claim)
+    assert [(one.trial, one.attempt, one.state) for one in recorded] == [(0, 1, "interrupted")]
     other.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import ddp_loop as dl
-from ddp_loop.checkpoint import FileLock, read_json
+from ddp_loop.checkpoint import FileLock, read_json, write_atomic
 from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
 from ddp_loop.sweeps import running
@@ -236,10 +236,57 @@ def test_an_attempt_that_ended_before_the_newest_one_does_not_change_the_trial_s
     """The worker that records the end of a dead one may be slower than the one that has the trial now."""
     for number in (1, 2):
         begin_attempt(tmp_path, {"number": number}, trial=0)
+    assert [one["status"] for one in trial_at(tmp_path)["attempts"]] == ["interrupted", "running"]
     end_attempt(tmp_path, 1, "interrupted", None, "its worker died")
-    found = read_json(tmp_path / "trial.json") or {}
+    found = trial_at(tmp_path)
     assert (found["status"], found["why"]) == ("running", None)
     assert [one["status"] for one in found["attempts"]] == ["interrupted", "running"]
+
+
+def trial_at(folder: Path) -> dict[str, Any]:
+    return read_json(folder / "trial.json") or {}
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_status_that_a_former_attempt_left_is_not_that_of_this_one(tmp_path: Path) -> None:
+    worker, queue = worker_of(tmp_path / "s", 1)
+    folder = trial_folder(tmp_path / "s", 0)
+    folder.mkdir(parents=True)
+    write_atomic(folder / "status.json", {"status": "stopped", "at": time.time() - 60, "why": "Ctrl-C"})
+    worker.run()
+    assert trial_at(folder)["status"] == "done"
+    assert list((tmp_path / "s" / "workers").iterdir()) == []  # names of workers that died stay there
+    queue.close()
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_request_that_comes_while_the_last_trial_ends_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, queue = worker_of(tmp_path / "s", 1)
+    worker.run()
+    worker, second = worker_of(tmp_path / "s", 1)
+    look = worker._look_around
+
+    def late() -> None:
+        look()
+        if queue.newest()[0].attempt == 1 and not has_requests(tmp_path / "s"):
+            ask_for(tmp_path / "s", [0])
+
+    monkeypatch.setattr(worker, "_look_around", late)
+    worker.run()
+    assert [(one.attempt, one.state) for one in queue.newest().values()] == [(2, "ended")]
+    for one in (queue, second):
+        one.close()
+
+
+def test_a_trial_that_was_asked_to_stop_keeps_the_first_reason_and_its_deadline(tmp_path: Path) -> None:
+    """Each look asks again: the deadline would never come."""
+    one: Any = running.Running(None, tmp_path, None, None)  # type: ignore[arg-type]
+    one.ask("timed out", 5.0)
+    deadline = one.deadline
+    one.ask("Ctrl-C", 30.0)
+    assert (one.asked, one.deadline) == ("timed out", deadline)
 
 
 @pytest.mark.usefixtures("warm")

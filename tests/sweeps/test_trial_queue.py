@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
+import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.pruners import MedianPruner
+from optuna.trial import TrialState
 from sqlalchemy.sql.ddl import SchemaGenerator
 
 from ddp_loop.sweeps.plan import make_sampler
@@ -209,6 +213,38 @@ def test_a_worker_takes_no_trial_from_one_that_has_just_taken_it(tmp_path: Path)
     assert first.holds(claims[0])
     for one in (first, second):
         one.close()
+
+
+def test_an_attempt_whose_worker_died_before_it_left_its_name_is_taken_over(queue: TrialQueue, tmp_path: Path) -> None:
+    """It has no heartbeat either."""
+    key = queue._frozen("WAITING")[0]._trial_id
+    queue._storage.set_trial_state_values(key, TrialState.RUNNING)
+    queue.take_over("two", ALIVE)
+    assert queue.newest()[0].state == "running"  # its worker may be about to write its name
+    with closing(sqlite3.connect(tmp_path / "study.db")) as database, database:
+        database.execute("UPDATE trials SET datetime_start = '2020-01-01 00:00:00' WHERE state = 'RUNNING'")
+    queue.take_over("two", ALIVE)
+    assert (queue.newest()[0].attempt, queue.newest()[0].state) == (2, "waiting")
+
+
+def test_a_worker_puts_a_trial_back_whose_claim_failed(queue: TrialQueue) -> None:
+    with pytest.raises(ZeroDivisionError):
+        queue.claim("one", space_of(4), lambda trial: 1 // 0)  # type: ignore[arg-type, return-value]
+    assert queue.newest()[0].state == "running"
+    queue.take_over("one", ALIVE)
+    assert (queue.newest()[0].attempt, queue.newest()[0].state) == (2, "waiting")
+
+
+def test_a_trial_that_goes_on_reports_no_update_twice(queue: TrialQueue) -> None:
+    """The pruner compares the values of one update; a trial from a checkpoint repeats some."""
+    pruner = MedianPruner()
+    queue.should_prune(claimed(queue), pruner, 5, 1.0)
+    queue.end(next(iter(queue._mine.values())), None)
+    again = claimed(queue)
+    assert (again.trial, again.attempt, again.reported) == (0, 2, {5})
+    assert not queue.should_prune(again, pruner, 5, 2.0)
+    queue.should_prune(again, pruner, 10, 3.0)
+    assert queue._storage.get_trial(again.key).intermediate_values == {5: 1.0, 10: 3.0}
 
 
 def test_trials_that_are_missing_in_the_storage_are_added(tmp_path: Path) -> None:
