@@ -14,8 +14,8 @@ from ddp_loop.checkpoint import CheckpointInfo, CheckpointStore, best_of, run_id
 from ddp_loop.distributed import describe_devices
 from ddp_loop.monitor import serve
 from ddp_loop.profiling import CannotProfile, ProfileJob, profile
-from ddp_loop.reporting import RunQuery, best_run, export, list_runs
-from ddp_loop.sweeps import add_sweep, is_sweep, stop_sweep
+from ddp_loop.reporting import RunQuery, best_run, export, is_sweep, list_runs
+from ddp_loop.sweeps import add_sweep, stop_sweep
 from ddp_loop.tracing import CannotVerify, VerifyJob, compare_runs, verify
 
 HEAD = ("checkpoint", "MiB", "written", "score", "state")

@@ -160,7 +160,7 @@ class MonitorApp:
         self.is_closing = False
         self._turn = asyncio.Lock()
         self._made = -TICK_S
-        self._sweeps = Sweeps()
+        self._sweeps = Sweeps(given)
         self._views: OrderedDict[str, RunView] = OrderedDict()  # the most recently used ones, by key
         self._views_turn = threading.Lock()
 

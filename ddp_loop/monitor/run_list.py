@@ -19,15 +19,12 @@ from typing import Any
 
 from ddp_loop.checkpoint import RUN
 from ddp_loop.monitor.summaries import RunSummary
-from ddp_loop.reporting import TRIAL
+from ddp_loop.reporting import NO_RUNS_BELOW, TRIAL
 
 LOOK_S = 0.4  # between two looks, at least
 READ_S = 0.5  # for the rows of all runs in one look; the first look at many runs takes several
 YOUNG_NS = 2_000_000_000
 MOST_FOLDERS = 20_000
-NO_RUNS = frozenset(  # as in find_runs
-    {"checkpoints", "before", "tables", "trace", "profile", "pictures", "again", "node_modules", "__pycache__"}
-)
 ACTIONS = frozenset({"curves", "stop", "note", "tables", "again"})  # what follows a key in a request
 
 
@@ -93,7 +90,7 @@ def list_folder(path: str, changed: int, was_run: bool) -> Listing:
         for one in entries:
             if not one.is_dir(follow_symlinks=False):
                 names.add(one.name)
-            elif one.name not in NO_RUNS and not one.name.startswith("."):
+            elif one.name not in NO_RUNS_BELOW and not one.name.startswith("."):
                 folders.append(one.name)
     return Listing(changed, is_young, was_run or bool(names & {RUN, TRIAL}), sorted(folders))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_loop.checkpoint import EVALUATIONS, NOTE, PROFILE, PROFILE_FILE, RANKS, ROWS, RUN, STATUS, STOP
 from ddp_loop.monitor.run_state import RunState, finite, text_of
-from ddp_loop.reporting import TRIAL, RunRecord, read_run
+from ddp_loop.reporting import FAILED_TRIAL, TRIAL, RunRecord, read_run
 
 TABLES = "tables"
 WATCHED = frozenset({RUN, STATUS, TRIAL, NOTE, STOP, ROWS, EVALUATIONS, RANKS, TABLES, PROFILE})
@@ -123,6 +123,7 @@ class RunSummary:
             "number": record.trial,
             "value": record.value,
             "status": text_of(trial.get("status")),
+            "can_again": trial.get("status") in FAILED_TRIAL and record.trial is not None,
             "why": text_of(trial.get("why")),
             "objective": record.objective,
             "direction": record.direction,

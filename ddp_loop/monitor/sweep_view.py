@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import NOTE, STOP, bytes_of, is_locked, opened, read_json, write_atomic, write_text_atomic
+from ddp_loop.checkpoint import NOTE, STOP, bytes_of, opened, read_json, write_text_atomic
 from ddp_loop.monitor.run_state import count, finite, text_of
 from ddp_loop.monitor.summaries import TABLES
-from ddp_loop.reporting import TRIAL
+from ddp_loop.reporting import (
+    FAILED_TRIAL,
+    SWEEP,
+    TRIAL,
+    TRIALS,
+    ask_for,
+    ask_sweep_to_stop,
+    has_workers,
+    is_sweep,
+    trial_folder,
+)
 
-SWEEP, TRIALS, AGAIN, LOCK, WORKERS = "sweep.json", "trials", "again", "lock", "workers"
-FAILED = ("failed", "killed", "not finite", "timed out", "stopped", "interrupted")  # may run again
 MOST_NOTE = 500  # letters
 MOST_SIDE, MOST_LABEL, MOST_BYTES = 100, 60, 1 << 20  # of a table: rows and columns, letters, of its file
 MOST_ASKED = 150  # trials in one request
@@ -80,9 +87,14 @@ def read_table(folder: Path, name: str) -> Answer:
 
 
 class Sweeps:
-    """The sweeps that known runs are trials of. A sweep keeps its key."""
+    """The sweeps that known runs are trials of. A sweep keeps its key.
 
-    def __init__(self) -> None:
+    Args:
+        given: the folders of the page. A sweep that lies outside of them, but for some of its trials, is none.
+    """
+
+    def __init__(self, given: Sequence[Path]) -> None:
+        self._given = [Path(os.path.abspath(path)) for path in given]
         self._keys: dict[Path, str] = {}
 
     def look(self, runs: Mapping[str, Path]) -> list[dict[str, Any]]:
@@ -100,9 +112,9 @@ class Sweeps:
     def _found(self, runs: Mapping[str, Path]) -> dict[Path, list[str]]:
         found: dict[Path, list[str]] = {}
         for key, folder in runs.items():
-            if folder.parent.name == TRIALS:
+            if folder.parent.name == TRIALS and any(map(folder.parent.parent.is_relative_to, self._given)):
                 found.setdefault(folder.parent.parent, []).append(key)
-        found = {folder: keys for folder, keys in found.items() if (folder / SWEEP).is_file()}
+        found = {folder: keys for folder, keys in found.items() if is_sweep(folder)}
         for folder in found:
             if folder not in self._keys:
                 base = re.sub(r"[^\w.,=+@-]", "-", folder.name) or "sweep"
@@ -122,26 +134,18 @@ class Sweeps:
             "trials": count(facts.get("trials")),
             "ranks": count(facts.get("ranks")),
             **{name: text_of(facts.get(name)) for name in ("objective", "direction", "sampler", "pruner")},
-            "is_active": is_active(folder),
+            "is_active": has_workers(folder) is not False,
             "is_stopping": (folder / STOP).exists(),
             "runs": keys,
         }
 
 
-def is_active(folder: Path) -> bool:
-    """Whether a process runs a sweep or works on it, as far as this machine's locks show it."""
-    workers = folder / WORKERS
-    with suppress(OSError):
-        return any(is_locked(path) is not False for path in [folder / LOCK, *workers.glob("*")])
-    return False
-
-
 def stop_sweep(folder: Path, why: str) -> Answer:
     """Ask a sweep to stop all its trials."""
-    if not is_active(folder):
-        return 409, f"No process works on the sweep in {folder}, so nothing has to stop."
     try:
-        write_text_atomic(folder / STOP, why)
+        ask_sweep_to_stop(folder, why)
+    except ValueError as error:
+        return 409, str(error)
     except OSError as error:
         return 500, f"The sweep's folder cannot be written ({error.strerror})."
     return 202, {"said": "stopping"}
@@ -163,14 +167,13 @@ def ask_again(folder: Path, body: bytes) -> Answer:
     if not 0 < len(trials) <= MOST_ASKED:
         return 400, f'The body must be {{"trials": [...]}}, with the numbers of 1 to {MOST_ASKED} trials.'
     for number in trials:
-        trial = read_json(folder / TRIALS / f"{number:04d}" / TRIAL)
+        trial = read_json(trial_folder(folder, number) / TRIAL)
         if trial is None:
             return 404, f"There is no trial {number}."
-        if trial.get("status") not in FAILED:
+        if trial.get("status") not in FAILED_TRIAL:
             return 409, f"Trial {number} did not fail (status: {text_of(trial.get('status'))})."
     try:
-        (folder / AGAIN).mkdir(exist_ok=True)
-        write_atomic(folder / AGAIN / f"{secrets.token_hex(6)}.json", {"trials": sorted(set(trials))})
+        ask_for(folder, trials)
     except OSError as error:
         return 500, f"The sweep's folder cannot be written ({error.strerror})."
-    return 202, {"asked": len(set(trials)), "is_active": is_active(folder)}
+    return 202, {"asked": len(set(trials)), "is_active": has_workers(folder) is not False}

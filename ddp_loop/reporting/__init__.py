@@ -7,6 +7,7 @@ from ddp_loop.reporting.reporter import Receivers, Reporter, all_of
 from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, OnRow, WeightedMeans, is_averaged
 from ddp_loop.reporting.run_commands import RunQuery, best_run, list_runs
 from ddp_loop.reporting.run_records import (
+    NO_RUNS_BELOW,
     TRIAL,
     RunRecord,
     ValueSummary,
@@ -16,15 +17,35 @@ from ddp_loop.reporting.run_records import (
     state_of,
     total_steps,
 )
+from ddp_loop.reporting.sweep_files import (
+    AGAIN,
+    FAILED_TRIAL,
+    SWEEP,
+    SWEEP_LOCK,
+    TRIALS,
+    WORKERS,
+    ask_for,
+    ask_sweep_to_stop,
+    has_workers,
+    is_sweep,
+    trial_folder,
+)
 from ddp_loop.reporting.tables import Labels, make_table, write_table
 from ddp_loop.reporting.throughput import slowest
 
 __all__ = [
+    "AGAIN",
+    "FAILED_TRIAL",
     "NORM",
+    "NO_RUNS_BELOW",
     "RATE",
+    "SWEEP",
+    "SWEEP_LOCK",
     "TRIAL",
+    "TRIALS",
     "UNUSED",
     "UNUSED_AT_LEAST",
+    "WORKERS",
     "JsonlTail",
     "Labels",
     "OnRow",
@@ -37,16 +58,21 @@ __all__ = [
     "WeightedMeans",
     "all_of",
     "append_whole",
+    "ask_for",
+    "ask_sweep_to_stop",
     "best_run",
     "export",
     "find_runs",
+    "has_workers",
     "is_averaged",
     "is_lower_better",
+    "is_sweep",
     "list_runs",
     "make_table",
     "read_run",
     "slowest",
     "state_of",
     "total_steps",
+    "trial_folder",
     "write_table",
 ]

@@ -29,8 +29,8 @@ from ddp_loop.reporting.run_table import (
     table_of_runs,
     write_csv,
 )
+from ddp_loop.reporting.sweep_files import SWEEP, is_sweep
 
-SWEEP = "sweep.json"
 _WATCH_S = 1.0
 _COLORS = {"running": "green", "done": "cyan", "waiting": "dim", "starting": "dim", "pruned": "dim"} | dict.fromkeys(
     ("stopping", "stopped", "left", "interrupted"), "yellow"
@@ -66,7 +66,7 @@ def records_below(folder: Path) -> list[RunRecord]:
         what = "is a file" if folder.exists() else "does not exist"
         raise ValueError(f"FOLDER must be a folder with runs below it. {folder} {what}. Check its path.")
     records = [read_run(one, folder) for one in find_runs(folder)]
-    if (folder / SWEEP).is_file():
+    if is_sweep(folder):
         records.sort(key=lambda one: math.inf if one.trial is None else one.trial)
     return records
 

@@ -22,7 +22,9 @@ from ddp_loop.reporting.rows import is_averaged
 
 TRIAL = "trial.json"
 ENDED = ("done", "stopped", "left", "failed")
-_NO_RUNS_BELOW = frozenset({"checkpoints", "before", "tables", "trace", "profile", "pictures", "again", "__pycache__"})
+NO_RUNS_BELOW = frozenset(  # names of folders
+    {"checkpoints", "before", "tables", "trace", "profile", "pictures", "again", "node_modules", "__pycache__"}
+)
 _TRIAL_STATES = ("waiting", "done", "pruned", "failed", "killed", "not finite", "timed out", "stopped", "interrupted")
 _LOWER = re.compile(r"loss|error|perplexity|(?<![a-z])(rmse|mse|mae|nll|wer|cer)(?![a-z])", re.IGNORECASE)
 _MOST_READERS = 20_000
@@ -146,7 +148,7 @@ def _runs_below(top: Path) -> Iterator[Path]:
         with suppress(OSError), os.scandir(place) as entries:
             for one in entries:
                 if one.is_dir(follow_symlinks=False):
-                    if one.name not in _NO_RUNS_BELOW and not one.name.startswith("."):
+                    if one.name not in NO_RUNS_BELOW and not one.name.startswith("."):
                         waiting.append(one.path)
                 else:
                     names.add(one.name)

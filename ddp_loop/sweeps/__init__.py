@@ -2,12 +2,11 @@
 
 from ddp_loop.sweeps.command import add_sweep
 from ddp_loop.sweeps.plan import TrialResult, sweep
-from ddp_loop.sweeps.sweep_folder import is_sweep, stop_sweep
+from ddp_loop.sweeps.sweep_folder import stop_sweep
 
 __all__ = [
     "TrialResult",
     "add_sweep",
-    "is_sweep",
     "stop_sweep",
     "sweep",
 ]

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import read_json
+from ddp_loop.reporting import TRIAL, TRIALS, ask_for, has_workers, is_sweep
 from ddp_loop.sweeps.jobs import FunctionJob, Job, ScriptJob, find_function, read_job
 from ddp_loop.sweeps.plan import GOOD, SweepPlan, has_failed
 from ddp_loop.sweeps.running import Say
 from ddp_loop.sweeps.slurm import LOCAL, SLURM, Jobs, check_jobs, how_to_go_on, read_options, submit_workers
 from ddp_loop.sweeps.space import OBJECT, nearest
 from ddp_loop.sweeps.storage import check_reachable, folders_in, shown_url
-from ddp_loop.sweeps.sweep_folder import ask_for, forget_stop, has_workers, is_sweep, read_sweep
-from ddp_loop.sweeps.trial_folder import TRIAL_FILE, TRIALS
+from ddp_loop.sweeps.sweep_folder import forget_stop, read_sweep
 
 USUAL: dict[str, Any] = {
     "sampler": None,
@@ -198,7 +198,7 @@ def again(folder: Path, trials: Sequence[int] | None, slots: int | None, storage
         ValueError: there are none of these numbers, or none failed.
     """
     read_sweep(folder)
-    known = {path.parent.name: read_json(path) or {} for path in (folder / TRIALS).glob(f"*/{TRIAL_FILE}")}
+    known = {path.parent.name: read_json(path) or {} for path in (folder / TRIALS).glob(f"*/{TRIAL}")}
     status = {int(name): str(facts.get("status")) for name, facts in known.items() if name.isdecimal()}
     ended = {trial for trial, one in status.items() if one not in ("running", "waiting", "interrupted")}
     wanted = [trial for trial in sorted(ended) if status[trial] not in GOOD] if trials is None else list(trials)

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_loop.checkpoint import read_json
 from ddp_loop.determinism import stream_key
+from ddp_loop.reporting import TRIAL, has_workers, trial_folder
 from ddp_loop.sweeps.jobs import FunctionJob, Job
 from ddp_loop.sweeps.places import places_of
 from ddp_loop.sweeps.running import Say, Sweep, SweepWorker, shortened
 from ddp_loop.sweeps.space import SAMPLERS, Point, make_named, make_space, try_out
 from ddp_loop.sweeps.storage import check_reachable, failures_explained, require_optuna, shown_url
-from ddp_loop.sweeps.sweep_folder import STUDY, SweepFolder, forget_stop, has_workers
-from ddp_loop.sweeps.trial_folder import TRIAL_FILE, Objective, end_attempt, trial_folder, write_trial
+from ddp_loop.sweeps.sweep_folder import STUDY, SweepFolder, forget_stop
+from ddp_loop.sweeps.trial_folder import Objective, end_attempt, write_trial
 from ddp_loop.sweeps.trial_queue import READY, TrialQueue
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ class SweepPlan:
         """Write what is known of trials that have not begun, for the tables."""
         for trial, point in enumerate(self.space.points or ()):
             path = trial_folder(folder, trial)
-            if not (path / TRIAL_FILE).exists():
+            if not (path / TRIAL).exists():
                 facts = {"objective": self.objective.name, "direction": self.objective.direction, "ranks": self.ranks}
                 write_trial(path, trial=trial, parameters=point, status="waiting", value=None, **facts)
 
@@ -260,7 +261,7 @@ class SweepPlan:
         """Write the endings that a killed process had stored, but not yet written into the trials' folders."""
         for trial, attempt in queue.newest().items():
             path, ending = trial_folder(folder, trial), attempt.ending
-            if ending is not None and (read_json(path / TRIAL_FILE) or {}).get("status") != ending.status:
+            if ending is not None and (read_json(path / TRIAL) or {}).get("status") != ending.status:
                 end_attempt(path, attempt.attempt, ending.status, ending.value, ending.why)
 
     def _work(self, folder: Path, queue: TrialQueue, url: str, places: Sequence[Mapping[str, str]], say: Say) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_loop.checkpoint import ask_to_stop, is_running
 from ddp_loop.distributed import Pool, RankFailed
+from ddp_loop.reporting import trial_folder
 from ddp_loop.sweeps.jobs import Job, code_of, is_not_finite, run_trial
 from ddp_loop.sweeps.space import Space
 from ddp_loop.sweeps.sweep_folder import WorkerName, asked_to_stop, has_requests, is_dead, requests_of
@@ -37,7 +38,6 @@ from ddp_loop.sweeps.trial_folder import (
     begin_attempt,
     end_attempt,
     status_of,
-    trial_folder,
     write_trial,
 )
 from ddp_loop.sweeps.trial_queue import Attempt, Claim, Ending, SamplerOf, TrialQueue

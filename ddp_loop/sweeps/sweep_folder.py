@@ -1,4 +1,4 @@
-"""The folder of a sweep: what the sweep is, who works on it, and what it is asked to do."""
+"""The folder of a sweep as its workers use it: what the sweep is, their names, and the requests to them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import FileLock, Locked, explained, is_locked, read_json, write_atomic
-from ddp_loop.sweeps.trial_folder import TRIALS
+from ddp_loop.checkpoint import (
+    MOST_WHY,
+    STOP,
+    FileLock,
+    Locked,
+    explained,
+    is_locked,
+    read_json,
+    read_text,
+    write_atomic,
+)
+from ddp_loop.reporting import AGAIN, SWEEP, SWEEP_LOCK, TRIALS, WORKERS, ask_sweep_to_stop, has_workers
 
-SWEEP, STUDY, LOCK, STOP, AGAIN, WORKERS = "sweep.json", "study.db", "lock", "stop", "again", "workers"
+STUDY = "study.db"
 LOOK_S = 0.2
 _MAY_CHANGE = ("began", "trials", "storage", "id", "name")
 
@@ -42,7 +52,7 @@ class SweepFolder:
             _read_before(self.folder, facts)  # an error leaves nothing behind
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                self._lock = FileLock(self.folder / LOCK, "sweep")
+                self._lock = FileLock(self.folder / SWEEP_LOCK, "sweep")
             except Locked as error:
                 raise ValueError(
                     f"The sweep in {self.folder} is run by {error}. To help it, start python -m ddp_loop sweep work "
@@ -83,7 +93,7 @@ def _read_before(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_of_killed_start(path: Path) -> bool:
     """Whether a sweep that was killed before it wrote sweep.json leaves this."""
-    return path.name == LOCK or path.name.startswith(f".{SWEEP}-")
+    return path.name == SWEEP_LOCK or path.name.startswith(f".{SWEEP}-")
 
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -158,29 +168,16 @@ def is_dead(folder: Path, worker: str) -> bool | None:
 # -- requests ----------------------------------------------------------------------------------------------
 
 
-def is_sweep(folder: Path) -> bool:
-    """Whether a folder is a sweep's."""
-    return (folder / SWEEP).is_file()
-
-
-def has_workers(folder: Path) -> bool:
-    """Whether a process runs the sweep or works on it."""
-    names = [one.name for one in (folder / WORKERS).iterdir()] if (folder / WORKERS).is_dir() else []
-    return is_locked(folder / LOCK) is True or any(is_dead(folder, name) is False for name in names)
-
-
 def stop_sweep(folder: Path, timeout_s: float, say: Callable[[str], None]) -> bool:
     """Ask a sweep's workers to stop, and wait until they have ended; returns whether they did in time.
 
     Raises:
         ValueError: the sweep has no worker.
     """
-    if not has_workers(folder):
-        raise ValueError(f"No worker runs the sweep in {folder}. Pass the folder of a sweep that runs.")
-    (folder / STOP).write_text("python -m ddp_loop stop", encoding="utf-8")
+    ask_sweep_to_stop(folder, "python -m ddp_loop stop")
     say(f"{folder}: its trials stop after the current step, with checkpoints")
     deadline = time.monotonic() + timeout_s
-    while has_workers(folder):
+    while has_workers(folder) is not False:
         if time.monotonic() > deadline:
             say(f"{folder}: still running after {timeout_s:g} s")
             return False
@@ -198,15 +195,9 @@ def forget_stop(folder: Path) -> None:
 def asked_to_stop(folder: Path) -> str | None:
     """Who asked the sweep to stop; None without a request."""
     try:
-        return (folder / STOP).read_text(errors="replace")[:200].strip() or "the file stop in its folder"
+        return read_text(folder / STOP, MOST_WHY) or "the file stop in its folder"
     except OSError:
         return None
-
-
-def ask_for(folder: Path, trials: Iterable[int]) -> None:
-    """Ask the workers of a sweep, now or later, to run trials again."""
-    (folder / AGAIN).mkdir(exist_ok=True)
-    write_atomic(folder / AGAIN / f"{secrets.token_hex(6)}.json", {"trials": sorted(trials)})
 
 
 def has_requests(folder: Path) -> bool:
@@ -224,7 +215,7 @@ def requests_of(folder: Path) -> Iterator[dict[Path, list[int]]]:
         yield {}
         return
     try:
-        lock = FileLock(folder / AGAIN / LOCK, "worker")
+        lock = FileLock(folder / AGAIN / SWEEP_LOCK, "worker")
     except Locked:  # it also writes into the trials' folders, which a second one would overwrite
         yield {}
         return

@@ -10,27 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import EVALUATIONS, ROWS, STATUS, read_json, write_atomic
-from ddp_loop.reporting import JsonlTail
+from ddp_loop.reporting import TRIAL, JsonlTail
 from ddp_loop.sweeps.space import nearest
 
-TRIALS, TRIAL_FILE = "trials", "trial.json"
 EVALUATION = "evaluation."  # prefix of an objective that `evaluate` computes
-
-
-def trial_folder(sweep: Path, trial: int) -> Path:
-    """The run folder of a trial."""
-    return sweep / TRIALS / f"{trial:04d}"
 
 
 def write_trial(folder: Path, **facts: object) -> None:
     """Change facts of a trial in its folder, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / TRIAL_FILE, {**(read_json(folder / TRIAL_FILE) or {}), **facts})
+    write_atomic(folder / TRIAL, {**(read_json(folder / TRIAL) or {}), **facts})
 
 
 def begin_attempt(folder: Path, attempt: Mapping[str, object], **facts: object) -> None:
     """Record that an attempt at a trial begins."""
-    before = read_json(folder / TRIAL_FILE) or {}
+    before = read_json(folder / TRIAL) or {}
     listed = before.get("attempts")
     attempts = [_interrupted(one) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
     began = {**attempt, "began": time.time(), "ended": None, "status": "running"}
@@ -43,7 +37,7 @@ def _interrupted(attempt: dict[str, Any]) -> dict[str, Any]:
 
 def end_attempt(folder: Path, number: int, status: str, value: float | None, why: str | None) -> None:
     """Record how an attempt at a trial ended."""
-    listed = (read_json(folder / TRIAL_FILE) or {}).get("attempts")
+    listed = (read_json(folder / TRIAL) or {}).get("attempts")
     attempts = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
     for one in attempts:
         if one.get("number") == number:

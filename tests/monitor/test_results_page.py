@@ -13,7 +13,7 @@ import pytest
 from ddp_loop.checkpoint import FileLock, RunFolder, write_atomic
 from tests.support.browsing import NEEDS_BROWSER, PHONE, WIDE, Visit
 from tests.support.harness import MOMENT_S, until
-from tests.support.serving import Served, row, served
+from tests.support.serving import Served, row, served, write_lines
 from tests.support.sweep_folders import write_sweep, write_trial
 
 pytestmark = NEEDS_BROWSER
@@ -86,6 +86,27 @@ def test_the_table_shows_parameters_and_results_and_sorts_by_each_column(visit: 
         head.press("Enter")
         assert numbers(one) == list(range(12))
         assert one.page.get_attribute("[data-column='value']", "aria-sort") == "none"
+
+
+@pytest.mark.covers("G4")
+def test_last_and_best_are_two_columns_which_differ_where_a_run_got_worse(visit: Any, sweep: Path) -> None:
+    path = sweep / "trials" / "0000" / "rows.jsonl"
+    write_lines(path, [row(k, loss=loss, accuracy=loss) for k, loss in ((1, 0.5), (2, 0.25), (3, 0.75))])
+    write_lines(sweep / "trials" / "0001" / "rows.jsonl", [row(1, loss=None, accuracy=0.5)])
+    write_lines(sweep / "trials" / "0001" / "evaluations.jsonl", [row(1, loss=2.0), row(2, loss=3.0)])
+    with served(sweep) as page:
+        one = opened(visit, page)
+        assert (column(one, "loss")[:2], column(one, "best loss")[:2]) == (["0.75", "–"], ["0.25", "–"])
+        assert (column(one, "accuracy")[0], column(one, "evaluation.loss")[:2]) == ("0.75", ["–", "3"])
+        for text in ("loss=0.75", '"best loss"=0.25', '"best accuracy">=0.75 loss>0.7', "loss=3", '"best loss"=2'):
+            one.page.get_by_label("Filter the table").fill(text)
+            assert numbers(one)[:1] == ([1] if text[-1] in "23" else [0]), text
+        one.page.get_by_label("Filter the table").fill("status=done")
+        sort(one, "best loss")
+        best = numbers(one)
+        sort(one, "loss")
+        assert numbers(one) != best
+        assert (best[-1], numbers(one)[-2:]) == (1, [0, 1])
 
 
 @pytest.mark.covers("G4")
@@ -369,7 +390,7 @@ def test_names_and_values_of_users_are_only_texts(visit: Any, tmp_path: Path) ->
     odd = {"__proto__": 3, "constructor": "<b>x</b>", "toString": 0.5, "a.b": None, "x" * 200: True}
     write_trial(sweep, 1, odd, why="<script>alert(1)</script>", objective="constructor", value=1e300)
     write_trial(sweep, 2, odd | {"toString": 2}, "failed", rows=[row(1, loss=None, __proto__=2.0)], value="text")
-    write_trial(sweep, 3, {}, status="<b>")
+    write_trial(sweep, 3, {"status": "odd", "loss": 7}, status="<b>")
     with served(sweep) as page:
         one = opened(visit, page)
         assert numbers(one) == [0, 1, 2, 3]
@@ -379,5 +400,7 @@ def test_names_and_values_of_users_are_only_texts(visit: Any, tmp_path: Path) ->
         assert numbers(one) == [1, 2, 0, 3]
         one.page.get_by_label("Filter the table").fill("tostring=0.5")
         assert numbers(one) == [1]
+        one.page.get_by_label("Filter the table").fill("status=odd loss=7 loss=1")  # of the run, or its parameter
+        assert numbers(one) == [3]
         assert one.page.locator(".trials b, .trials script").count() == 0
         assert one.page.evaluate("({}).x === undefined && Object.prototype.constructor === Object")

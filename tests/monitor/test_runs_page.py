@@ -120,7 +120,11 @@ def test_lines_are_sorted_by_name_state_value_and_start(visit: Any, sweep: Path)
         ("momentum=0.9 trials/000", range(10)),
         ("nothing", []),
         ("rate=", range(12)),
-        ("rate<x", []),
+        ("loss=2", [3, 10]),
+        ("name=trials/0004", [4]),
+        ("state=stop momentum!=0.5", [3, 7, 11]),
+        ("steps<20", []),
+        ('"0001"', [1]),
     ],
 )
 def test_the_search_finds_names_states_and_parameters(visit: Any, sweep: Path, text: str, found: Any) -> None:
@@ -129,6 +133,21 @@ def test_the_search_finds_names_states_and_parameters(visit: Any, sweep: Path, t
         one.page.get_by_label("Search runs").fill(text)
         assert lines(one) == trials(*found)
         assert one.text("#count") == ("12 runs" if len(found) == 12 else f"{len(found)} of 12 runs")
+
+
+def test_the_search_says_what_it_does_not_know_and_finds_names_with_signs(visit: Any, sweep: Path) -> None:
+    write_run(sweep / "rate2=0.1,seed=3", [row(1)], status="done", iteration=1)
+    with served(sweep) as page:
+        one = visit(page)
+        for text, said in (
+            ("rate<x", "0 of 13 runs. x is no number."),
+            ("speed=3", "0 of 13 runs. No column is called speed."),
+            ("rate2=0.1,seed", "1 of 13 runs"),
+            ("rate2=0.2", "0 of 13 runs. No column is called rate2."),
+        ):
+            one.page.get_by_label("Search runs").fill(text)
+            assert one.text("#count") == said
+            assert len(lines(one)) == int(said.split()[0])
 
 
 def test_boxes_and_the_search_choose_the_curves(visit: Any, sweep: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -21,7 +22,7 @@ RUN = "/api/runs/trials/0000"
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    return write_sweep(tmp_path / "digits", 4, statuses={1: "failed", 2: "killed", 3: "waiting"})
+    return write_sweep(tmp_path / "digits", 5, statuses={1: "failed", 2: "killed", 3: "waiting", 4: "interrupted"})
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_no_other_file_is_read_as_a_table(page: Served, client: httpx.Client, sw
 def test_a_sweep_is_known_by_its_trials_and_stops_only_while_somebody_works(client: httpx.Client, sweep: Path) -> None:
     one = client.get("/api/sweeps").json()["sweeps"]
     assert [(of["key"], of["trials"], of["objective"], of["is_active"], len(of["runs"])) for of in one] == [
-        ("digits", 4, "loss", False, 4)
+        ("digits", 5, "loss", False, 5)
     ]
     answer = client.post("/api/sweeps/digits/stop")
     assert (answer.status_code, (sweep / "stop").exists()) == (409, False)
@@ -164,6 +165,7 @@ def test_failed_trials_are_asked_for_again_and_no_others(client: httpx.Client, s
     answer = client.post("/api/sweeps/digits/again", json={"trials": [2, 1, 2]})
     assert (answer.status_code, answer.json()) == (202, {"asked": 2, "is_active": False})
     assert [json.loads(path.read_text()) for path in (sweep / "again").iterdir()] == [{"trials": [1, 2]}]
+    assert client.post("/api/sweeps/digits/again", json={"trials": [4]}).status_code == 409  # it goes on by itself
     for trials, status in ([0], 409), ([1, 3], 409), ([7], 404), ([-1], 400), ([True], 400), ([], 400), ("1", 400):
         assert client.post("/api/sweeps/digits/again", json={"trials": trials}).status_code == status, trials
     for body in (b"", b"{", b"[1]", b"[" * 2000):
@@ -179,6 +181,23 @@ def test_an_unknown_sweep_or_no_token_changes_nothing(page: Served, client: http
         assert ask(page, "POST", f"/api/sweeps/..%2fdigits/{what}", page.headers)[0] == 404
     assert not (sweep / "stop").exists()
     assert not (sweep / "again").exists()
+
+
+def test_the_page_of_some_trials_cannot_reach_their_sweep(sweep: Path) -> None:
+    some = [sweep / "trials" / "0000", sweep / "trials" / "0001"]
+    with closing(FileLock(sweep / "lock", "sweep")):
+        with served(*some) as page, httpx.Client(base_url=page.base, headers=page.headers) as client:
+            assert len(client.get("/api/runs").json()["runs"]) == 2
+            assert client.get("/api/sweeps").json() == {"sweeps": []}
+            assert client.post("/api/sweeps/digits/stop").status_code == 404
+            assert client.post("/api/sweeps/digits/again", json={"trials": [1]}).status_code == 404
+        with served(sweep.parent) as page, httpx.Client(base_url=page.base, headers=page.headers) as client:
+            assert client.post("/api/sweeps/digits/stop").status_code == 202
+
+
+def test_what_can_run_again_is_what_the_sweep_calls_failed(client: httpx.Client) -> None:
+    runs = client.get("/api/runs").json()["runs"]
+    assert [run["trial"]["can_again"] for run in runs] == [False, True, True, False, False]
 
 
 def test_two_sweeps_of_one_name_have_two_keys(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from ddp_loop.reporting import trial_folder
 from ddp_loop.sweeps.command import folder_in
 from ddp_loop.sweeps.plan import GRACE
-from ddp_loop.sweeps.trial_folder import trial_folder
 from tests.support.harness import TASK_S, OnRanks, until
 from tests.support.paths import ROOT
 from tests.support.postgres import SOCKET, PostgresServer

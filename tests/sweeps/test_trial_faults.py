@@ -18,9 +18,10 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import FileLock, read_json, write_atomic
 from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
+from ddp_loop.reporting import ask_for
 from ddp_loop.sweeps import running
 from ddp_loop.sweeps.plan import SweepPlan
-from ddp_loop.sweeps.sweep_folder import WorkerName, ask_for, forget_stop, has_requests, is_dead
+from ddp_loop.sweeps.sweep_folder import WorkerName, forget_stop, has_requests, is_dead
 from ddp_loop.sweeps.trial_folder import ObjectiveReader, begin_attempt, end_attempt, trial_folder
 from ddp_loop.sweeps.trial_queue import Ending, TrialQueue
 from tests.support.harness import until

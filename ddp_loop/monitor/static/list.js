@@ -1,13 +1,15 @@
 // The list of runs: a line each, which changes only where its run does; order and search.
 
+import { Searched, parse } from "./query.js";
 import { grouped, isUnderWay, number, valueOf, write } from "./words.js";
 
 const element = (id) => document.getElementById(id);
 const collator = new Intl.Collator("en", { numeric: true });
-const STATES = ["running", "stopping", "waiting", "missing"]; // in this order, before the others
+const STATES = ["running", "stopping", "starting", "waiting", "missing", "interrupted", "done", "pruned", "stopped", "left",
+  "failed", "killed", "lost", "not finite", "timed out", "gone"]; // in this order
 const FIELDS = {
   name: () => null,
-  state: ({ state }) => (STATES.includes(state) ? STATES.indexOf(state) : STATES.length + state.charCodeAt(0)),
+  state: ({ state }) => STATES.indexOf(state),
   value: (summary) => valueOf(summary).value,
   began: ({ began }) => began,
 };
@@ -16,7 +18,7 @@ export class List {
   // asks: template, runs, open(key), choose(key, on), only(keys), point(key), arranged()
   constructor(asks) {
     this.asks = asks;
-    this.lines = new Map(); // key -> {item, parts, text, place, summary}
+    this.lines = new Map(); // key -> {item, parts, searched, rank, summary}
     this.sequence = []; // keys in the order of the list
     this.order = []; // those that the search finds
     this.opened = null;
@@ -54,9 +56,9 @@ export class List {
     for (const summary of changed) {
       const line = this.lines.get(summary.key) ?? this.newLine(summary.key);
       const rank = FIELDS[wanted](summary);
-      const text = searched(summary);
-      isOther ||= rank !== line.rank || text !== line.text || !line.summary;
-      Object.assign(line, { summary, text, rank });
+      const searched = new Searched(summary);
+      isOther ||= rank !== line.rank || searched.text !== line.searched?.text;
+      Object.assign(line, { summary, searched, rank });
     }
     const isVaried = this.vary(changed);
     for (const line of isVaried ? this.lines.values() : changed.map(({ key }) => this.lines.get(key))) {
@@ -95,7 +97,8 @@ export class List {
     const lines = [...this.lines.values()];
     for (const line of lines) line.rank = FIELDS[by](line.summary);
     lines.sort((one, other) => compare(one, other, turn));
-    const found = matching(lines, element("search").value);
+    const { test, says } = parse(element("search").value, lines.map(({ searched }) => searched));
+    const found = new Set(lines.filter(({ searched }) => test(searched)));
     const sequence = lines.map(({ summary }) => summary.key);
     if (sequence.some((key, at) => key !== this.sequence[at]) || sequence.length !== this.sequence.length) {
       let next = this.place.firstElementChild;
@@ -109,7 +112,7 @@ export class List {
     this.order = lines.filter((line) => found.has(line)).map(({ summary }) => summary.key);
     const all = `${grouped(lines.length)} runs`;
     write(element("of-value"), valueOf(lines[0]?.summary ?? { last: {} }).name);
-    write(element("count"), found.size === lines.length ? all : `${grouped(found.size)} of ${all}`);
+    write(element("count"), `${found.size === lines.length ? all : `${grouped(found.size)} of ${all}`}${says && `. ${says}`}`);
     element("only").disabled = found.size === 0;
     this.asks.arranged();
   }
@@ -165,43 +168,7 @@ function show({ item, parts, summary }, varied) {
   parts[".bar i"].style.transform = `scaleX(${fraction ?? 0})`;
 }
 
-// -- search -------------------------------------------------------------------------------------------------
-
 // A float with the digits that tell runs apart; other values as they are. The title has all digits.
 function short(value) {
   return typeof value === "number" && !Number.isInteger(value) ? number(value) : value;
-}
-
-function searched({ name, state, config, note }) {
-  return [name, state, note ?? "", ...Object.entries(config).map(([key, value]) => `${key}=${value}`)].join(" ").toLowerCase();
-}
-
-// The lines with all words: rate=0.1 is a parameter (its beginning, where no run has this value), loss<0.2 a last value.
-function matching(lines, text) {
-  let found = lines;
-  for (const word of text.toLowerCase().split(/\s+/).filter(Boolean)) {
-    const [, name, sign, value] = word.match(/^([^=<>]+)(<=|>=|=|<|>)(.*)$/) ?? [];
-    if (!sign || value === "") found = found.filter((line) => line.text.includes(word));
-    else if (sign === "=") {
-      const equal = found.filter((line) => valuesOf(line, name).some((one) => isEqual(one, value)));
-      const begins = (line) => valuesOf(line, name).some((one) => String(one).toLowerCase().startsWith(value));
-      found = equal.length ? equal : found.filter(begins);
-    } else found = found.filter((line) => valuesOf(line, name).some((one) => isWithin(one, sign, Number(value))));
-  }
-  return new Set(found);
-}
-
-function valuesOf({ summary }, name) {
-  const { trial, last, config } = summary;
-  const all = [...Object.entries(config), ...Object.entries(last), ["value", trial?.value ?? null]];
-  return all.filter(([key]) => key.toLowerCase() === name || key.toLowerCase().endsWith(`.${name}`)).map(([, value]) => value);
-}
-
-function isEqual(one, value) {
-  return String(one).toLowerCase() === value || (typeof one === "number" && one === Number(value));
-}
-
-function isWithin(one, sign, limit) {
-  if (typeof one !== "number" || Number.isNaN(limit)) return false;
-  return { "<": one < limit, ">": one > limit, "<=": one <= limit, ">=": one >= limit }[sign];
 }

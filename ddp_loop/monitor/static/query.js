@@ -1,4 +1,4 @@
-// The filter of the results: words, and conditions such as rate=0.1 loss<0.5 status="timed out".
+// The search of the list and the filter of the table: words, and conditions such as rate=0.1 loss<0.5 status="timed out".
 
 const WORD = /(?:[^\s"]|"[^"]*"?)+/g;
 const CONDITION = /^("[^"]*"|[^=<>!"]+)(<=|>=|!=|=|<|>)(.*)$/;
@@ -7,32 +7,60 @@ const ORDERS = new Map([
   ["<=", (one, limit) => one <= limit], [">=", (one, limit) => one >= limit],
 ]);
 
+// What is searched of a run: its text, and its values by name. Names come from users, so one name can mean several values.
+export class Searched {
+  constructor({ name, state, note, config, last, best, trial, iteration, elapsed_s: time }) {
+    this.names = new Map();
+    const own = { name, status: state, state, note: note ?? "", value: trial?.value ?? null, trial: trial?.number ?? null,
+      steps: iteration, time };
+    for (const [kind, values] of [["", own], ["", config], ["", last], ["best ", best]]) {
+      for (const [one, value] of Object.entries(values ?? {})) {
+        const key = (kind + one).toLowerCase();
+        if (this.names.has(key)) this.names.get(key).push(value);
+        else this.names.set(key, [value]);
+      }
+    }
+    const words = Object.entries(config ?? {}).map(([one, value]) => `${one}=${value}`);
+    this.text = [name, state, note ?? "", trial?.why ?? "", ...words].join(" ").toLowerCase();
+  }
+
+  // The values that a name can mean, none for an unknown name; "rate" is also the end of "optimizer.rate".
+  valuesOf(name) {
+    return this.names.get(name) ?? [...this.names].filter(([one]) => one.endsWith(`.${name}`)).flatMap(([, values]) => values);
+  }
+}
+
 // Returns the conditions of a text: {test(row), says} with what is wrong with the text, if anything.
-// A row has text (in small letters) and valuesOf(name), the values that a name can mean, none for an unknown name.
-// isKnown(name) is whether any row has such a name.
-export function parse(text, isKnown) {
+// Rows are Searched. The value after = is the beginning of a value where no row has exactly this one.
+export function parse(text, rows) {
   const tests = [], wrong = [];
   for (const word of text.toLowerCase().match(WORD) ?? []) {
     const [, given, sign, quoted] = word.match(CONDITION) ?? [];
-    const [name, value] = [given ?? "", quoted ?? word].map((one) => one.replaceAll('"', ""));
-    if (sign === undefined) tests.push((row) => row.text.includes(value));
+    const [name, value, plain] = [given ?? "", quoted ?? "", word].map((one) => one.replaceAll('"', ""));
+    const hasText = (row) => row.text.includes(plain);
+    if (sign === undefined) tests.push(hasText);
     else if (value === "") continue; // while it is typed
-    else if (!isKnown(name)) {
-      wrong.push(`No column is called ${name}.`);
-      tests.push(() => false);
+    else if (!rows.some((row) => row.valuesOf(name).length)) {
+      if (!rows.some(hasText)) wrong.push(`No column is called ${name}.`);
+      tests.push(hasText); // a run's name can have such a sign
     } else if (ORDERS.has(sign)) {
       const limit = Number(value), order = ORDERS.get(sign);
       if (Number.isNaN(limit)) wrong.push(`${value} is no number.`);
       tests.push((row) => row.valuesOf(name).some((one) => typeof one === "number" && order(one, limit)));
     } else {
       const equals = (row) => row.valuesOf(name).some((one) => isEqual(one, value));
-      tests.push(sign === "=" ? equals : (row) => !equals(row));
+      const begins = (row) => row.valuesOf(name).some((one) => asText(one).startsWith(value));
+      const meets = rows.some(equals) ? equals : begins;
+      tests.push(sign === "=" ? meets : (row) => !meets(row));
     }
   }
   return { test: (row) => tests.every((one) => one(row)), says: wrong.join(" ") };
 }
 
 function isEqual(one, value) {
-  if (typeof one === "number") return one === Number(value);
-  return String(one ?? "none").toLowerCase() === value;
+  return typeof one === "number" ? one === Number(value) : asText(one) === value;
+}
+
+function asText(one) {
+  return String(one ?? "none").toLowerCase();
 }

@@ -183,11 +183,10 @@ export class Results {
   // Sorts and filters the rows, in one pass over the document.
   arrange() {
     const { id, turn } = this.sorted;
-    const isKnown = (name) => [...this.trials.values()].some((trial) => trial.valuesOf(name).length);
-    const { test, says } = parse(this.filter.value, isKnown);
+    const { test, says } = parse(this.filter.value, [...this.trials.values()].map(({ searched }) => searched));
     write(this.wrong, says);
     const listed = this.order.map((key) => this.trials.get(key)).filter(Boolean);
-    const found = listed.filter(test);
+    const found = listed.filter(({ searched }) => test(searched));
     this.shown = found.filter((trial) => this.parallel.passes(trial));
     const column = this.columns.find((one) => one.id === id);
     if (column) {

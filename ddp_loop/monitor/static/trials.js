@@ -1,11 +1,11 @@
 // What the table and the pictures of the results know of a run, and the columns that these have.
 
 import { groupOf } from "./charts.js";
+import { Searched } from "./query.js";
 import { duration, number } from "./words.js";
 
 const MOST_METRICS = 24;
 export const FAILED = new Set(["failed", "killed", "not finite", "timed out", "lost", "interrupted", "gone"]);
-const AGAIN = new Set(["failed", "killed", "not finite", "timed out", "stopped", "interrupted"]);
 export const collator = new Intl.Collator("en", { numeric: true });
 
 // A run with its values by name. Names come from users, so all are in Maps.
@@ -25,21 +25,8 @@ export class Trial {
     this.why = summary.trial?.why ?? "";
     this.value = summary.trial?.value ?? null;
     this.isFailed = FAILED.has(this.status);
-    this.canAgain = AGAIN.has(summary.trial?.status) && typeof summary.trial.number === "number";
-    this.names = new Map([
-      ["name", this.name], ["status", this.status], ["value", this.value], ["note", summary.note ?? ""],
-      ["trial", summary.trial?.number ?? null], ["steps", summary.iteration], ["time", summary.elapsed_s],
-    ]);
-    for (const [kind, values] of [["best ", this.best], ["", this.last], ["", this.parameters]]) {
-      for (const [name, value] of values) this.names.set((kind + name).toLowerCase(), value);
-    }
-    const words = [...this.parameters].map(([name, value]) => `${name}=${value}`);
-    this.text = [this.name, this.status, summary.note ?? "", this.why, ...words].join(" ").toLowerCase();
-  }
-
-  valuesOf(name) {
-    if (this.names.has(name)) return [this.names.get(name)];
-    return [...this.names].filter(([one]) => one.endsWith(`.${name}`)).map(([, value]) => value);
+    this.canAgain = summary.trial?.can_again ?? false;
+    this.searched = new Searched(summary);
   }
 }
 
