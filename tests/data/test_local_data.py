@@ -21,7 +21,7 @@ from tests.support.harness import OnRanks
 from tests.support.paths import DOCS
 from tests.support.refusals import ALL, Refused, network, samples
 
-pytestmark = pytest.mark.covers("A11")
+pytestmark = pytest.mark.covers("A11", "A12")
 
 BOUND = 1e-12
 Gradients = dict[str, torch.Tensor]
@@ -291,7 +291,7 @@ def test_a_run_on_parts_resumes_inside_an_epoch_on_another_number_of_ranks(on_ra
 # -- one pass: evaluation ------------------------------------------------------------------------------------------
 
 
-def evaluated(counts: list[int], kind: str) -> tuple[dict[str, float], float, list[float], Gradients]:
+def evaluated(counts: list[int], kind: str, size: int) -> tuple[dict[str, float], float, list[float], Gradients]:
     """The loss by `evaluate`, by a plain `for`, by predictions, and the statistics by `update_bn`."""
     with dl.join_world() as world:
         model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network())
@@ -301,7 +301,7 @@ def evaluated(counts: list[int], kind: str) -> tuple[dict[str, float], float, li
         elif kind == "local":
             data = torch.arange(sum(counts)), rows_of(list(range(sum(counts))))
         partition = "own" if kind == "own" else "local"
-        batches = dl.Batches(data, 4, world, partition=partition, shuffle=False)
+        batches = dl.Batches(data, size, world, partition=partition, shuffle=False)
         found = dl.evaluate(model, batches, forward=of_rows, loss=lambda output, rows: output.square().mean(1))
         own = [model.eval()(rows).detach().square().sum() for _, rows in batches]
         total = world.sum(torch.stack([torch.zeros((), dtype=torch.float64), *own]).sum()).item()
@@ -310,10 +310,10 @@ def evaluated(counts: list[int], kind: str) -> tuple[dict[str, float], float, li
         return found, total, predicted, model.state_dict()
 
 
-@pytest.mark.parametrize(("counts", "kind"), [([8, 2], "stream"), ([8, 2], "own"), ([6, 6, 5], "local")])
+@pytest.mark.parametrize(("counts", "kind"), [([8, 2], "stream"), ([8, 2], "own"), ([6, 5, 5], "local")])
 def test_evaluation_reads_each_sample_once(counts: list[int], kind: str, on_ranks: OnRanks) -> None:
-    number = sum(counts)
-    results = on_ranks(len(counts), evaluated, counts, kind)
+    number, size = sum(counts), 4 if len(counts) == 2 else 9
+    results = on_ranks(len(counts), evaluated, counts, kind, size)
     rows = rows_of(list(range(number)))
     expected = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network()).eval()(rows)
     for found, total, predicted, state in results:
@@ -321,7 +321,7 @@ def test_evaluation_reads_each_sample_once(counts: list[int], kind: str, on_rank
         assert found["loss"] == pytest.approx(expected.square().mean().item(), rel=1e-12)
         assert total == pytest.approx(expected.square().sum().item(), rel=1e-12)
         assert kind == "stream" or predicted == pytest.approx(expected.flatten().tolist(), rel=1e-12)
-        piece = dl.split_sizes(4, len(counts))
+        piece = dl.split_sizes(size, len(counts))
         begin = [sum(counts[:rank]) for rank in range(len(counts))]
         if kind != "stream":  # its order is shuffled
             means = []
@@ -469,7 +469,7 @@ def drawn(counts: list[int], as_stream: bool, workers: int) -> list[tuple[int, f
     with dl.join_world() as world:
         begin = sum(counts[: world.rank])
         data: Any = Drawing(begin, counts[world.rank]) if as_stream else OwnRows(begin, counts[world.rank])
-        more = {} if as_stream else {"num_workers": workers}
+        more: dict[str, Any] = {} if as_stream else {"num_workers": workers}
 
         def noisy(data: Any, draws: dl.Draws) -> Any:
             return *data, draws.uniform()
