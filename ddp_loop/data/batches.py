@@ -126,7 +126,7 @@ class Batches:
         self.length = None if partition == "own" else own  # that of all data is known below
         self._check_same()
         if partition == "own":
-            sizes = [] if own is None else world.gather(own, "the lengths of the ranks' data")
+            sizes: list[int] = [] if own is None else world.gather(own, "the lengths of the ranks' data")
             self._cut_data(sizes)
             self._offset = sum(sizes[: world.rank])
 

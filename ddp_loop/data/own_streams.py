@@ -16,7 +16,7 @@ from itertools import count, islice
 from typing import Any
 
 from ddp_loop.data.partition import Unused, piece_sizes
-from ddp_loop.data.shards import MiniBatch, Shard, cut
+from ddp_loop.data.shards import MiniBatch, Shard, cut, split_range
 from ddp_loop.data.streams import ReadSoFar, StreamBatch, StreamBatcher
 from ddp_loop.determinism import preserved_streams
 from ddp_loop.distributed import World
@@ -197,12 +197,13 @@ class OwnStreams:
 
     def _alone(self, pieces: Iterator[StreamBatch], epoch: int) -> Iterator[tuple[MiniBatch, tuple[Any, ...]]]:
         self.samples, ranks = 0, range(self._world.size)
+        before = split_range(self._batch_size, self._world.size, self._world.rank).start  # draws are by sample
         for position, piece in enumerate(pieces):
             if piece.samples:
                 self.samples += piece.samples
                 here = tuple(piece.samples if rank == self._world.rank else 0 for rank in ranks)
                 place = epoch, position, position * self._batch_size, piece.samples, here
-                yield MiniBatch(*place, piece.shards), piece.data
+                yield MiniBatch(*place, (Shard(self._world.rank, before, piece.samples),)), piece.data
 
     def check(self, world: World) -> None:
         """Raise ValueError unless a rank had a sample in an epoch iterated alone. Every rank must call this."""
