@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -79,14 +80,37 @@ def connect(name: str, number: int) -> None:
     ip("-n", name, "link", "set", DEVICE, "up")
 
 
+@dataclass(frozen=True)
+class Wired:
+    """Hosts and the bridge between them, each a namespace.
+
+    Attributes:
+        names: of the hosts.
+        bridge: of the bridge, which has a port for each host.
+    """
+
+    names: list[str]
+    bridge: str
+
+    def set_port(self, host: int, state: str) -> None:
+        """Set the bridge's port of a host "up" or "down": the host then loses all packets, and keeps its address."""
+        ip("-n", self.bridge, "link", "set", f"port{host}", state)
+
+
 @contextmanager
-def wired() -> Iterator[list[str]]:
-    """Two hosts, joined by a pair of devices of the kernel. Raises as `namespaces`."""
-    with namespaces(2) as names:
-        ip("link", "add", DEVICE, "netns", names[0], "type", "veth", "peer", "name", DEVICE, "netns", names[1])
-        for number, name in enumerate(names):
-            connect(name, number)
-        yield names
+def wired(number: int = 2) -> Iterator[Wired]:
+    """Hosts that are joined by a bridge of the kernel. Raises as `namespaces`."""
+    with namespaces(number + 1) as (*names, bridge):
+        ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
+        ip("-n", bridge, "link", "set", "bridge", "up")
+        wires = Wired(names, bridge)
+        for host, name in enumerate(names):
+            ends = DEVICE, "netns", name, "type", "veth", "peer", "name", f"port{host}", "netns", bridge
+            ip("link", "add", *ends)
+            ip("-n", bridge, "link", "set", f"port{host}", "master", "bridge")
+            wires.set_port(host, "up")
+            connect(name, host)
+        yield wires
 
 
 @contextmanager

@@ -20,6 +20,12 @@ class RankEnv:
     local_rank: int = 0
     local_size: int = 1
 
+    @property
+    def node(self) -> range:
+        """The ranks that this rank's launcher started."""
+        start = self.rank - self.local_rank
+        return range(start, start + self.local_size)
+
 
 def read_rank_env(environment: Mapping[str, str]) -> RankEnv:
     """The numbers that torchrun or `launch` set in the environment; a world of one without them.

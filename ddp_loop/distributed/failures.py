@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -89,13 +89,14 @@ def shorten(error: PeerFailed) -> None:
 class Stopped(SystemExit):
     """The ranks have stopped on request, with a checkpoint; raised on all of them, it ends the script with code 0.
 
-    A loop raises it after its last step, and `evaluate`, `predict` and `update_bn` wherever they are. So nothing is
-    evaluated, saved or scheduled after a stop. It is a `SystemExit`, which `except Exception` does not catch. A script
-    that must do something before its end catches it and raises it again.
+    The code is 75 on a host whose torchrun must not regard it as done, since another host alone was ended. A loop
+    raises it after its last step, and `evaluate`, `predict` and `update_bn` wherever they are. So nothing is evaluated,
+    saved or scheduled after a stop. It is a `SystemExit`, which `except Exception` does not catch. A script that must
+    do something before its end catches it and raises it again.
     """
 
-    def __init__(self) -> None:
-        super().__init__(0)
+    def __init__(self, code: int = 0) -> None:
+        super().__init__(code)
 
 
 STAGES = (
@@ -162,12 +163,17 @@ def cut_text(text: str, most: int = MOST_LETTERS) -> str:
     return f"{text[:half]}\n{left_out}\n{text[-half:]}"
 
 
-def describe_gone(rank: int, where: RankStatus) -> str:
+def describe_gone(name: str, where: RankStatus) -> str:
     """The message of a rank whose connection ended without a word."""
     return (
-        f"Every rank must take part in every collective. Rank {rank} ended without an error of Python (killed, out of "
-        f"memory, or a crash in compiled code).{_last_seen(where)} Read what its launcher and kernel say."
+        f"Every rank must take part in every collective. {capital(name)} ended without an error of Python (killed, "
+        f"out of memory, or a crash in compiled code).{_last_seen(where)} Read what its launcher and kernel say."
     )
+
+
+def capital(name: str) -> str:
+    """The name of a rank at the start of a sentence."""
+    return name[0].upper() + name[1:]
 
 
 def _last_seen(where: RankStatus) -> str:
@@ -175,7 +181,11 @@ def _last_seen(where: RankStatus) -> str:
 
 
 def find_culprit(
-    here: Mapping[int, RankReport], seen: Mapping[int, RankStatus], ended: set[int], size: int, timeout_s: float
+    here: Mapping[int, RankReport],
+    seen: Mapping[int, RankStatus],
+    ended: set[int],
+    names: Sequence[str],
+    timeout_s: float,
 ) -> tuple[int | None, str, str]:
     """The rank that holds up the others, the reason, and the stack of its main thread.
 
@@ -187,47 +197,47 @@ def find_culprit(
         here: the answers to the roll call.
         seen: where ranks that did not answer were last seen.
         ended: those that left without an error.
-        size: the number of ranks.
+        names: of all ranks, such as "rank 3 on host node7 (10.0.0.7)".
         timeout_s: of the collectives, in seconds.
     """
     if ended:
         rank = min(ended)
         return rank, (
-            f"Every rank must take part in every collective. Rank {rank} left the world without an error while others "
-            "were in a collective. Leave loops and call evaluate on all ranks alike."
+            f"Every rank must take part in every collective. {capital(names[rank])} left the world without an error "
+            "while others were in a collective. Leave loops and call evaluate on all ranks alike."
         ), ""  # fmt: skip
-    if silent := [rank for rank in range(size) if rank not in here]:
+    if silent := [rank for rank in range(len(names)) if rank not in here]:
         return silent[0], (
-            f"Every rank must take part in every collective. Rank {silent[0]} does not answer (killed, stopped, out "
-            "of memory, a crash in compiled code, or its machine is down)."
+            f"Every rank must take part in every collective. {capital(names[silent[0]])} does not answer (killed, "
+            "stopped, out of memory, a crash in compiled code, its machine is down, or the network to it is cut)."
             f"{_last_seen(seen.get(silent[0], RankStatus()))} Read what its launcher and kernel say."
         ), ""  # fmt: skip
-    if late := [rank for rank in range(size) if not here[rank].where.waits]:
+    if late := [rank for rank in range(len(names)) if not here[rank].where.waits]:
         one = here[late[0]]
         return late[0], (
-            f"Every rank must reach every collective within timeout_s={timeout_s:g}. Rank {late[0]} is still"
-            f"{str(one.where) or ' outside of a loop'} while rank {_waiting(here)} waits. Do less between two "
+            f"Every rank must reach every collective within timeout_s={timeout_s:g}. {capital(names[late[0]])} is "
+            f"still{str(one.where) or ' outside of a loop'} while {_waiting(here, names)} waits. Do less between two "
             "collectives, or pass join_world a longer timeout_s."
         ), one.stack  # fmt: skip
     kinds = [one.where.waits for _, one in sorted(here.items())]
     counts = Counter(kinds)
     if len(counts) > 1 and len(set(counts.values())) == 1:
-        places = ", ".join(f"rank {rank} waits in {one.where.waits}{one.where}" for rank, one in sorted(here.items()))
+        places = ", ".join(f"{names[rank]} waits in {one.where.waits}{one.where}" for rank, one in sorted(here.items()))
         return None, (
             f"Every rank must make the same collectives in the same order, but {places}. Base decisions on folded "
             "values alone, and call evaluate, and whatever else is for every rank, on all of them."
         ), ""  # fmt: skip
-    odd = min(range(size), key=lambda rank: (counts[kinds[rank]], -rank))
+    odd = min(range(len(names)), key=lambda rank: (counts[kinds[rank]], -rank))
     if len(counts) > 1:
         other = next(kind for kind in kinds if kind != kinds[odd])
         return odd, (
-            f"Every rank must make the same collectives in the same order. Rank {odd} waits in {kinds[odd]}"
-            f"{here[odd].where}, others in {other}. Base decisions on folded values alone, and call evaluate, "
-            "and whatever else is for every rank, on all of them."
+            f"Every rank must make the same collectives in the same order. {capital(names[odd])} waits in "
+            f"{kinds[odd]}{here[odd].where}, others in {other}. Base decisions on folded values alone, and call "
+            "evaluate, and whatever else is for every rank, on all of them."
         ), here[odd].stack  # fmt: skip
     return None, f"All ranks wait in {kinds[0]}, and it does not end. Check the network between the machines.", ""
 
 
-def _waiting(here: Mapping[int, RankReport]) -> str:
+def _waiting(here: Mapping[int, RankReport], names: Sequence[str]) -> str:
     rank, one = next((rank, one) for rank, one in sorted(here.items()) if one.where.waits)
-    return f"{rank} (in {one.where.waits}{one.where})"
+    return f"{names[rank]} (in {one.where.waits}{one.where})"

@@ -81,6 +81,18 @@ def cut(sockets: dict[int, str]) -> None:
                 one.shutdown(socket.SHUT_RDWR)
 
 
+def end_silent(sockets: dict[int, str], after: timedelta) -> None:
+    """Have the kernel end these connections when the other end confirms nothing for so long.
+
+    A host that is cut off or down sends no word. TCP itself repeats a message for 15 minutes, and torch's store waits
+    for the answer without a limit.
+    """
+    for _, one in _opened(sockets):
+        if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None and _port(one) is not None:
+            with suppress(OSError):
+                one.setsockopt(socket.IPPROTO_TCP, option, max(1, int(1000 * after.total_seconds())))
+
+
 def accepted(sockets: dict[int, str]) -> dict[int, str]:
     """Those that a listener among them accepted: one end of each connection of gloo, and no socket of anything else.
 

@@ -42,8 +42,12 @@ class NoSharedMemory(Exception):
     is_needed = False
 
 
-def identities_of_all(store: dist.Store, place: RankEnv, device: torch.device, timeout_s: float) -> list[str]:
-    """The identities of all ranks' devices, in rank order. Every rank must call this.
+def describe_all(
+    store: dist.Store, place: RankEnv, device: torch.device, timeout_s: float
+) -> tuple[list[str], list[str]]:
+    """The identities of all ranks' devices, and the ranks' hosts, in rank order. Every rank must call this.
+
+    A host is given as " on host node7 (10.0.0.7)". On one machine there is none.
 
     Args:
         store: with keys of this world alone.
@@ -55,8 +59,9 @@ def identities_of_all(store: dist.Store, place: RankEnv, device: torch.device, t
         RuntimeError: a rank did not come in time.
     """
     own = accelerator_of(device)
-    said = json.dumps({"kind": own.kind, "device": str(device), "identity": own.identity()})
-    every = [json.loads(word) for word in _told_by_all(store, "device", place, said, timeout_s)]
+    said = {"kind": own.kind, "device": str(device), "identity": own.identity()}
+    said |= {"machine": machine_of(place), "host": _own_host()}
+    every = [json.loads(word) for word in _told_by_all(store, "device", place, json.dumps(said), timeout_s)]
     for rank, one in enumerate(every):
         if one["kind"] != every[0]["kind"]:
             with suppress(RuntimeError):  # rank 0 may have the store, and must not end while others read
@@ -66,7 +71,20 @@ def identities_of_all(store: dist.Store, place: RankEnv, device: torch.device, t
                 f"Rank 0 has {every[0]['device']}, rank {rank} has {one['device']}. Start each rank where its GPU is "
                 'visible (CUDA_VISIBLE_DEVICES), or pass join_world device="cpu" on all of them.'
             )
-    return [one["identity"] for one in every]
+    hosts = [one["host"] for one in every] if len({one["machine"] for one in every}) > 1 else []
+    return [one["identity"] for one in every], hosts
+
+
+def _own_host() -> str:
+    """Where this rank is, by name and by the address from which it reaches the launcher's store."""
+    name, address = socket.gethostname(), ""
+    with suppress(OSError, ValueError):
+        target = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", ""))
+        family, kind, *_, end = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as one:
+            one.connect(end)  # chooses the route, and sends nothing
+            address = one.getsockname()[0]
+    return f" on host {name}" + (f" ({address})" if address else "")
 
 
 def meet_in_memory(
@@ -166,7 +184,13 @@ def _told_by_all(store: dist.Store, what: str, place: RankEnv, own: str, timeout
     """What every rank publishes under `what`, in rank order."""
     store.set(f"{_KEY}/{what}/{place.rank}", own)
     keys = [f"{_KEY}/{what}/{rank}" for rank in range(place.size)]
-    store.wait(keys, timedelta(seconds=timeout_s))
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing: list[int] = []
+        with suppress(RuntimeError):  # the store is gone with the launcher
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(f"{f'Nothing came from ranks {missing}. ' if missing else ''}{error}") from error
     return [word.decode() for word in store.multi_get(keys)]
 
 

@@ -22,10 +22,10 @@ from ddp_loop.distributed.backend import Backend, Work
 from ddp_loop.distributed.collectives import Backends
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.failures import PeerFailed, RankStatus
-from ddp_loop.distributed.gloo import GlooBackend, accepted, cut, free_kept, has_closed_one, open_sockets
-from ddp_loop.distributed.machine import NoSharedMemory, identities_of_all, meet_in_memory
+from ddp_loop.distributed.gloo import GlooBackend, accepted, cut, end_silent, free_kept, has_closed_one, open_sockets
+from ddp_loop.distributed.machine import NoSharedMemory, describe_all, meet_in_memory
 from ddp_loop.distributed.memory import MemoryBackend
-from ddp_loop.distributed.store import own_keys
+from ddp_loop.distributed.store import RankStore, own_keys
 from ddp_loop.distributed.torch_backend import TorchBackend
 from ddp_loop.distributed.two_levels import TwoLevelBackend
 
@@ -66,7 +66,8 @@ class ProcessGroups:
         where: Callable[[], RankStatus],
         in_vain: Callable[[], bool],
     ) -> None:
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout, self._place = timedelta(seconds=timeout_s), place
+        self._hosts: list[str] = []
         self._owns = not dist.is_initialized()
         self.connections: dict[int, str] = {}
         free_kept()
@@ -96,7 +97,7 @@ class ProcessGroups:
             if self._owns:
                 dist.destroy_process_group()
             raise
-        self.connections = {number: name for number, name in open_sockets().items() if self._before.get(number) != name}
+        self.connections = _new_sockets(self._before)
 
     def _meet(
         self,
@@ -110,7 +111,7 @@ class ProcessGroups:
         """The exchange in memory, if it can be had, and the ranks of each machine. Every rank must call this."""
         try:
             if not self._owns:
-                identities_of_all(self.store, place, device, timeout_s)
+                _, self._hosts = describe_all(self.store, place, device, timeout_s)
             found = meet_in_memory(self.store, place, exchange, timeout_s, where=where, in_vain=in_vain)
         except NoSharedMemory as no:
             if no.is_needed:
@@ -151,12 +152,18 @@ class ProcessGroups:
             return Backends(host, host, others)
         return Backends(host, GlooBackend(self._make_group(place, timeout_s)), others)
 
-    def store_aside(self) -> dist.Store:
-        """The same store through another connection."""
-        if not hasattr(self.store, "clone"):
-            return self.store
-        aside: dist.Store = self.store.clone()
-        return aside
+    def rank_store(self, *, aside: bool = False) -> RankStore:
+        """The messages between the ranks.
+
+        Args:
+            aside: through another connection, if the store has one to give.
+        """
+        store = self.store
+        if aside and hasattr(store, "clone"):
+            before = open_sockets()
+            store = store.clone()
+            end_silent(_new_sockets(before), self._timeout)
+        return RankStore(store, self._place.rank, self._place.size, self._hosts)
 
     @staticmethod
     def _require_cpu_sums(group: dist.ProcessGroup) -> None:
@@ -173,9 +180,10 @@ class ProcessGroups:
         try:
             store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=self._timeout))
             store.set_timeout(self._timeout)
+            end_silent(_new_sockets(self._before), self._timeout)
             store = own_keys(store, place.rank)
             self._before = open_sockets()  # without the store's, from which the others read why rank 0 failed
-            identities = identities_of_all(store, place, device, timeout_s)
+            identities, self._hosts = describe_all(store, place, device, timeout_s)
         except RuntimeError as error:
             raise _not_all_came(place, timeout_s, error) from error
         backends, bound_device = accelerator_of(device).process_group(identities)
@@ -232,6 +240,10 @@ class ProcessGroups:
                     dist.destroy_process_group(group)
         self._made.clear()
         del self.backends
+
+
+def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:
+    return {number: name for number, name in open_sockets().items() if before.get(number) != name}
 
 
 def _not_all_came(place: RankEnv, timeout_s: float, error: RuntimeError) -> PeerFailed:

@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 
 from ddp_loop.distributed.failures import format_error
 
-PEER_FAILED_EXIT = 75  # the exit code of a process that was ended because another rank failed
+PEER_FAILED_EXIT = 75  # of a process that was ended because another rank failed, or another host was ended
 _PR_SET_PDEATHSIG = 1
 _TRACE_LETTERS = 8000
 _DAEMON_END_S = 5.0  # for a daemon that was terminated; then it is killed

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, Literal
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM)
+TERMINATED = "SIGTERM at rank "  # the reason of a stop, before the rank's number
 _SAME_S = 0.3  # signals closer together are one: a terminal and a launcher both pass Ctrl-C on
 _ECHO_S = 5.0  # a launcher sends SIGTERM to its ranks one after the other
 _taken: list[Signals] = []  # by this process; a fork must undo them

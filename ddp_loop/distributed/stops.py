@@ -1,13 +1,26 @@
-"""Stops: what one rank is asked, and what all ranks then do at the same place."""
+"""Stops: what one rank is asked, and what all ranks then do at the same place.
+
+[Note: A host that leaves] torchrun sends SIGTERM to its ranks when it is ended itself, and on every host when one joins
+or leaves; then it starts them again. Each launcher notices at a time of its own, and all ranks stop, with a checkpoint,
+at the first signal. A rank that ended with code 0 before its own launcher noticed would be regarded as done. So after a
+SIGTERM on another host a rank waits a moment for its own, and ends with another code if none comes: its launcher then
+starts it again, or fails, as its --max-restarts says. Ctrl-C and all other requests end all hosts with code 0.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.failures import Stopped
+from ddp_loop.distributed.processes import PEER_FAILED_EXIT
+from ddp_loop.distributed.signals import TERMINATED
 from ddp_loop.distributed.watchdog import Watchdog
+
+_LAUNCHER_S = 5.0  # for torchrun on this host to notice too; it looks every 0.1 s (--monitor-interval)
 
 
 class Stoppable(Protocol):
@@ -30,19 +43,20 @@ class Stops:
     holds for what follows.
 
     Args:
-        rank: of this process.
+        place: of this process.
         gather: returns what each rank was asked, in rank order; every rank must call it.
 
     Attributes:
         watchdog: sees the requests; None until the world was joined.
     """
 
-    def __init__(self, rank: int, gather: Callable[[], Sequence[str | None]]) -> None:
-        self._rank, self._gather = rank, gather
+    def __init__(self, place: RankEnv, gather: Callable[[], Sequence[str | None]]) -> None:
+        self._place, self._gather = place, gather
         self.watchdog: Watchdog | None = None
         self._loops: list[Stoppable] = []  # those with handlers, the innermost last
         self._has_begun = False  # whether any loop had handlers, on every rank alike
         self._asked: str | None = None  # by the script of this rank
+        self._why = ""  # the reason of the last stop
 
     @property
     def asked(self) -> str | None:
@@ -97,15 +111,31 @@ class Stops:
         for loop in reversed(self._loops):
             if loop is not inner:
                 loop.stop_here(why)
-        self._asked = None
+        self._asked, self._why = None, why
         if self.watchdog is not None:
             self.watchdog.stop_followed()
         return why
 
+    def ended(self) -> Stopped:
+        """The exception that ends the script after a stop. See [Note: A host that leaves]."""
+        if self.watchdog is None or not self._is_of_another_host() or self.watchdog.terminated.wait(_LAUNCHER_S):
+            return Stopped()
+        if self._place.local_rank == 0:
+            sys.stderr.write(
+                f"ddp_loop: Another host was ended ({self._why}), and this one was not. The work is saved. Rank "
+                f"{self._place.rank} ends with exit code {PEER_FAILED_EXIT}, so that torchrun --max-restarts goes on.\n"
+            )
+        return Stopped(PEER_FAILED_EXIT)
+
+    def _is_of_another_host(self) -> bool:
+        """Whether the last stop was a SIGTERM that a rank of another torchrun got."""
+        rank = self._why.removeprefix(TERMINATED)
+        return rank != self._why and "TORCHELASTIC_RUN_ID" in os.environ and int(rank) not in self._place.node
+
     def raise_if_stopped(self) -> None:
         """Raise Stopped if the ranks have stopped, and no loop began since; no collective, the same on every rank."""
         if self.watchdog is not None and self.watchdog.requests.has_followed:
-            raise Stopped
+            raise self.ended()
 
     def agree(self) -> None:
         """Stop on every rank if one was asked to, outside of a step. Every rank must call this.
@@ -115,8 +145,8 @@ class Stops:
         """
         if self.can_stop_here and any(asked := self._gather()):
             self.follow(why=next(why for why in asked if why))
-            raise Stopped
+            raise self.ended()
 
     def _say(self, line: str) -> None:
-        if self._rank == 0:
+        if self._place.rank == 0:
             sys.stderr.write(f"ddp_loop: {line}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +18,7 @@ from ddp_loop.distributed.failures import (
     PeerGone,
     RankReport,
     RankStatus,
+    capital,
     cut_text,
     describe_gone,
     find_culprit,
@@ -51,10 +53,15 @@ class RankStore:
     Args:
         store: with keys of this world alone.
         rank: this rank, of `size`.
+        hosts: where each rank is, such as " on host node7 (10.0.0.7)"; none on one machine.
+
+    Attributes:
+        names: of the ranks, in messages.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: dist.Store, rank: int, size: int, hosts: Sequence[str] = ()) -> None:
+        self._store, self._rank, self._size, self._hosts = store, rank, size, hosts
+        self.names = [f"rank {one}{hosts[one] if hosts else ''}" for one in range(size)]
         self._stops = self._numbers = 0  # followed requests, and numbers given out
 
     def put(self, key: str, word: str) -> None:
@@ -103,7 +110,7 @@ class RankStore:
         """Note that this rank failed, unless another one failed before."""
         text = cut_text("".join(traceback.format_exception(error)))
         self._set_failure(
-            f"rank {self._rank} failed{where}: {format_error(error)}\n\n{text}",
+            f"{self.names[self._rank]} failed{where}: {format_error(error)}\n\n{text}",
             rank=self._rank,
             stage=where.stage,
             step=where.step,
@@ -142,13 +149,31 @@ class RankStore:
             came = self._wait_for((_FAILURE, *left), 0.0 if isinstance(error, PeerGone) else _FAILURE_WAIT_S)
             if came is None and isinstance(error, PeerGone):
                 where = max(error.where, self._last_place(error.rank), key=_progress)
-                self._set_failure(describe_gone(error.rank, where), rank=error.rank, stage=where.stage, step=where.step)
+                message = describe_gone(self.names[error.rank], where)
+                self._set_failure(message, rank=error.rank, stage=where.stage, step=where.step)
             elif came != _FAILURE:
                 self._call_all({left[came]} if came is not None else set(), timeout_s)
-        return self.get_failure() or PeerFailed(
+        return self.get_failure() or self._unexplained(error, timeout_s)
+
+    def _unexplained(self, error: RuntimeError, timeout_s: float) -> PeerFailed:
+        if self._hosts and not self._answers():
+            return PeerFailed(
+                f"{capital(self.names[self._rank])} does not reach the launcher's store, usually{self._hosts[0]} with "
+                "rank 0. That host is down, its launcher has ended, or the network between the two hosts is cut. "
+                f"Check the link, then start the job again. The cause: {error}"
+            )
+        return PeerFailed(
             "Every rank must take part in every collective. A rank was killed, or is slower than "
             f"timeout_s={timeout_s:g}. Read what the others printed. The cause: {error}"
         )
+
+    def _answers(self) -> bool:
+        """Whether the launcher's store answers a request."""
+        try:
+            self._store.check([_FAILURE])
+        except RuntimeError:
+            return False
+        return True
 
     def _call_all(self, ended: set[int], timeout_s: float) -> None:
         """Make a roll call, and set the culprit as the failure, unless another rank was first."""
@@ -164,7 +189,7 @@ class RankStore:
                 time.sleep(_LOOK_S)
             here.setdefault(self._rank, RankReport(RankStatus(waits="a collective"), ""))  # it asks, so it is alive
         seen = {rank: self._last_place(rank) for rank in range(self._size) if rank not in here}
-        culprit, message, stack = find_culprit(here, seen, ended, self._size, timeout_s)
+        culprit, message, stack = find_culprit(here, seen, ended, self.names, timeout_s)
         where = RankStatus() if culprit is None else here[culprit].where if culprit in here else seen[culprit]
         self._set_failure(
             message + (f"\n\nThe stack of rank {culprit}:\n{stack}" if stack else ""),

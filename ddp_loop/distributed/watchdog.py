@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from ddp_loop.distributed.failures import RankReport, RankStatus
 from ddp_loop.distributed.processes import PEER_FAILED_EXIT
-from ddp_loop.distributed.signals import REQUESTS, Signals, StopRequests
+from ddp_loop.distributed.signals import REQUESTS, TERMINATED, Signals, StopRequests
 from ddp_loop.distributed.store import RankStore
 
 _LOOK_S = 0.25  # between two polls of 0.1 ms
@@ -50,6 +50,7 @@ class Watchdog:
     Attributes:
         stop: why the ranks are asked to stop; None without a request.
         requests: the meaning of signals.
+        terminated: set once this process got SIGTERM while a loop takes it as a request.
         look_for_stop: polled for the reason of another request to stop, such as a file; set by a loop.
         say: shows the user a line.
         noticed: a descriptor that can be read once another rank has failed, for the main thread's waits.
@@ -62,7 +63,7 @@ class Watchdog:
         self._store, self._rank, self._where = store, rank, where
         self.stop: str | None = None
         self.look_for_stop: Callable[[], str | None] = lambda: None
-        self.requests = StopRequests()
+        self.requests, self.terminated = StopRequests(), threading.Event()
         self.say: Callable[[str], None] = lambda line: None
         self._main = threading.get_ident()
         self._pending: BaseException | None = None  # what the interrupted main thread is to raise
@@ -197,13 +198,15 @@ class Watchdog:
         if number not in REQUESTS:  # every signal with a handler arrives here, such as SIGCHLD
             self.signals.pass_on(number)
             return
+        if number == signal.SIGTERM:
+            self.terminated.set()
         meaning = self.requests.meaning_of(number)
         if meaning == "stop" and number == signal.SIGINT:
             self.ask_to_stop(f"Ctrl-C at rank {self._rank}")
             self._say("Stopping after this step (Ctrl-C). Press it again to leave at once, without a checkpoint.")
         elif meaning == "stop" and self.stop is None:
             name = signal.Signals(number).name
-            self.ask_to_stop(f"{name} at rank {self._rank}")
+            self.ask_to_stop(f"{TERMINATED}{self._rank}")
             self._say(f"Stopping after this step ({name}).")
         elif meaning == "interrupt":
             self._pending = KeyboardInterrupt("a second Ctrl-C")

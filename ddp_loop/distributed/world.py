@@ -65,7 +65,7 @@ class World:
         self._store = RankStore(dist.HashStore(), self.rank, self.size)
         self._collectives = Collectives(None, self._store, timeout_s)
         self._watchdog: Watchdog | None = None
-        self.stops = Stops(self.rank, lambda: self.gather(self.stops.asked, "requests to stop"))
+        self.stops = Stops(place, lambda: self.gather(self.stops.asked, "requests to stop"))
         self.stage, self.step, self.exchange, self.why_gloo = "", 0, "", ""
         self.ended_by: BaseException | None = None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # set by a loop
@@ -78,7 +78,7 @@ class World:
             if place.size > 1 or dist.is_initialized():
                 self._join(place, exchange)
             # Through another connection, since a wait blocks the one on which it is made.
-            aside = None if self._groups is None else RankStore(self._groups.store_aside(), self.rank, self.size)
+            aside = None if self._groups is None else self._groups.rank_store(aside=True)
             self._watchdog = Watchdog(aside or self._store, self.rank, lambda: self.where)
             self.stops.watchdog = self._watchdog
             self._watchdog.start()
@@ -100,7 +100,7 @@ class World:
             where=lambda: self.where,
             in_vain=lambda: self._collectives.is_in_vain(),
         )
-        self._store = RankStore(groups.store, self.rank, self.size)
+        self._store = groups.rank_store()
         self._collectives = Collectives(groups.backends, self._store, self.timeout_s)
         self.exchange, self.why_gloo = groups.exchange, groups.why_gloo
         self.on_leaving(check_in_waits(lambda: self._collectives.check_peers(groups.has_lost_a_peer)))
@@ -241,7 +241,7 @@ class World:
         for rank, one in enumerate(told):
             if one is not None:
                 text, where = one
-                raise PeerFailed(f"rank {rank} failed{where}: {text}", rank, where.stage, where.step)
+                raise PeerFailed(f"{self._store.names[rank]} failed{where}: {text}", rank, where.stage, where.step)
 
     def require_equal(self, what: str, value: Value) -> None:
         """Raise ValueError on every rank unless `value` is the same on all. Every rank must call this.

@@ -9,7 +9,7 @@ from typing import Any
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, Config, OnSaveError, Stateful, flatten_config
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
 from ddp_loop.determinism import as_int, seed_step
-from ddp_loop.distributed import FrozenParameters, ReplicaCheck, Stopped
+from ddp_loop.distributed import FrozenParameters, ReplicaCheck
 from ddp_loop.reporting import Labels, Receivers
 from ddp_loop.tracing import current_trace_request
 from ddp_loop.training.buffers import BufferReduction
@@ -264,7 +264,7 @@ class Loop:
         where = self._where
         again = where.is_done and where.at > 0  # it resumes after the last of `steps`
         if self.stopped is not None:
-            raise Stopped
+            raise self.world.stops.ended()
         if self._begun or (where.is_done and self.iteration != where.resumed_at):
             raise self._where.out_of_turn(self._begun, is_over=self._is_over)
         try:
@@ -279,7 +279,7 @@ class Loop:
             self._leave(abandoned=True)
         self._recorder.end()
         if self.stopped is not None:
-            raise Stopped
+            raise self.world.stops.ended()
 
     def _steps_of(self, number: int) -> Iterator[Step]:
         where = self._where
@@ -311,7 +311,7 @@ class Loop:
                 self._leave(abandoned=True)
         if self.stopped is not None:
             self._leave()
-            raise Stopped
+            raise self.world.stops.ended()
 
     def _one_step(self, loaded: LoadedBatch) -> Iterator[Step]:
         mini_batch, where = loaded.mini_batch, self._where

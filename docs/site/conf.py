@@ -62,6 +62,7 @@ CONTENTS = """
 docs/migrate
 docs/faults
 docs/watching
+docs/cluster
 docs/sweeps
 docs/profile
 docs/scaling

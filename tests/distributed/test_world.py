@@ -201,6 +201,7 @@ def test_a_rank_that_never_comes_is_an_error_after_the_timeout(on_ranks: OnRanks
     for kind, text, took_s in on_ranks(3, come_unless, 2)[:2]:
         assert kind == "PeerFailed"
         assert "All 3 ranks must join within timeout_s=2" in text
+        assert "Nothing came from ranks [2]." in text
         assert took_s < TIMEOUT_S + FAULT_S
 
 

@@ -33,6 +33,8 @@ FINAL = "final.json"
 SHARDS, CLASSES, SIDE = 12, 4, 6
 _PLACES = ("process", "attempt", "first", "iteration", "stage", "asked", "ended")
 _DWELL_S = 0.0007  # in each shard's forward and backward; each sample takes half
+SLOW = "slow"  # while this file is in the folder of the marks, each step takes longer
+_SLOW_STEP_S = 0.5
 _SLOW_S = 0.03  # one rank in turn, in one stage in turn: the others wait for it in the fold
 
 
@@ -208,7 +210,7 @@ class Job:
             batches, self.epochs, state=state, run_dir=self.run or None, resume=True if self.run else None,
             save_every=self.save_every, keep_last=2, progress=False
         )  # fmt: skip
-        stopped = False
+        stopped: dl.Stopped | None = None
         for epoch in loop.epochs():
             try:
                 for step in epoch:
@@ -220,19 +222,23 @@ class Job:
                         values = _SlowBackward.apply(model(images), dwell)  # type: ignore[no-untyped-call]
                         step.backward(cross_entropy(values, labels))
                     row = step.fold()
+                    if Path(self.marks, SLOW).exists():
+                        time.sleep(_SLOW_STEP_S)
                     dwell("optimizer", 4 * _DWELL_S)
                     optimizer.step()
                     schedule.step()
                     notes.values["drawn"] += random.random() + np.random.rand() + float(torch.rand(()))
                     plain.update(steps=step.iteration, last=[row.loss.item()])
-            except dl.Stopped:  # in a loop; in an evaluation there is no result
-                stopped = True
+            except dl.Stopped as error:  # in a loop; in an evaluation there is no result
+                stopped = error
                 break
             if self.evaluate_s:
                 dl.evaluate(model, test, hits=lambda output, labels: output.argmax(1) == labels)
         mark["ended"] = 1
         found = final_digest(state)
-        if world.rank == 0 and self.run and not stopped:
+        if stopped is not None and stopped.code:
+            raise stopped  # to torchrun
+        if world.rank == 0 and self.run and stopped is None:
             Path(self.run, FINAL).write_text(json.dumps({"iteration": loop.iteration, "digest": found}))
         return loop.iteration, found
 
@@ -243,5 +249,6 @@ if __name__ == "__main__":
         parser.add_argument(name)
     for name in ("epochs", "workers"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Job, name))
-    parser.add_argument("--evaluate_s", type=float, default=Job.evaluate_s)
+    for name in ("evaluate_s", "timeout_s"):
+        parser.add_argument(f"--{name}", type=float, default=getattr(Job, name))
     Job(**vars(parser.parse_args()))()

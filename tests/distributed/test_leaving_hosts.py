@@ -1,0 +1,90 @@
+"""Messages name the host of a rank, and a rank ends with the code that its own host's torchrun must see."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from unittest import mock
+
+import pytest
+
+import ddp_loop as dl
+from ddp_loop.distributed import stops
+from ddp_loop.distributed.gloo import open_sockets
+from tests.support.exchanges import on_machines
+from tests.support.harness import OnRanks, caught
+from tests.support.runs import ask, endless
+
+pytestmark = pytest.mark.covers("C4", "H7")
+
+
+def fail_on_last_rank(machines: tuple[int, ...]) -> str:
+    def job() -> None:
+        with on_machines(*machines), dl.join_world(timeout_s=20.0) as world:
+            world.raise_if_any_failed(ZeroDivisionError("planted") if world.rank == world.size - 1 else None)
+
+    return caught(job)[1]
+
+
+@pytest.mark.parametrize("machines", [(2, 1), (3,)])
+def test_the_error_of_a_rank_names_its_host(machines: tuple[int, ...], on_ranks: OnRanks) -> None:
+    text = on_ranks(3, fail_on_last_rank, machines)[0]
+    on_host = f" on host {re.escape(socket.gethostname())} \\(127\\.0\\.0\\.1\\)" if len(machines) > 1 else ""
+    assert re.match(f"rank 2{on_host} failed: ZeroDivisionError: planted", text), text
+
+
+def silent_limits() -> list[int]:
+    """The milliseconds after which a connection to the store ends that confirms nothing."""
+    before = open_sockets()
+    with dl.join_world(timeout_s=7.0):
+        limits = []
+        for descriptor in open_sockets().keys() - before.keys():
+            with socket.socket(fileno=os.dup(descriptor)) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6):
+                    limits.append(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+        return limits
+
+
+def test_a_store_that_is_cut_off_is_not_waited_for_beyond_the_timeout(on_ranks: OnRanks) -> None:
+    for limits in on_ranks(2, silent_limits):
+        assert limits.count(7000) >= 2, "the main thread's connection, and the watchdog's"
+
+
+def stop(kind: str, machines: tuple[int, ...], signalled: tuple[int, ...], elastic: bool) -> object:
+    """The code with which a rank ends its script."""
+    variables = {"TORCHELASTIC_RUN_ID": "job"} if elastic else {}
+    with mock.patch.dict(os.environ, variables), mock.patch.object(stops, "_LAUNCHER_S", 1.0):
+        try:
+            with on_machines(*machines), dl.join_world(timeout_s=20.0) as world:
+                loop, make = endless(world)
+                for step in loop:
+                    if step.iteration == 2 and world.rank in signalled:
+                        ask(kind, "", loop)
+                    make(step)
+        except dl.Stopped as error:
+            return error.code
+    return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "machines", "signalled", "elastic", "codes"),
+    [
+        ("SIGTERM", (1, 2), (0,), True, [0, 75, 75]),  # the host of rank 0 leaves
+        ("SIGTERM", (2, 1), (0,), True, [0, 0, 75]),  # rank 1 need not wait for its own
+        ("SIGTERM", (1, 1, 1), (0, 1, 2), True, [0, 0, 0]),  # all hosts, or a host that joins
+        ("SIGTERM", (1, 2), (0,), False, [0, 0, 0]),  # no torchrun
+        ("SIGTERM", (3,), (0,), True, [0, 0, 0]),  # one host
+        ("SIGINT", (1, 2), (0,), True, [0, 0, 0]),  # a user
+        ("call", (1, 2), (0,), True, [0, 0, 0]),
+    ],
+)
+def test_only_a_host_that_torchrun_ended_is_done_after_sigterm(
+    kind: str,
+    machines: tuple[int, ...],
+    signalled: tuple[int, ...],
+    elastic: bool,
+    codes: list[int],
+    on_ranks: OnRanks,
+) -> None:
+    assert on_ranks(3, stop, kind, machines, signalled, elastic) == codes
