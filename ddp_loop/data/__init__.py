@@ -6,6 +6,7 @@ from ddp_loop.data.loaded_batch import LoadedBatch
 from ddp_loop.data.placement import EncodedTensors, tensors_in
 from ddp_loop.data.position import LoopPosition
 from ddp_loop.data.read_ahead import ReadAhead
+from ddp_loop.data.sequences import SequenceBatches, SequenceChunk, batchify
 from ddp_loop.data.shards import MiniBatch, Shard, split_range, split_sizes
 from ddp_loop.data.transforms import Draws
 
@@ -17,7 +18,10 @@ __all__ = [
     "LoopPosition",
     "MiniBatch",
     "ReadAhead",
+    "SequenceBatches",
+    "SequenceChunk",
     "Shard",
+    "batchify",
     "check_end",
     "check_first",
     "split_range",
