@@ -186,7 +186,7 @@ class Batches:
         }
 
     @property
-    def parts(self) -> dict[str, Any]:
+    def checkpointed(self) -> dict[str, Any]:
         """What checkpoints of a Loop hold of the data, by name; their `state_dict` is a collective."""
         return {}
 

@@ -23,11 +23,12 @@ Place = tuple[int, int]  # the epoch, counted from 1, and the position of the mi
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What the chunks of some lanes left: a state with a row for each lane."""
+    """What the chunks of some lanes left: a state with a row for each lane, and its form."""
 
     place: Place
     lanes: Numbers
     state: Any
+    form: Any
 
 
 class CarriedState:
@@ -41,7 +42,6 @@ class CarriedState:
     def __init__(self, world: World, batch_dim: int) -> None:
         self._world, self._batch_dim = world, batch_dim
         self._kept: dict[int, list[_Kept]] = {}  # by shard, the oldest first
-        self._form: Any = None
         self._whole: dict[str, Any] | None = {}  # what a checkpoint has, where no rank has to be asked
         self._resumed: _Kept | None = None
 
@@ -101,18 +101,18 @@ class CarriedState:
             ValueError: a tensor has not a row for each row of the chunk, or another shape than in the chunk before.
             RuntimeError: a later chunk left its state before.
         """
-        form = self._form_of(state, len(rows.lanes))
-        if self._form not in (None, form):
+        form, kept = self._form_of(state, len(rows.lanes)), self._kept.get(shard, [])
+        if kept and place < kept[-1].place and place[1] > 0:
+            raise RuntimeError(self._missing(shard, place))
+        former = self._find(shard, (place[0], place[1] - 1), rows.lanes)
+        if former is not None and former.form != form:
             raise ValueError(
                 "The hidden state must keep its structure, shapes and dtypes from chunk to chunk. Without the "
-                f"dimension of the rows they were {self._form}. Got {form}. Assign the state that the next chunk needs."
+                f"dimension of the rows they were {former.form}. Got {form}. Assign the state that the next chunk "
+                "needs."
             )
-        before = self._kept.get(shard, [])
-        if before and place < before[-1].place and place[1] > 0:
-            raise RuntimeError(self._missing(shard, place))
-        self._form = form
-        before = [kept for kept in before if kept.place == (place[0], place[1] - 1)]
-        self._kept[shard] = [*before, _Kept(place, rows.lanes, map_tensors(torch.Tensor.detach, state))]
+        state = map_tensors(torch.Tensor.detach, state)
+        self._kept[shard] = [one for one in kept if one is former] + [_Kept(place, rows.lanes, state, form)]
 
     def _form_of(self, state: Any, rows: int) -> Any:
         """The containers, and in place of each tensor its dtype and its shape without the dimension of the rows."""
@@ -155,34 +155,30 @@ class CarriedState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the state of all lanes, each rank with its own, whatever their number."""
-        self._whole, self._kept, self._form, self._resumed = dict(state), {}, None, None
+        self._whole, self._kept, self._resumed = dict(state), {}, None
         if state:
-            place = state["epoch"], state["position"]
-            self._resumed = _Kept(place, state["lanes"].numpy(), state["state"])
-            self._form = self._form_of(state["state"], len(state["lanes"]))
+            place, lanes, kept = (state["epoch"], state["position"]), state["lanes"].numpy(), state["state"]
+            self._resumed = _Kept(place, lanes, kept, self._form_of(kept, len(lanes)))
 
     def _gather(self) -> dict[str, Any]:
-        newest = [entries[-1] for entries in self._kept.values()]
+        newest = sorted((own[-1] for own in self._kept.values()), key=lambda kept: kept.place, reverse=True)
         if not newest and self._resumed is not None and self._world.rank == 0:  # no chunk was used since
             newest = [self._resumed]
-        words = [(*kept.place, kept.lanes.tolist()) for kept in newest]
-        gathered = self._world.gather((words, self._without_rows(newest)), "the hidden states")
-        blanks = [blank for words, blank in gathered if words]
-        if not blanks:
+        facts = [(*kept.place, kept.lanes.tolist(), kept.form) for kept in newest]
+        gathered = self._world.gather((facts, self._without_rows(newest)), "the hidden states")
+        every = [fact for facts, _ in gathered for fact in facts]
+        if not every:
             return {}
-        forms = [self._form_of(blank, 0) for blank in blanks]
-        if any(form != forms[0] for form in forms):
+        place = max((epoch, position) for epoch, position, *_ in every)
+        every = [fact for fact in every if fact[:2] == place]
+        if any(fact[-1] != every[0][-1] for fact in every):
             raise ValueError(
                 "The hidden states of all shards must have the same structure, shapes and dtypes. Without the "
-                f"dimension of the rows the ranks have {forms}. Assign the same kind of state on every rank."
+                f"dimension of the rows they have {[fact[-1] for fact in every]}. Assign the same kind on every rank."
             )
-        found = {(epoch, position): set[int]() for words, _ in gathered for epoch, position, _ in words}
-        for words, _ in gathered:
-            for epoch, position, lanes in words:
-                found[epoch, position].update(lanes)
-        place = max(found)
-        lanes = np.array(sorted(found[place]))
-        state = map_tensors(lambda blank: self._zeros(blank, len(lanes)), blanks[0])
+        lanes = np.array(sorted(lane for *_, own, _ in every for lane in own))
+        blank = next(blank for facts, blank in gathered if facts and facts[0][-1] == every[0][-1])
+        state = map_tensors(lambda tensor: self._zeros(tensor, len(lanes)), blank)
         for number, whole in enumerate(tensors_in(state)):
             for kept in newest:
                 if kept.place == place:
@@ -192,7 +188,7 @@ class CarriedState:
         return {"epoch": place[0], "position": place[1], "lanes": torch.from_numpy(lanes), "state": state}
 
     def _without_rows(self, newest: Sequence[_Kept]) -> Any:
-        """The structure of a state, with tensors without rows; None without a state."""
+        """A state whose tensors have no rows; None without one."""
         return map_tensors(lambda one: one.narrow(self._batch_dim, 0, 0), newest[0].state) if newest else None
 
     def _zeros(self, blank: torch.Tensor, lanes: int) -> torch.Tensor:

@@ -186,7 +186,7 @@ class SequenceBatches(Batches):
         return {**rest, "lanes": self.batch_size, "length": self._chunk, "batch_dim": self.batch_dim}
 
     @property
-    def parts(self) -> dict[str, Any]:
+    def checkpointed(self) -> dict[str, Any]:
         """The hidden states, which checkpoints of a Loop hold."""
         return {"hidden": self._carried}
 
