@@ -2,7 +2,7 @@
 
 from ddp_loop import datasets, networks, plots, sinks
 from ddp_loop.batch_norm import local_batch_norm, pool_statistics, sync_batch_norm
-from ddp_loop.data import Batches, Draws, split_range, split_sizes
+from ddp_loop.data import Batches, Draws, SequenceBatches, SequenceChunk, batchify, split_range, split_sizes
 from ddp_loop.determinism import deterministic, seed_shard, seed_step
 from ddp_loop.distributed import (
     PeerFailed,
@@ -34,12 +34,15 @@ __all__ = [
     "Pool",
     "RankFailed",
     "ReplicaMismatch",
+    "SequenceBatches",
+    "SequenceChunk",
     "Step",
     "StepResult",
     "Stopped",
     "Sum",
     "TrialResult",
     "World",
+    "batchify",
     "capture",
     "compile_model",
     "confusion_matrix",

@@ -7,6 +7,7 @@ from ddp_loop.data.partition import Unused
 from ddp_loop.data.placement import EncodedTensors, tensors_in
 from ddp_loop.data.position import LoopPosition
 from ddp_loop.data.read_ahead import ReadAhead
+from ddp_loop.data.sequences import SequenceBatches, SequenceChunk, batchify
 from ddp_loop.data.shards import Announcement, MiniBatch, Shard, split_range, split_sizes
 from ddp_loop.data.transforms import Draws
 
@@ -19,8 +20,11 @@ __all__ = [
     "LoopPosition",
     "MiniBatch",
     "ReadAhead",
+    "SequenceBatches",
+    "SequenceChunk",
     "Shard",
     "Unused",
+    "batchify",
     "check_end",
     "check_first",
     "split_range",

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import default_collate
 
 from ddp_loop.data.agreement import StreamPass, check_data, require_alike
+from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.loaded_batch import LoadedBatch
 from ddp_loop.data.own_streams import OwnStreamBatcher, OwnStreams
 from ddp_loop.data.partition import Parts, Unused, check_partition
@@ -80,6 +81,9 @@ class Batches:
         PeerFailed: another rank refused its data.
     """
 
+    _reader: TensorReader | LoaderReader | StreamReader
+    _ROWS = "batch_size"  # the name of the argument
+
     def __init__(
         self,
         data: Any,
@@ -108,7 +112,7 @@ class Batches:
         self._cuts: dict[int, tuple[tuple[int, ...], tuple[Shard, ...]]] = {}  # by samples
         problem: Exception | None = None
         try:
-            self.batch_size = check_count("batch_size", batch_size)
+            self.batch_size = check_count(self._ROWS, batch_size)
             self.fixed_shards = shards is not None
             self.shards = world.size if shards is None else check_count("shards", shards)
             self.seed = world.seed if seed is None else check_count("seed", seed, least=None)
@@ -145,15 +149,19 @@ class Batches:
         if any(other != gathered[0] for other in gathered):
             require_alike([{"the length": (f"{other[0]} samples", "")} for other in gathered])
             self.world.require_equal(what, facts)
-        if self._check_data and self.world.size > 1 and not isinstance(self._reader, StreamReader):
-            check_data(self._reader.fingerprint, self.world)
+        if self._check_data and self.world.size > 1 and (fingerprint := self._fingerprint) is not None:
+            check_data(fingerprint, self.world)
+
+    @property
+    def _fingerprint(self) -> Callable[[], Fingerprint] | None:
+        """What describes the data before they are read; None for a stream, whose samples are compared as they come."""
+        return None if isinstance(self._reader, StreamReader) else self._reader.fingerprint
 
     def check_stream(self) -> None:
         """Raise ValueError unless all ranks read the same in the pass that ended. Every rank must call this."""
         (self._own or self._passed).check(self.world)
 
     def _open(self, data: Any, length: int | None, places: Places, loader: dict[str, Any]) -> None:
-        self._reader: TensorReader | LoaderReader | StreamReader
         if is_stream(data):
             if length is not None:
                 raise ValueError(f"An epoch of a stream ends with the stream. Got length={length}. Remove length=.")
@@ -213,6 +221,11 @@ class Batches:
             "until": self.until,
             "parts": parts,
         }
+
+    @property
+    def checkpointed(self) -> dict[str, Any]:
+        """What checkpoints of a Loop hold of the data, by name; their `state_dict` is a collective."""
+        return {}
 
     # -- sizes ---------------------------------------------------------------------------------------------
 

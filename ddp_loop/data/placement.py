@@ -43,9 +43,9 @@ def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:
 
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
-    """The tensors in `data`, in order."""
+    """The tensors in `data`, in order; of an object with `tensors`, those."""
     found: list[torch.Tensor] = []
-    map_tensors(found.append, data)
+    map_tensors(found.append, getattr(data, "tensors", data))
     return found
 
 

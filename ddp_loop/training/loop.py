@@ -160,6 +160,7 @@ class Loop:
         checkpointer = None
         if folder is not None:
             parts: dict[str, Stateful] = {"guard": self._guard, "trained": FrozenParameters(state)}
+            parts |= self.batches.checkpointed
             checkpointer = Checkpointer(folder, self.world, state, policy, local, parts, self._state_check.check)
         return RunRecorder(self.world, self._where, checkpointer, state)
 

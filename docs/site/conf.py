@@ -50,8 +50,9 @@ html_additional_pages = {"index": "index.html"}  # leads to the home page
 
 # Objects that a user is given and does not make: their constructors are no part of the reference.
 GIVEN = {
-    *("ddp_loop.Epoch", "ddp_loop.PeerFailed", "ddp_loop.RankFailed", "ddp_loop.Step", "ddp_loop.StepResult"),
-    *("ddp_loop.Stopped", "ddp_loop.TrialResult", "ddp_loop.World"),
+    *("ddp_loop.Epoch", "ddp_loop.PeerFailed", "ddp_loop.RankFailed"),
+    *("ddp_loop.SequenceChunk", "ddp_loop.Step", "ddp_loop.StepResult", "ddp_loop.Stopped", "ddp_loop.TrialResult"),
+    "ddp_loop.World",
 }
 
 CONTENTS = """

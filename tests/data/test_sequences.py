@@ -1,0 +1,282 @@
+"""Which chunks the mini-batches of sequences have, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import ddp_loop as dl
+from tests.support.harness import OnRanks
+from tests.support.refusals import ALL, Refused
+from tests.support.sequences import LENGTHS, by_lane
+
+LANES, LENGTH = 5, 4
+Seen = list[list[tuple[int, list[int], bool, bool]]]
+
+
+def numbered(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
+    """Sequences whose values are 100 times their number, and the time step."""
+    return [100 * number + torch.arange(length) for number, length in enumerate(lengths)]
+
+
+def chunks_of(batches: dl.SequenceBatches, epoch: int = 1, start: int = 0) -> Seen:
+    """For each mini-batch this rank's rows: the sequence, the values, whether it starts and whether it ends."""
+    return [
+        [
+            (number, row[:length].tolist(), bool(first), bool(last))
+            for place in range(len(loaded.mini_batch.shards))
+            for chunk in [loaded.data(place)]
+            for number, row, length, first, last in zip(
+                chunk.sequences.tolist(), chunk.data, chunk.lengths.tolist(), chunk.starts, chunk.ends, strict=True
+            )
+        ]
+        for loaded in batches.epoch(epoch, start)
+    ]
+
+
+def seen_on_ranks(epochs: int, shards: int | None, shuffle: bool, lanes: int = LANES) -> list[Seen]:
+    with dl.join_world(seed=3) as world:
+        batches = dl.SequenceBatches(numbered(), lanes, LENGTH, world, shards=shards, shuffle=shuffle)
+        assert len(batches) == 7
+        return [chunks_of(batches, epoch) for epoch in range(1, epochs + 1)]
+
+
+def together(ranks: list[list[Seen]]) -> list[Seen]:
+    """The rows of all ranks, in rank order."""
+    return [
+        [[row for part in parts for row in part] for parts in zip(*epochs, strict=True)]
+        for epochs in zip(*ranks, strict=True)
+    ]
+
+
+@pytest.mark.covers("D9")
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("ranks", "shards", "lanes"), [(2, None, 5), (3, 4, 5), (3, 7, 5), (2, 3, 14)])
+def test_an_epoch_has_each_time_step_once_and_in_order_whatever_the_ranks(
+    ranks: int, shards: int | None, lanes: int, shuffle: bool, on_ranks: OnRanks
+) -> None:
+    [alone] = on_ranks(1, seen_on_ranks, 3, None, shuffle, lanes)
+    results = on_ranks(ranks, seen_on_ranks, 3, shards, shuffle, lanes)
+    assert together(results) == alone
+    for epoch in alone:
+        found: dict[int, list[int]] = {}
+        for rows in epoch:
+            for number, values, first, last in rows:
+                before = found.setdefault(number, [])
+                assert first == (not before)
+                before += values
+                assert last == (len(before) == LENGTHS[number])
+        assert found == {number: values.tolist() for number, values in enumerate(numbered())}
+    assert (alone[0] != alone[1]) == shuffle
+    for epochs in zip(*results, strict=True):  # each sequence stays on its rank
+        assert sum(len({row[0] for rows in epoch for row in rows}) for epoch in epochs) == len(LENGTHS)
+
+
+def test_without_shuffling_lanes_have_the_sequences_as_assigned() -> None:
+    with dl.join_world() as world:
+        batches = dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)
+        rows = chunks_of(batches)
+        first = [numbers[0] for numbers in by_lane(LENGTHS, LANES, LENGTH)]
+        assert [number for number, *_ in rows[0]] == first
+        assert chunks_of(batches, start=3) == rows[3:]
+        assert [sum(batches.sizes(position)) for position in range(7)] == [sum(len(r[1]) for r in row) for row in rows]
+        values = torch.cat(numbered())
+        for loaded, row in zip(batches.epoch(1), rows, strict=True):
+            at = loaded.mini_batch
+            own = batches.indices(1, at.start, at.samples)
+            assert values[own].tolist() == [value for one in row for value in one[1]]
+        assert values[batches.indices(1, 7, 60)].tolist() == [v for row in rows for one in row for v in one[1]][7:67]
+
+
+class Drawn(torch.utils.data.Dataset[dict[str, Any]]):
+    """Sequences with noise, each in a dict of two parts."""
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"noise": torch.randn(LENGTHS[index], 2), "numbers": np.full(LENGTHS[index], index)}
+
+
+def noise(epoch: int, start: int, lengths: tuple[int, ...] | None) -> list[dict[str, torch.Tensor]]:
+    with dl.join_world(seed=3) as world:
+        batches = dl.SequenceBatches(Drawn(), LANES, LENGTH, world, shards=4, lengths=lengths)
+        own = [
+            (loaded, shard) for loaded in batches.epoch(epoch, start) for shard in range(len(loaded.mini_batch.shards))
+        ]
+        return [loaded.data(shard).data for loaded, shard in own]
+
+
+def test_a_data_set_draws_the_same_for_a_sequence_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
+    [alone] = on_ranks(1, noise, 2, 0, None)
+    for ranks, lengths in ((2, None), (3, LENGTHS)):
+        results = on_ranks(ranks, noise, 2, 0, lengths)
+        found = sorted((part["noise"].sum().item(), part["numbers"].sum().item()) for own in results for part in own)
+        assert found == sorted((part["noise"].sum().item(), part["numbers"].sum().item()) for part in alone)
+    [late] = on_ranks(1, noise, 2, 3, LENGTHS)
+    assert all(torch.equal(one["noise"], other["noise"]) for one, other in zip(late, alone[-len(late) :], strict=True))
+    assert not torch.equal(on_ranks(1, noise, 1, 0, None)[0][0]["noise"], alone[0]["noise"])
+
+
+def test_batchify_makes_the_windows_of_a_word_level_language_model() -> None:
+    """As `batchify` and `get_batch` of pytorch/examples do, if the text divides."""
+    tokens, lanes, window = torch.arange(60) * 7 % 61, 4, 6
+    columns = tokens.view(lanes, -1).t()
+    with dl.join_world() as world:
+        batches = dl.SequenceBatches(dl.batchify(tokens, lanes), lanes, window, world, shuffle=False)
+        positions = range(0, len(columns) - 1, window)
+        assert len(batches) == len(positions)
+        for at, loaded in zip(positions, batches.epoch(1), strict=True):
+            last = min(at + window, len(columns) - 1)
+            chunk = loaded.data(0)
+            assert torch.equal(chunk.data[0], columns[at:last].t())
+            assert torch.equal(chunk.data[1], columns[at + 1 : last + 1].t())
+            assert bool(chunk.starts.all()) == (at == 0)
+    assert [len(inputs) for inputs, _ in dl.batchify(torch.arange(14), 4)] == [3, 3, 2, 2]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "no sequences": ([], {}, ValueError, "at least one sequence. Got none"),
+    "an empty one": ([torch.ones(3), torch.ones(0)], {}, ValueError, "must have a time step. Sequence 1 has 0"),
+    "lanes 0": (numbered(), {"lanes": 0}, ValueError, "lanes must be a whole number, 1 or more. Got 0"),
+    "length 0": (numbered(), {"length": 0}, ValueError, "length must be a whole number, 1 or more. Got 0"),
+    "batch_dim negative": (numbered(), {"batch_dim": -1}, ValueError, "batch_dim must be a whole number, 0 or more"),
+    "words": (["ab", "cd"], {}, TypeError, "Sequence 0 is a str. Convert"),
+    "a text": ("abcd", {}, TypeError, "must be a list of tensors.*Got str"),
+    "an iterator": (iter(numbered()), {}, TypeError, "Got list_iterator"),
+    "scalars": ([torch.tensor(1.0)], {}, ValueError, "same first dimension"),
+    "unequal parts": ([(torch.ones(3), torch.ones(2))], {}, ValueError, "same first dimension"),
+    "lengths of other sequences": (numbered(), {"lengths": [1, 2]}, ValueError, "Got 2 for 11 sequences"),
+    "a length of 0": ([torch.ones(3)], {"lengths": [0]}, ValueError, "Sequence 0 has 0"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_sequences_are_refused(what: str) -> None:
+    sequences, keywords, kind, words = REFUSED[what]
+    with dl.join_world() as world, pytest.raises(kind, match=words):
+        dl.SequenceBatches(sequences, **{"lanes": 2, "length": 3, "world": world, **keywords})
+
+
+def test_a_text_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"two tokens or more for each lane. Got shape \(5,\) for 3 lanes"):
+        dl.batchify(torch.arange(5), 3)
+
+
+def test_unpad_refuses_another_shape() -> None:
+    with dl.join_world() as world:
+        chunk = next(iter(dl.SequenceBatches(numbered(), 3, LENGTH, world, shuffle=False)))
+        with pytest.raises(
+            ValueError, match=r"here \(3, 4\). Got \(4, 3, 2\). Build the network with batch_first=True"
+        ):
+            chunk.unpad(torch.zeros(4, 3, 2))
+
+
+def bad_on_a_rank(world: dl.World, folder: str, what: str) -> None:
+    odd = world.rank == 1
+    sequences, lanes, length, lengths = numbered(), LANES, LENGTH, None
+    if what == "an empty sequence" and odd:
+        sequences[2] = torch.ones(0, dtype=torch.int64)
+    elif what == "lanes" and odd:
+        lanes = 4
+    elif what == "length" and odd:
+        length = 3
+    elif what == "a longer sequence" and odd:
+        sequences[3] = torch.arange(6)
+    elif what == "other values" and odd:
+        sequences[4] = sequences[4] + 1
+    elif what == "a wrong length":
+        lengths = [*LENGTHS[:-1], 9]
+    batches = dl.SequenceBatches(sequences, lanes, length, world, lengths=lengths)
+    if what == "a wrong length":
+        chunks_of(batches)
+        world.gather(0)
+
+
+BAD_ON_A_RANK = {
+    "an empty sequence": ("ValueError", "must have a time step. Sequence 2 has 0", 1),
+    "lanes": ("ValueError", "must be the same on every rank", ALL),
+    "length": ("ValueError", "must be the same on every rank", ALL),
+    "a longer sequence": ("ValueError", "Every rank must be given the same data", ALL),
+    "other values": ("ValueError", "the values of the sequences.*different values on rank 1", ALL),
+    "a wrong length": ("ValueError", "Sequence 10 has 7 time steps, and had 9", None),
+}
+
+
+@pytest.mark.covers("D9")
+@pytest.mark.parametrize("what", BAD_ON_A_RANK)
+def test_sequences_that_are_bad_on_one_rank_are_refused_on_all(what: str, refused: Refused) -> None:
+    kind, said, by = BAD_ON_A_RANK[what]
+    refused(3, bad_on_a_rank, what, kind=kind, said=said, by=by)
+
+
+def bad_hidden(world: dl.World, folder: str, what: str) -> None:
+    model = nn.GRU(1, 4, batch_first=True).double()
+    inputs = [torch.ones(length, 1, dtype=torch.float64) for length in LENGTHS]
+    batches = dl.SequenceBatches(inputs, LANES, LENGTH, world, shuffle=False)
+    former: list[dl.SequenceChunk] = []
+    for step in dl.Loop(batches, 1, state={"model": model}, progress=False, run_dir=folder, save_every=2):
+        for chunk in step:
+            odd = world.rank == 1 and step.iteration == 2
+            if odd and what == "order":
+                chunk.hidden = torch.zeros(1, len(chunk.lengths), 4)
+                former[0].hidden = torch.zeros(1, len(former[0].lengths), 4)
+            outputs, state = model(chunk.data, chunk.hidden)
+            if odd and what == "width":
+                state = state[..., :3]
+            elif odd and what == "rows":
+                state = state[:, :1].repeat(1, 9, 1)
+            elif odd and what == "a number":
+                state = 1.0
+            elif odd and what == "a named tuple":
+                state = torch.ones(2, 2).max(0)
+            if what != "none" or world.rank == 0:
+                chunk.hidden = state
+            step.backward(mse_loss(chunk.unpad(outputs), torch.zeros(chunk.samples, 4, dtype=torch.float64)))
+            former.append(chunk)
+        step.fold()
+
+
+BAD_HIDDEN = {
+    "width": ("ValueError", r"must keep its structure.*\[1, 4\].*\[1, 3\]", 1),
+    "rows": ("ValueError", r"in dimension 1. Got shape \(1, 9, 4\) for \d rows", 1),
+    "a number": ("TypeError", "must be a tensor.*Got float", 1),
+    "a named tuple": ("TypeError", "Got max", 1),
+    "none": ("RuntimeError", "Chunks must be used in their order.*none was.*Assign chunk.hidden", None),
+    "order": ("RuntimeError|ValueError", "Chunks must be used in their order|must keep its structure", 1),
+}
+
+
+@pytest.mark.covers("D9")
+@pytest.mark.parametrize("what", BAD_HIDDEN)
+def test_a_bad_hidden_state_is_refused_on_all_ranks(what: str, refused: Refused) -> None:
+    kind, said, by = BAD_HIDDEN[what]
+    refused(3, bad_hidden, what, kind=kind, said=said, by=by)
+
+
+def test_chunks_in_another_order_are_refused() -> None:
+    with dl.join_world() as world:
+        batches = dl.SequenceBatches(numbered(), LANES, LENGTH, world, shuffle=False)
+        chunks = list(batches)
+        chunks[0].hidden = torch.zeros(1, LANES, 2)
+        with pytest.raises(RuntimeError, match=r"Mini-batch 3 of epoch 1 continues.*after mini-batch 1 of epoch 1"):
+            _ = chunks[2].hidden
+        chunks[1].hidden = chunks[1].hidden
+        chunks[2].hidden = chunks[2].hidden
+        with pytest.raises(RuntimeError, match="Chunks must be used in their order"):
+            chunks[1].hidden = torch.zeros(1, LANES, 2)
+
+
+def test_an_epoch_that_begins_in_its_middle_has_no_state() -> None:
+    with dl.join_world() as world:
+        batches = dl.SequenceBatches(numbered(), LANES, LENGTH, world)
+        chunk = next(batches.epoch(1, 2)).data(0)
+        with pytest.raises(RuntimeError, match=r"Mini-batch 3 of epoch 1 continues sequences.*none was"):
+            _ = chunk.hidden
