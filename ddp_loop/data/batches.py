@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -13,7 +13,8 @@ from ddp_loop.data.agreement import StreamPass, check_data, require_alike
 from ddp_loop.data.loaded_batch import LoadedBatch
 from ddp_loop.data.placement import Places, gpu_in, map_tensors, parse_devices
 from ddp_loop.data.readers import LoaderReader, Request, TensorReader, is_stream, make_reader
-from ddp_loop.data.shards import MiniBatch, Shard, cut, split_range, split_sizes
+from ddp_loop.data.shards import MiniBatch, Shard
+from ddp_loop.data.shares import Division
 from ddp_loop.data.streams import StreamBatcher, StreamReader
 from ddp_loop.data.transforms import Draws, Transform
 from ddp_loop.determinism import check_count, permutation
@@ -43,6 +44,11 @@ class Batches:
         world: from `join_world`.
         shuffle: whether each epoch has a new order. The default is True for data with a length.
         shards: S. The default is one per rank. More shards than ranks are gradient accumulation.
+        shares: how much of each mini-batch each rank has: a number per rank, such as (3, 1), or "measured". The default
+            is equal shares. Without `shards` the sizes of the shards follow the shares. With `shards` the number of
+            shards of each rank does, and bits stay as they are. A rank with a share of 0 idles, but takes part in all
+            collectives. With "measured" a `Loop` measures the ranks' time per sample in its first steps, prints the
+            shares and keeps them from then on; see docs/shares.md.
         drop_last: whether to leave out the last mini-batch of an epoch if it is smaller.
         length: the number of samples in an epoch, for a source without a length. The default is an endless epoch.
         seed: of the order and of random numbers drawn while reading. The default is the world's seed.
@@ -62,12 +68,14 @@ class Batches:
 
     Attributes:
         batch_size, shards, seed, shuffle, drop_last, world: as given, or their defaults.
+        shares: of the ranks; None for equal shares, and until they are measured.
         length: the number of samples in an epoch; None for a stream and for an endless source. `len(batches)` is the
             number of mini-batches in an epoch.
         num_workers: of the `DataLoader`; None for tensors and streams, which this process reads.
 
     Raises:
-        ValueError: a size is below 1, there are no samples, tensors have unequal lengths, or the ranks disagree.
+        ValueError: a size is below 1, there are no samples, tensors have unequal lengths, a share is negative or no
+            number, all shares are 0, there are fewer shards than ranks with a share, or the ranks disagree.
         TypeError: the data cannot be read by index.
         PeerFailed: another rank refused its data.
     """
@@ -80,6 +88,7 @@ class Batches:
         *,
         shuffle: bool | None = None,
         shards: int | None = None,
+        shares: Sequence[float] | str | None = None,
         drop_last: bool = False,
         length: int | None = None,
         seed: int | None = None,
@@ -91,12 +100,13 @@ class Batches:
         self.world, self._check_data = world, check_data
         self._passed = StreamPass()
         self._order: tuple[int, torch.Tensor] | None = None
-        self._cuts: dict[int, tuple[tuple[int, ...], tuple[Shard, ...]]] = {}  # by samples
         problem: Exception | None = None
         try:
             self.batch_size = check_count("batch_size", batch_size)
             self.fixed_shards = shards is not None
-            self.shards = world.size if shards is None else check_count("shards", shards)
+            fixed = None if shards is None else check_count("shards", shards)
+            self.division = Division(fixed, world.size, world.rank, shares)
+            self.shards = self.division.shards
             self.seed = world.seed if seed is None else check_count("seed", seed, least=None)
             self.drop_last = drop_last
             self._open(data, length, parse_devices(devices, world.device), loader)
@@ -110,8 +120,8 @@ class Batches:
 
     def _check_same(self) -> None:
         """Raise ValueError on every rank unless all have the same mini-batches of the same data."""
-        what = "the data's length, batch_size, shards, drop_last, shuffle, seed and check_data"
-        facts = (*(self.facts | {"shards": self.shards}).values(), self._check_data)
+        what = "the data's length, batch_size, shards, drop_last, shuffle, seed, check_data and shares"
+        facts = (*(self.facts | {"shards": self.shards}).values(), self._check_data, self.division.asked)
         gathered = self.world.gather(facts, what)
         if any(other != gathered[0] for other in gathered):
             require_alike([{"the length": (f"{other[0]} samples", "")} for other in gathered])
@@ -148,9 +158,8 @@ class Batches:
                 "Remove them."
             )
         collate = loader.get("collate_fn") or default_collate
-        mine = split_range(self.shards, self.world.size, self.world.rank)
         read = StreamBatcher(
-            data, self.batch_size, self.drop_last, self.shards, mine, collate, 0, gpu_in(places), self._check_data
+            data, self.batch_size, self.drop_last, self.division, collate, 0, gpu_in(places), self._check_data
         )
         return StreamReader(read, self.seed, places)
 
@@ -180,6 +189,11 @@ class Batches:
     # -- sizes ---------------------------------------------------------------------------------------------
 
     @property
+    def shares(self) -> tuple[float, ...] | None:
+        """The shares of the ranks; None for equal shares, and until they are measured."""
+        return self.division.shares
+
+    @property
     def steps(self) -> int | None:
         """The number of mini-batches in an epoch; None for a stream and for an endless source."""
         if self.length is None:
@@ -207,7 +221,7 @@ class Batches:
         Args:
             position: of the mini-batch in its epoch, counted from 0.
         """
-        return split_sizes(self._samples(position), self.shards)
+        return self.division.sizes(self._samples(position))
 
     def _samples(self, position: int) -> int:
         if self.length is None:
@@ -224,10 +238,7 @@ class Batches:
             position: of the mini-batch in its epoch, counted from 0.
         """
         samples = self._samples(position)
-        if samples not in self._cuts:  # an epoch has mini-batches of two sizes at most
-            sizes = split_sizes(samples, self.shards)
-            self._cuts[samples] = sizes, cut(sizes, split_range(self.shards, self.world.size, self.world.rank))
-        sizes, shards = self._cuts[samples]
+        sizes, shards = self.division.cut(samples)
         start, is_last = position * self.batch_size, position + 1 == self.steps
         return MiniBatch(epoch, position, start, samples, sizes, shards, is_last=is_last)
 
@@ -297,7 +308,7 @@ class Batches:
         change = None if self._transform is None else self._changed
         for position, piece in enumerate(stream(epoch - 1)):
             if position >= start:
-                begin, sizes = position * self.batch_size, split_sizes(piece.samples, self.shards)
+                begin, sizes = position * self.batch_size, self.division.sizes(piece.samples)
                 more = piece.last, piece.first, piece.digest
                 mini_batch = MiniBatch(epoch, position, begin, piece.samples, sizes, piece.shards, *more)
                 passed.add(mini_batch)

@@ -238,6 +238,7 @@ class Job:
             parameters,
             self._world,
             shards=self._batches.shards,
+            carried=self._batches.division.carried,
             ordered=how.ordered,
             bucket_bytes=int(how.bucket_cap_mib * 2**20),
             buffer_reduction=how.buffer_reduction,
