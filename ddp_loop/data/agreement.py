@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ddp_loop.data.fingerprints import REMEDY, Fingerprint, difference, of, unlike
 from ddp_loop.data.shards import MiniBatch
+from ddp_loop.determinism import check_count
 from ddp_loop.distributed import World
 
 
@@ -62,6 +63,29 @@ class StreamPass:
         if difference(world.gather(whole, "the samples of a stream")) is not None:
             found = {} if self.first is None else _first_sample(self.first)
             require_alike(world.gather(found | whole, "the samples of a stream"))
+
+
+def check_epoch_number(epoch: int) -> int:
+    """The number of an epoch, counted from 1; raises ValueError unless it is one."""
+    return check_count("epoch", epoch, remedy="Epochs are counted from 1, as in Step.epoch.")
+
+
+def check_epoch(length: int | None, steps: int | None, batch_size: int, *, shuffles: bool) -> None:
+    """Raise ValueError unless an epoch has a mini-batch, and can be shuffled.
+
+    Args:
+        length, steps, batch_size: of an epoch, in samples, mini-batches and samples; None where it has no length.
+        shuffles: whether data without a length of their own are to be shuffled.
+    """
+    if length is not None and length < 1:
+        raise ValueError("The data must have at least one sample. They have none. Check where they come from.")
+    if shuffles:
+        raise ValueError("shuffle needs data with a length. These have none. Pass shuffle=False.")
+    if steps == 0:
+        raise ValueError(
+            f"An epoch must have a mini-batch. {length} samples with batch_size={batch_size} and drop_last=True give "
+            "none. Use a smaller batch_size or drop_last=False."
+        )
 
 
 def check_data(read: Callable[[], Fingerprint], world: World) -> None:

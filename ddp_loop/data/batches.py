@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from ddp_loop.data.agreement import StreamPass, check_data, require_alike
+from ddp_loop.data.agreement import StreamPass, check_data, check_epoch, check_epoch_number, require_alike
 from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.loaded_batch import LoadedBatch
 from ddp_loop.data.own_streams import OwnStreamBatcher, OwnStreams
 from ddp_loop.data.partition import Parts, Unused, check_partition
 from ddp_loop.data.placement import Places, gpu_in, parse_devices, without_rows
 from ddp_loop.data.readers import LoaderReader, Request, TensorReader, is_stream, make_reader
-from ddp_loop.data.shards import MiniBatch, Shard, cut, split_range, split_sizes
+from ddp_loop.data.shards import MiniBatch, Shard, split_sizes
+from ddp_loop.data.shares import Division
 from ddp_loop.data.streams import StreamBatcher, StreamReader
 from ddp_loop.data.transforms import Draws, Transform
 from ddp_loop.determinism import check_count, next_key, permutation
@@ -53,6 +54,11 @@ class Batches:
         until: whether an epoch of data in parts ends when "all" parts are done, or the "first". The weights stay exact.
         drop_last: whether to leave out the last mini-batch of an epoch if it is smaller; of data in parts, the last
             piece of each part.
+        shares: how much of each mini-batch each rank has: a number per rank, such as (3, 1), or "measured". The default
+            is equal shares. Without `shards` the sizes of the shards follow the shares. With `shards` the number of
+            shards of each rank does, and bits stay as they are. A rank with a share of 0 idles, but takes part in all
+            collectives. With "measured" a `Loop` measures the ranks' time per sample in its first steps, prints the
+            shares and keeps them from then on; see docs/shares.md. Data in parts need `shards`.
         length: the number of samples in an epoch, for a source without a length. The default is an endless epoch.
         seed: of the order and of random numbers drawn while reading. The default is the world's seed.
         transform: `transform(data, draws)` returns the data to use in place of a shard's data, on the same device.
@@ -71,12 +77,14 @@ class Batches:
 
     Attributes:
         batch_size, shards, seed, shuffle, drop_last, partition, until, world: as given, or their defaults.
+        shares: of the ranks; None for equal shares, and until they are measured.
         length: the number of samples in an epoch; None for a stream and for an endless source. `len(batches)` is the
             number of mini-batches in an epoch.
         num_workers: of the `DataLoader`; None for tensors and streams, which this process reads.
 
     Raises:
-        ValueError: a size is below 1, there are no samples, tensors have unequal lengths, or the ranks disagree.
+        ValueError: a size is below 1, there are no samples, tensors have unequal lengths, a share is negative or no
+            number, all shares are 0, there are fewer shards than ranks with a share, or the ranks disagree.
         TypeError: the data cannot be read by index.
         PeerFailed: another rank refused its data.
     """
@@ -92,6 +100,7 @@ class Batches:
         *,
         shuffle: bool | None = None,
         shards: int | None = None,
+        shares: Sequence[float] | str | None = None,
         drop_last: bool = False,
         partition: str = "global",
         until: str = "all",
@@ -109,17 +118,20 @@ class Batches:
         self._offset = 0  # of this rank's own data in those of all ranks
         self._own: OwnStreams | None = None  # where each rank has its own
         self._order: tuple[int, torch.Tensor] | None = None
-        self._cuts: dict[int, tuple[tuple[int, ...], tuple[Shard, ...]]] = {}  # by samples
         problem: Exception | None = None
         try:
             self.batch_size = check_count(self._ROWS, batch_size)
             self.fixed_shards = shards is not None
-            self.shards = world.size if shards is None else check_count("shards", shards)
+            fixed = None if shards is None else check_count("shards", shards)
+            self.division = Division(fixed, world.size, world.rank, shares)
+            self.shards = self.division.shards
             self.seed = world.seed if seed is None else check_count("seed", seed, least=None)
             self.drop_last, self.partition, self.until = drop_last, partition, until
             self._open(data, length, parse_devices(devices, world.device), loader)
             self.shuffle = self._has_length if shuffle is None else shuffle
-            check_partition(partition, until, shards, world.size, self.length, is_stream=self._own is not None)
+            asked = None if self.fixed_shards else self.division.asked
+            is_own = self._own is not None
+            check_partition(partition, until, shards, asked, world.size, self.length, is_stream=is_own)
             if partition != "own":
                 self._cut_data(() if self.length is None else split_sizes(self.length, self.shards))
             self._transform = None if transform is None else Transform(transform, self.seed, world.device)
@@ -139,12 +151,12 @@ class Batches:
         if self.partition != "global" and sizes:
             self.length = sum(sizes)
             self._parts = Parts(sizes, self.batch_size, self.until, drop_last=self.drop_last)
-        self._check_epoch()
+        check_epoch(self.length, self.steps, self.batch_size, shuffles=self.shuffle and not self._has_length)
 
     def _check_same(self) -> None:
         """Raise ValueError on every rank unless all have the same mini-batches of the same data."""
-        what = "the data's length and kind, batch_size, shards, drop_last, shuffle, seed, partition, until, check_data"
-        facts = (*(self.facts | {"shards": self.shards}).values(), self.announced, self._check_data)
+        what = "the data's length and kind, and Batches' other arguments"
+        facts = *(self.facts | {"shards": self.shards}).values(), self.announced, self._check_data, self.division.asked
         gathered = self.world.gather(facts, what)
         if any(other != gathered[0] for other in gathered):
             require_alike([{"the length": (f"{other[0]} samples", "")} for other in gathered])
@@ -154,7 +166,7 @@ class Batches:
 
     @property
     def _fingerprint(self) -> Callable[[], Fingerprint] | None:
-        """What describes the data before they are read; None for a stream, whose samples are compared as they come."""
+        """What describes the data before they are read; None for a stream, whose samples are compared later."""
         return None if isinstance(self._reader, StreamReader) else self._reader.fingerprint
 
     def check_stream(self) -> None:
@@ -185,31 +197,17 @@ class Batches:
                 "Remove them."
             )
         collate = loader.get("collate_fn") or default_collate
-        mine = split_range(self.shards, self.world.size, self.world.rank)
-        more = self.drop_last, self.shards, mine, collate, 0, gpu_in(places)
+        more = self.drop_last, self.division, collate, 0, gpu_in(places)
         if self.partition == "global":
             return StreamReader(StreamBatcher(data, self.batch_size, *more, self._check_data), self.seed, places)
         self._own = OwnStreams(self.batch_size, self.until, self.world)
         own = OwnStreamBatcher(data, self._own.piece, *more)
         return StreamReader(own, next_key(self.seed, self.world.rank), places)
 
-    def _check_epoch(self) -> None:
-        if self.length is not None and self.length < 1:
-            raise ValueError("The data must have at least one sample. They have none. Check where they come from.")
-        if self.shuffle and not self._has_length:
-            raise ValueError("shuffle needs data with a length. These have none. Pass shuffle=False.")
-        if self.steps == 0:
-            raise ValueError(
-                f"An epoch must have a mini-batch. {self.length} samples with batch_size={self.batch_size} "
-                "and drop_last=True give none. Use a smaller batch_size or drop_last=False."
-            )
-
     @property
     def facts(self) -> dict[str, object]:
         """The values that a resumed run must share with the run before it."""
-        parts: object = None if self.partition == "global" else self.shards
-        if self.partition == "own" and self._parts is not None:
-            parts = list(self._parts.sizes)
+        own = self._parts if self.partition == "own" else None
         return {
             "samples": self.length,
             "batch_size": self.batch_size,
@@ -219,7 +217,7 @@ class Batches:
             "seed": self.seed,
             "partition": self.partition,
             "until": self.until,
-            "parts": parts,
+            "parts": list(own.sizes) if own else None if self.partition == "global" else self.shards,
         }
 
     @property
@@ -228,6 +226,11 @@ class Batches:
         return {}
 
     # -- sizes ---------------------------------------------------------------------------------------------
+
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """The shares of the ranks; None for equal shares, and until they are measured."""
+        return self.division.shares
 
     @property
     def steps(self) -> int | None:
@@ -260,7 +263,7 @@ class Batches:
             position: of the mini-batch in its epoch, counted from 0.
         """
         if self._parts is None:
-            return split_sizes(self._samples(position), self.shards)
+            return self.division.sizes(self._samples(position))
         return self._parts.sizes_at(position)
 
     @property
@@ -271,11 +274,7 @@ class Batches:
 
     @property
     def unused(self) -> Unused | None:
-        """The samples of an epoch that are in none of its mini-batches: `samples`, and whether that `is_exact`.
-
-        None for endless sources and streams; of streams that each rank has of its own, those of the last epoch whose
-        last step is folded.
-        """
+        """The samples of an epoch that no mini-batch has, None if unknown; of own streams those of the last epoch."""
         if self.steps is None or self.length is None:
             return None if self._own is None else self._own.unused
         used = self.steps * self.batch_size if self._parts is None else self._parts.samples
@@ -305,13 +304,9 @@ class Batches:
             position: of the mini-batch in its epoch, counted from 0.
         """
         if self._parts is not None:
-            mine = split_range(self.shards, self.world.size, self.world.rank)
-            return self._parts.mini_batch(epoch, position, mine)
+            return self._parts.mini_batch(epoch, position, self.division.mine)
         samples = self._samples(position)
-        if samples not in self._cuts:  # an epoch has mini-batches of two sizes at most
-            sizes = split_sizes(samples, self.shards)
-            self._cuts[samples] = sizes, cut(sizes, split_range(self.shards, self.world.size, self.world.rank))
-        sizes, shards = self._cuts[samples]
+        sizes, shards = self.division.cut(samples)
         start, is_last = position * self.batch_size, position + 1 == self.steps
         return MiniBatch(epoch, position, start, samples, sizes, shards, is_last=is_last)
 
@@ -329,9 +324,7 @@ class Batches:
         Raises:
             ValueError: the epoch is 0 or less.
         """
-        if epoch < 1:
-            raise ValueError(f"Epochs are counted from 1, as in Step.epoch. Got {epoch!r}. Pass epoch + 1.")
-        at = self._positions(epoch, start, number)
+        at = self._positions(check_epoch_number(epoch), start, number)
         return torch.arange(at.start, at.stop, device="cpu") if isinstance(at, range) else at
 
     def _positions(self, epoch: int, start: int, number: int) -> torch.Tensor | range:
@@ -341,14 +334,13 @@ class Batches:
                 order, reader = self._make_order(epoch - 1, self.length), self._reader
                 self._order = epoch, reader.on_place(order) if isinstance(reader, TensorReader) else order
             return self._order[1][start : start + number]
-        before = 0 if self._has_length else (epoch - 1) * (self.length or 0)
-        return range(before + start, before + start + number)
+        start += 0 if self._has_length else (epoch - 1) * (self.length or 0)
+        return range(start, start + number)
 
     def _make_order(self, epoch: int, length: int) -> torch.Tensor:
         if self._parts is None:
             return permutation(self.seed, epoch, length)
-        before = 0 if self._has_length else epoch * length
-        return self._parts.order(self.seed, epoch, shuffle=self.shuffle) + before
+        return self._parts.order(self.seed, epoch, shuffle=self.shuffle) + (0 if self._has_length else epoch * length)
 
     def epoch(
         self, epoch: int, start: int = 0, *, held: bool = True, agrees: bool = False
@@ -364,7 +356,7 @@ class Batches:
         Raises:
             ValueError: the epoch is not a whole number of 1 or more, or own streams give it no mini-batch.
         """
-        epoch = check_count("epoch", epoch, remedy="Epochs are counted from 1, as in Step.epoch.")
+        epoch = check_epoch_number(epoch)
         if isinstance(self._reader, StreamReader):
             yield from self._stream_epoch(self._reader, epoch, start, agrees=agrees)
             return
@@ -395,14 +387,10 @@ class Batches:
                 if data and self._own.nothing is None:
                     self._own.nothing = without_rows(loaded.data(0))
             return
-        passed = self._passed = StreamPass()
-        for position, piece in enumerate(stream(epoch - 1)):
-            if position >= start:
-                begin, sizes = position * self.batch_size, split_sizes(piece.samples, self.shards)
-                more = piece.last, piece.first, piece.digest
-                mini_batch = MiniBatch(epoch, position, begin, piece.samples, sizes, piece.shards, *more)
-                passed.add(mini_batch)
-                yield LoadedBatch(mini_batch, iter(piece.data), change, self._nothing)
+        self._passed = StreamPass()
+        for mini_batch, data in stream.mini_batches(epoch, start):
+            self._passed.add(mini_batch)
+            yield LoadedBatch(mini_batch, iter(data), change, self._nothing)
 
     def __iter__(self) -> Generator[Any, None, None]:
         """Iterate once, in order, over the data of this rank's shards, for an evaluation loop of your own.
@@ -430,8 +418,7 @@ class Batches:
         if self._transform is None:
             return data
         start = mini_batch.start + shard.start
-        samples = self.indices(mini_batch.epoch, start, shard.samples)
-        return self._transform(mini_batch.epoch - 1, start, samples, data)
+        return self._transform(mini_batch.epoch - 1, start, self.indices(mini_batch.epoch, start, shard.samples), data)
 
     def _nothing(self, mini_batch: MiniBatch) -> Any:
         """The mini-batch's first sample without its rows, which has the right parts, shapes and types."""
@@ -442,11 +429,10 @@ class Batches:
                 "Synced batch norm gives a rank without samples tensors without rows, which are made from a sample "
                 "read by index. A stream has no index. Use a map-style data set, or larger mini-batches."
             )
-        start = mini_batch.start
-        at = self._positions(mini_batch.epoch, start, 1)
+        at = self._positions(mini_batch.epoch, mini_batch.start, 1)
         if self._parts is not None and self.partition == "own":
             at = range(min(1, self._parts.sizes[self.world.rank]))
-        data = self._reader.one(Request(mini_batch.epoch - 1, start, at))
+        data = self._reader.one(Request(mini_batch.epoch - 1, mini_batch.start, at))
         return without_rows(self._changed(mini_batch, Shard(0, 0, len(at)), data))
 
     def _plan(self, epoch: int, start: int) -> Iterator[MiniBatch]:

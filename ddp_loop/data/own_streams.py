@@ -51,7 +51,7 @@ class OwnStreamBatcher(StreamBatcher):
     def __iter__(self) -> Generator[StreamBatch, None, None]:
         pieces = pieces_ahead(iter(self.source), self.batch_size, drop_last=self.drop_last)
         for position, (samples, beyond) in enumerate(pieces):
-            shards = (Shard(self.mine.start, 0, len(samples)),) if samples else ()
+            shards = (Shard(self.division.mine.start, 0, len(samples)),) if samples else ()
             with preserved_streams(self.device):  # the generators for reading are apart from those of collate_fn
                 data = tuple(self._shard(position, shard, samples) for shard in shards)
             yield StreamBatch(len(samples), None, 0, not beyond.sizes[0], shards, data, beyond)
@@ -171,7 +171,7 @@ class OwnStreams:
         """
         if not agrees and self._until == "first":
             raise ValueError(
-                "An evaluation reads each rank's own stream to its end. Got until=\"first\". Pass until=\"all\"."
+                'An evaluation reads each rank\'s own stream to its end. Got until="first". Pass until="all".'
             )
         return self._together(pieces, epoch, start) if agrees else self._alone(pieces, epoch)
 

@@ -36,12 +36,20 @@ class Unused(NamedTuple):
 
 
 def check_partition(
-    partition: str, until: str, shards: int | None, ranks: int, length: int | None, *, is_stream: bool
+    partition: str,
+    until: str,
+    shards: int | None,
+    shares: object,
+    ranks: int,
+    length: int | None,
+    *,
+    is_stream: bool,
 ) -> None:
     """Raise ValueError unless both are known and fit the data.
 
     Args:
         partition, until, shards: as given.
+        shares: as given, without fixed shards; None otherwise.
         ranks: their number.
         length: of the data; None without one.
         is_stream: whether each rank reads a stream of its own.
@@ -58,6 +66,11 @@ def check_partition(
         raise ValueError(
             f'partition="{partition}" needs data with a length, or a stream. These have none. Pass length=, or a data '
             "set with a length."
+        )
+    if partition != "global" and shares is not None:
+        raise ValueError(
+            f"The shares of data in parts are numbers of shards, each with its part. Got shares={shares!r} and "
+            f'partition="{partition}" without shards. Pass shards=, or remove shares=.'
         )
     if (partition == "own" or is_stream) and shards not in (None, ranks):
         raise ValueError(

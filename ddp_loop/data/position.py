@@ -42,6 +42,14 @@ class LoopPosition:
             return self.most_steps
         return min(self._most_epochs * self._steps, self.most_steps or self._most_epochs * self._steps)
 
+    def known_length(self) -> int:
+        """`length`; raises TypeError if it is unknown."""
+        if (number := self.length) is None:
+            raise TypeError(
+                "len() is not defined for a Loop over a stream: the length of its epochs is unknown. Pass Loop steps=."
+            )
+        return number
+
     @property
     def epoch(self) -> int:
         """The epoch of the current or last step, counted from 1; 0 before the first step."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 from ddp_loop.data.batches import Batches
 from ddp_loop.data.loaded_batch import LoadedBatch
+
+
+def _nothing() -> Generator[LoadedBatch, None, None]:
+    yield from ()
 
 
 class ReadAhead:
@@ -18,7 +22,7 @@ class ReadAhead:
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
-        self._stream: Iterator[LoadedBatch] = iter(())
+        self._stream = _nothing()
         self._ahead: list[LoadedBatch | Exception | None] = []  # the next one, once it was read
 
     @contextmanager
@@ -29,8 +33,21 @@ class ReadAhead:
             number: of the epoch, counted from 1.
             start: the position of the first mini-batch, counted from 0.
         """
-        with closing(self._batches.epoch(number, start, held=False, agrees=True)) as self._stream:
+        self.restart(number, start)
+        try:
             yield
+        finally:
+            self._stream.close()
+
+    def restart(self, number: int, start: int) -> None:
+        """Read on from another position, or as the mini-batches are divided now; what was read ahead is dropped.
+
+        Args:
+            number, start: as for `epoch`.
+        """
+        self._stream.close()
+        self._ahead.clear()
+        self._stream = self._batches.epoch(number, start, held=False, agrees=True)
 
     def take(self) -> LoadedBatch | None:
         """The next mini-batch; None at the epoch's end. An error in its data is raised here."""

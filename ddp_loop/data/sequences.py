@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ddp_loop.accelerators import accelerator_of
+from ddp_loop.data.agreement import check_epoch_number
 from ddp_loop.data.batches import Batches
 from ddp_loop.data.carried_state import CarriedState, Place
 from ddp_loop.data.fingerprints import Fingerprint
@@ -242,7 +243,9 @@ class SequenceBatches(Batches):
             have, position = have + int(rows.lengths.sum()), position + 1
         return torch.from_numpy(np.concatenate(found)[skipped : skipped + number])
 
-    def epoch(self, epoch: int, start: int = 0, *, held: bool = True) -> Generator[LoadedBatch, None, None]:
+    def epoch(
+        self, epoch: int, start: int = 0, *, held: bool = True, agrees: bool = False
+    ) -> Generator[LoadedBatch, None, None]:
         """The mini-batches of an epoch from position `start` on, with this rank's chunks.
 
         Args:
@@ -253,7 +256,7 @@ class SequenceBatches(Batches):
         Raises:
             ValueError: the epoch is not a whole number of 1 or more.
         """
-        epoch = check_count("epoch", epoch, remedy="Epochs are counted from 1, as in Step.epoch.")
+        epoch = check_epoch_number(epoch)
         for position in range(start, self.steps):
             mini_batch, rows = self._planned(epoch, position)
             self._carried.begin()

@@ -19,7 +19,8 @@ import torch
 from ddp_loop.data.fingerprints import quick
 from ddp_loop.data.placement import Places, to_devices
 from ddp_loop.data.seeded_dataset import collated
-from ddp_loop.data.shards import Shard, cut, split_sizes
+from ddp_loop.data.shards import MiniBatch, Shard
+from ddp_loop.data.shares import Division
 from ddp_loop.determinism import SAMPLE, next_key, preserved_streams, restore_streams, seed_streams, stream_key, streams
 
 
@@ -67,8 +68,7 @@ class StreamBatcher:
         source: an iterable whose iterators each start at the first sample.
         batch_size: the number of samples in a mini-batch.
         drop_last: whether to leave out a last mini-batch that is smaller.
-        shards: S.
-        mine: the numbers of this rank's shards.
+        division: into shards, and over the ranks.
         collate: makes a shard's data from a list of samples.
         key: of the random generators while the stream is read, the same on every rank.
         device: whose generator is seeded, beside the CPU's.
@@ -78,8 +78,7 @@ class StreamBatcher:
     source: Iterable[Any]
     batch_size: int
     drop_last: bool
-    shards: int
-    mine: range
+    division: Division
     collate: Callable[[list[Any]], Any]
     key: int = 0
     device: torch.device | None = None
@@ -87,7 +86,7 @@ class StreamBatcher:
 
     def __iter__(self) -> Generator[StreamBatch, None, None]:
         for position, (samples, last) in enumerate(_chunks(iter(self.source), self.batch_size, self.drop_last)):
-            shards = cut(split_sizes(len(samples), self.shards), self.mine)
+            _, shards = self.division.cut(len(samples))
             # Taken before collate_fn runs, on one rank, since that may remove or overwrite parts of the sample.
             first, digest = (_kept(samples[0]), quick(samples[0])) if self.compares else (None, 0)
             with preserved_streams(self.device):  # the generators for reading must stay alike on all ranks
@@ -175,3 +174,11 @@ class StreamReader:
                 f"A stream must give a mini-batch in every epoch. In epoch {epoch + 1} it gave {what}. Pass an object "
                 "whose __iter__ restarts."
             )
+
+    def mini_batches(self, epoch: int, start: int) -> Generator[tuple[MiniBatch, tuple[Any, ...]], None, None]:
+        """The mini-batches of an epoch, counted from 1, from position `start` on, with this rank's data."""
+        for position, piece in enumerate(self(epoch - 1)):
+            if position >= start:
+                begin, sizes = position * self._cut.batch_size, self._cut.division.sizes(piece.samples)
+                more = piece.last, piece.first, piece.digest
+                yield MiniBatch(epoch, position, begin, piece.samples, sizes, piece.shards, *more), piece.data

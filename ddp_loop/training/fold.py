@@ -68,8 +68,8 @@ class Fold:
         announced: the number of values that a rank announces in the control word; see `Announcement`.
         shards: S, of each mini-batch. With one, torch's own running statistics are already those of the whole
             mini-batch, and travel as ordinary buffers.
-        ordered: whether gradients are added up in an order that follows from S alone, which gives the same bits on any
-            number of ranks; otherwise in the cheapest order.
+        carried: the number of shards of each rank; by default `split_sizes(S, ranks)`.
+        ordered: add gradients up in an order that follows from S alone, for the same bits on any number of ranks.
         bucket_bytes, buffer_reduction: the size of a gradient bucket; rules for single buffers, by name.
         guard: judges steps that are not finite; None allows them.
         scalers: by which losses may be multiplied; results and rows are without their factor.
@@ -89,6 +89,7 @@ class Fold:
         *,
         shards: int,
         announced: int = 0,
+        carried: tuple[int, ...] | None = None,
         ordered: bool = False,
         bucket_bytes: int = 8 * 2**20,
         buffer_reduction: Mapping[str, BufferReduction] | None = None,
@@ -103,11 +104,10 @@ class Fold:
         layers = batch_norm_layers(modules) if shards > 1 else {}
         own = custom_norms(each_module(modules))
         others = [*other_norm_layers(modules, layers), *(norm.module for norm in own.values() if shards == 1)]
-        order = (tree_order if ordered or world.adds_in_order else rank_order)(shards, world.size, world.rank)
+        order = (tree_order if ordered or world.adds_in_order else rank_order)(shards, world.size, world.rank, carried)
         self._world, self._events, self._guard, self.scalers = world, events, guard, scalers
-        # Synced layers move their running statistics themselves, alike on all ranks.
         self.sync_channels = [channel for channel in find_sync_channels(modules.values()) if channel.size > 1]
-        synced = {layer for layer in each_module(modules).values() if is_synced(layer)}
+        synced = {layer for layer in each_module(modules).values() if is_synced(layer)}  # these move their statistics
         self.gradients = Gradients(
             parameters, world, bucket_bytes, order, averaged=averaged, synced=bool(self.sync_channels), watch=watch
         )

@@ -239,6 +239,7 @@ class Job:
             self._world,
             shards=self._batches.shards,
             announced=self._batches.announced,
+            carried=self._batches.division.carried,
             ordered=how.ordered,
             bucket_bytes=int(how.bucket_cap_mib * 2**20),
             buffer_reduction=how.buffer_reduction,

@@ -21,6 +21,7 @@ from ddp_loop.training.nonfinite import NonFiniteGuard, OnNonFinite
 from ddp_loop.training.payload import StepResult
 from ddp_loop.training.profiled import open_steps
 from ddp_loop.training.recorder import Reporting, RunRecorder, open_trace
+from ddp_loop.training.share_measurement import ShareMeasurement
 from ddp_loop.training.state_check import NonFiniteStateCheck
 from ddp_loop.training.step import Epoch, Step
 from ddp_loop.training.validation import SAME, check_arguments, check_batches, check_rows
@@ -133,6 +134,7 @@ class Loop:
                 check_arguments(batches, epochs, steps, bucket_cap_mib, on_nonfinite, check_replicas_every)
                 if not allow_single_sample_shards:
                     check_rows(batches, self._job.state)
+                    self._shares.checked = self._job.state
                 self._ahead, self._step = open_steps(profile, batches, self._where, folder, watched)
                 traced = folder, batches, self._job.state, watched
                 self._recorder.tracer = open_trace(*traced, trace=trace, ordered=is_ordered)
@@ -157,10 +159,10 @@ class Loop:
         self._state_check = NonFiniteStateCheck(state, self.world, rule, local)
         self._weightless = WeightlessStepCheck()
         self._guard = NonFiniteGuard(rule, self.batches.indices, state, self._state_check.blame, self.world.print)
-        checkpointer = None
+        self._shares, checkpointer = ShareMeasurement(self.batches), None
         if folder is not None:
             parts: dict[str, Stateful] = {"guard": self._guard, "trained": FrozenParameters(state)}
-            parts |= self.batches.checkpointed
+            parts |= {"shares": self._shares} | self.batches.checkpointed
             checkpointer = Checkpointer(folder, self.world, state, policy, local, parts, self._state_check.check)
         return RunRecorder(self.world, self._where, checkpointer, state)
 
@@ -171,8 +173,9 @@ class Loop:
     def _begin(self, resume: bool | None, config: Config | None, reporting: Reporting) -> None:
         """Make the replicas equal, and resume the run in the folder."""
         self._job.make_equal()
-        if (position := self._recorder.open(self.batches.facts, resume, config)) is not None:
+        if (position := self._recorder.open(self.batches.facts, resume, config, self.batches.shares)) is not None:
             self.load_state_dict(position)
+        self._use_measured_shares()
         self._recorder.open_trace_files()
         self._recorder.open_rows(reporting)
 
@@ -230,11 +233,7 @@ class Loop:
         Raises:
             TypeError: it is unknown, as for a stream without `steps`.
         """
-        if (number := self._where.length) is None:
-            raise TypeError(
-                "len() is not defined for a Loop over a stream: the length of its epochs is unknown. Pass Loop steps=."
-            )
-        return number
+        return self._where.known_length()
 
     def __iter__(self) -> Iterator[Step]:
         """The remaining steps of all epochs. Every rank must call this.
@@ -320,7 +319,7 @@ class Loop:
         is_last_of_epoch = mini_batch.is_last or mini_batch.ends_stream
         self.world.step = iteration = where.iteration
         self._announces = mini_batch.announcement is not None and mini_batch.announcement.is_new
-        parts = self, self.fold, self._gathering, self.world, loaded, iteration
+        parts = self, self.fold, self._gathering, self.world, loaded, iteration, self._shares.meter
         step = self._step(*parts, is_last_of_epoch=is_last_of_epoch, tracer=self._recorder.tracer)
         try:
             yield step
@@ -328,7 +327,9 @@ class Loop:
             if step.passes:
                 self._recorder.end_trace(iteration)
             self.world.explain = step.explainer(skips=self._guard.skips and not self._guard.is_scaled)
-            if step.leave(f"it left the loop in step {iteration}, by a break or an error that was caught"):
+            if not step.is_open:
+                self._use_measured_shares()  # as the peers did before they expect this rank's message
+            if step.leave(f"it left the loop in step {iteration}, by a break or an error that was caught", self.fold):
                 self._replicas.leave(iteration, folded=where.is_folded)
             raise
         if step.passes == 0 or self.fold.opened_by is not None:
@@ -339,12 +340,21 @@ class Loop:
         stops = decision is not None and decision.stop
         ends = iteration == where.most_steps or (is_last_of_epoch and where.ends_all(mini_batch))
         if stops or ends:
-            step.leave(f"it ended the loop after step {iteration}")  # finds a peer that left it before
+            step.leave(f"it ended the loop after step {iteration}", self.fold)  # finds a peer that left it before
             self._replicas.end(iteration)
         if stops or self._recorder.keeps:
             saves = decision is not None and decision.save
             self._recorder.end_step(stops=stops, ends=ends, saves=saves, is_last_of_epoch=is_last_of_epoch)
+        self._use_measured_shares()
         self.world.stage = "data"
+
+    def _use_measured_shares(self) -> None:
+        """Read and fold as the mini-batches are divided now, if they have got shares."""
+        if self._shares.take():
+            self._recorder.record_shares(self.batches.shares or ())
+            self._ahead.restart(self._where.epochs + 1, self._where.at)
+            if self.batches.fixed_shards:  # shards have moved to other ranks
+                self.fold = self._make_fold(self.fold)
 
     @property
     def _is_over(self) -> bool:
@@ -353,11 +363,7 @@ class Loop:
     # -- StepEvents: what happens around a fold ------------------------------------------------------------
 
     def before_pass(self, passes: int) -> Fold:
-        """The fold of the next pass: a new one if modules or parameters were replaced. Every rank must call this.
-
-        Args:
-            passes: the number of folded passes of the step.
-        """
+        """The fold of the next pass: a new one if modules or parameters were replaced. Every rank must call this."""
         if self._job.structure.has_changed():
             self._job.structure.make_new_equal(self.world)
             self.fold = self._make_fold(self.fold)
@@ -384,12 +390,7 @@ class Loop:
         seed_step(self.world.seed, self._where.iteration, self.world.device)
 
     def after_fold(self, result: StepResult, mini_batch: MiniBatch, passes: int) -> None:
-        """Record the step, and check what the fold computed. Every rank must call this.
-
-        Args:
-            result, mini_batch: of the step.
-            passes: the number of its folded passes before this one.
-        """
+        """Record the step, and check what the fold computed. Every rank must call this."""
         self._where.is_folded = True
         if passes == 0 and self._recorder.has_rows:
             unused = self.batches.unused_after(mini_batch) if mini_batch.is_last else None
@@ -403,6 +404,8 @@ class Loop:
                 self._state_check.look(result.iteration)
             if self._compares:
                 self._replicas.check(result.iteration)
+            if self._shares.is_measuring:
+                self._shares.end_step(result.iteration)
 
     # -- its position --------------------------------------------------------------------------------------
 

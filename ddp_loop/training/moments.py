@@ -16,7 +16,6 @@ from torch.nn import Parameter
 
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.batch_norm import BatchNormStatistics, PooledStatistics
-from ddp_loop.data import split_range
 from ddp_loop.distributed import World, fill_identity, merge, padded
 from ddp_loop.training.flat_all_reduce import FlatAllReduce, finish_all
 from ddp_loop.training.ordered_sum import ReductionOrder
@@ -54,7 +53,7 @@ def moment_sums(
     """The sums of moments, or None where statistics travel in rows. Args as for `use_moments` and `MomentSums`."""
     if not use_moments(statistics, shards, parameters, dtype):
         return None
-    return MomentSums(statistics, world, order, shards, dtype)
+    return MomentSums(statistics, world, order, dtype)
 
 
 class MomentSums:
@@ -64,15 +63,13 @@ class MomentSums:
         statistics: of the job.
         world: from `join_world`.
         order: in which shards are added up.
-        shards: S, of each mini-batch.
         dtype: of a shard's row.
     """
 
     def __init__(
-        self, statistics: BatchNormStatistics, world: World, order: ReductionOrder, shards: int, dtype: torch.dtype
+        self, statistics: BatchNormStatistics, world: World, order: ReductionOrder, dtype: torch.dtype
     ) -> None:
         self._statistics, self._world, self._order, self._dtype = statistics, world, order, dtype
-        self._mine = split_range(shards, world.size, world.rank)
         self._calls: tuple[int, ...] = ()  # of the layout for which the sum is planned
         self._summing: list[FlatAllReduce] = []  # one, or none before a layer was called
         self._rows: list[torch.Tensor] = []  # this rank's pieces; the sum comes into the first
@@ -116,8 +113,8 @@ class MomentSums:
         records = {record.shard.number: record for record in self._records}
         pieces: list[torch.Tensor | None] = []
         block = max(1, _BLOCK // self._statistics.width(self._calls))
-        for first in range(0, len(self._mine), block):
-            shards = self._mine[first : first + block]
+        for first in range(0, len(self._order.mine), block):
+            shards = self._order.mine[first : first + block]
             found = [records[shard] for shard in shards if shard in records]
             moments = dict(zip((one.shard.number for one in found), self._moments(found), strict=True))
             for shard, merges in zip(shards, self._order.merges[first:], strict=False):

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 
-from ddp_loop.data import split_range
+from ddp_loop.data import split_sizes
 
 Node = tuple[int, int]
 
@@ -28,6 +29,7 @@ class ReductionOrder:
         last_merges: the same as `merges`, for the pieces of all ranks in rank order.
         is_any: whether any order gives the same bits, as for two pieces (a + b is b + a); or no order was asked for.
         in_place: whether the rank's shards are added one after another into the same tensors.
+        mine: the numbers of the rank's shards.
     """
 
     merges: tuple[int, ...]
@@ -35,13 +37,19 @@ class ReductionOrder:
     last_merges: tuple[int, ...]
     is_any: bool
     in_place: bool = field(default=False)
+    mine: range = field(default=range(0))
 
 
 @lru_cache(maxsize=64)
-def tree_order(shards: int, ranks: int, rank: int) -> ReductionOrder:
-    """The order of the tree over `shards`, for one of the `ranks`. See [Note: The tree]."""
+def tree_order(shards: int, ranks: int, rank: int, carried: tuple[int, ...] | None = None) -> ReductionOrder:
+    """The order of the tree over `shards`, for one of the `ranks`. See [Note: The tree].
+
+    Args:
+        shards, ranks, rank: S; the number of ranks, and the one.
+        carried: the number of shards of each rank; by default `split_sizes(shards, ranks)`.
+    """
     siblings = dict(_pairs((0, shards)))
-    ranges = [split_range(shards, ranks, number) for number in range(ranks)]
+    ranges = _ranges(carried or split_sizes(shards, ranks))
     added = [_added_up([(shard, shard + 1) for shard in mine], siblings) for mine in ranges]
     merges, _ = added[rank]
     pieces = [left for _, left in added]
@@ -53,15 +61,21 @@ def tree_order(shards: int, ranks: int, rank: int) -> ReductionOrder:
         tuple(last_merges),
         is_any=sum(counts) <= 2 and max(counts) == 1,
         in_place=len(ranges[rank]) <= 1,  # there is nothing to add up
+        mine=ranges[rank],
     )
 
 
 @lru_cache(maxsize=64)
-def rank_order(shards: int, ranks: int, rank: int) -> ReductionOrder:
-    """Each rank's shards one after another, then the ranks in any order."""
-    mine = len(split_range(shards, ranks, rank))
-    one_by_one = (0, *(1,) * (ranks - 1))
-    return ReductionOrder((0, *(1,) * (mine - 1))[:mine], (1,) * ranks, one_by_one, is_any=True, in_place=True)
+def rank_order(shards: int, ranks: int, rank: int, carried: tuple[int, ...] | None = None) -> ReductionOrder:
+    """Each rank's shards one after another, then the ranks in any order. Args as for `tree_order`."""
+    mine = _ranges(carried or split_sizes(shards, ranks))[rank]
+    merges, one_by_one = (0, *(1,) * (len(mine) - 1))[: len(mine)], (0, *(1,) * (ranks - 1))
+    return ReductionOrder(merges, (1,) * ranks, one_by_one, is_any=True, in_place=True, mine=mine)
+
+
+def _ranges(counts: tuple[int, ...]) -> list[range]:
+    """The shards of each rank, which are neighbors."""
+    return [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 def _pairs(node: Node) -> Iterator[tuple[tuple[Node, Node], Node]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -115,6 +115,7 @@ class RunRecorder:
         self._report = Reporter(world, where, checkpointer)
         self._optimizer = next((one for one in state.values() if isinstance(one, Optimizer)), None)
         self._has_optimizer = any(map(_is_optimizer, state.values()))
+        self._extent: dict[str, object] = {}  # in status.json
         self.tracer: Tracer | None = None
         self.stopped: str | None = None
         self.holds, self.keeps, self.has_rows = True, checkpointer is not None, False
@@ -123,7 +124,13 @@ class RunRecorder:
         self._held: Snapshot | None = None  # a copy of the last step's state, which could become one
         self._ending: Callable[[], None] = _nothing  # called when the world is left
 
-    def open(self, facts: Mapping[str, object], resume: bool | None, config: Config | None) -> dict[str, int] | None:
+    def open(
+        self,
+        facts: Mapping[str, object],
+        resume: bool | None,
+        config: Config | None,
+        shares: Sequence[float] | None = None,
+    ) -> dict[str, int] | None:
         """Take the run folder, and restore the newest checkpoint's state. Every rank must call this.
 
         Returns:
@@ -131,7 +138,8 @@ class RunRecorder:
         """
         there = None
         if self.checkpointer is not None:
-            there = self.checkpointer.open(facts, resume, self._where.extent, config)
+            self._extent = {**self._where.extent, **({} if shares is None else {"shares": list(shares)})}
+            there = self.checkpointer.open(facts, resume, self._extent, config)
         if self.checkpointer is not None and not self._has_optimizer:
             self.checkpointer.say(
                 "state has no optimizer, so checkpoints keep none and a resumed run begins with a new one. Pass "
@@ -140,6 +148,12 @@ class RunRecorder:
         if there is not None:
             self._saved = there["iteration"]
         return there
+
+    def record_shares(self, shares: Sequence[float]) -> None:
+        """Write the ranks' shares into status.json."""
+        if self.checkpointer is not None:
+            self._extent["shares"] = list(shares)
+            self.checkpointer.write_status("running", iteration=self._where.iteration)
 
     def open_rows(self, reporting: Reporting) -> None:
         """Start to take and show rows, appended to those already in the file. Every rank must call this.

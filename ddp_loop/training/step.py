@@ -18,6 +18,7 @@ from ddp_loop.training.control import FoldEvents
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.gather import BatchGather, HeldOutputs, check_outputs
 from ddp_loop.training.payload import ShardRecord, StepResult, as_metric, loss_factor
+from ddp_loop.training.share_measurement import ShareMeasurement
 from ddp_loop.training.validation import (
     RESERVED_NAMES,
     Reduction,
@@ -107,6 +108,7 @@ class Step:
         world: World,
         loaded: LoadedBatch,
         iteration: int,
+        meter: ShareMeasurement | None = None,
         *,
         is_last_of_epoch: bool,
         tracer: Tracer | None = None,
@@ -116,7 +118,7 @@ class Step:
         self.samples = loaded.mini_batch.samples
         self.is_last_of_epoch = is_last_of_epoch
         self._events, self._fold, self._gathering = events, fold, gathering
-        self._world, self._loaded, self._tracer = world, loaded, tracer
+        self._world, self._loaded, self._tracer, self._meter = world, loaded, tracer, meter
         self._record: ShardRecord | None = None  # of the shard at hand
         self.passes = 0
         self.is_broken = False
@@ -130,6 +132,8 @@ class Step:
                 "Call step.fold() first."
             )
         self._begin()
+        if self._meter is not None:
+            self._meter.begin_shards()
         world, shards = self._world, self._loaded.mini_batch.shards
         for number, shard in enumerate(shards):
             world.stage = "data"
@@ -153,6 +157,8 @@ class Step:
                 finally:
                     self._record = None
         self._is_read = True
+        if self._meter is not None and self.passes == 0:
+            self._meter.end_shards(self._loaded.mini_batch)
 
     @property
     def is_open(self) -> bool:
@@ -346,16 +352,16 @@ class Step:
         taken_for_data = not self._has_begun and (self._is_read or self._shards_read != 1)
         return partial(explain, taken_for_data=taken_for_data, all_read=self._is_read, skips=skips)
 
-    def leave(self, why: str) -> bool:
+    def leave(self, why: str, fold: Fold) -> bool:
         """Tell the peers, before this rank's next collective, that it makes no further step; returns whether it will.
 
         Where all ranks leave together, nothing happens; those that fold instead raise PeerFailed. The message is
-        deferred, since the loop may be left by an exception, which comes first.
+        deferred, since the loop may be left by an exception, which comes first. `fold` is that of the next pass.
         """
-        control = self._fold.control
+        control = fold.control
         if self.is_broken or (control is not None and control.has_raised) or self._world.is_left:
             return False
-        fold, world, send_no_gather = self._fold, self._world, self._gathering.send_no_gather
+        world, send_no_gather = self._world, self._gathering.send_no_gather
         send_nothing = fold.leaving(len(self._loaded.mini_batch.sizes), gathers=self._gathering.is_used)
         if not self.is_open and self._gathering.is_used:
             self._gathering.open()  # the next pass has sent no word yet

@@ -161,12 +161,17 @@ def check_arguments(
 
 
 def check_synced(batches: Batches, sync_channels: Sequence[SyncChannel]) -> None:
-    """Raise ValueError if a rank has several shards under synced batch norm."""
-    if sync_channels and batches.shards > batches.world.size:
+    """Raise ValueError if a rank has several shards under synced batch norm, or its share is still to be measured."""
+    if sync_channels and batches.division.is_unmeasured:
+        raise ValueError(
+            "With synced batch norm every rank waits for the others in each forward, so the ranks' own times cannot be "
+            'measured. Got shares="measured". Pass shares as numbers, or use local_batch_norm(model).'
+        )
+    if sync_channels and max(batches.division.carried) > 1:
         raise ValueError(
             f"Synced batch norm needs at most one shard per rank. Got {batches.shards} shards on {batches.world.size} "
-            "ranks. Remove shards=, or use local_batch_norm(model): its running statistics are still those of the "
-            "whole mini-batch."
+            f"ranks{' with shares' if batches.shards <= batches.world.size else ''}. Remove shards=, or use "
+            "local_batch_norm(model): its running statistics are still those of the whole mini-batch."
         )
 
 
