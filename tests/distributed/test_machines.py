@@ -47,7 +47,7 @@ class Hosts:
 
     def start(self, job: Job, host: int, nodes: str, restarts: int = 3) -> None:
         """Start the job's launcher on a host."""
-        times = "timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
+        times = "timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=10"
         launcher = [
             f"--nnodes={nodes}", "--nproc_per_node=1", f"--max-restarts={restarts}", "--rdzv-backend=c10d",
             "--rdzv-id=job", f"--rdzv-endpoint={address(0)}:{PORT}", f"--local-addr={address(host)}",
