@@ -34,6 +34,7 @@ class Own:
         self.numbers = list(range(begin, begin + count))
 
     def set_epoch(self, epoch: int) -> None:
+        self.numbers.sort()
         random.Random(epoch).shuffle(self.numbers)
 
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -262,7 +263,7 @@ def trained(
                 step.backward(model(rows).square().mean())
             step.fold()
             optimizer.step()
-            if step.iteration == stop_at + 1:
+            if stop_at and step.iteration == stop_at + 1:
                 break
         losses = dl.evaluate(model, batches, forward=of_rows, loss=lambda output, *_: output.square().mean(1))
         return values_of(model), [losses, began]
@@ -582,7 +583,7 @@ def over_own_streams(folder: str, until: str, stop_at: int) -> tuple[Tensors, li
             step.fold()
             optimizer.step()
             told.append((step.iteration, step.samples, step.is_last_of_epoch))
-            if step.iteration == stop_at + 1:
+            if stop_at and step.iteration == stop_at + 1:
                 break
         return values_of(model), told, str(batches.unused)
 
