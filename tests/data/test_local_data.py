@@ -34,6 +34,7 @@ class Own:
         self.numbers = list(range(begin, begin + count))
 
     def set_epoch(self, epoch: int) -> None:
+        self.numbers.sort()
         random.Random(epoch).shuffle(self.numbers)
 
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -262,7 +263,7 @@ def trained(
                 step.backward(model(rows).square().mean())
             step.fold()
             optimizer.step()
-            if step.iteration == stop_at + 1:
+            if stop_at and step.iteration == stop_at + 1:
                 break
         losses = dl.evaluate(model, batches, forward=of_rows, loss=lambda output, *_: output.square().mean(1))
         return values_of(model), [losses, began]
@@ -362,9 +363,8 @@ def reported(folder: str, counts: list[int], until: str) -> Any:
     ],
 )
 def test_unused_samples_are_reported(
-    counts: list[int], until: str, key: str, said: str, on_ranks: OnRanks, tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    counts: list[int], until: str, key: str, said: str, on_ranks: OnRanks, tmp_path: Path
+) -> None:
     assert on_ranks(2, reported, str(tmp_path), counts, until) == [said] * 2
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["samples"] for row in rows][: len(rows) // 2] == [row["samples"] for row in rows][len(rows) // 2 :]
@@ -526,6 +526,48 @@ def test_a_loss_of_the_whole_mini_batch_over_own_streams(on_ranks: OnRanks) -> N
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
+def in_two_passes(counts: list[int], until: str) -> list[tuple[int, bool]]:
+    with dl.join_world() as world:
+        model = network()
+        batches = dl.Batches(own_stream(world, counts), 4, world, partition="local", until=until)
+        told = []
+        for step in dl.Loop(batches, 2, state={"model": model}, progress=False):
+            for _ in range(2):
+                for _, rows in step:
+                    step.backward(model(rows).square().mean())
+                step.fold()
+            told.append((step.samples, step.is_last_of_epoch))
+        return told
+
+
+@pytest.mark.both_modes
+@pytest.mark.parametrize("until", ["all", "first"])
+def test_several_passes_over_own_streams(until: str, on_ranks: OnRanks) -> None:
+    expected = [(4, False), (3, False), (2, False), (1, True)] if until == "all" else [(4, False), (3, True)]
+    assert on_ranks(2, in_two_passes, [7, 3], until) == [expected * 2] * 2
+
+
+class Broken(Own):
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        yield from list(super().__iter__())[:3]
+        raise OSError("the disk is gone")
+
+
+def over_a_broken_stream(world: dl.World, folder: str, size: int) -> None:
+    data = (Broken if world.rank == 1 else Own)(10 * world.rank, 10)
+    model = network()
+    batches = dl.Batches(data, size, world, partition="local")
+    for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+        for _, rows in step:
+            step.backward(model(rows).square().mean())
+        step.fold()
+
+
+@pytest.mark.parametrize("size", [2, 6])  # the error comes in the first read, or while one reads ahead
+def test_an_error_of_one_own_stream_ends_all_ranks(size: int, on_ranks: OnRanks, tmp_path: Path) -> None:
+    Refused(on_ranks, tmp_path)(2, over_a_broken_stream, size, kind="OSError", said="the disk is gone", by=1)
+
+
 def over_own_streams(folder: str, until: str, stop_at: int) -> tuple[Tensors, list[Any], str]:
     with dl.join_world(seed=4) as world:
         model = nn.Sequential(*network(), nn.Dropout(0.2))
@@ -533,15 +575,15 @@ def over_own_streams(folder: str, until: str, stop_at: int) -> tuple[Tensors, li
         batches = dl.Batches(own_stream(world, [7, 3]), 4, world, partition="local", until=until)
         state = {"model": model, "optimizer": optimizer}
         told = []
-        save = {"save_every": stop_at} if stop_at else {}
-        loop = dl.Loop(batches, 2, state=state, progress=False, run_dir=folder or None, **save)
+        save = stop_at or None
+        loop = dl.Loop(batches, 2, state=state, progress=False, run_dir=folder or None, save_every=save)
         for step in loop:
             for _, rows in step:
                 step.backward(model(rows).square().mean())
             step.fold()
             optimizer.step()
             told.append((step.iteration, step.samples, step.is_last_of_epoch))
-            if step.iteration == stop_at + 1:
+            if stop_at and step.iteration == stop_at + 1:
                 break
         return values_of(model), told, str(batches.unused)
 

@@ -51,7 +51,7 @@ def test_mini_batches_of_parts_are_those_of_a_plain_count(seed: int) -> None:
     assert order == [number for shards in expected for shard in shards for number in shard]
     assert len(set(shuffled)) == len(shuffled) == parts.samples == len(order)
     starts = [sum(sizes[:part]) for part in range(len(sizes) + 1)]
-    seen, all_sizes = 0, set()
+    seen, all_sizes = 0, set[tuple[int, int]]()
     for position, shards in enumerate(expected):
         one = parts.mini_batch(1, position, range(len(sizes)))
         assert (one.start, one.samples, one.sizes) == (seen, sum(map(len, shards)), tuple(map(len, shards)))

@@ -184,7 +184,7 @@ def take_name(world: dl.World, folder: str, name: str) -> None:
         step.fold()
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "gradient_norm", "samples_per_s", "skipped"])
+@pytest.mark.parametrize("name", ["learning_rate", "gradient_norm", "samples_per_s", "skipped", "unused_samples"])
 def test_a_metric_cannot_have_a_name_of_the_rows_own(name: str, refused: Refused) -> None:
     refused(2, take_name, name, kind="ValueError", said=name)
 

@@ -224,6 +224,23 @@ def test_a_line_of_a_run_whose_end_nobody_knows_says_no_time() -> None:
     assert view.line() == "Epoch 1 of 2, step 3: Loss: 0.2500, 12.5 samples/s, rank 1 is slowest"
 
 
+@pytest.mark.covers("A12")
+@pytest.mark.parametrize(
+    ("name", "samples", "said"),
+    [
+        ("unused_samples", 0, ""),
+        ("unused_samples", 1, ", 1 sample not used"),
+        ("unused_samples_at_least", 6, ", at least 6 samples not used"),
+    ],
+)
+def test_the_line_of_an_epoch_counts_the_samples_that_are_not_used(name: str, samples: int, said: str) -> None:
+    lines: list[str] = []
+    shown = Terminal(lines.append, TrainingLength(), 0.0, None)
+    shown.take(RowMeta(1, 1, 4, 0.1, False), {"loss": 1.0})
+    shown.take(RowMeta(1, 2, 4, 0.2, True), {"loss": 2.0, name: float(samples)})
+    assert lines == [f"Epoch: 1, Loss: 1.5000{said}"]
+
+
 def test_the_means_of_means_are_those_of_all_rows_without_the_skipped() -> None:
     rows = [(3, {"loss": 1.0}), (5, {"loss": float("nan"), "skipped": 1.0}), (1, {"loss": 3.0, "skipped": 0.0})]
     one, other = WeightedMeans(), WeightedMeans()
