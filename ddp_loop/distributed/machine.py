@@ -15,11 +15,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_loop.accelerators import accelerator_of
+from ddp_loop.accelerators import accelerator_of, shares_a_gpu
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.failures import RankStatus
 from ddp_loop.distributed.local_sockets import Header, Listener, LocalPeers, await_accepted, connect
@@ -42,31 +43,55 @@ class NoSharedMemory(Exception):
     is_needed = False
 
 
-def identities_of_all(store: dist.Store, place: RankEnv, device: torch.device, timeout_s: float) -> list[str]:
+def identities_of_all(
+    store: dist.Store, place: RankEnv, device: torch.device | None, timeout_s: float, problem: str = ""
+) -> list[str]:
     """The identities of all ranks' devices, in rank order. Every rank must call this.
 
     Args:
         store: with keys of this world alone.
-        place, device: of this rank.
+        place, device: of this rank; None where it has no device.
         timeout_s: for all ranks to come, in seconds.
+        problem: why this rank has no device.
 
     Raises:
-        ValueError: a rank has another kind of device; on every rank.
+        ValueError: a rank has no device, or another kind of device, or the GPU of another rank; on every rank.
         RuntimeError: a rank did not come in time.
     """
-    own = accelerator_of(device)
-    said = json.dumps({"kind": own.kind, "device": str(device), "identity": own.identity()})
-    every = [json.loads(word) for word in _told_by_all(store, "device", place, said, timeout_s)]
+    said = {"problem": problem, "host": socket.gethostname(), "shares": place.shares_gpu}
+    if device is not None:
+        own = accelerator_of(device)
+        said |= {"kind": own.kind, "device": str(device), "identity": own.identity()}
+    every = [json.loads(word) for word in _told_by_all(store, "device", place, json.dumps(said), timeout_s)]
+    if refusal := _refusal_of_devices(every):
+        with suppress(RuntimeError):  # rank 0 may have the store, and must not end while others read
+            _told_by_all(store, "refused", place, "", timeout_s)
+        raise ValueError(problem or refusal)
+    return [one["identity"] for one in every]
+
+
+def _refusal_of_devices(every: list[dict[str, Any]]) -> str:
+    """Why the ranks cannot have these devices, the same on every rank; empty where they can."""
+    for rank, one in enumerate(every):
+        if one["problem"]:
+            return f"Rank {rank} on {one['host']} has no device: {one['problem']}"
     for rank, one in enumerate(every):
         if one["kind"] != every[0]["kind"]:
-            with suppress(RuntimeError):  # rank 0 may have the store, and must not end while others read
-                _told_by_all(store, "refused", place, "", timeout_s)
-            raise ValueError(
+            return (
                 "All ranks must compute on the same kind of device. "
                 f"Rank 0 has {every[0]['device']}, rank {rank} has {one['device']}. Start each rank where its GPU is "
                 'visible (CUDA_VISIBLE_DEVICES), or pass join_world device="cpu" on all of them.'
             )
-    return [one["identity"] for one in every]
+    for rank, one in enumerate(every):
+        for other, before in enumerate(every[:rank]):
+            if shares_a_gpu(one["identity"], before["identity"]) and not (one["shares"] and before["shares"]):
+                return (
+                    f"Each rank must have a GPU of its own. Ranks {other} and {rank} on {one['host']} both have "
+                    f"{one['identity']}. Start no more ranks on a machine than GPUs (torchrun --nproc_per_node=gpu), "
+                    "let CUDA_VISIBLE_DEVICES show each rank another one, or pass join_world share_gpus=True: sums "
+                    "then go over gloo."
+                )
+    return ""
 
 
 def meet_in_memory(
