@@ -130,7 +130,7 @@ def try_world(device: str, backends: str) -> tuple[str, dict[str, list[float]]]:
     with (
         dl.deterministic(seed=None),
         group_of_one(backends) if backends else nullcontext(),
-        dl.join_world(device=device, seed=0) as world,
+        dl.join_world(device=device, share_gpus=True, seed=0) as world,
     ):
         if backends:
             check_sums(world)

@@ -25,6 +25,7 @@ _SPIN_S = 0.005  # so long a wait looks without a pause
 _NAP_S = 0.0002
 _READS = "synchronizing CUDA operation"  # in torch's warning
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
+_SLICE = "MIG"
 _checks: list[Callable[[], None]] = []
 Recorded = TypeVar("Recorded")
 
@@ -84,6 +85,10 @@ class Accelerator:
 
     def activate(self) -> None:
         """Make it this process's current device."""
+
+    def uuid(self) -> str:
+        """The device's UUID as nvidia-smi shows it, such as "GPU-3f1a..."; empty for a device without one."""
+        return ""
 
     def identity(self) -> str:
         """What tells the device from those of other ranks, on any machine; empty where that does not matter."""
@@ -215,10 +220,12 @@ class Cuda(Accelerator):
         torch.cuda.init()  # otherwise the generators exist only after the first tensor on the device
         torch.cuda.set_device(self.device)
 
+    def uuid(self) -> str:
+        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+
     def identity(self) -> str:
         """Its UUID; one word for all slices of GPUs, which NCCL refuses as one GPU."""
-        properties = torch.cuda.get_device_properties(self.device)
-        return "MIG" if " MIG " in properties.name else str(properties.uuid)
+        return _SLICE if " MIG " in torch.cuda.get_device_properties(self.device).name else self.uuid()
 
     def process_group(self, identities: Sequence[str]) -> tuple[str, torch.device | None]:
         """NCCL where each rank has a GPU of its own, since it refuses two ranks on one."""
@@ -380,11 +387,21 @@ def gpu_count() -> int:
 
 
 def all_gpus() -> list[Accelerator]:
-    """Every GPU that torch sees, initialized."""
+    """Every GPU that torch sees, in the order of their indices. CUDA is initialized; no GPU gets a context."""
     if not torch.cuda.is_available():
         return []
     torch.cuda.init()
     return [accelerator_of(torch.device("cuda", number)) for number in range(gpu_count())]
+
+
+def reaches(one: Accelerator, other: Accelerator) -> bool:
+    """Whether a GPU reaches the memory of another one of its machine directly."""
+    return bool(torch.cuda.can_device_access_peer(one.device, other.device))
+
+
+def shares_a_gpu(identity: str, other: str) -> bool:
+    """Whether two identities are certainly those of one GPU; slices of GPUs cannot be told apart."""
+    return identity == other and identity not in ("", _SLICE)
 
 
 def check_in_waits(check: Callable[[], None]) -> Callable[[], None]:

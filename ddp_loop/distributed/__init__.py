@@ -1,12 +1,14 @@
 """The ranks: how a process joins, sums and leaves, who failed, and whether the replicas are the same."""
 
 from ddp_loop.distributed.backend import Work
-from ddp_loop.distributed.devices import describe_devices, scale_batch_size
+from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_env, scale_batch_size
 from ddp_loop.distributed.encoding import as_real, assemble, columns, decode, encode
 from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error
-from ddp_loop.distributed.join import join_world
+from ddp_loop.distributed.join import join_world, sharing_gpus
 from ddp_loop.distributed.launcher import Pool, RankFailed, check_call, launch, run_script
+from ddp_loop.distributed.machine import machine_of
 from ddp_loop.distributed.piece_sums import IDENTITY, fill_identity, merge, padded
+from ddp_loop.distributed.process_group import launcher_store
 from ddp_loop.distributed.processes import children_except, end_daemons
 from ddp_loop.distributed.replica_check import (
     ReplicaCheck,
@@ -40,6 +42,7 @@ __all__ = [
     "FrozenParameters",
     "PeerFailed",
     "Pool",
+    "RankEnv",
     "RankFailed",
     "RankStore",
     "ReplicaCheck",
@@ -71,13 +74,17 @@ __all__ = [
     "join_world",
     "kept_by",
     "launch",
+    "launcher_store",
+    "machine_of",
     "make_equal",
     "merge",
     "own_names",
     "padded",
+    "read_rank_env",
     "require_one_model",
     "run_script",
     "scale_batch_size",
     "sendable",
+    "sharing_gpus",
     "under_all_names",
 ]

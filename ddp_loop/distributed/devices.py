@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from ddp_loop.accelerators import accelerator_of, gpu_count
+from ddp_loop.accelerators import accelerator_of, all_gpus
+
+_FORMS = (
+    'device must be "auto", "cpu", "gpu", indices of GPUs such as "cuda:2" or "cuda:0,2", or UUIDs such as "GPU-3f1a"'
+)
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """A rank's numbers: `rank` of `size` over all machines, `local_rank` of `local_size` on its own."""
+    """A rank's numbers: `rank` of `size` over all machines, `local_rank` of `local_size` on its own.
+
+    Attributes:
+        shares_gpu: whether other ranks may have the GPU of this rank.
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    shares_gpu: bool = False
 
     @property
     def node(self) -> range:
@@ -66,36 +75,79 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
         raise ValueError(f"{name} must be a whole number. Got {name}={text!r}. Start with torchrun.") from None
 
 
-def choose_device(wish: str, gpus: int, local_rank: int) -> torch.device:
-    """The device for a wish: "auto" (a GPU if there is one), "cpu" or "gpu", on a machine with `gpus` GPUs.
+def gpu_uuids() -> list[str]:
+    """The UUID of each GPU that torch sees, in the order of their indices."""
+    return [gpu.uuid() for gpu in all_gpus()]
+
+
+def choose_device(
+    wish: str, gpus: int, local_rank: int, uuids: Callable[[], Sequence[str]] = gpu_uuids
+) -> torch.device:
+    """The device of a rank for a wish, on a machine with `gpus` GPUs.
 
     | wish | no GPU | GPUs |
     |---|---|---|
     | auto | cpu | cuda:(local_rank mod gpus) |
     | cpu | cpu | cpu |
     | gpu | ValueError | cuda:(local_rank mod gpus) |
+    | cuda:0,2 | ValueError | the GPU at place local_rank mod 2 of the list |
+    | GPU-3f1a,GPU-77c0 | ValueError | likewise; the first letters of a UUID are enough |
+
+    Ranks beyond the end of a list get a GPU that another rank has. `describe_all` refuses that on every rank.
+
+    Args:
+        wish, gpus, local_rank: as above.
+        uuids: returns the UUIDs of the GPUs.
 
     Raises:
-        ValueError: "gpu" without a GPU, or another word.
+        ValueError: a GPU without one there, a GPU that is not there, or another word.
     """
-    if wish not in ("auto", "cpu", "gpu"):
-        raise ValueError(f'device must be "auto", "cpu" or "gpu". Got {wish!r}.')
-    if wish == "gpu" and gpus == 0:
+    if wish == "cpu" or (wish == "auto" and gpus == 0):
+        return torch.device("cpu")
+    listed = [] if wish in ("auto", "gpu") else _listed(wish)
+    if gpus == 0:
         raise ValueError(
-            'device="gpu" needs a GPU that torch can see. torch.cuda.device_count() is 0. Pass "auto" or "cpu", '
+            f'device="{wish}" needs a GPU that torch can see. torch.cuda.device_count() is 0. Pass "auto" or "cpu", '
             "or install a CUDA build of torch."
         )
-    if wish == "cpu" or gpus == 0:
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % gpus)
+    chosen = [_index_of(one, wish, gpus, uuids) for one in listed] or list(range(gpus))
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f'device must name each GPU once. Got "{wish}". Remove the GPU that is there twice.')
+    return torch.device("cuda", chosen[local_rank % len(chosen)])
+
+
+def _listed(wish: str) -> list[str]:
+    """The indices or UUIDs in a wish; ValueError for another word."""
+    kind, colon, numbers = wish.partition(":") if isinstance(wish, str) else ("", "", "")
+    listed = numbers.split(",") if kind == "cuda" and colon else str(wish).split(",")
+    if colon and kind == "cuda" and all(one.isdecimal() for one in listed):
+        return listed
+    if all(one.startswith(("GPU-", "MIG-")) for one in listed):
+        return listed
+    raise ValueError(f"{_FORMS}. Got {wish!r}.")
+
+
+def _index_of(one: str, wish: str, gpus: int, uuids: Callable[[], Sequence[str]]) -> int:
+    """The index of a GPU that is given by its index, or by the first letters of its UUID."""
+    if one.isdecimal() and int(one) < gpus:
+        return int(one)
+    there = uuids()
+    found = [] if one.isdecimal() else [at for at, uuid in enumerate(there) if uuid.lower().startswith(one.lower())]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(f"cuda:{index} ({uuid})" for index, uuid in enumerate(there))
+    problem = f"{one} names {len(found)} of them" if found else f"{one} is not among them"
+    raise ValueError(
+        f'device="{wish}" must name GPUs that torch can see: {known}. {problem[0].upper()}{problem[1:]}. Pass one of '
+        "these, or check CUDA_VISIBLE_DEVICES."
+    )
 
 
 def describe_devices() -> str:
     """The devices of this machine, one a line, and the torchrun command that uses them."""
-    gpus = gpu_count()
-    devices = [torch.device("cpu"), *(torch.device("cuda", number) for number in range(gpus))]
-    lines = [str(accelerator_of(device)) for device in devices]
-    ranks = gpus or 2
+    gpus = all_gpus()
+    lines = [str(accelerator_of(torch.device("cpu"))), *(f"{gpu}, {gpu.uuid()}" for gpu in gpus)]
+    ranks = len(gpus) or 2
     why = "one rank per GPU" if gpus else "no GPU: ranks on the CPU"
     return "\n".join([*lines, f"torchrun --nproc_per_node={ranks} train.py   # {why}"])
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from math import isfinite
 from types import TracebackType
 
@@ -12,16 +16,20 @@ from ddp_loop.accelerators import accelerator_of, gpu_count
 from ddp_loop.determinism import as_int
 from ddp_loop.distributed.devices import choose_device, read_rank_env
 from ddp_loop.distributed.failures import PeerFailed, PeerFailureHook
+from ddp_loop.distributed.process_group import raise_on_all
 from ddp_loop.distributed.processes import end_with_torchrun
 from ddp_loop.distributed.world import World
 
 EXCHANGES = ("auto", "memory", "gloo")
 _EXCHANGE = "DDP_LOOP_EXCHANGE"
+_REFUSAL_S = 10.0  # how long a rank without a device waits for the others
+_sharing = ContextVar("sharing", default=False)
 
 
 def join_world(
     *,
     device: str = "auto",
+    share_gpus: bool = False,
     seed: int = 0,
     threads: int = 1,
     timeout_s: float = 60.0,
@@ -37,8 +45,11 @@ def join_world(
             model = Network().to(world.device)
 
     Args:
-        device: "auto" (a GPU if there is one), "cpu" or "gpu". Each local rank gets a GPU of its own (NCCL); where
-            there are fewer GPUs than ranks, they share them, and sums go over gloo.
+        device: "auto" (a GPU if there is one), "cpu" or "gpu"; or some of the machine's GPUs, by index ("cuda:2",
+            "cuda:0,2") or by UUID ("GPU-3f1a..."; the first letters are enough). Each local rank gets one of them, in
+            their order. The process leaves the others untouched.
+        share_gpus: let several ranks have one GPU, where there are more ranks than GPUs. Sums then go over gloo, since
+            NCCL needs a GPU for each rank. By default ranks with the same GPU are refused.
         seed: of Python's, NumPy's and torch's generators, and of every random stream of a loop.
         threads: CPU threads of torch on each rank. Fixed, since 1 and 2 threads give different bits: torchrun sets
             1, and plain Python takes all cores.
@@ -52,7 +63,8 @@ def join_world(
             that was up to 37 % higher.
 
     Raises:
-        ValueError: WORLD_SIZE without RANK or the reverse, no such device, or ranks that disagree.
+        ValueError: WORLD_SIZE without RANK or the reverse, no such device, two ranks with one GPU, or ranks that
+            disagree.
         PeerFailed: not all ranks joined within the timeout.
     """
     seed, threads = as_int(seed), as_int(threads)
@@ -67,13 +79,27 @@ def join_world(
         raise ValueError(f"exchange, and {_EXCHANGE} in the environment, must be one of {every}. Got {exchange!r}.")
     place = read_rank_env(dict(os.environ))
     end_with_torchrun(os.environ)
-    chosen = choose_device(device, gpu_count(), place.local_rank)
+    place = replace(place, shares_gpu=share_gpus or _sharing.get())
+    try:
+        chosen = choose_device(device, gpu_count(), place.local_rank)
+    except ValueError as problem:
+        raise_on_all(problem, place, min(timeout_s, _REFUSAL_S))
     accelerator_of(chosen).activate()
     if keep_memory:
         accelerator_of(chosen).keep_memory()
     world = World(place, chosen, seed=seed, threads=threads, timeout_s=timeout_s, exchange=exchange)
     _leave_at_exit(world)
     return world
+
+
+@contextmanager
+def sharing_gpus() -> Iterator[None]:
+    """Inside the block every world that is joined has `share_gpus=True`."""
+    token = _sharing.set(True)
+    try:
+        yield
+    finally:
+        _sharing.reset(token)
 
 
 _open: list[World] = []  # joined, and not left

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_loop.accelerators import accelerator_of
+from ddp_loop.accelerators import accelerator_of, shares_a_gpu
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.failures import RankStatus
 from ddp_loop.distributed.local_sockets import Header, Listener, LocalPeers, await_accepted, connect
@@ -43,7 +44,7 @@ class NoSharedMemory(Exception):
 
 
 def describe_all(
-    store: dist.Store, place: RankEnv, device: torch.device, timeout_s: float
+    store: dist.Store, place: RankEnv, device: torch.device | None, timeout_s: float, problem: str = ""
 ) -> tuple[list[str], list[str]]:
     """The identities of all ranks' devices, and the ranks' hosts, in rank order. Every rank must call this.
 
@@ -51,28 +52,49 @@ def describe_all(
 
     Args:
         store: with keys of this world alone.
-        place, device: of this rank.
+        place, device: of this rank; None where it has no device.
         timeout_s: for all ranks to come, in seconds.
+        problem: why this rank has no device.
 
     Raises:
-        ValueError: a rank has another kind of device; on every rank.
+        ValueError: a rank has no device, or another kind of device, or the GPU of another rank; on every rank.
         RuntimeError: a rank did not come in time.
     """
-    own = accelerator_of(device)
-    said = {"kind": own.kind, "device": str(device), "identity": own.identity()}
-    said |= {"machine": machine_of(place), "host": _own_host()}
+    said = {"problem": problem, "shares": place.shares_gpu, "machine": machine_of(place), "host": _own_host()}
+    if device is not None:
+        own = accelerator_of(device)
+        said |= {"kind": own.kind, "device": str(device), "identity": own.identity()}
     every = [json.loads(word) for word in _told_by_all(store, "device", place, json.dumps(said), timeout_s)]
+    if refusal := _refusal_of_devices(every):
+        with suppress(RuntimeError):  # rank 0 may have the store, and must not end while others read
+            _told_by_all(store, "refused", place, "", timeout_s)
+        raise ValueError(problem or refusal)
+    hosts = [one["host"] for one in every] if len({one["machine"] for one in every}) > 1 else []
+    return [one["identity"] for one in every], hosts
+
+
+def _refusal_of_devices(every: list[dict[str, Any]]) -> str:
+    """Why the ranks cannot have these devices, the same on every rank; empty where they can."""
+    for rank, one in enumerate(every):
+        if one["problem"]:
+            return f"Rank {rank}{one['host']} has no device: {one['problem']}"
     for rank, one in enumerate(every):
         if one["kind"] != every[0]["kind"]:
-            with suppress(RuntimeError):  # rank 0 may have the store, and must not end while others read
-                _told_by_all(store, "refused", place, "", timeout_s)
-            raise ValueError(
+            return (
                 "All ranks must compute on the same kind of device. "
                 f"Rank 0 has {every[0]['device']}, rank {rank} has {one['device']}. Start each rank where its GPU is "
                 'visible (CUDA_VISIBLE_DEVICES), or pass join_world device="cpu" on all of them.'
             )
-    hosts = [one["host"] for one in every] if len({one["machine"] for one in every}) > 1 else []
-    return [one["identity"] for one in every], hosts
+    for rank, one in enumerate(every):
+        for other, before in enumerate(every[:rank]):
+            if shares_a_gpu(one["identity"], before["identity"]) and not (one["shares"] and before["shares"]):
+                return (
+                    f"Each rank must have a GPU of its own. Ranks {other} and {rank}{one['host']} both have "
+                    f"{one['identity']}. Start no more ranks on a machine than GPUs (torchrun --nproc_per_node=gpu), "
+                    "let CUDA_VISIBLE_DEVICES show each rank another one, or pass join_world share_gpus=True: sums "
+                    "then go over gloo."
+                )
+    return ""
 
 
 def _own_host() -> str:

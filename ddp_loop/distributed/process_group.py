@@ -9,7 +9,9 @@ same on every rank. In memory there is one order and no group.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -178,10 +180,8 @@ class ProcessGroups:
 
     def _start(self, place: RankEnv, device: torch.device, timeout_s: float) -> None:
         try:
-            store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=self._timeout))
-            store.set_timeout(self._timeout)
+            store = launcher_store(place, self._timeout)
             end_silent(_new_sockets(self._before), self._timeout)
-            store = own_keys(store, place.rank)
             self._before = open_sockets()  # without the store's, from which the others read why rank 0 failed
             identities, self._hosts = describe_all(store, place, device, timeout_s)
         except RuntimeError as error:
@@ -251,3 +251,28 @@ def _not_all_came(place: RankEnv, timeout_s: float, error: RuntimeError) -> Peer
         f"All {place.size} ranks must join within timeout_s={timeout_s:g}. Rank {place.rank} did not reach them all. "
         f"Read what the others printed, and check MASTER_ADDR and MASTER_PORT. The cause: {error}"
     )
+
+
+def launcher_store(place: RankEnv, timeout: timedelta) -> dist.Store:
+    """The launcher's store, with keys of this world alone."""
+    store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
+    store.set_timeout(timeout)
+    return own_keys(store, place.rank)
+
+
+def raise_on_all(problem: ValueError, place: RankEnv, timeout_s: float) -> NoReturn:
+    """Raise on every rank since this one has no device; the others are in, or come to, `ProcessGroups`.
+
+    Args:
+        problem: why it has none.
+        place: of this rank.
+        timeout_s: for the others to come, in seconds; after that it is raised on this rank alone.
+    """
+    if place.size > 1:
+        with suppress(RuntimeError):  # the other ranks did not come
+            if dist.is_initialized():
+                store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
+            else:
+                store = launcher_store(place, timedelta(seconds=timeout_s))
+            describe_all(store, place, None, timeout_s, problem=str(problem))
+    raise problem

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import inf, isinf, nan
 from pathlib import Path
 
-from ddp_loop.distributed import RankFailed, launch, run_script
+from ddp_loop.distributed import RankFailed, launch, run_script, sharing_gpus
 from ddp_loop.tracing.compare import (
     FirstMismatch,
     MaxDifference,
@@ -36,7 +36,7 @@ def run_requested(script: str, arguments: Sequence[str], request: TraceRequest) 
     """Run a script on this rank as its launcher would, under a request and with its output in the request's folder."""
     path = request.folder / f"output-{os.environ['RANK']}.txt"
     printed = path.open("w", encoding="utf-8", errors="backslashreplace", buffering=1)
-    with printed, redirect_stdout(printed), redirect_stderr(printed), tracing(request):
+    with printed, redirect_stdout(printed), redirect_stderr(printed), tracing(request), sharing_gpus():
         run_script(script, arguments)
 
 

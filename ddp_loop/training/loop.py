@@ -253,7 +253,6 @@ class Loop:
                     ...
                 score = dl.evaluate(model, test_batches, loss=losses)["loss"]
                 world.print(f"Epoch {epoch.number}: {score:.4f}")
-                schedule.step()
 
         A run that resumes from an epoch's last step gets that epoch without a step, and so repeats what follows it.
 

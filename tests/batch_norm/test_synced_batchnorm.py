@@ -94,7 +94,7 @@ def train(layer: nn.Module, steps: list[tuple[torch.Tensor, torch.Tensor]]) -> T
 
 
 def train_on_ranks(cases: list[Case], device: str = "cpu") -> list[Trained]:
-    with dl.join_world(device=device) as world:
+    with dl.join_world(device=device, share_gpus=True) as world:
         found = []
         for case in cases:
             layer = sync_batch_norm(layer_of(case).to(world.device), world)

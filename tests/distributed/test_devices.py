@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import ClassVar
 from unittest import mock
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 import ddp_loop as dl
 from ddp_loop.accelerators import Cpu, accelerator_of
-from ddp_loop.distributed import describe_devices, join_world, scale_batch_size
+from ddp_loop.distributed import Pool, describe_devices, devices, join, join_world, scale_batch_size, sharing_gpus
 from ddp_loop.distributed.devices import RankEnv, choose_device, read_rank_env
 from tests.support.device_modes import cpu_as
 from tests.support.harness import FAULT_S, OnRanks, caught
@@ -51,10 +53,10 @@ def test_a_gpu_wished_for_where_there_is_none_is_refused() -> None:
 
 
 @pytest.mark.covers("B7")
-@pytest.mark.parametrize("wish", ["cuda", "GPU", "", "cuda:0", "tpu"])
+@pytest.mark.parametrize("wish", ["cuda", "GPU", "", "cuda:", "cuda:0,", "cuda:-1", "cpu:0", "0", "tpu"])
 @pytest.mark.parametrize("gpus", [0, 1])
-def test_another_word_is_refused_with_the_three_that_there_are(wish: str, gpus: int) -> None:
-    with pytest.raises(ValueError, match=rf'must be "auto", "cpu" or "gpu"\. Got {wish!r}'):
+def test_another_word_is_refused_with_those_that_there_are(wish: str, gpus: int) -> None:
+    with pytest.raises(ValueError, match=rf'must be "auto", "cpu", "gpu", indices .* or UUIDs .*\. Got {wish!r}'):
         choose_device(wish, gpus, local_rank=0)
 
 
@@ -71,8 +73,60 @@ def test_each_local_rank_takes_its_own_gpu() -> None:
 
 
 @pytest.mark.covers("C1")
-def test_more_ranks_than_gpus_share_them() -> None:
+def test_ranks_that_share_gpus_take_them_in_turn() -> None:
     assert [choose_device("gpu", 2, rank).index for rank in range(5)] == [0, 1, 0, 1, 0]
+
+
+UUIDS = ["GPU-3f1a0000-aaaa", "GPU-3f1a0000-bbbb", "GPU-77c00000-cccc"]
+
+
+@pytest.mark.covers("C3")
+@pytest.mark.parametrize(
+    ("wish", "indices"),
+    [
+        ("cuda:2", [2]),
+        ("cuda:0,2", [0, 2]),
+        ("cuda:2,0", [2, 0]),
+        (UUIDS[1], [1]),
+        ("GPU-77C0", [2]),
+        (f"{UUIDS[2]},{UUIDS[0]}", [2, 0]),
+    ],
+)
+def test_some_gpus_are_chosen_by_index_or_uuid_in_their_order(wish: str, indices: list[int]) -> None:
+    ranks = range(len(indices))
+    assert [choose_device(wish, 3, rank, lambda: UUIDS).index for rank in ranks] == indices
+
+
+@pytest.mark.covers("C3")
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ("cuda:3", "3 is not among them"),
+        ("cuda:0,7", "7 is not among them"),
+        ("GPU-99", "GPU-99 is not among them"),
+        ("MIG-99", "MIG-99 is not among them"),
+        ("GPU-3f1a", "GPU-3f1a names 2 of them"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(wish: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f'device="{wish}" must name GPUs that torch can see') as refused:
+        choose_device(wish, 3, 0, lambda: UUIDS)
+    assert said in str(refused.value)
+    assert f"cuda:1 ({UUIDS[1]})" in str(refused.value)
+
+
+@pytest.mark.covers("C3")
+@pytest.mark.parametrize("wish", ["cuda:1,1", f"{UUIDS[0]},{UUIDS[0]}"])
+def test_a_gpu_that_is_named_twice_is_refused(wish: str) -> None:
+    with pytest.raises(ValueError, match="must name each GPU once"):
+        choose_device(wish, 3, 0, lambda: UUIDS)
+
+
+@pytest.mark.covers("C3")
+@pytest.mark.parametrize("wish", ["cuda:0", "GPU-3f1a"])
+def test_chosen_gpus_need_gpus(wish: str) -> None:
+    with pytest.raises(ValueError, match=rf'device="{wish}" needs a GPU.* is 0\.'):
+        choose_device(wish, 0, 0, list)
 
 
 @pytest.mark.covers("C1")
@@ -141,6 +195,7 @@ def test_with_gpus_each_is_described_and_one_rank_each_is_proposed() -> None:
     gpus = torch.cuda.device_count()
     lines = describe_devices().splitlines()
     assert [line.split(":")[:2] for line in lines[1:-1]] == [["cuda", str(number)] for number in range(gpus)]
+    assert all(line.rpartition(", ")[2].startswith("GPU-") for line in lines[1:-1])
     assert f"--nproc_per_node={gpus} " in lines[-1]
 
 
@@ -169,12 +224,13 @@ class Gpu(Cpu):
 def on_gpus(identities: str) -> Iterator[None]:
     """This rank's device is the GPU of that number; "-" for a rank on the CPU."""
     Gpu.identities, Gpu.asked = identities, []
-    with nullcontext() if identities[int(os.environ["RANK"])] == "-" else cpu_as(Gpu):
+    own = mock.patch.object(join, "_sharing", ContextVar("sharing", default=False))  # tests may share real GPUs
+    with own, nullcontext() if identities[int(os.environ["RANK"])] == "-" else cpu_as(Gpu):
         yield
 
 
 def identities_seen(identities: str) -> list[Sequence[str]]:
-    with on_gpus(identities), dl.join_world(device="cpu") as world:
+    with on_gpus(identities), dl.join_world(device="cpu", share_gpus=True) as world:
         assert world.sum(torch.ones(())).item() == world.size
         return Gpu.asked
 
@@ -224,6 +280,123 @@ def test_ranks_on_different_kinds_of_devices_are_refused_on_all(
         assert error == "ValueError"
         assert f"same kind of device. Rank 0 has cpu, rank {odd_rank} has cpu." in said
         assert seconds < FAULT_S
+
+
+def join_own_gpu(identities: str, shares: str, script_group: bool) -> tuple[str, str, float]:
+    def join() -> None:
+        if script_group:
+            dist.init_process_group("gloo")
+        share = shares[int(os.environ["RANK"])] == "s"
+        with dl.join_world(device="cpu", timeout_s=20.0, share_gpus=share):
+            pass
+
+    try:
+        with on_gpus(identities):
+            return caught(join)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.covers("C3")
+@pytest.mark.parametrize("script_group", [False, True])
+@pytest.mark.parametrize(
+    ("identities", "shares", "both"), [("00", "--", (0, 1)), ("010", "---", (0, 2)), ("011", "-s-", (1, 2))]
+)
+def test_two_ranks_with_one_gpu_are_refused_on_all_by_its_uuid(
+    identities: str, shares: str, both: tuple[int, int], script_group: bool, on_ranks: OnRanks
+) -> None:
+    """Whatever each rank's index is: with CUDA_VISIBLE_DEVICES of its own each rank has cuda:0."""
+    for error, said, seconds in on_ranks(len(identities), join_own_gpu, identities, shares, script_group):
+        assert error == "ValueError"
+        assert f"a GPU of its own. Ranks {both[0]} and {both[1]} on " in said
+        assert f"both have GPU-{identities[both[0]]}. " in said
+        assert "share_gpus=True" in said
+        assert seconds < FAULT_S
+
+
+def join_where_one_names_a_gpu(culprit: int, script_group: bool) -> tuple[str, str, float]:
+    def join() -> None:
+        if script_group:
+            dist.init_process_group("gloo")
+        wish = "cuda:7" if int(os.environ["RANK"]) == culprit else "cpu"
+        with dl.join_world(device=wish, timeout_s=20.0):
+            pass
+
+    try:
+        with mock.patch.object(devices, "all_gpus", list):
+            return caught(join)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.covers("C3")
+@pytest.mark.parametrize("script_group", [False, True])
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_without_a_device_ends_all_ranks(culprit: int, script_group: bool, on_ranks: OnRanks) -> None:
+    for rank, (error, said, seconds) in enumerate(on_ranks(3, join_where_one_names_a_gpu, culprit, script_group)):
+        assert error == "ValueError"
+        assert ("has no device: " in said) == (rank != culprit)
+        assert 'device="cuda:7"' in said
+        assert seconds < FAULT_S
+
+
+def share_inside(identities: str) -> tuple[float, tuple[str, str, float]]:
+    with on_gpus(identities):
+        with sharing_gpus(), dl.join_world(device="cpu") as world:
+            total = world.sum(torch.ones(())).item()
+        return total, caught(lambda: dl.join_world(device="cpu"))
+
+
+def test_a_block_lets_the_worlds_inside_share_gpus(on_ranks: OnRanks) -> None:
+    for total, (error, said, _) in on_ranks(2, share_inside, "00"):
+        assert (total, error) == (2.0, "ValueError")
+        assert "share_gpus=True" in said
+
+
+def contexts() -> list[bool]:
+    """Whether this process has a context on each GPU, as the driver knows it."""
+    driver, found = ctypes.CDLL("libcuda.so.1"), []
+    assert driver.cuInit(0) == 0
+    for number in range(torch.cuda.device_count()):
+        gpu, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+        assert driver.cuDeviceGet(ctypes.byref(gpu), number) == 0
+        assert driver.cuDevicePrimaryCtxGetState(gpu, ctypes.byref(flags), ctypes.byref(active)) == 0
+        found.append(bool(active.value))
+    return found
+
+
+def train_on_last(wish: str) -> tuple[list[bool], str, list[bool]]:
+    """The contexts before the world, the device, and the contexts after a little work on it."""
+    last = torch.cuda.device_count() - 1
+    uuids = devices.gpu_uuids()
+    before = contexts()
+    chosen = f"cuda:{last}" if wish == "index" else uuids[last]
+    with dl.join_world(device=chosen) as world:
+        layer = torch.nn.Linear(3, 3).to(world.device)
+        layer(torch.ones(2, 3, device=world.device)).sum().backward()
+        world.sum(torch.ones((), device=world.device))
+        return before, str(world.device), contexts()
+
+
+@pytest.mark.covers("C3")
+@pytest.mark.gpu
+@pytest.mark.parametrize("wish", ["index", "uuid"])
+def test_the_gpus_that_are_not_chosen_get_no_context(wish: str) -> None:
+    last = torch.cuda.device_count() - 1
+    with Pool(1) as fresh:  # a process that has used no GPU
+        [(before, device, after)] = fresh.run(train_on_last, 1, wish)
+    assert before == [False] * (last + 1)
+    assert device == f"cuda:{last}"
+    assert after == [False] * last + [True]
+
+
+@pytest.mark.covers("C3")
+@pytest.mark.gpu
+def test_a_gpu_that_is_not_there_is_refused_with_the_uuids_of_those_that_are() -> None:
+    with pytest.raises(ValueError, match=r"must name GPUs.*cuda:0 \(GPU-"):
+        join_world(device=f"cuda:{torch.cuda.device_count()}")
 
 
 def sums_on_machines(sizes: list[int], script_group: bool) -> tuple[float, list[str], int]:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_loop.accelerators import KINDS, Accelerator, Cpu, accelerator_of
+from ddp_loop.distributed import sharing_gpus
 from tests.support.both_exchanges import EXCHANGE, GLOO, MEMORY, exchange_of
 from tests.support.harness import Result, run_cleanly
 
@@ -167,6 +168,6 @@ def current_mode() -> str:
 
 
 def run_in_mode(mode: str, function: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
-    """Run a task on a rank whose CPU answers so."""
-    with device_mode_of(mode):
+    """Run a task on a rank whose CPU answers so. Ranks may share the GPUs of this machine, if there are any."""
+    with device_mode_of(mode), sharing_gpus():
         return run_cleanly(function, *arguments, **keywords)

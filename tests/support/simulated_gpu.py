@@ -9,6 +9,7 @@ speed, and kernels that only a GPU has.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -177,7 +178,7 @@ class SimulatedCuda(Cuda):
         pass
 
     def identity(self) -> str:
-        return "GPU-0"
+        return f"GPU-{os.environ.get('RANK', '0')}"
 
     def process_group(self, identities: Sequence[str]) -> tuple[str, torch.device | None]:
         return f"cpu:gloo,{NAME}:gloo", None

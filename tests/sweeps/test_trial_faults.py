@@ -18,11 +18,11 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import FileLock, read_json, write_atomic
 from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
-from ddp_loop.reporting import ask_for
+from ddp_loop.reporting import ask_for, trial_folder
 from ddp_loop.sweeps import running
 from ddp_loop.sweeps.plan import SweepPlan
 from ddp_loop.sweeps.sweep_folder import WorkerName, forget_stop, has_requests, is_dead
-from ddp_loop.sweeps.trial_folder import ObjectiveReader, begin_attempt, end_attempt, trial_folder
+from ddp_loop.sweeps.trial_folder import ObjectiveReader, begin_attempt, end_attempt
 from ddp_loop.sweeps.trial_queue import Ending, TrialQueue
 from tests.support.harness import until
 from tests.support.trials import faulty, final, train, trial, trivial, updates
@@ -295,7 +295,12 @@ def test_more_slots_than_trials_start_no_more_places(tmp_path: Path, monkeypatch
     """Each place looks into the storage from time to time."""
     places = list[int]()
     begin = running.SweepWorker.run
-    monkeypatch.setattr(running.SweepWorker, "run", lambda self: (places.append(len(self._places)), begin(self)))
+
+    def count_and_run(worker: running.SweepWorker) -> None:
+        places.append(len(worker._places))
+        begin(worker)
+
+    monkeypatch.setattr(running.SweepWorker, "run", count_and_run)
     results = sweep(trivial, {"x": [1, 2]}, tmp_path / "s", slots=64)
     assert [one.status for one in results] == ["done", "done"]
     assert places == [2]
@@ -310,8 +315,12 @@ def test_a_trial_whose_folder_is_in_use_lets_others_go_first(tmp_path: Path, mon
     first.mkdir(parents=True)
     (first / "run.json").write_text("{}")
     lock, ended = FileLock(first / "lock", "run"), threading.Event()
-    thread = threading.Thread(target=lambda: (worker.run(), ended.set()))
-    thread.start()
+
+    def work() -> None:
+        worker.run()
+        ended.set()
+
+    (thread := threading.Thread(target=work)).start()
     until(lambda: queue.newest()[1].state == "ended", "the other trial has ended")
     lock.close()
     thread.join(30)
