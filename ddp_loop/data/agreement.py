@@ -11,6 +11,11 @@ from ddp_loop.data.shards import MiniBatch
 from ddp_loop.determinism import check_count
 from ddp_loop.distributed import World
 
+ALIKE = (  # of all ranks' Batches, in the order of `Batches._check_same`
+    "the data's length, batch_size, shards, drop_last, shuffle, seed, partition, until, parts, kind, check_data and "
+    "shares"
+)
+
 
 def require_alike(prints: Sequence[Fingerprint]) -> None:
     """Raise ValueError unless the ranks' fingerprints agree."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from ddp_loop.data.agreement import StreamPass, check_data, check_epoch, check_epoch_number, require_alike
+from ddp_loop.data.agreement import ALIKE, StreamPass, check_data, check_epoch, check_epoch_number, require_alike
 from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.loaded_batch import LoadedBatch
 from ddp_loop.data.own_streams import OwnStreamBatcher, OwnStreams
@@ -155,12 +155,11 @@ class Batches:
 
     def _check_same(self) -> None:
         """Raise ValueError on every rank unless all have the same mini-batches of the same data."""
-        what = "the data's length and kind, and Batches' other arguments"
         facts = *(self.facts | {"shards": self.shards}).values(), self.announced, self._check_data, self.division.asked
-        gathered = self.world.gather(facts, what)
+        gathered = self.world.gather(facts, ALIKE)
         if any(other != gathered[0] for other in gathered):
             require_alike([{"the length": (f"{other[0]} samples", "")} for other in gathered])
-            self.world.require_equal(what, facts)
+            self.world.require_equal(ALIKE, facts)
         if self._check_data and self.world.size > 1 and (fingerprint := self._fingerprint) is not None:
             check_data(fingerprint, self.world)
 
