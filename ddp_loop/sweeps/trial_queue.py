@@ -218,7 +218,7 @@ class TrialQueue:
                         continue
                     self._backend.record_heartbeat(key)
                     self._storage.set_trial_user_attr(key, WORKER, worker)  # not before: another may have taken it
-                    if waiting.user_attrs[ATTEMPT] > 1 and self._withdraws(waiting):
+                    if self._withdraws(waiting):
                         continue
                 except optuna.exceptions.UpdateFinishedTrialError:
                     continue

@@ -136,6 +136,6 @@ def test_a_sweep_goes_on_while_its_server_restarts(tmp_path: Path) -> None:
         finally:
             process.kill()
     for number in range(3):
-        facts: dict[str, Any] = trial(tmp_path / "s", number)
-        assert (facts["status"], len(facts["attempts"])) == ("done", 1)
+        found = trial(tmp_path / "s", number)
+        assert (found["status"], len(found["attempts"])) == ("done", 1)
         assert updates(tmp_path / "s" / "trials" / f"{number:04d}") == list(range(1, 201))

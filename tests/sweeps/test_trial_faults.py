@@ -293,14 +293,13 @@ def test_a_trial_that_was_asked_to_stop_keeps_the_first_reason_and_its_deadline(
 @pytest.mark.usefixtures("warm")
 def test_more_slots_than_trials_start_no_more_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each place looks into the storage from time to time."""
-    places = list[int]()
-    begin = running.SweepWorker.run
+    places, begin = list[int](), running.SweepWorker.run
 
-    def count_and_run(worker: running.SweepWorker) -> None:
-        places.append(len(worker._places))
-        begin(worker)
+    def run(self: running.SweepWorker) -> None:
+        places.append(len(self._places))
+        begin(self)
 
-    monkeypatch.setattr(running.SweepWorker, "run", count_and_run)
+    monkeypatch.setattr(running.SweepWorker, "run", run)
     results = sweep(trivial, {"x": [1, 2]}, tmp_path / "s", slots=64)
     assert [one.status for one in results] == ["done", "done"]
     assert places == [2]
@@ -314,17 +313,12 @@ def test_a_trial_whose_folder_is_in_use_lets_others_go_first(tmp_path: Path, mon
     first = trial_folder(tmp_path / "s", 0)
     first.mkdir(parents=True)
     (first / "run.json").write_text("{}")
-    lock, ended = FileLock(first / "lock", "run"), threading.Event()
-
-    def work() -> None:
-        worker.run()
-        ended.set()
-
-    (thread := threading.Thread(target=work)).start()
+    lock = FileLock(first / "lock", "run")
+    thread = threading.Thread(target=worker.run)
+    thread.start()
     until(lambda: queue.newest()[1].state == "ended", "the other trial has ended")
     lock.close()
     thread.join(30)
-    assert ended.is_set()
     assert [one.state for one in queue.newest().values()] == ["ended"] * 2
     queue.close()
 

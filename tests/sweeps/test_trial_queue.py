@@ -152,6 +152,13 @@ def test_of_two_attempts_with_one_number_only_the_first_is_taken(queue: TrialQue
     assert sorted(taken) == [(0, 2), (1, 1), (2, 1), (3, 1)]
 
 
+def test_a_trial_that_was_added_twice_runs_once(queue: TrialQueue) -> None:
+    """Its storage had it, but the answer was lost, and the call was repeated."""
+    first = queue._frozen("WAITING")[0]
+    queue._add(0, 1, (first.params, first.distributions), {"parameters": {"x": 0}})
+    assert take_all(queue, "one", space_of(4)) == [(trial, 1) for trial in range(4)]
+
+
 def test_a_worker_whose_trial_was_given_away_can_neither_end_it_nor_write(queue: TrialQueue, tmp_path: Path) -> None:
     claim, other = claimed(queue), opened(tmp_path)
     other.take_over("two", lambda worker: True)
