@@ -28,9 +28,9 @@ function = "{REPOSITORY}/tests/support/trials.py:train"
 folder = "s"
 points = [
     {{rate = 0.1, steps = 6, fault = "raises", save_every = 2}},
-    {{rate = 0.2, steps = {LONG}, fault = "", save_every = {LONG}}},
-    {{rate = 0.3, steps = {LONG}, fault = "", save_every = {LONG}}},
-    {{rate = 0.4, steps = {LONG}, fault = "", save_every = {LONG}}},
+    {{rate = 0.05, steps = {LONG}, fault = "", save_every = {LONG}}},
+    {{rate = 0.02, steps = {LONG}, fault = "", save_every = {LONG}}},
+    {{rate = 0.01, steps = {LONG}, fault = "", save_every = {LONG}}},
 ]
 """
 
@@ -91,9 +91,9 @@ def test_the_workers_of_a_sweep_stop_one_run_again_and_stop_all_from_the_page(
         one.page.get_by_role("button", name="Stop all", exact=True).click()
         one.page.get_by_role("button", name="Stop all trials").click()
         process.wait(START_S)
-        assert statuses() == ["done", "waiting", "waiting", "stopped"]
+        assert statuses() == ["done", "interrupted", "interrupted", "stopped"]
         until(lambda: not one.page.locator(".stop-all").is_visible(), "nobody is left to be stopped")
-        until(lambda: [shown[number].inner_text() for number in (1, 2)] == ["waiting"] * 2, "the table says so")
+        until(lambda: [shown[number].inner_text() for number in (1, 2)] == ["interrupted"] * 2, "the table says so")
         for number in (1, 2):
             run = folder / "trials" / f"{number:04d}"
             assert newest_checkpoint(run) == updates(run)[-1]
