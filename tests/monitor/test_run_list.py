@@ -203,6 +203,7 @@ def test_a_trial_has_the_state_of_its_sweep(tmp_path: Path, status: str) -> None
     assert said["state"] == status
     assert said["trial"] == {
         "number": 7, "value": 0.25, "status": status, "why": "because", "objective": "loss", "direction": "minimize",
+        "can_again": status not in ("pruned", "interrupted"),
     }  # fmt: skip
     assert said["config"] == {"rate": 0.1}
 

@@ -43,7 +43,7 @@ def client(page: Served) -> Iterator[httpx.Client]:
 @pytest.mark.covers("G4")
 def test_a_note_is_written_whole_changed_and_removed(client: httpx.Client, sweep: Path) -> None:
     note = sweep / "trials" / "0000" / "note.txt"
-    for text in ("the best so far", "<b>bold</b> & \u00fc \u20ac \U0001f642" + "\U0001f642" * 400):
+    for text in ("the best so far", "x" * 500, "<b>bold</b> & \u00fc \u20ac \U0001f642" + "\U0001f642" * 400):
         answer = client.post(f"{RUN}/note", content=text.encode())
         assert (answer.status_code, answer.json()) == (200, {"note": text})
         assert note.read_text() == text

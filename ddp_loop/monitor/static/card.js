@@ -5,6 +5,8 @@ import { duration, grouped, memory, number, times, write } from "./words.js";
 const DETAILS = { why: null, remaining_s: null, samples_per_s: null, ranks: null, device: null, checkpoint: null,
   by_rank: [], profile: null, problems: [], continue: null }; // until they are read
 
+const LONG = 18; // letters of a fact that takes a line of its own
+
 export class Card {
   // asks: wire, stop(key), close()
   constructor(template, place, asks) {
@@ -127,7 +129,10 @@ function showFacts(list, said) {
       return row;
     }));
   }
-  facts.forEach(([, value], at) => write(list.children[at].lastChild, String(value)));
+  facts.forEach(([name, value], at) => {
+    write(list.children[at].lastChild, String(value));
+    list.children[at].classList.toggle("long", Math.max(name.length, String(value).length) > LONG);
+  });
 }
 
 function showRanks(block, ranks) {

@@ -15,6 +15,7 @@ import { grouped, write } from "./words.js";
 
 const MOST_NOTE = 500;
 const WIDTHS = new Map([["name", 130], ["parameter", 96], ["status", 104], ["metric", 96], ["measure", 76], ["note", 220]]);
+const LETTER = 9, MOST_WIDTH = 180; // pixels: of a letter of a title, of a column that grows with its title
 const PICTURES_MS = 120; // after the last key of the filter
 
 export class Results {
@@ -111,7 +112,7 @@ export class Results {
       id === this.columns[at].id && title === this.columns[at].title);
     this.columns = columns;
     if (isSame) return;
-    const widths = [40, ...columns.map(({ id, kind }) => (id === "value" ? 150 : WIDTHS.get(kind))), 130];
+    const widths = [40, ...columns.map(widthOf), 130];
     const sizes = widths.map((wide, at) => (columns[at - 1]?.id === "note" ? `minmax(${wide}px, 1fr)` : `${wide}px`));
     this.table.style.setProperty("--columns", sizes.join(" "));
     this.table.style.minWidth = `max(100%, ${widths.reduce((sum, wide) => sum + wide, 0)}px)`;
@@ -334,6 +335,10 @@ function withRole(role, element) {
 
 function keyOf(element) {
   return element.closest("tr")?.dataset.run;
+}
+
+function widthOf({ kind, title }) {
+  return Math.max(WIDTHS.get(kind), Math.min(MOST_WIDTH, 16 + LETTER * title.length));
 }
 
 // A spreadsheet takes a text that begins with one of = + - @ for a formula.
