@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ class _Nobody:
     values = (0,) * CONTROL_LENGTH
 
     @classmethod
-    def word(cls, *values: object, **keywords: object) -> tuple[int, ...]:
-        return cls.values
+    def word(cls, mini_batch: object, given: Sequence[bool], **keywords: object) -> tuple[int, ...]:
+        return *cls.values, *given
 
     @classmethod
     def of(cls, *values: object) -> ControlDecision:

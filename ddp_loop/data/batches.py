@@ -284,10 +284,6 @@ class Batches:
         """The number of values that each rank announces in a step; see `Announcement`."""
         return 0 if self._own is None else self._own.announced
 
-    def unused_after(self, mini_batch: MiniBatch) -> Unused | None:
-        """`unused`, after the last mini-batch of an epoch of data in parts; else None."""
-        return self.unused if mini_batch.is_last and self.partition != "global" else None
-
     def _samples(self, position: int) -> int:
         if self.length is None:
             return self.batch_size

@@ -117,7 +117,7 @@ class Fold:
         self._loss_scale: torch.Tensor | None = None  # of a GradScaler, in this pass
         # On the CPU the word is in the step's own sum; on a GPU reading it there would hold up the host.
         self.control = ControlExchange(world) if world.accelerator.is_asynchronous else None
-        self._word_in_tail, self._said = self.control is None, CONTROL_LENGTH + announced
+        self._word_in_tail, self._given_at = self.control is None, CONTROL_LENGTH + announced
         self._requests: Callable[[], ControlRequest] = (lambda: NO_REQUEST) if events is None else events.requests
         self._asked: ControlRequest | None = None  # of this pass, where its flag was sent
         self._word_dtype = self.gradients.slot_dtype if self._word_in_tail else torch.int32
@@ -343,12 +343,12 @@ class Fold:
 
     def _tail(self, layout: PayloadLayout, shards: int) -> int:
         """The number of values after the gradients: the control word, and a row for each shard."""
-        return (self._said + self.gradients.planned) * self._word_in_tail + shards * sum(self._slots.widths(layout))
+        return (self._given_at + self.gradients.planned) * self._word_in_tail + shards * sum(self._slots.widths(layout))
 
     def _pack(self, layout: PayloadLayout, flags: int, shards: int, *, fill: bool) -> torch.Tensor:
         """The rows of all shards, (S, width), in the tail of the step's sum, with this rank's rows filled in."""
         tail = self.gradients.tail.fill_(IDENTITY)
-        slots = (tail[self._said + flags :] if self._word_in_tail else tail).view(shards, -1)
+        slots = (tail[self._given_at + flags :] if self._word_in_tail else tail).view(shards, -1)
         self._slots.fill(slots, self._records if fill else (), layout)
         return slots
 
@@ -441,7 +441,7 @@ class Fold:
             shards: of the mini-batch.
             gathers: as in `open`, for the next pass.
         """
-        layout, length = self._layout, self._said + self.gradients.planned
+        layout, length = self._layout, self._given_at + self.gradients.planned
         send = None if layout is None else self.gradients.leaving(self._tail(layout, shards), self._slots.sums(layout))
         if self.control is None:
             return nothing if send is None else partial(send, PROBLEM, nullcontext())

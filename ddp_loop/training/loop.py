@@ -392,7 +392,7 @@ class Loop:
         """Record the step, and check what the fold computed. Every rank must call this."""
         self._where.is_folded = True
         if passes == 0 and self._recorder.has_rows:
-            unused = self.batches.unused_after(mini_batch) if mini_batch.is_last else None
+            unused = self.batches.unused if mini_batch.is_last and self.batches.partition != "global" else None
             self._recorder.add_row(mini_batch, result, self.fold, skips=self._guard.skips, unused=unused)
         if self._guard.pending is not None or self._guard.bad is not False:
             self._guard.raise_or_count(result.iteration, mini_batch, result.values[0], result.losses, result.shares)

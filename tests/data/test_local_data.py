@@ -412,6 +412,7 @@ SIZED = {"sized": True}
         (ALL, {**SIZED, "size": 3, "shards": 4}, {}, r"Got batch_size=3 for 4 parts"),
         (ALL, {"counts": [0, 0]}, {}, r"None of them does"),
         (ALL, {"counts": [5, 0], "until": "first"}, {}, r'That of rank 1 does not.*until="all"'),
+        (ALL, {**SIZED, "counts": [6, 5]}, {}, r"the length is 6 samples on rank 0, but 5 samples on rank 1"),
         (ALL, {**SIZED, "partition": "own", "counts": [0, 0]}, {}, r"at least one sample"),
         (ALL, {**SIZED, "partition": "own", "counts": [5, 0], "until": "first"}, {}, r"Parts of \[5, 0\] samples"),
     ],
