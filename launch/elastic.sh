@@ -22,5 +22,9 @@ if [ $# -lt 4 ] || [[ $1 != *:* ]] || [[ $2 != *:* ]]; then
 fi
 nodes=$1 first=$2 ranks=$3
 shift 3
+# Where torchrun shares its own store with the ranks, torch 2.13 publishes that store's address only in the first round: a
+# machine that joins later waits for it in vain, and all machines fail (also: pytorch issue 135712). Otherwise each round
+# has a store of its own, on rank 0.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun --nnodes="$nodes" --nproc-per-node="$ranks" --max-restarts="${RESTARTS:-3}" \
     --rdzv-backend=c10d --rdzv-endpoint="$first" --rdzv-id="${JOB:-ddp_loop}" "$@"

@@ -4,6 +4,8 @@
 #   launch/one_machine.sh RANKS SCRIPT [ARGUMENTS ...]
 #   launch/one_machine.sh gpu examples/digits/train.py                 # one rank per GPU
 #   launch/one_machine.sh 2 examples/digits/train.py --device cpu --epochs 2
+#
+# Its torchrun line was tried with torch 2.13 on CPU ranks, not on GPUs.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then

@@ -7,6 +7,9 @@
 #   launch/two_machines.sh MACHINE FIRST:PORT RANKS_EACH SCRIPT [ARGUMENTS ...]
 #   launch/two_machines.sh 0 10.0.0.1:29500 4 examples/digits/train.py     # on the first
 #   launch/two_machines.sh 1 10.0.0.1:29500 4 examples/digits/train.py     # on the second
+#
+# Tried with torch 2.13 on CPU ranks, on two hosts that were network namespaces of one machine (`python -m benchmarks
+# scaling` starts its ranks with these options). Not tried on real machines, nor on GPUs. docs/cluster.md says more.
 set -euo pipefail
 
 if [ $# -lt 4 ] || [[ $1 != [01] ]] || [[ $2 != *:* ]]; then

@@ -159,8 +159,8 @@ class RankStore:
         if self._hosts and not self._answers():
             return PeerFailed(
                 f"{capital(self.names[self._rank])} does not reach the launcher's store, usually{self._hosts[0]} with "
-                "rank 0. That host is down, its launcher has ended, or the network between the two hosts is cut. "
-                f"Check the link, then start the job again. The cause: {error}"
+                "rank 0. That host is down, rank 0 or its launcher has ended, or the network between the hosts is "
+                f"cut. Read what rank 0 printed, and check the link. The cause: {error}"
             )
         return PeerFailed(
             "Every rank must take part in every collective. A rank was killed, or is slower than "

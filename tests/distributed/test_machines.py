@@ -56,6 +56,8 @@ class Hosts:
         script = [str(ROOT / "tests/faults/job.py"), job.run, job.marks]
         options = [f"--epochs={job.epochs}", f"--timeout_s={job.timeout_s}"]
         variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE}
+        if ":" in nodes:
+            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/elastic.sh, which says why
         command = [sys.executable, "-m", "torch.distributed.run", *launcher, *script, *options]
         with self._log(host).open("ab") as log:
             self.started[host] = subprocess.Popen(
