@@ -16,7 +16,7 @@ from ddp_loop.sweeps.running import Say
 from ddp_loop.sweeps.slurm import LOCAL, SLURM, Jobs, check_jobs, how_to_go_on, read_options, submit_workers
 from ddp_loop.sweeps.space import OBJECT, nearest
 from ddp_loop.sweeps.storage import check_reachable, folders_in, shown_url
-from ddp_loop.sweeps.sweep_folder import ask_for, forget_stop, has_workers, read_sweep
+from ddp_loop.sweeps.sweep_folder import ask_for, forget_stop, has_workers, is_sweep, read_sweep
 from ddp_loop.sweeps.trial_folder import TRIAL_FILE, TRIALS
 
 USUAL: dict[str, Any] = {
@@ -32,6 +32,16 @@ USUAL: dict[str, Any] = {
     "heartbeat_s": 5,
 }
 OTHERS = ("script", "function", "arguments", "keywords", "folder", "slots", "storage", "space", "points")
+KINDS: dict[str, tuple[type, str]] = {
+    "script": (str, "a text"),
+    "function": (str, "a text"),
+    "folder": (str, "a text"),
+    "storage": (str, "a text"),
+    "arguments": (list, 'a list of texts, such as ["--epochs", "3"]'),
+    "keywords": (dict, "a table"),
+    "space": (dict, "a table"),
+    "points": (list, "a list of tables, [[points]]"),
+}  # the others are checked as those of `sweep`
 HIDDEN = ":***@"  # where a URL had its password
 
 
@@ -108,6 +118,11 @@ def begin(path: Path, slots: int | None, folder: Path | None, storage: str | Non
 
 def _read_plan(path: Path, folder: Path | None) -> tuple[SweepPlan, Path, dict[str, Any]]:
     """The plan, the folder and the keys of a TOML file."""
+    if is_sweep(path):
+        raise ValueError(
+            f"{path} is the folder of a sweep. Pass its TOML file, or run its trials by python -m ddp_loop sweep work "
+            f"{path}."
+        )
     given = _read_toml(path)
     where = folder or (None if "folder" not in given else path.parent / given["folder"])
     if where is None:
@@ -208,6 +223,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
     for name in given:
         if name not in (*USUAL, *OTHERS):
             raise ValueError(f"{path} has an unknown key {name!r}. {nearest(name, (*USUAL, *OTHERS))}".rstrip())
+        kind, described = KINDS.get(name, (object, ""))
+        if not isinstance(given[name], kind):
+            raise ValueError(f"{name} must be {described}. {path} has {given[name]!r}.")
     if ("script" in given) == ("function" in given):
         raise ValueError(f'{path} must have either script = "FILE.py" or function = "FILE.py:NAME".')
     if ("space" in given) == ("points" in given):

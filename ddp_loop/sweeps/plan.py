@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from ddp_loop.checkpoint import read_json
 from ddp_loop.determinism import stream_key
 from ddp_loop.sweeps.jobs import FunctionJob, Job
-from ddp_loop.sweeps.running import Say, Sweep, SweepWorker, places_of, shortened
-from ddp_loop.sweeps.space import SAMPLERS, Point, make_named, make_space
+from ddp_loop.sweeps.places import places_of
+from ddp_loop.sweeps.running import Say, Sweep, SweepWorker, shortened
+from ddp_loop.sweeps.space import SAMPLERS, Point, make_named, make_space, try_out
 from ddp_loop.sweeps.storage import check_reachable, failures_explained, require_optuna, shown_url
 from ddp_loop.sweeps.sweep_folder import STUDY, SweepFolder, forget_stop, has_workers
 from ddp_loop.sweeps.trial_folder import TRIAL_FILE, Objective, end_attempt, trial_folder, write_trial
@@ -160,6 +161,8 @@ class SweepPlan:
         self.objective = Objective(objective, direction, report_every)
         self.ranks, self.seed, self.time_limit_s, self.beat_s = ranks, seed, time_limit_s, heartbeat_s
         self._sampler, self._pruner = sampler, make_pruner(pruner)
+        if sampler not in (None, *SAMPLERS) or pruner not in (None, *PRUNERS):
+            try_out(make_sampler(sampler, seed, 0), self._pruner, self.space)
         self._facts = {
             "job": job.facts,
             "space": self.space.facts,
@@ -273,7 +276,7 @@ class SweepPlan:
             self.time_limit_s,
             self.beat_s,
         )
-        worker = SweepWorker(one, queue, places, say)
+        worker = SweepWorker(one, queue, places[: self.space.trials], say)  # no more of them can run at once
         with stopped_by_signals(worker, say), failures_explained(url):
             worker.run()
         if worker.stopped is not None:

@@ -26,12 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_loop.accelerators import gpu_count
 from ddp_loop.checkpoint import ask_to_stop, is_running
 from ddp_loop.distributed import Pool, RankFailed
 from ddp_loop.sweeps.jobs import Job, code_of, is_not_finite, run_trial
 from ddp_loop.sweeps.space import Space
-from ddp_loop.sweeps.sweep_folder import WorkerName, asked_to_stop, has_requests, is_dead, read_requests
+from ddp_loop.sweeps.sweep_folder import WorkerName, asked_to_stop, has_requests, is_dead, requests_of
 from ddp_loop.sweeps.trial_folder import (
     Objective,
     ObjectiveReader,
@@ -118,36 +117,6 @@ class Running:
                 os.kill(process, signal.SIGKILL)
 
 
-def places_of(slots: int | None, ranks: int) -> list[dict[str, str]]:
-    """The environment of each place: k GPUs each, or nothing special on the CPU. See [Note: Slots].
-
-    Args:
-        slots: their number; by default the GPUs of this machine, or its cores.
-        ranks: of each trial, k.
-
-    Raises:
-        ValueError: a trial has more ranks than there are slots.
-    """
-    gpus = gpu_count()
-    known = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one] or list(map(str, range(gpus)))
-    usual = gpus or len(os.sched_getaffinity(0))
-    slots = usual if slots is None else slots
-    if type(slots) is not int or slots < 1:
-        raise ValueError(f"slots must be a whole number, 1 or more. Got {slots!r}.")
-    if ranks > slots:
-        raise ValueError(
-            f"A trial has {ranks} ranks, but there {'is 1 slot' if slots == 1 else f'are {slots} slots'} here. Give "
-            "fewer ranks, or more slots."
-        )
-    if gpus and slots > len(known):
-        raise ValueError(f"A slot is a GPU. Got slots={slots}, and this machine has {len(known)}. Give fewer.")
-    places = [range(first, first + ranks) for first in range(0, slots - ranks + 1, ranks)]
-    if gpus:
-        return [{"CUDA_VISIBLE_DEVICES": ",".join(known[one] for one in place)} for place in places]
-    threads = os.environ.get("OMP_NUM_THREADS", "1")  # several trials share the cores
-    return [{"OMP_NUM_THREADS": threads} for _ in places]
-
-
 class SweepWorker:
     """Runs trials of a sweep on this machine's slots until none is left, or a stop.
 
@@ -162,6 +131,8 @@ class SweepWorker:
         self._sweep, self._queue, self._places, self._say = sweep, queue, places, say
         self._name = WorkerName(sweep.folder)
         self._running: dict[int, Running] = {}  # by place
+        self._not_free: set[int] = set()  # trials in whose folders another process still trains
+        queue.patience.say, queue.patience.ends = say, lambda: self._stopping is not None
         self._looking = threading.Lock()  # what has ended is neither looked at nor asked
         self._stopping: str | None = None
         self._ended, self._signalled = threading.Event(), threading.Event()
@@ -221,7 +192,7 @@ class SweepWorker:
         pool: Pool | None = None
         try:
             while self._stopping is None:
-                claim = self._queue.claim(self._name.name, self._sweep.space, self._sweep.sampler)
+                claim = self._queue.claim(self._name.name, self._sweep.space, self._sweep.sampler, self._not_free)
                 if claim is None:
                     if not has_requests(self._sweep.folder) and self._queue.is_over():
                         return
@@ -274,7 +245,11 @@ class SweepWorker:
             with suppress(ValueError, OSError):
                 ask_to_stop(folder, "the sweep: another worker has this trial")
             time.sleep(LOOK_S)
-        return not is_running(folder)
+        if is_running(folder):
+            self._not_free.add(claim.trial)
+            return False
+        self._not_free.discard(claim.trial)
+        return True
 
     def _begin(self, place: int, claim: Claim, folder: Path) -> None:
         sweep, host = self._sweep, os.uname().nodename
@@ -377,10 +352,14 @@ class SweepWorker:
         """Follow the requests in the sweep's folder, and put the trials of dead workers in line again."""
         folder = self._sweep.folder
         self._stopping = self._stopping or asked_to_stop(folder)
-        for path, trials in read_requests(folder).items():
-            self._queue.again(trials, path.name, lambda one: write_trial(trial_folder(folder, one), status="waiting"))
-            path.unlink(missing_ok=True)
+        with requests_of(folder) as requests:
+            for path, trials in requests.items():
+                self._queue.again(trials, path.name, self._record_waiting)
+                path.unlink(missing_ok=True)
         self._queue.take_over(self._name.name, lambda name: is_dead(folder, name), self._record_dead)
+
+    def _record_waiting(self, trial: int) -> None:
+        write_trial(trial_folder(self._sweep.folder, trial), status="waiting")
 
     def _record_dead(self, attempt: Attempt) -> None:
         one = attempt.ending or Ending("interrupted", None, "its worker died")

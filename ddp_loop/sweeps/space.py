@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import itertools
@@ -13,15 +14,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ddp_loop.determinism import stream_key
+from ddp_loop.sweeps.storage import silent
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
+    from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
 
 Scalar: TypeAlias = bool | int | float | str | None
 Point: TypeAlias = dict[str, Scalar]
 SAMPLERS = ("grid", "random", "tpe")
 OBJECT = "an object of "  # a sampler that only the process that made it can use
+_TRIED = 12  # trials, and reports of each: with 10 ended ones all of Optuna's samplers do their work
 _RANGE = ("low", "high", "log", "step")
 
 
@@ -78,6 +82,37 @@ def make_named(kind: Literal["sampler", "pruner"], name: str, own: Sequence[str]
             return made(seed=seed) if "seed" in inspect.signature(made).parameters else made()
     except (TypeError, ImportError) as error:
         raise ValueError(f"Optuna's {name} cannot be made by its name alone ({error}). Pass an object.") from error
+
+
+def try_out(sampler: BaseSampler, pruner: BasePruner | None, space: Space) -> None:
+    """Raise ValueError unless a sampler and a pruner work on a study in memory.
+
+    Optuna imports the packages that some of them need only when it uses them.
+
+    Args:
+        sampler, pruner: copies of them are used.
+        space: whose points they choose.
+    """
+    import optuna
+
+    with silent(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0), pruner=copy.deepcopy(pruner))
+        try:
+            for number in range(_TRIED + 1):
+                if number == _TRIED:
+                    study.sampler = copy.deepcopy(sampler)
+                trial = study.ask(space.distributions)
+                for step in range(_TRIED):
+                    trial.report(float(number + step), step)
+                if number == _TRIED:
+                    trial.should_prune()
+                study.tell(trial, float(number))
+        except ImportError as error:
+            raise ValueError(
+                f"The sampler or the pruner needs the package {error.name}. Run pip install {error.name}, or choose "
+                "another one."
+            ) from error
 
 
 def make_space(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,14 @@ if TYPE_CHECKING:
     import optuna
 
 CONNECT_S = 5
+PATIENCE_S, RETRY_S = 60.0, 0.5
+# What trials and heartbeats are read and written by. Optuna's cache of ended trials calls some private methods.
+_REPEATED = (
+    *("get_trial", "get_all_trials", "_get_trials", "get_study_user_attrs", "get_study_system_attrs"),
+    *("create_new_trial", "_create_new_trial", "set_trial_param", "_set_trial_param", "set_trial_state_values"),
+    *("set_trial_intermediate_value", "set_trial_user_attr", "set_trial_system_attr", "set_study_system_attr"),
+    *("record_heartbeat", "_get_stale_trial_ids"),
+)
 INSTALL = "pip install 'ddp_loop[sweep]'"
 
 
@@ -37,14 +47,80 @@ def _settings(url: str) -> dict[str, Any]:
     return {"pool_pre_ping": True, "connect_args": {"connect_timeout": CONNECT_S}}
 
 
+class Patience:
+    """Repeats calls to a storage while its server restarts, or while its file is locked, for `PATIENCE_S` seconds.
+
+    Optuna leaves that to its caller. If a call had succeeded and only its answer was lost, the next one adds a second
+    attempt of the same number at most, which is withdrawn.
+
+    Attributes:
+        ends: whether the caller wants the error now.
+        say: prints a line.
+        failed_at: when a call failed last, by `time.monotonic`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.ends: Callable[[], bool] = lambda: False
+        self.say: Callable[[str], None] = lambda line: None
+        self.failed_at = float("-inf")
+        self._url, self._since = url, float("inf")
+
+    def call(self, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        from optuna.exceptions import OptunaError
+        from sqlalchemy.exc import SQLAlchemyError
+
+        while True:
+            try:
+                result = method(*arguments, **keywords)
+            except (SQLAlchemyError, OptunaError) as error:
+                if not _is_transient(error) or not self._waits(error):
+                    raise
+                time.sleep(RETRY_S)
+            else:
+                if self._since < float("inf"):
+                    self._since = float("inf")
+                    self.say(f"The storage {shown_url(self._url)} answers again.")
+                return result
+
+    def _waits(self, error: Exception) -> bool:
+        self.failed_at = time.monotonic()
+        if self._since == float("inf"):
+            self._since = self.failed_at
+            self.say(
+                f"The storage {shown_url(self._url)} does not answer ({_cause(error)}). Running trials go on. The "
+                f"sweep waits for it, {PATIENCE_S:g} s at most."
+            )
+        return self.failed_at - self._since < PATIENCE_S and not self.ends()
+
+
+def _is_transient(error: Exception) -> bool:
+    """Whether the same call may succeed a little later."""
+    from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+
+    found = error if isinstance(error, DBAPIError) else error.__cause__
+    if not isinstance(found, OperationalError | InterfaceError):
+        return False
+    in_sqlite: str | None = getattr(found.orig, "sqlite_errorname", None)
+    return in_sqlite is None or in_sqlite.startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
+
+
+def _cause(error: Exception) -> str:
+    return str(error.__cause__ or error).splitlines()[0]
+
+
 def open_storage(
-    url: str, beat_s: int, grace_s: int, on_stale: Callable[[optuna.Study, optuna.trial.FrozenTrial], None]
+    url: str,
+    beat_s: int,
+    grace_s: int,
+    on_stale: Callable[[optuna.Study, optuna.trial.FrozenTrial], None],
+    patience: Patience,
 ) -> optuna.storages.RDBStorage:
     """Open a storage.
 
     Args:
         beat_s, grace_s: seconds between heartbeats, and after which an attempt without one is settled.
         on_stale: called for each such attempt that this process settles.
+        patience: repeats the calls that fail later.
     """
     import optuna
     from sqlalchemy import event
@@ -63,6 +139,8 @@ def open_storage(
         # Optuna reads a trial's state and then changes it. SQLite locks no row meanwhile, and without this its
         # transaction begins with the change, so two workers would take the same trial.
         event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    for name in _REPEATED:
+        setattr(storage, name, partial(patience.call, getattr(storage, name)))
     return storage
 
 
@@ -103,9 +181,8 @@ def failures_explained(url: str) -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, OptunaError) as error:
-        cause = error.__cause__ or error
         raise StorageUnreachable(
-            f"The storage {shown_url(url)} failed while the sweep ran ({str(cause).splitlines()[0]}). Running trials "
+            f"The storage {shown_url(url)} failed while the sweep ran ({_cause(error)}). Running trials "
             "were stopped with checkpoints. Start the sweep again when the storage can be read and written."
         ) from error
 

@@ -7,8 +7,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,9 @@ def _is_of_killed_start(path: Path) -> bool:
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     changed = [
-        f"{name}: was {before[name]!r}, is {now[name]!r}"
-        for name in now
-        if name in before and name not in _MAY_CHANGE and before[name] != now[name]
+        f"{name}: was {old!r}, is {new!r}"
+        for name, old, new in _pairs(before, now)
+        if name not in _MAY_CHANGE and old != new
     ]
     if changed:
         raise ValueError(
@@ -102,6 +102,16 @@ def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any])
             f"The sweep in {folder} has {before['trials']} trials. Got trials={now['trials']}. A sweep can grow, but "
             "not shrink."
         )
+
+
+def _pairs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, object, object]]:
+    """What both have by name; the parts of the job and of the space by "job.script"."""
+    for name in now:
+        old, new = before.get(name), now[name]
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and set(old) == set(new):
+            yield from ((f"{name}.{part}", old[part], new[part]) for part in new)
+        elif name in before:
+            yield name, old, new
 
 
 def read_sweep(folder: Path) -> dict[str, Any]:
@@ -204,11 +214,27 @@ def has_requests(folder: Path) -> bool:
     return any((folder / AGAIN).glob("*.json"))
 
 
-def read_requests(folder: Path) -> dict[Path, list[int]]:
-    """The trials that shall run again, by the file of each request.
+@contextmanager
+def requests_of(folder: Path) -> Iterator[dict[Path, list[int]]]:
+    """The trials that shall run again, by the file of each request; nothing while another worker reads them.
 
     The file is removed after the storage has the attempts, so a kill in between loses no request.
     """
+    if not has_requests(folder):
+        yield {}
+        return
+    try:
+        lock = FileLock(folder / AGAIN / LOCK, "worker")
+    except Locked:  # it also writes into the trials' folders, which a second one would overwrite
+        yield {}
+        return
+    try:
+        yield _read_requests(folder)
+    finally:
+        lock.close()
+
+
+def _read_requests(folder: Path) -> dict[Path, list[int]]:
     found: dict[Path, list[int]] = {}
     for path in sorted((folder / AGAIN).glob("*.json")):
         listed = (read_json(path) or {}).get("trials")

@@ -49,7 +49,9 @@ def end_attempt(folder: Path, number: int, status: str, value: float | None, why
         if one.get("number") == number:
             one |= {"ended": time.time(), "status": status}
     finite = value if value is None or isfinite(value) else None
-    write_trial(folder, status=status, value=finite, why=why, attempts=attempts)
+    begun_since = attempts and attempts[-1].get("number", number) > number  # by a worker that was quicker
+    ended = {} if begun_since else {"status": status, "value": finite, "why": why}
+    write_trial(folder, **ended, attempts=attempts)
 
 
 def status_of(folder: Path, since: float) -> tuple[str | None, str | None]:
@@ -143,10 +145,10 @@ class ObjectiveReader:
     def missing(self) -> str:
         """Why there is no value, with the nearest name."""
         known = [name for name in self.names if name not in ("epoch", "iteration", "samples", "elapsed_s")]
-        where = "dl.evaluate" if self._objective.is_evaluated else "the rows of its Loop"
-        listed = f"Its values are {', '.join(known)}." if known else "It has no values."
+        where = "the results of dl.evaluate" if self._objective.is_evaluated else "the rows of its Loop"
+        suggestion = nearest(self._objective.column, known)
         return (
-            f"The trial ended without {self._objective.name!r}, which comes from {where}. "
-            f"{nearest(self._objective.column, known)}{listed} Return the value from the function, or choose another "
-            "objective."
+            f"{where[0].upper()}{where[1:]} have no {self._objective.column!r}"
+            f"{f' ({suggestion.strip()})' if suggestion else ''}. They have {', '.join(known) or 'no values'}. Return "
+            "the value from the function, or choose another objective."
         )

@@ -10,8 +10,9 @@ decided after the attempt was taken, when both are in the storage, so no trial r
 from __future__ import annotations
 
 import threading
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_loop.sweeps.space import Point, Space
-from ddp_loop.sweeps.storage import StorageUnreachable, open_storage, require_optuna, silent
+from ddp_loop.sweeps.storage import Patience, StorageUnreachable, open_storage, require_optuna, silent
 
 if TYPE_CHECKING:
     import optuna
@@ -87,6 +88,9 @@ class TrialQueue:
         grace_s: seconds without one after which an attempt is interrupted.
         direction: "minimize" or "maximize"; creates the study if it is missing. None demands that it is there.
 
+    Attributes:
+        patience: how failures of the storage are borne.
+
     Raises:
         ImportError: optuna, or the storage's driver, is missing.
         StorageUnreachable: the storage cannot be opened, or has no such study.
@@ -98,7 +102,9 @@ class TrialQueue:
 
         self._grace_s, self._turn = grace_s, threading.RLock()
         self._stale: list[int] = []  # attempts without heartbeats that this process has just settled
-        self._backend = open_storage(url, beat_s, grace_s, lambda study, one: self._stale.append(one._trial_id))
+        self.patience = Patience(url)
+        settled = lambda study, one: self._stale.append(one._trial_id)  # noqa: E731
+        self._backend = open_storage(url, beat_s, grace_s, settled, self.patience)
         self._storage = optuna.storages.get_storage(self._backend)  # reads trials that have ended only once
         try:
             self._name, self._study_id = name, self._find_study(name, direction)
@@ -192,18 +198,20 @@ class TrialQueue:
         """Whether all trials have ended."""
         return all(one.state == "ended" for one in self.newest().values())
 
-    def claim(self, worker: str, space: Space, sampler: SamplerOf) -> Claim | None:
+    def claim(self, worker: str, space: Space, sampler: SamplerOf, last: Collection[int] = ()) -> Claim | None:
         """Take the first waiting attempt, and choose its parameters; None if none waits.
 
         Args:
             worker: the name of this worker.
             space: of the sweep.
             sampler: returns the sampler for a trial of this number.
+            last: trials that are taken only if no other one waits.
         """
         import optuna
 
         with self._turn:
-            for waiting in sorted(self._frozen("WAITING"), key=lambda one: one.user_attrs[TRIAL]):
+            in_line = [(one.user_attrs[TRIAL] in last, one.user_attrs[TRIAL], one) for one in self._frozen("WAITING")]
+            for _, _, waiting in sorted(in_line, key=lambda one: one[:2]):
                 key = waiting._trial_id
                 try:
                     if not self._storage.set_trial_state_values(key, optuna.trial.TrialState.RUNNING):
@@ -301,9 +309,6 @@ class TrialQueue:
 
     def beat(self) -> list[Claim]:
         """Record a heartbeat of each attempt of this worker; returns those that were given to another worker."""
-        import optuna
-
-        lost = []
         file = self._backend.engine.url.database
         if self._backend.url.startswith("sqlite") and file and not Path(file).exists():  # open connections would go on
             raise StorageUnreachable(
@@ -312,12 +317,15 @@ class TrialQueue:
             )
         with self._turn:
             running = {one._trial_id for one in self._frozen("RUNNING")}
-            for key, claim in self._mine.items():
-                with suppress(optuna.exceptions.OptunaError):
-                    self._backend.record_heartbeat(key)
-                if key not in running:
-                    lost.append(claim)
-        return lost
+            self._beat_mine()
+            return [claim for key, claim in self._mine.items() if key not in running]
+
+    def _beat_mine(self) -> None:
+        from optuna.exceptions import OptunaError
+
+        for key in self._mine:
+            with suppress(OptunaError):
+                self._backend.record_heartbeat(key)
 
     def take_over(
         self,
@@ -335,11 +343,14 @@ class TrialQueue:
         import optuna
 
         with self._turn:
+            self._beat_mine()  # this process may have been stopped for a while
+            # After a failure of the storage the heartbeats of all workers are old, until each has sent one.
+            is_steady = time.monotonic() - self.patience.failed_at > self._grace_s
             latest = datetime.now() - timedelta(seconds=self._grace_s)
             for one in self._frozen("RUNNING"):
                 attempt = _attempt_of(one)
                 if attempt.worker is None:
-                    dead = one.datetime_start is not None and one.datetime_start < latest
+                    dead = is_steady and one.datetime_start is not None and one.datetime_start < latest
                 elif attempt.worker == worker:
                     dead = one._trial_id not in self._mine
                 else:
@@ -349,9 +360,10 @@ class TrialQueue:
                         self._settle(one._trial_id, attempt.ending)
                         record(self._attempt(one._trial_id))
             self._stale.clear()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                optuna.storages.fail_stale_trials(self.study)
+            if is_steady:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                    optuna.storages.fail_stale_trials(self.study)
             for key in self._stale:
                 record(self._attempt(key))
             self._add_missing()

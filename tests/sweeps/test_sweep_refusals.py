@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import FileLock
 from ddp_loop.cli import main
 from ddp_loop.distributed import launcher, worker
+from ddp_loop.sweeps.command import begin
 from tests.support.trials import toml, train, trivial
 
 sweep = partial(dl.sweep, progress=False)
@@ -66,6 +68,16 @@ def test_arguments_that_do_not_fit(space: Any, keywords: dict[str, Any], said: s
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_sampler_whose_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optuna imports it for the third trial."""
+    monkeypatch.setitem(sys.modules, "cmaes", None)
+    for module in [name for name in sys.modules if name.startswith("cmaes.")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(ValueError, match=r"needs the package cmaes. Run pip install cmaes"):
+        sweep(train, {"rate": {"low": 0.1, "high": 1.0}}, tmp_path / "s", sampler="CmaEsSampler", trials=3)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_functions_that_new_processes_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (launcher, worker):
         monkeypatch.setattr(module, "has_cloudpickle", lambda: False)
@@ -89,7 +101,9 @@ def test_a_folder_with_other_files(tmp_path: Path) -> None:
 def test_a_folder_of_another_sweep(tmp_path: Path) -> None:
     sweep(trivial, {"x": [1]}, tmp_path / "s", slots=1)
     before = files(tmp_path)
-    with pytest.raises(ValueError, match=r"has another sweep: space: was .* Restore these, or choose another folder"):
+    with pytest.raises(ValueError, match=r"is the folder of a sweep. Pass its TOML file"):
+        begin(tmp_path / "s", 1, None, None, print)
+    with pytest.raises(ValueError, match=r"has another sweep: space.x: was \[1\], is \[2\]. Restore these"):
         sweep(trivial, {"x": [2]}, tmp_path / "s", slots=1)
     assert files(tmp_path) == before
 
@@ -117,8 +131,7 @@ def test_a_start_that_was_killed_before_the_sweep_was_written(tmp_path: Path) ->
 def test_an_objective_that_no_row_has(tmp_path: Path) -> None:
     (one,) = sweep(train, {"rate": [0.1]}, tmp_path / "s", slots=1, objective="los")
     assert one.status == "failed"
-    assert "without 'los'" in str(one.why)
-    assert "Did you mean 'loss'?" in str(one.why)
+    assert "The rows of its Loop have no 'los' (Did you mean 'loss'?)." in str(one.why)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -155,4 +168,7 @@ def test_files_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "either script" in refused_toml(write(**facts, function="job.py:train"), capsys)
     assert "names no file" in refused_toml(write(function="no.py:train", folder="s", space={"x": [1]}), capsys)
     assert "cannot be read" in refused_toml(tmp_path / "missing.toml", capsys)
+    said = refused_toml(write(**facts, arguments="--steps 3"), capsys)
+    assert "arguments must be a list of texts" in said
+    assert "has '--steps 3'" in said
     assert sorted(files(tmp_path)) == ["job.py", "sweep.toml"]
