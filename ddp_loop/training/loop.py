@@ -24,7 +24,7 @@ from ddp_loop.training.recorder import Reporting, RunRecorder, open_trace
 from ddp_loop.training.share_measurement import ShareMeasurement
 from ddp_loop.training.state_check import NonFiniteStateCheck
 from ddp_loop.training.step import Epoch, Step
-from ddp_loop.training.validation import SAME, check_arguments, check_batches, check_rows
+from ddp_loop.training.validation import SAME, check_arguments, check_batches
 
 
 class Loop:
@@ -42,8 +42,7 @@ class Loop:
 
     Args:
         batches: the mini-batches.
-        epochs: the number of passes over the data; or
-        steps: the most updates.
+        epochs, steps: the number of passes over the data; or the most updates.
         state: the parts of the job by name: modules and optimizers, whose parameters are folded, and a GradScaler.
         run_dir: a folder for checkpoints, from the newest of which a restart resumes on any number of ranks, for
             rows.jsonl with a line per update, and for status.json.
@@ -62,8 +61,7 @@ class Loop:
         bucket_cap_mib: size of the buckets in which gradients are summed, in MiB.
         allow_single_sample_shards: accept shards of one sample although the model has BatchNorm1d layers, which
             cannot normalise one value (but can, if their inputs have positions).
-        ordered: whether gradients are added up in an order that follows from the shards alone, so that a fixed number
-            of shards gives the same bits on any number of ranks; by default where `batches` has `shards`.
+        ordered: add gradients up in an order that follows from the shards alone; by default where they are fixed.
         trace: write a digest of every tensor of every step into the run folder, for `python -m ddp_loop diff`; some
             milliseconds a step for a small network, seconds for a large one.
         profile: measure so many steps, and print where their time goes on each rank; see docs/profile.md.
@@ -76,8 +74,7 @@ class Loop:
             settings, by checksums; also after steps 1 and 10 and at the end. 0 for none, nor before an evaluation.
 
     Attributes:
-        batches, world: as given; the world is that of the batches. `len(loop)` is the number of steps of the whole run,
-            as a schedule needs it; `len(loop.batches)` that of an epoch.
+        batches, world: as given, and theirs. `len(loop)` counts the whole run's steps, `len(loop.batches)` an epoch's.
         fold: reduces this loop's steps over the ranks; a new one after parameters are replaced.
 
     Raises:
@@ -133,8 +130,7 @@ class Loop:
                 flat = None if config is None else flatten_config(config)
                 check_arguments(batches, epochs, steps, bucket_cap_mib, on_nonfinite, check_replicas_every)
                 if not allow_single_sample_shards:
-                    check_rows(batches, self._job.state)
-                    self._shares.checked = self._job.state
+                    self._shares.check_rows(self._job.state)
                 self._ahead, self._step = open_steps(profile, batches, self._where, folder, watched)
                 traced = folder, batches, self._job.state, watched
                 self._recorder.tracer = open_trace(*traced, trace=trace, ordered=is_ordered)
@@ -352,8 +348,7 @@ class Loop:
         if self._shares.take():
             self._recorder.record_shares(self.batches.shares or ())
             self._ahead.restart(self._where.epochs + 1, self._where.at)
-            if self.batches.fixed_shards:  # shards have moved to other ranks
-                self.fold = self._make_fold(self.fold)
+            self.fold = self._make_fold(self.fold)  # fixed shards have moved to other ranks
 
     @property
     def _is_over(self) -> bool:
@@ -362,7 +357,11 @@ class Loop:
     # -- StepEvents: what happens around a fold ------------------------------------------------------------
 
     def before_pass(self, passes: int) -> Fold:
-        """The fold of the next pass: a new one if modules or parameters were replaced. Every rank must call this."""
+        """The fold of the next pass: a new one if modules or parameters were replaced. Every rank must call this.
+
+        Args:
+            passes: the number of folded passes of the step.
+        """
         if self._job.structure.has_changed():
             self._job.structure.make_new_equal(self.world)
             self.fold = self._make_fold(self.fold)
@@ -389,7 +388,11 @@ class Loop:
         seed_step(self.world.seed, self._where.iteration, self.world.device)
 
     def after_fold(self, result: StepResult, mini_batch: MiniBatch, passes: int) -> None:
-        """Record the step, and check what the fold computed. Every rank must call this."""
+        """Record the step, and check what the fold computed. Every rank must call this.
+
+        Args:
+            result, mini_batch, passes: of the step; the number of its folded passes before this one.
+        """
         self._where.is_folded = True
         if passes == 0 and self._recorder.has_rows:
             unused = self.batches.unused if mini_batch.is_last and self.batches.partition != "global" else None
@@ -414,10 +417,7 @@ class Loop:
         return self._guard.skipped
 
     def state_dict(self) -> dict[str, int]:
-        """The loop's position, to resume from in another process, on any number of ranks.
-
-        A step counts from its fold on. The job's state is not part of it.
-        """
+        """The position, to resume from on any number of ranks; a step counts from its fold on. No part of `state`."""
         return self._where.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -37,17 +37,21 @@ class ShareMeasurement:
         batches: of the loop.
 
     Attributes:
-        checked: the state whose batch-norm layers must get no shard of one sample; None without a check.
         is_measuring: whether steps are measured; the same on every rank.
     """
 
     def __init__(self, batches: Batches) -> None:
         self._batches, self._division, self._world = batches, batches.division, batches.world
-        self.checked: Mapping[str, object] | None = None
+        self._checked: Mapping[str, object] = {}
         self.is_measuring, self._has_new = self._division.is_unmeasured, False
         self._steps = 0
         self._since: Any = None
         self._marks: list[tuple[Any, Any, int]] = []
+
+    def check_rows(self, state: Mapping[str, object]) -> None:
+        """Raise ValueError if BatchNorm1d would get a shard of one sample, now, and later by measured shares."""
+        self._checked = state
+        check_rows(self._batches, state)
 
     @property
     def meter(self) -> ShareMeasurement | None:
@@ -91,8 +95,7 @@ class ShareMeasurement:
         before = self._division.shares
         self._division.give(shares)
         try:
-            if self.checked is not None:
-                check_rows(self._batches, self.checked)
+            check_rows(self._batches, self._checked)
         except ValueError as error:
             self._division.give(before)
             self._world.say(f"The shares {words}, {how}, are not used. All ranks keep equal shares. {error}")

@@ -152,8 +152,8 @@ def test_sizes_follow_the_planted_times_from_one_step_on(kind: str, on_ranks: On
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_with_fixed_shards_the_bits_stay_and_the_shards_move(passes: int, on_ranks: OnRanks) -> None:
-    equal = on_ranks(3, train, (1.0, 1.0, 1.0), shares=None, shards=6, passes=passes)
-    results = on_ranks(3, train, (0.002, 0.001, 0.002), shards=6, passes=passes)
+    equal = on_ranks(3, train, (1.0, 1.0, 1.0), shares=None, shards=6, passes=passes, drop_last=True)
+    results = on_ranks(3, train, (0.002, 0.001, 0.002), shards=6, passes=passes, drop_last=True)
     assert {result.shares for result in results} == {(0.25, 0.5, 0.25)}
     assert {result.bits for result in results} == {result.bits for result in equal}
     assert [len(result.samples[FIXED_AFTER]) for result in results] == [4, 6, 2]  # of 12; remainders to the first
@@ -202,11 +202,13 @@ def test_shares_that_leave_a_shard_with_one_sample_are_not_used(on_ranks: OnRank
 
 @pytest.mark.parametrize("shards", [None, 6])
 def test_a_resumed_run_goes_on_with_the_measured_shares(shards: int | None, tmp_path: Path, on_ranks: OnRanks) -> None:
-    whole = on_ranks(2, train, (0.001, 0.002), shards=shards)
+    whole = on_ranks(2, train, (0.001, 0.002), shards=shards, drop_last=True)
     run = str(tmp_path / "run")
-    on_ranks(2, train, (0.001, 0.002), shards=shards, run=run, steps=16)
+    on_ranks(2, train, (0.001, 0.002), shards=shards, drop_last=True, run=run, steps=16)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["shares"] == [0.667, 0.333]
-    results = on_ranks(2, train, (0.005, 0.001), shards=shards, run=run)  # which would be measured otherwise
+    results = on_ranks(
+        2, train, (0.005, 0.001), shards=shards, drop_last=True, run=run
+    )  # which would be measured otherwise
     for result, other in zip(results, whole, strict=True):
         assert result.resumed_at == 16
         assert result.shares == (0.667, 0.333)
@@ -225,8 +227,8 @@ def test_a_run_that_resumes_before_the_end_of_the_measurement_measures(tmp_path:
 
 def test_on_another_number_of_ranks_shares_are_measured_again(tmp_path: Path, on_ranks: OnRanks) -> None:
     run = str(tmp_path / "run")
-    on_ranks(2, train, (0.001, 0.002), shards=6, run=run, steps=16)
-    results = on_ranks(3, train, (0.002, 0.001, 0.002), shards=6, run=run, steps=32)
+    on_ranks(2, train, (0.001, 0.002), shards=6, drop_last=True, run=run, steps=16)
+    results = on_ranks(3, train, (0.002, 0.001, 0.002), shards=6, drop_last=True, run=run, steps=32)
     assert {result.shares for result in results} == {(0.25, 0.5, 0.25)}
     said = [line for line in results[0].lines if "again" in line]
     assert said == ["ddp_loop: The shares were measured on 2 ranks. They are measured again on 3."]
