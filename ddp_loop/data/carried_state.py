@@ -143,7 +143,7 @@ class CarriedState:
 
     def end(self) -> None:
         """Note that an epoch's last mini-batch is handed out: nothing is carried on. Every rank must call this."""
-        self._whole, self._resumed = {}, None
+        self._whole = {}
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all lanes after the newest mini-batch. Every rank must call this.

@@ -176,6 +176,10 @@ class SequenceBatches(Batches):
         self._bounds = np.concatenate([[0], np.cumsum(split_sizes(self.batch_size, self.shards))])  # lanes of shards
         self.length = int(self._sequences.lengths.sum())
 
+    def _check_same(self) -> None:
+        self.world.require_equal("lanes, length and batch_dim", (self.batch_size, self._chunk, self.batch_dim))
+        super()._check_same()
+
     @property
     def _fingerprint(self) -> Callable[[], Fingerprint]:
         return self._sequences.fingerprint
@@ -251,7 +255,7 @@ class SequenceBatches(Batches):
         Args:
             epoch: counted from 1, as `Step.epoch`.
             start: the position of the first mini-batch, counted from 0.
-            held: as in `Batches.epoch`; there are no workers here.
+            held, agrees: without effect here; there are no workers, and all ranks know every mini-batch.
 
         Raises:
             ValueError: the epoch is not a whole number of 1 or more.
