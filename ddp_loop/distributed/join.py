@@ -65,8 +65,7 @@ def join_world(
             that was up to 37 % higher.
 
     Raises:
-        ValueError: WORLD_SIZE without RANK or the reverse, no such device, two ranks with one GPU, or ranks that
-            disagree.
+        ValueError: only one of RANK and WORLD_SIZE, no such device, two ranks with one GPU, or ranks that disagree.
         PeerFailed: not all ranks joined within the timeout.
     """
     seed, threads = as_int(seed), as_int(threads)
