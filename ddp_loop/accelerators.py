@@ -400,7 +400,7 @@ def reaches(one: Accelerator, other: Accelerator) -> bool:
 
 
 def shares_a_gpu(identity: str, other: str) -> bool:
-    """Whether two identities are certainly those of one GPU; slices of GPUs cannot be told apart."""
+    """Whether two identities are certainly those of one GPU; slices of GPUs have one identity."""
     return identity == other and identity not in ("", _SLICE)
 
 

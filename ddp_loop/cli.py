@@ -12,6 +12,7 @@ from typing import Any
 from ddp_loop.accelerators import gpu_count
 from ddp_loop.checkpoint import CheckpointInfo, CheckpointStore, best_of, run_id_of, stop_and_wait
 from ddp_loop.distributed import describe_devices
+from ddp_loop.hosts import add_hosts
 from ddp_loop.monitor import serve
 from ddp_loop.profiling import CannotProfile, ProfileJob, profile
 from ddp_loop.reporting import RunQuery, best_run, export, is_sweep, list_runs
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--tolerance", type=_fraction, metavar="T", help="relative, for all values (default: by dtype)")
     _add_profile(add)
     add_sweep(add, _count, _say)
+    add_hosts(add, _say)
     two = add(
         "diff",
         lambda options: _show(*compare_runs(*options.runs)),

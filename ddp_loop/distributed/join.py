@@ -12,9 +12,11 @@ from dataclasses import replace
 from math import isfinite
 from types import TracebackType
 
+import torch
+
 from ddp_loop.accelerators import accelerator_of, gpu_count
 from ddp_loop.determinism import as_int
-from ddp_loop.distributed.devices import choose_device, read_rank_env
+from ddp_loop.distributed.devices import RankEnv, choose_device, read_rank_env
 from ddp_loop.distributed.failures import PeerFailed, PeerFailureHook
 from ddp_loop.distributed.process_group import raise_on_all
 from ddp_loop.distributed.processes import end_with_torchrun
@@ -63,8 +65,7 @@ def join_world(
             that was up to 37 % higher.
 
     Raises:
-        ValueError: WORLD_SIZE without RANK or the reverse, no such device, two ranks with one GPU, or ranks that
-            disagree.
+        ValueError: only one of RANK and WORLD_SIZE, no such device, two ranks with one GPU, or ranks that disagree.
         PeerFailed: not all ranks joined within the timeout.
     """
     seed, threads = as_int(seed), as_int(threads)
@@ -80,10 +81,7 @@ def join_world(
     place = read_rank_env(dict(os.environ))
     end_with_torchrun(os.environ)
     place = replace(place, shares_gpu=share_gpus or _sharing.get())
-    try:
-        chosen = choose_device(device, gpu_count(), place.local_rank)
-    except ValueError as problem:
-        raise_on_all(problem, place, min(timeout_s, _REFUSAL_S))
+    chosen = _device_of(place, device, timeout_s)
     accelerator_of(chosen).activate()
     if keep_memory:
         accelerator_of(chosen).keep_memory()
@@ -100,6 +98,14 @@ def sharing_gpus() -> Iterator[None]:
         yield
     finally:
         _sharing.reset(token)
+
+
+def _device_of(place: RankEnv, wish: str, timeout_s: float) -> torch.device:
+    """The device of this rank; without one raises on all ranks."""
+    try:
+        return choose_device(wish, gpu_count(), place.local_rank)
+    except ValueError as problem:
+        raise_on_all(problem, place, min(timeout_s, _REFUSAL_S))
 
 
 _open: list[World] = []  # joined, and not left

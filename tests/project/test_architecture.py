@@ -24,7 +24,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 ROOMS = {
     *("training", "batch_norm", "data", "datasets", "distributed"),
-    *("checkpoint", "reporting", "monitor", "determinism", "graphs", "profiling", "sweeps", "tracing"),
+    *("checkpoint", "reporting", "monitor", "determinism", "graphs", "profiling", "sweeps", "tracing", "hosts"),
 }
 BESIDE_THE_ROOMS = {"examples", "launch", "project", "support", "faults"}  # folders of the tests
 

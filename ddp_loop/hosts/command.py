@@ -1,0 +1,201 @@
+"""`python -m ddp_loop hosts`: the ranks of a launcher find out whether a run can begin.
+
+The ranks exchange words through the launcher's store alone, which is what works if anything does. Each wait has a
+limit. All ranks come to the same verdict, so all have the same exit code; rank 0 prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_loop.distributed import RankEnv, launcher_store, read_rank_env
+from ddp_loop.hosts.facts import Facts, SharedFolder, facts_of
+from ddp_loop.hosts.links import Link, Listener, connect_all, measure_rounds
+from ddp_loop.hosts.verdict import Bounds, Findings, table, verdict
+
+_LOOK_S = 0.02
+_PHASE_S = 30.0  # for what takes a rank some seconds
+_ROUND_S = 40.0  # for a measurement: two directions, and the round trips
+_SEEN_S = 3.0  # for a new file on a network disk
+
+
+@dataclass(frozen=True)
+class HostsOptions:
+    """What is checked.
+
+    Attributes:
+        run, data, script: the run folder, the data and the script of the run; None for what is not checked.
+        bounds: what hosts must keep to.
+        timeout_s: how long the ranks are waited for at the beginning.
+    """
+
+    run: Path | None = None
+    data: Path | None = None
+    script: Path | None = None
+    bounds: Bounds = field(default_factory=Bounds)
+    timeout_s: float = 60.0
+
+
+class Ranks:
+    """Words of all ranks through the launcher's store, each waited for up to a limit.
+
+    Args:
+        store: with keys of this check alone.
+        place: of this rank.
+    """
+
+    def __init__(self, store: dist.Store, place: RankEnv) -> None:
+        self.store, self._place = store, place
+        self.present = list(range(place.size))
+
+    def gather(self, what: str, word: Any, limit_s: float) -> dict[int, Any]:
+        """The word of each rank that gave one in time, by rank. Later ones are waited for no more.
+
+        All present ranks must call this. Which ones came is what the first of them found, so that all agree.
+        """
+        self.store.set(f"{what}/{self._place.rank}", json.dumps(word))
+        deadline = time.monotonic() + limit_s
+        keys = {rank: f"{what}/{rank}" for rank in self.present}
+        with suppress(RuntimeError):  # the store is gone with rank 0
+            while not self.store.check(list(keys.values())) and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+            came = json.dumps([rank for rank, key in keys.items() if self.store.check([key])])
+            self.present = json.loads(self.store.compare_set(f"{what}/came", "", came))
+            return {rank: json.loads(self.store.get(f"{what}/{rank}")) for rank in self.present}
+        return {self._place.rank: word}
+
+
+def check_hosts(options: HostsOptions, say: Callable[[str], None]) -> bool:
+    """Check the hosts of all ranks that torchrun started, or this one alone. Every rank must call this.
+
+    Args:
+        options: what is checked.
+        say: called with each line of the table and the verdict, on rank 0.
+
+    Returns:
+        Whether a run can begin, the same on every rank.
+
+    Raises:
+        ValueError: this rank does not reach the launcher's store.
+    """
+    place = read_rank_env(os.environ)
+    store: dist.Store = dist.HashStore()
+    if place.size > 1:
+        try:
+            store = launcher_store(place, timedelta(seconds=options.timeout_s))
+        except RuntimeError as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise ValueError(
+                f"Rank {place.rank} does not reach the launcher's store at {where} ({error}). Check the address, and "
+                "open the port between the hosts."
+            ) from None
+    found = find(Ranks(dist.PrefixStore("hosts", store), place), place, options)
+    good, lines = verdict(found, options.bounds)
+    if place.rank == min(found.facts):
+        for line in (*table(found), "", *lines):
+            say(line)
+    return good
+
+
+def find(ranks: Ranks, place: RankEnv, options: HostsOptions) -> Findings:
+    """What all ranks find, the same on each. Every rank must call this."""
+    token = hashlib.sha256(os.urandom(32)).hexdigest()[:32]
+    began = ranks.gather("token", token, options.timeout_s)
+    token = next(iter(began.values()))
+    folder = None if options.run is None else SharedFolder(options.run, token)
+    facts = facts_of(place, options.run, options.data, options.script)
+    with ExitStack() as ending:
+        try:
+            listener = Listener(place.rank, token)
+            ending.callback(listener.close)
+            facts = replace(facts, address=listener.address)
+        except OSError as error:
+            facts = replace(facts, problem=facts.problem or f"It cannot listen for gloo ({error}).")
+        problem = ""
+        if folder is not None and place.rank == 0:
+            problem = folder.write()
+            ending.callback(folder.remove)
+        words = ranks.gather("facts", {**asdict(facts), "folder": problem}, options.timeout_s)
+        problem = next(iter([word.pop("folder") for word in words.values()]), "")
+        every = {rank: Facts(**{**word, "address": tuple(word["address"])}) for rank, word in words.items()}
+        found = Findings(place.size, every, problem=problem, timeout_s=options.timeout_s)
+        return _connected(ranks, place, found, folder, token)
+
+
+def _connected(ranks: Ranks, place: RankEnv, found: Findings, folder: SharedFolder | None, token: str) -> Findings:
+    """The findings with what needs connections to the other ranks."""
+    addresses = {rank: one.address for rank, one in found.facts.items() if rank != place.rank and one.address[0]}
+    connections, why = connect_all(addresses, token)
+    try:
+        words = ranks.gather("links", {"why": why, "sees": folder is None or _sees(folder)}, _PHASE_S)
+        leaders = found.leaders()
+        links: dict[int, Link] = {}
+        if place.rank in leaders:
+            leading = Ranks(ranks.store, place)
+            leading.present = leaders
+
+            def meet(number: int) -> None:
+                leading.gather(f"round/{number}", None, _ROUND_S)
+
+            links = measure_rounds(place.rank, leaders, connections, meet)
+        rounds = _ROUND_S * (len(leaders) + 1)
+        measured = ranks.gather("measured", {other: asdict(link) for other, link in links.items()}, rounds)
+        ranks.gather("end", None, _PHASE_S)  # rank 0 may have the store, and must not end while others read
+    finally:
+        for connection in connections.values():
+            connection.close()
+    return replace(
+        found,
+        unreachable={(rank, int(other)): text for rank, word in words.items() for other, text in word["why"].items()},
+        no_run_folder=[rank for rank, word in words.items() if not word["sees"]],
+        links={(rank, int(other)): Link(**link) for rank, word in measured.items() for other, link in word.items()},
+    )
+
+
+def _sees(folder: SharedFolder) -> bool:
+    deadline = time.monotonic() + _SEEN_S
+    while not (seen := folder.is_seen()) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return seen
+
+
+def add_hosts(add: Callable[..., Any], say: Callable[[str], None]) -> None:
+    """Add the command to a parser.
+
+    Args:
+        add: adds a command by its name, its call, its help and its exit codes.
+        say: prints a line.
+    """
+    usual = Bounds()
+    command = add(
+        "hosts",
+        lambda options: check_hosts(_options(options), say),
+        "check the hosts of a run before it: torchrun ... -m ddp_loop hosts",
+        "0 a run can begin, 1 something is wrong, 2 the launcher cannot be reached",
+    )
+    command.add_argument("--run-dir", type=Path, metavar="FOLDER", help="the run folder, which all ranks must see")
+    command.add_argument("--data", type=Path, metavar="PATH", help="a file or folder that must be equal on all hosts")
+    command.add_argument("--script", type=Path, metavar="SCRIPT", help="likewise, the script of the run")
+    text = "of a link between hosts, at least (default: %(default)s)"
+    command.add_argument("--min-gbit-s", type=float, default=usual.gbit_s, metavar="G", help=text)
+    text = "of a link between hosts, at most (default: %(default)s)"
+    command.add_argument("--max-round-trip-ms", type=float, default=usual.round_trip_ms, metavar="MS", help=text)
+    text = "seconds for all ranks to come (default: %(default)s)"
+    command.add_argument("--timeout-s", type=float, default=60.0, metavar="S", help=text)
+
+
+def _options(given: argparse.Namespace) -> HostsOptions:
+    bounds = Bounds(given.min_gbit_s, given.max_round_trip_ms)
+    return HostsOptions(given.run_dir, given.data, given.script, bounds, given.timeout_s)

@@ -1,0 +1,273 @@
+"""Connections between ranks: whether each reaches each other one, and how fast hosts exchange bytes.
+
+[Note: The ports] gloo listens on a free port of the interface GLOO_SOCKET_IFNAME, by default of the address that the
+host's name has, and each rank connects to each other one. So does this check, on sockets of its own: a firewall that
+lets the launcher's port through, and no other one, blocks both.
+
+Every wait has a limit. A connection that does not belong to this check is closed: it does not know the token.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+CONNECT_S = 5.0  # for a connection
+_ANSWER_S = 15.0  # for an answer on one
+_ROUND_TRIPS = 20
+_PROBE, _MOST, _LEAST_S = 2**18, 2**28, 0.3  # bytes of a first try, most bytes, and seconds to send
+_BLOCK = bytes(2**18)
+_COMMAND = struct.Struct("!cQ")
+_TIME = struct.Struct("!d")
+_HELLO = struct.Struct("!32sI")
+_PING, _TAKE, _GIVE = b"p", b"t", b"g"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A measured connection from one rank to another.
+
+    Attributes:
+        round_trip_s: the shortest one, in seconds.
+        bits_per_s: to the other rank.
+        bits_per_s_back: from it.
+        clock_s: how many seconds its clock is ahead, up to half a round trip.
+    """
+
+    round_trip_s: float
+    bits_per_s: float
+    bits_per_s_back: float
+    clock_s: float
+
+
+def own_address() -> str:
+    """The address on which gloo listens. See [Note: The ports].
+
+    Raises:
+        OSError: there is no such interface, or it has no address.
+    """
+    if name := os.environ.get(_INTERFACE, "").split(",")[0]:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+            try:
+                found = fcntl.ioctl(one, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError as error:
+                raise OSError(f"{_INTERFACE}={name} is no interface with an address: {error.strerror}") from error
+        return socket.inet_ntoa(found[20:24])
+    with suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        with socket.socket() as one:
+            one.bind((address, 0))
+        return address
+    return "127.0.0.1"
+
+
+class Listener:
+    """Accepts connections of the other ranks and answers them, in threads that end with it.
+
+    Args:
+        rank: of this process.
+        token: of this check, the same on all ranks: 32 letters.
+
+    Attributes:
+        address: where it listens.
+    """
+
+    def __init__(self, rank: int, token: str) -> None:
+        self._hello = _HELLO.pack(token.encode(), rank)
+        self._socket = socket.create_server((own_address(), 0))
+        self._socket.settimeout(0.2)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._ended = threading.Event()
+        self._connections: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while not self._ended.is_set():
+            with suppress(TimeoutError):
+                connection, _ = self._socket.accept()
+                self._connections.append(connection)
+                self._threads.append(threading.Thread(target=self._answer, args=[connection], daemon=True))
+                self._threads[-1].start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError, EOFError):
+            connection.settimeout(CONNECT_S)
+            if _receive(connection, _HELLO.size) != self._hello:
+                return
+            connection.sendall(self._hello)
+            connection.settimeout(None)  # until the other rank, or this one, closes it
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                command, size = _COMMAND.unpack(_receive(connection, _COMMAND.size))
+                if command == _TAKE:
+                    _discard(connection, size)
+                if command == _GIVE:
+                    _send(connection, size)
+                connection.sendall(_TIME.pack(time.time()))
+
+    def close(self) -> None:
+        """End the connections, and the threads."""
+        self._ended.set()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(CONNECT_S)
+        self._socket.close()
+
+
+def connect(address: tuple[str, int], rank: int, token: str) -> socket.socket:
+    """A connection to a rank that listens at an address.
+
+    Raises:
+        OSError: it does not come, or another process listens there.
+    """
+    connection = socket.create_connection(address, CONNECT_S)
+    try:
+        hello = _HELLO.pack(token.encode(), rank)
+        connection.sendall(hello)
+        if _receive(connection, len(hello)) != hello:
+            raise ConnectionError("another process listens there")
+        connection.settimeout(_ANSWER_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+    except EOFError:
+        connection.close()
+        raise ConnectionError("another process listens there") from None
+    except BaseException:
+        connection.close()
+        raise
+
+
+def connect_all(addresses: dict[int, tuple[str, int]], token: str) -> tuple[dict[int, socket.socket], dict[int, str]]:
+    """Connect to ranks at the same time.
+
+    Returns:
+        The connections by rank; and by rank why there is none.
+    """
+
+    def one(rank: int) -> socket.socket | str:
+        try:
+            return connect(addresses[rank], rank, token)
+        except OSError as error:
+            return error.strerror or str(error)
+
+    with ThreadPoolExecutor(max(1, min(64, len(addresses)))) as threads:
+        found = dict(zip(addresses, threads.map(one, addresses), strict=True))
+    return (
+        {rank: one for rank, one in found.items() if isinstance(one, socket.socket)},
+        {rank: one for rank, one in found.items() if isinstance(one, str)},
+    )
+
+
+def measure(connection: socket.socket) -> Link:
+    """Measure a connection made by `connect`; some 0.7 s, more only if it carries less than 7 Mbit/s.
+
+    Raises:
+        OSError, EOFError: it ended, or carries less than 0.1 Mbit/s.
+    """
+    trips = []
+    for _ in range(_ROUND_TRIPS):
+        began, began_at = time.perf_counter(), time.time()
+        other_at = _ask(connection, _PING, 0)
+        trip_s = time.perf_counter() - began
+        trips.append((trip_s, other_at - began_at - trip_s / 2))
+    trip_s, clock_s = min(trips)
+    return Link(trip_s, _rate(connection, _TAKE, trip_s), _rate(connection, _GIVE, trip_s), clock_s)
+
+
+def _rate(connection: socket.socket, command: bytes, trip_s: float) -> float:
+    """Bits in a second: those of a first try, or of enough bytes to take 0.3 s."""
+
+    def timed(size: int) -> float:
+        began = time.perf_counter()
+        _ask(connection, command, size)
+        return 8 * size / max(time.perf_counter() - began - trip_s, 1e-6)
+
+    first = timed(_PROBE)
+    enough = int(first / 8 * _LEAST_S)
+    return timed(min(enough, _MOST)) if enough > _PROBE else first
+
+
+def _ask(connection: socket.socket, command: bytes, size: int) -> float:
+    """Send a command and its bytes; returns the other rank's time after it did it."""
+    connection.sendall(_COMMAND.pack(command, size))
+    if command == _TAKE:
+        _send(connection, size)
+    if command == _GIVE:
+        _discard(connection, size)
+    at: float = _TIME.unpack(_receive(connection, _TIME.size))[0]
+    return at
+
+
+def _send(connection: socket.socket, size: int) -> None:
+    for at in range(0, size, len(_BLOCK)):
+        connection.sendall(_BLOCK[: size - at])
+
+
+def _discard(connection: socket.socket, size: int) -> None:
+    room = memoryview(bytearray(len(_BLOCK)))
+    while size:
+        found = connection.recv_into(room[: min(size, len(room))])
+        if not found:
+            raise EOFError
+        size -= found
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        part = connection.recv(size - len(found))
+        if not part:
+            raise EOFError
+        found += part
+    return found
+
+
+def rounds_of(ranks: list[int]) -> list[list[tuple[int, int]]]:
+    """All pairs of ranks, in rounds in which no rank is in two pairs: the circle method."""
+    circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+    found = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found
+
+
+def measure_rounds(
+    rank: int, ranks: list[int], connections: dict[int, socket.socket], meet: Callable[[int], None]
+) -> dict[int, Link]:
+    """Measure the links from this rank to higher ones, while no other pair uses one of both.
+
+    Args:
+        rank: this one.
+        ranks: those between which links are measured, one of each host.
+        connections: from this rank.
+        meet: waits until all ranks come to the end of a round, up to a limit.
+
+    Returns:
+        The links by rank. One that ended, or is too slow to be measured, carries 0 bits in a second.
+    """
+    found = {}
+    for number, pairs in enumerate(rounds_of(ranks)):
+        for one, other in pairs:
+            if one == rank and other in connections:
+                try:
+                    found[other] = measure(connections[other])
+                except (OSError, EOFError):
+                    found[other] = Link(0.0, 0.0, 0.0, 0.0)
+        meet(number)
+    return found
