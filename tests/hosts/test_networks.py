@@ -27,7 +27,7 @@ def network() -> Iterator[ExitStack]:
 
 def wired_hosts(network: ExitStack) -> list[str]:
     try:
-        return network.enter_context(wired())
+        return network.enter_context(wired()).names
     except NoHosts as no:
         pytest.skip(f"no network namespaces can be made here: {no}")
 
