@@ -15,6 +15,7 @@ from ddp_loop.data.carried_state import CarriedState, Place
 from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.lanes import LanePlan, Lanes, Rows
 from ddp_loop.data.loaded_batch import LoadedBatch
+from ddp_loop.data.partition import Unused
 from ddp_loop.data.placement import Places
 from ddp_loop.data.sequence_reader import SequenceReader
 from ddp_loop.data.shards import MiniBatch, cut, split_range, split_sizes
@@ -199,6 +200,11 @@ class SequenceBatches(Batches):
     def steps(self) -> int:
         """The number of mini-batches in an epoch."""
         return self._lanes.steps
+
+    @property
+    def unused(self) -> Unused:
+        """None: an epoch has every time step."""
+        return Unused(0)
 
     def sizes(self, position: int) -> tuple[int, ...]:
         """The number of time steps in each of the S shards of a mini-batch of the first epoch.

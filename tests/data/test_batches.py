@@ -263,7 +263,7 @@ def test_batches_count_epochs_from_1_as_steps_do() -> None:
         batches = dl.Batches(numbers(10), 4, world)
         assert next(batches.epoch(2)).mini_batch == batches.mini_batch(2, 0)
         assert batches.mini_batch(2, 0).epoch == 2
-        with pytest.raises(ValueError, match=r"counted from 1, as in Step\.epoch\. Got 0"):
+        with pytest.raises(ValueError, match=r"Got 0\. Epochs are counted from 1, as in Step\.epoch"):
             batches.indices(0, 0, 4)
         with pytest.raises(ValueError, match=r"epoch must be a whole number, 1 or more\. Got 0"):
             next(batches.epoch(0))

@@ -160,6 +160,7 @@ def test_with_fixed_shards_the_bits_stay_and_the_shards_move(passes: int, on_ran
     assert [len(result.samples[FIXED_AFTER - 1]) for result in results] == [4, 4, 4]
 
 
+@pytest.mark.quick_in_both_modes
 def test_ranks_that_are_equally_fast_keep_equal_shares(on_ranks: OnRanks) -> None:
     for result in on_ranks(2, train, (0.001, 0.00102)):
         assert result.shares == (1.0, 1.0)

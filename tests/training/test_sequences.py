@@ -235,6 +235,7 @@ def two_passes() -> list[tuple[Tensors, Tensors]]:
     return seen
 
 
+@pytest.mark.quick_in_both_modes
 def test_a_second_pass_over_a_step_begins_with_the_state_before_the_step(on_ranks: OnRanks) -> None:
     for seen in on_ranks(2, two_passes):
         assert all(is_same(first, second) for first, second in seen)

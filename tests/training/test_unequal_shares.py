@@ -86,6 +86,7 @@ def test_gradients_loss_and_statistics_are_those_of_one_process(
         assert differences(outcomes, expect(name, shares)) == []
 
 
+@pytest.mark.quick_in_both_modes
 def test_without_batch_norm_they_are_those_of_the_whole_mini_batch(on_ranks: OnRanks) -> None:
     assert differences(on_ranks(2, train, "no batch norm", (3, 1))[0], expect("no batch norm", (1,))) == []
 
