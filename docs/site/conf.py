@@ -64,6 +64,10 @@ docs/migrate
 docs/faults
 docs/watching
 docs/cluster
+docs/slurm
+docs/kubernetes
+docs/hosts
+docs/shares
 docs/sweeps
 docs/profile
 docs/scaling
