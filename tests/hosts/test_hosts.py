@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from ddp_loop.cli import main
-from ddp_loop.hosts import facts, links
+from ddp_loop.hosts import command, facts, links
 from ddp_loop.hosts.command import HostsOptions, check_hosts
 from ddp_loop.hosts.facts import digest_of
 from ddp_loop.hosts.links import Listener, connect, own_address
@@ -24,6 +24,7 @@ from tests.support.harness import OnRanks
 
 pytestmark = pytest.mark.covers("C4")
 AHEAD_S = 7.0
+SEEN_S = 0.3  # for a new file; the files are on this machine
 
 
 def closed_port() -> int:
@@ -70,7 +71,7 @@ def check(fault: str, culprit: int, folder: str) -> tuple[bool, list[str], float
         return False, [], 0.0
     began = time.monotonic()
     alone = mock.patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
-    with alone, planted(fault if rank == culprit else ""):
+    with alone, planted(fault if rank == culprit else ""), mock.patch.object(command, "_SEEN_S", SEEN_S):
         good = check_hosts(options, said.append)
     return good, said, time.monotonic() - began
 
@@ -119,7 +120,10 @@ def test_each_planted_fault_is_found_on_every_rank(
     assert wanted in problems[0]
 
 
-def test_the_command_checks_one_rank_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_checks_one_rank_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_SEEN_S", SEEN_S)
     assert main(["hosts", "--run-dir", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.endswith("READY: the host is ready for 1 rank.\n")
     (tmp_path / "file").write_text("")
