@@ -304,7 +304,7 @@ def test_stop_ends_both_ranks_at_the_same_step_with_a_checkpoint_and_the_page_sa
             (first, why, error), (second, *_) = ended
             assert (first, why) == (second, "the page")
             assert one.text(".says") == f"stopped at step {first}, checkpoint saved"
-            assert one.text(".why") == "Asked by: the page"
+            one.waits_for(".why", "Asked by: the page")
             assert (run / "checkpoints" / f"step-{first:08}" / "manifest.json").is_file()
             assert one.text(".continue code").startswith(f"cd {os.getcwd()} && torchrun --nproc_per_node=2 ")
             assert not one.page.get_by_role("button", name="Stop digits", exact=True).is_visible()

@@ -2,6 +2,7 @@
 
 const WORD = /(?:[^\s"]|"[^"]*"?)+/g;
 const CONDITION = /^("[^"]*"|[^=<>!"]+)(<=|>=|!=|=|<|>)(.*)$/;
+const BEST = "best ";
 const ORDERS = new Map([
   ["<", (one, limit) => one < limit], [">", (one, limit) => one > limit],
   ["<=", (one, limit) => one <= limit], [">=", (one, limit) => one >= limit],
@@ -13,7 +14,7 @@ export class Searched {
     this.names = new Map();
     const own = { name, status: state, state, note: note ?? "", value: trial?.value ?? null, trial: trial?.number ?? null,
       steps: iteration, time };
-    for (const [kind, values] of [["", own], ["", config], ["", last], ["best ", best]]) {
+    for (const [kind, values] of [["", own], ["", config], ["", last], [BEST, best]]) {
       for (const [one, value] of Object.entries(values ?? {})) {
         const key = (kind + one).toLowerCase();
         if (this.names.has(key)) this.names.get(key).push(value);
@@ -26,7 +27,11 @@ export class Searched {
 
   // The values that a name can mean, none for an unknown name; "rate" is also the end of "optimizer.rate".
   valuesOf(name) {
-    return this.names.get(name) ?? [...this.names].filter(([one]) => one.endsWith(`.${name}`)).flatMap(([, values]) => values);
+    const exact = this.names.get(name) ?? [];
+    if (exact.some((value) => value !== null)) return exact;
+    const kind = name.startsWith(BEST) ? BEST : "", end = `.${name.slice(kind.length)}`;
+    const further = [...this.names].filter(([one]) => one.startsWith(BEST) === (kind === BEST) && one.endsWith(end));
+    return [...exact, ...further.flatMap(([, values]) => values)];
   }
 }
 
