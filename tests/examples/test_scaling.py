@@ -198,7 +198,7 @@ def namespaces_of_this_machine() -> str:
 def test_the_switch_delays_limits_and_counts(delay_s: float, bits_per_s: float, size: int, least_s: float) -> None:
     seconds, (sent, packets, *_) = sent_through(delay_s, bits_per_s, size)
     assert seconds >= least_s
-    assert sent == size
+    assert 0 <= sent - size <= 65000  # TCP repeats what comes late on a busy machine
     assert packets >= math.ceil(size / 65000)
 
 
