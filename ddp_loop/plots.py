@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -327,16 +325,6 @@ def _thinned(at: Values, values: Values) -> tuple[Values, Values, Values, Values
     means = np.add.reduceat(values, starts) / counts
     where = np.add.reduceat(at, starts) / counts
     return where, means, np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-
-
-def close_fonts() -> None:
-    """Close the font files that matplotlib keeps open for the next picture."""
-    from matplotlib import font_manager, mathtext
-
-    with suppress(AttributeError):  # these have no public names
-        font_manager._get_font.cache_clear()  # type: ignore[attr-defined]
-        mathtext.MathTextParser._parse_cached.cache_clear()  # type: ignore[attr-defined]
-    gc.collect()  # a figure has a reference cycle, and refers to the fonts
 
 
 def _make_figure(width: float, height: float) -> Figure:

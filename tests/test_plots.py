@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pytest
 import torch
-from matplotlib import font_manager
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
 
 from ddp_loop import plots
 from ddp_loop.plots import TrialCurve
-
-
-@pytest.fixture(autouse=True)
-def closes_fonts() -> Iterator[None]:
-    """matplotlib keeps the files of its fonts open; they may lie below the working folder."""
-    yield
-    font_manager._get_font.cache_clear()  # type: ignore[attr-defined]
 
 
 def read(path: Path) -> np.ndarray:

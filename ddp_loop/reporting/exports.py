@@ -24,10 +24,7 @@ def export_if_small(run: Path) -> None:
     rows = run / ROWS
     is_small = rows.exists() and 0 < rows.stat().st_size < _SMALL_MIB * 2**20
     if is_small and importlib.util.find_spec("matplotlib") is not None:
-        try:
-            export(run)
-        finally:
-            plots.close_fonts()
+        export(run)
 
 
 def export(run: Path) -> list[Path]:

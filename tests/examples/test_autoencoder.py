@@ -13,7 +13,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from matplotlib import font_manager
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -27,11 +26,6 @@ from tests.support.paths import EXAMPLES
 
 SCRIPT = EXAMPLES / "autoencoder" / "train.py"
 PICTURES = ["cleaned.png", "differences_with_determinism.png", "differences_without_determinism.png", "pairs.png"]
-
-
-def close_fonts() -> None:
-    """matplotlib keeps its font files open; they may be below the working folder."""
-    font_manager._get_font.cache_clear()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -118,7 +112,6 @@ def test_two_runs_differ_without_determinism_and_have_equal_bits_with_it(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, "--folder", str(tmp_path / "pictures")])
     example.main()
-    close_fonts()
     check_output(capsys.readouterr().out, tmp_path / "pictures")
 
 
@@ -179,7 +172,6 @@ def train(validate_every: int | None, progress: bool, pictures: str | None) -> s
             if pictures and step.iteration == 2 and world.rank == 0:
                 plots.pairs(noisy[:4], clean[:4], Path(pictures) / "pairs.png")
                 plots.differences(model.get_parameter("1.0.weight"), Path(pictures) / "weights.png")
-                close_fonts()
         return hashlib.sha256(nn.utils.parameters_to_vector(model.parameters()).detach().numpy().tobytes()).hexdigest()
 
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from ddp_loop import networks, plots
+from ddp_loop import networks
 from ddp_loop.accelerators import Cpu
 from examples.surface import train as example
 from tests.support.graphs import cpu_graphs
@@ -234,7 +234,6 @@ def call(monkeypatch: pytest.MonkeyPatch, folder: Path, *given: object) -> None:
         sys, "argv", ["train.py", "--steps", "12", "--side", "20", "--folder", str(folder), *map(str, given)]
     )
     example.main()
-    plots.close_fonts()
 
 
 @pytest.mark.covers("I4", "I7")

@@ -110,6 +110,15 @@ def test_a_file_in_the_working_folder_is_found_and_whether_it_is_open(before: Su
     assert left_behind(before) == ["file in the working folder: forgotten.txt"]
 
 
+def test_an_open_file_of_an_installed_package_may_stay(
+    before: Surroundings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "environment"))
+    (tmp_path / "environment").mkdir()
+    with (tmp_path / "environment" / "font.ttf").open("w"):
+        assert left_behind(before) == ["file in the working folder: environment"]
+
+
 def test_a_process_group_is_found(before: Surroundings) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert left_behind(before) == ["process group: the default one"]

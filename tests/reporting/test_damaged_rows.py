@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop import plots
 from ddp_loop.checkpoint.atomic_files import SAVING
 from ddp_loop.cli import main
 from ddp_loop.determinism import digest
@@ -275,7 +274,6 @@ def test_a_damaged_folder_can_be_looked_at_and_drawn(
         assert code == (2 if "has no rows.jsonl with rows to draw" in capsys.readouterr().err else 0)
         on_ranks(2, train, str(run))
     assert code == 0
-    plots.close_fonts()
 
 
 def test_the_means_of_the_epoch_are_of_the_rows_that_stay(run: Path) -> None:

@@ -78,7 +78,6 @@ def test_a_run_without_progress_is_not_drawn_until_it_is_asked_for(
     files = [run / "pictures" / name for name in FILES] + [run / "rows.csv"]
     assert capsys.readouterr().out.splitlines() == [str(one) for one in files]
     assert all(one.stat().st_size > 0 for one in files)
-    plots.close_fonts()
 
 
 @pytest.mark.parametrize("lines", [None, "", '{"iteration": 1, "lo'])
@@ -121,7 +120,6 @@ def test_a_curve_goes_where_its_values_go(tmp_path: Path) -> None:
     assert drawn[drawn[:, 1] < width / 3, 0].mean() > drawn[drawn[:, 1] > 2 * width / 3, 0].mean()  # rows go down
     with pytest.raises(ValueError, match="There are no curves to draw"):
         plots.curves({}, tmp_path / "none.png")
-    plots.close_fonts()
 
 
 def test_the_same_rows_give_the_same_svg(tmp_path: Path) -> None:
@@ -129,7 +127,6 @@ def test_the_same_rows_give_the_same_svg(tmp_path: Path) -> None:
     one, other = (plots.curves(panels, tmp_path / f"{name}.svg").read_text() for name in "ab")
     assert "date" not in one
     assert len(one) == len(other)
-    plots.close_fonts()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -132,14 +133,18 @@ def command_of(process_id: int) -> str:
 
 
 def open_files(folder: Path) -> frozenset[str]:
-    """The files below `folder` that this process holds open."""
+    """The files below `folder` that this process holds open, without those of installed packages.
+
+    The environment may lie in the working folder, and a library keeps what it reads there: matplotlib its fonts.
+    """
+    installed = Path(sys.prefix)
     found = set()
     for descriptor in Path("/proc/self/fd").glob("*"):
         try:
             target = os.readlink(descriptor)
         except OSError:
             continue  # closed since: the folder listing itself
-        if Path(target).is_relative_to(folder):
+        if Path(target).is_relative_to(folder) and not Path(target).is_relative_to(installed):
             found.add(target)
     return frozenset(found)
 
