@@ -9,7 +9,7 @@ M = sum(m_j):
 Sums of squares would cancel (off by 1e-3 in float32 at mean 100); this form does not. Pooling the moving
 averages instead understates the variance: for shards with mean 0, variance 1 and mean 3, variance 4 and decay
 0.1 from (0, 1), the whole mini-batch gives 1.375, pooled moving averages 1.1725, a weighted mean of variances
-1.15 (`examples/statistics.py`).
+1.15 (`examples/pooled_statistics.py`).
 
 [Note: Moments] Rows of all shards grow with their number. Moments about a shift k, one for each channel, add up:
 

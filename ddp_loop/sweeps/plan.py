@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -202,7 +202,7 @@ class SweepPlan:
         if storage is not None:
             shown_url(url)
             check_reachable(url)
-        with opened(SweepFolder(folder, {**self._facts, "storage": shown_url(url)})) as opened_folder:
+        with closing(SweepFolder(folder, {**self._facts, "storage": shown_url(url)})) as opened_folder:
             queue = self._open(url, folder, self.objective.direction)
             try:
                 self._claim_study(queue, opened_folder)
@@ -282,14 +282,6 @@ class SweepPlan:
             worker.run()
         if worker.stopped is not None:
             say(f"The sweep was stopped by {worker.stopped}. Start it again to go on.")
-
-
-@contextmanager
-def opened(folder: SweepFolder) -> Iterator[SweepFolder]:
-    try:
-        yield folder
-    finally:
-        folder.close()
 
 
 def study_name(folder: Path) -> str:

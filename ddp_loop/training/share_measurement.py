@@ -10,9 +10,8 @@ compute the same shares and use them from the next mini-batch on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
-
-import numpy as np
 
 from ddp_loop.data import Batches, MiniBatch
 from ddp_loop.training.validation import check_rows
@@ -80,8 +79,7 @@ class ShareMeasurement:
             return
         self.is_measuring = False
         seconds = self._world.accelerator.seconds
-        times = [seconds(first, last) / samples for first, last, samples in self._marks]
-        own = float(np.median(times)) if times else None
+        own = median(seconds(first, last) / samples for first, last, samples in self._marks) if self._marks else None
         self._marks.clear()
         gathered = self._world.gather(own, "the time per sample")
         if without := [rank for rank, one in enumerate(gathered) if one is None]:

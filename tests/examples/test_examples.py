@@ -28,7 +28,7 @@ def test_the_step_by_hand_gives_the_bits_of_the_loop(ranks: int, shards: int | N
 
 @pytest.mark.covers("D12")
 def test_the_four_ways_to_aggregate_batch_norm_state_give_their_four_numbers() -> None:
-    numbers = load("statistics").aggregate()
+    numbers = load("pooled_statistics").aggregate()
     assert {way: round(number, 10) for way, number in numbers.items()} == {
         "plain weighted mean of variances": 1.15,
         "pooled moving averages": 1.1725,
@@ -40,7 +40,7 @@ def test_the_four_ways_to_aggregate_batch_norm_state_give_their_four_numbers() -
 @pytest.mark.covers("D12")
 @pytest.mark.slow
 def test_the_four_numbers_are_printed() -> None:
-    done = run("statistics.py", folder=EXAMPLES)
+    done = run("pooled_statistics.py", folder=EXAMPLES)
     assert re.findall(r"(\d\.\d{4})$", done.stdout, re.MULTILINE) == ["1.1500", "1.1725", "1.3750", "1.3750"]
 
 

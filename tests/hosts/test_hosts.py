@@ -28,7 +28,7 @@ SEEN_S = 0.3  # for a new file; the files are on this machine
 
 
 def closed_port() -> int:
-    """A port on which nobody listens."""
+    """A port without a listener."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])

@@ -92,7 +92,7 @@ def test_the_workers_of_a_sweep_stop_one_run_again_and_stop_all_from_the_page(
         one.page.get_by_role("button", name="Stop all trials").click()
         process.wait(START_S)
         assert statuses() == ["done", "interrupted", "interrupted", "stopped"]
-        until(lambda: not one.page.locator(".stop-all").is_visible(), "nobody is left to be stopped")
+        until(lambda: not one.page.locator(".stop-all").is_visible(), "the button is gone")
         until(lambda: [shown[number].inner_text() for number in (1, 2)] == ["interrupted"] * 2, "the table says so")
         for number in (1, 2):
             run = folder / "trials" / f"{number:04d}"

@@ -110,6 +110,12 @@ def test_no_module_is_a_drawer_for_the_rest() -> None:
     assert [path.name for path in SOURCES if drawers.fullmatch(path.stem)] == []
 
 
+def test_no_example_hides_a_module_of_the_standard_library() -> None:
+    # Python looks for modules in a script's own folder first, for those that torch imports too.
+    found = [path.name for path in (ROOT / "examples").rglob("*.py") if path.stem in sys.stdlib_module_names]
+    assert found == []
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [

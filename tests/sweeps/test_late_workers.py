@@ -59,7 +59,7 @@ def test_a_worker_that_wakes_up_late_has_lost_its_trial(stopped: str, tmp_path: 
         with worker(marks[1], "work", str(folder)) as other:
             if stopped == "the worker":
                 until(lambda: trial(folder, 0)["status"] == "done", "the other worker has ended the trial", TASK_S)
-            else:  # nobody may train in a folder whose rank may wake up
+            else:  # no other process may train in the folder of a rank that may wake up
                 until(lambda: newest().attempt > 1 and newest().state == "running", "it has the trial", TASK_S)
                 assert is_running(run)
                 assert len(trial(folder, 0)["attempts"]) == 1

@@ -1,6 +1,6 @@
 """Four ways to aggregate the batch-norm state of two workers, compared with the whole mini-batch.
 
-    python statistics.py
+    python pooled_statistics.py
 
 Both workers have the same number of values, with mean 0 and variance 1 on the first and mean 3 and variance 4 on the
 second. The running statistics start at mean 0 and variance 1, with a momentum of 0.1. The last two lines agree; a step
