@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 from collections.abc import Callable
 
@@ -165,6 +166,12 @@ MIB = 2**18  # values of float32
 LARGE = 256  # MiB, several times what a process of tests may take or give back meanwhile
 
 
+def filled(mib: int) -> torch.Tensor:
+    """A tensor in pages of its own; torch's would lie in pages that earlier tests used, and add less."""
+    pages = mmap.mmap(-1, mib * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.float32).fill_(1.0)
+
+
 def map_together() -> float:
     """How much more memory this rank has with LARGE MiB that it shares with the other ranks."""
     descriptor = os.memfd_create("shared")
@@ -189,7 +196,7 @@ def test_the_peak_of_memory_is_that_inside_the_block() -> None:
     gc.collect()  # what earlier tests left would be collected after `before` is read
     before = exchange.pss_mib()
     with exchange.PeakMemory() as peak:
-        tensor = torch.ones(LARGE * MIB)
+        tensor = filled(LARGE)
         until(lambda: peak.mib > before + 3 / 4 * LARGE, "the thread has seen the tensor")
         del tensor
     assert exchange.pss_mib() < before + LARGE / 4
@@ -201,7 +208,7 @@ def freed_by_the_collector() -> float:
     with joined():
         gc.disable()
         try:
-            ring: list[object] = [torch.ones(64 * MIB)]
+            ring: list[object] = [filled(64)]
             ring.append(ring)
             del ring
             before = exchange.together()
