@@ -89,7 +89,7 @@ class TrialQueue:
         direction: "minimize" or "maximize"; creates the study if it is missing. None demands that it is there.
 
     Attributes:
-        patience: how failures of the storage are borne.
+        patience: how long failures of the storage are waited out.
 
     Raises:
         ImportError: optuna, or the storage's driver, is missing.
