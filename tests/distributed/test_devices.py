@@ -256,19 +256,25 @@ def test_gpus_take_nccl_unless_two_ranks_share_one(
     assert accelerator_of(GPU).process_group(identities) == group
 
 
-def join_mixed(identities: str, script_group: bool) -> tuple[str, str, float]:
+def caught_joining(script_group: bool, device: str = "cpu", share_gpus: bool = False) -> tuple[str, str, float]:
+    """What `join_world` raises on this rank, in a process group that the script made or in its own."""
+
     def join() -> None:
         if script_group:
             dist.init_process_group("gloo")
-        with dl.join_world(device="cpu", timeout_s=20.0):
+        with dl.join_world(device=device, timeout_s=20.0, share_gpus=share_gpus):
             pass
 
     try:
-        with on_gpus(identities):
-            return caught(join)
+        return caught(join)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def join_mixed(identities: str, script_group: bool) -> tuple[str, str, float]:
+    with on_gpus(identities):
+        return caught_joining(script_group)
 
 
 @pytest.mark.parametrize("script_group", [False, True])
@@ -283,19 +289,8 @@ def test_ranks_on_different_kinds_of_devices_are_refused_on_all(
 
 
 def join_own_gpu(identities: str, shares: str, script_group: bool) -> tuple[str, str, float]:
-    def join() -> None:
-        if script_group:
-            dist.init_process_group("gloo")
-        share = shares[int(os.environ["RANK"])] == "s"
-        with dl.join_world(device="cpu", timeout_s=20.0, share_gpus=share):
-            pass
-
-    try:
-        with on_gpus(identities):
-            return caught(join)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with on_gpus(identities):
+        return caught_joining(script_group, share_gpus=shares[int(os.environ["RANK"])] == "s")
 
 
 @pytest.mark.covers("C3")
@@ -316,19 +311,8 @@ def test_two_ranks_with_one_gpu_are_refused_on_all_by_its_uuid(
 
 
 def join_where_one_names_a_gpu(culprit: int, script_group: bool) -> tuple[str, str, float]:
-    def join() -> None:
-        if script_group:
-            dist.init_process_group("gloo")
-        wish = "cuda:7" if int(os.environ["RANK"]) == culprit else "cpu"
-        with dl.join_world(device=wish, timeout_s=20.0):
-            pass
-
-    try:
-        with mock.patch.object(devices, "all_gpus", list):
-            return caught(join)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with mock.patch.object(devices, "all_gpus", list):
+        return caught_joining(script_group, "cuda:7" if int(os.environ["RANK"]) == culprit else "cpu")
 
 
 @pytest.mark.covers("C3")
