@@ -129,13 +129,6 @@ def test_the_same_rows_give_the_same_svg(tmp_path: Path) -> None:
     assert len(one) == len(other)
 
 
-@pytest.mark.slow
-def test_fonts_are_closed_when_a_run_was_drawn(tmp_path: Path) -> None:
-    train(str(tmp_path), True)
-    open_now = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.exists()]
-    assert [one for one in open_now if one.endswith(".ttf")] == []
-
-
 def test_a_picture_that_fails_is_said_and_the_run_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
