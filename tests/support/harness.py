@@ -19,8 +19,9 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 # What the project promises: a fault on one rank ends all within 3 s. The campaigns of tests/faults hold it to that,
-# alone on a machine; tests run beside others, and what they would miss is a timeout of 20 s or more.
-FAULT_S = 9.0 if "PYTEST_VERSION" in os.environ else 3.0
+# alone on a machine; tests run beside others, and what they would miss is a timeout of 20 s or more. On an idle machine
+# `FAULT_S=3 python -m pytest ...` holds the tests to the promise too.
+FAULT_S = float(os.environ.get("FAULT_S", 9 if "PYTEST_VERSION" in os.environ else 3))
 TASK_S = 60.0  # the longest tasks take seconds; a shared machine may be ten times slower
 MOMENT_S, LOOK_S = 20.0, 0.02  # how long to wait for what takes a moment, and how often to look
 THREAD_END_S = 1.0  # a thread that was told to end needs a moment
