@@ -156,9 +156,9 @@ class Loop:
         self._weightless = WeightlessStepCheck()
         self._guard = NonFiniteGuard(rule, self.batches.indices, state, self._state_check.blame, self.world.print)
         self._shares, checkpointer = ShareMeasurement(self.batches), None
+        parts: dict[str, Stateful] = {"guard": self._guard, "trained": FrozenParameters(state), "shares": self._shares}
+        parts |= self.batches.checkpointed(skips=rule == "skip")
         if folder is not None:
-            parts: dict[str, Stateful] = {"guard": self._guard, "trained": FrozenParameters(state)}
-            parts |= {"shares": self._shares} | self.batches.checkpointed
             checkpointer = Checkpointer(folder, self.world, state, policy, local, parts, self._state_check.check)
         return RunRecorder(self.world, self._where, checkpointer, state)
 
