@@ -58,7 +58,7 @@ class Batches:
             is equal shares. Without `shards` the sizes of the shards follow the shares. With `shards` the number of
             shards of each rank does, and bits stay as they are. A rank with a share of 0 idles, but takes part in all
             collectives. With "measured" a `Loop` measures the ranks' time per sample in its first steps, prints the
-            shares and keeps them from then on; see docs/shares.md. Data in parts need `shards`.
+            shares and keeps them from then on; see docs/shares.md. Data in parts need `shards`; own data take none.
         length: the number of samples in an epoch, for a source without a length. The default is an endless epoch.
         seed: of the order and of random numbers drawn while reading. The default is the world's seed.
         transform: `transform(data, draws)` returns the data to use in place of a shard's data, on the same device.
@@ -129,8 +129,7 @@ class Batches:
             self.drop_last, self.partition, self.until = drop_last, partition, until
             self._open(data, length, parse_devices(devices, world.device), loader)
             self.shuffle = self._has_length if shuffle is None else shuffle
-            asked = None if self.fixed_shards else self.division.asked
-            is_own = self._own is not None
+            asked, is_own = self.division.asked, self._own is not None
             check_partition(partition, until, shards, asked, world.size, self.length, is_stream=is_own)
             if partition != "own":
                 self._cut_data(() if self.length is None else split_sizes(self.length, self.shards))
@@ -219,9 +218,12 @@ class Batches:
             "parts": list(own.sizes) if own else None if self.partition == "global" else self.shards,
         }
 
-    @property
-    def checkpointed(self) -> dict[str, Any]:
-        """What checkpoints of a Loop hold of the data, by name; their `state_dict` is a collective."""
+    def checkpointed(self, *, skips: bool) -> dict[str, Any]:
+        """What checkpoints of a Loop hold of the data, by name; their `state_dict` is a collective.
+
+        Args:
+            skips: whether the loop skips steps that are not finite.
+        """
         return {}
 
     # -- sizes ---------------------------------------------------------------------------------------------
@@ -351,7 +353,10 @@ class Batches:
         Raises:
             ValueError: the epoch is not a whole number of 1 or more, or own streams give it no mini-batch.
         """
-        epoch = check_epoch_number(epoch)
+        return self._loaded(check_epoch_number(epoch), start, held=held, agrees=agrees)
+
+    def _loaded(self, epoch: int, start: int, *, held: bool, agrees: bool) -> Generator[LoadedBatch, None, None]:
+        """The generator of `epoch`."""
         if isinstance(self._reader, StreamReader):
             yield from self._stream_epoch(self._reader, epoch, start, agrees=agrees)
             return

@@ -3,11 +3,15 @@
 [Note: Carried state] The state belongs to the lane, so it stays with its shard and never enters a sum. What a chunk
 leaves is kept until the chunk after the next one, since a step may pass over its chunks several times. A checkpoint
 has the rows of all lanes: each rank writes its own rows into zeros, and a sum of bytes brings them together.
+
+[Note: Rows that are not finite] A loop that skips steps which are not finite would skip all further steps of a sequence
+whose state became NaN. There such a row keeps the state before the chunk, as if its sequence had not had the chunk. The
+device decides, so the host does not wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +41,14 @@ class CarriedState:
     Args:
         world: the ranks.
         batch_dim: the dimension of each tensor in which the rows are.
+
+    Attributes:
+        stays_finite: whether rows that are not finite keep their former state. See [Note: Rows that are not finite].
     """
 
     def __init__(self, world: World, batch_dim: int) -> None:
         self._world, self._batch_dim = world, batch_dim
+        self.stays_finite = False
         self._kept: dict[int, list[_Kept]] = {}  # by shard, the oldest first
         self._whole: dict[str, Any] | None = {}  # what a checkpoint has, where no rank has to be asked
         self._resumed: _Kept | None = None
@@ -112,7 +120,21 @@ class CarriedState:
                 "needs."
             )
         state = map_tensors(torch.Tensor.detach, state)
+        if self.stays_finite:
+            state = self._finite(state, self.before(shard, place, rows, self._world.device))
         self._kept[shard] = [one for one in kept if one is former] + [_Kept(place, rows.lanes, state, form)]
+
+    def _finite(self, state: Any, before: Any) -> Any:
+        """The state with the rows of `before`, zeros for None, where a row is not finite in one of its tensors."""
+        dim, tensors = self._batch_dim, tensors_in(state)
+        finite = [one.isfinite().movedim(dim, 0).reshape(one.shape[dim], -1).all(1) for one in tensors]  # by row
+        former: Iterator[torch.Tensor] = map(torch.zeros_like, tensors) if before is None else iter(tensors_in(before))
+
+        def chosen(tensor: torch.Tensor) -> torch.Tensor:
+            is_kept = torch.stack([one.to(tensor.device) for one in finite]).all(0)
+            return torch.where(is_kept.view(-1, *[1] * (tensor.dim() - dim - 1)), tensor, next(former).to(tensor))
+
+        return map_tensors(chosen, state)
 
     def _form_of(self, state: Any, rows: int) -> Any:
         """The containers, and in place of each tensor its dtype and its shape without the dimension of the rows."""

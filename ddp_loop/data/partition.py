@@ -49,7 +49,7 @@ def check_partition(
 
     Args:
         partition, until, shards: as given.
-        shares: as given, without fixed shards; None otherwise.
+        shares: as given.
         ranks: their number.
         length: of the data; None without one.
         is_stream: whether each rank reads a stream of its own.
@@ -67,12 +67,18 @@ def check_partition(
             f'partition="{partition}" needs data with a length, or a stream. These have none. Pass length=, or a data '
             "set with a length."
         )
-    if partition != "global" and shares is not None:
+    is_own = partition == "own" or is_stream
+    if is_own and shares is not None:
+        raise ValueError(
+            f"Each rank reads all samples of its own data, so they follow no shares. Got shares={shares!r}. Remove "
+            "shares=."
+        )
+    if partition != "global" and shards is None and shares is not None:
         raise ValueError(
             f"The shares of data in parts are numbers of shards, each with its part. Got shares={shares!r} and "
             f'partition="{partition}" without shards. Pass shards=, or remove shares=.'
         )
-    if (partition == "own" or is_stream) and shards not in (None, ranks):
+    if is_own and shards not in (None, ranks):
         raise ValueError(
             f"Data that each rank has of its own make one shard per rank. Got shards={shards} on {ranks} ranks. Remove "
             "shards=."

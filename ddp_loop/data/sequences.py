@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.data.agreement import check_epoch_number
 from ddp_loop.data.batches import Batches
 from ddp_loop.data.carried_state import CarriedState, Place
 from ddp_loop.data.fingerprints import Fingerprint
@@ -191,9 +190,13 @@ class SequenceBatches(Batches):
         rest = {name: value for name, value in super().facts.items() if name not in ("batch_size", "drop_last")}
         return {**rest, "lanes": self.batch_size, "length": self._chunk, "batch_dim": self.batch_dim}
 
-    @property
-    def checkpointed(self) -> dict[str, Any]:
-        """The hidden states, which checkpoints of a Loop hold."""
+    def checkpointed(self, *, skips: bool) -> dict[str, Any]:
+        """The hidden states, which checkpoints of a Loop hold.
+
+        Args:
+            skips: whether the loop skips steps that are not finite; then the states stay finite.
+        """
+        self._carried.stays_finite = skips
         return {"hidden": self._carried}
 
     @property
@@ -203,7 +206,7 @@ class SequenceBatches(Batches):
 
     @property
     def unused(self) -> Unused:
-        """None: an epoch has every time step."""
+        """No samples: an epoch has every time step."""
         return Unused(0)
 
     def sizes(self, position: int) -> tuple[int, ...]:
@@ -253,20 +256,8 @@ class SequenceBatches(Batches):
             have, position = have + int(rows.lengths.sum()), position + 1
         return torch.from_numpy(np.concatenate(found)[skipped : skipped + number])
 
-    def epoch(
-        self, epoch: int, start: int = 0, *, held: bool = True, agrees: bool = False
-    ) -> Generator[LoadedBatch, None, None]:
-        """The mini-batches of an epoch from position `start` on, with this rank's chunks.
-
-        Args:
-            epoch: counted from 1, as `Step.epoch`.
-            start: the position of the first mini-batch, counted from 0.
-            held, agrees: without effect here; there are no workers, and all ranks know every mini-batch.
-
-        Raises:
-            ValueError: the epoch is not a whole number of 1 or more.
-        """
-        epoch = check_epoch_number(epoch)
+    def _loaded(self, epoch: int, start: int, *, held: bool, agrees: bool) -> Generator[LoadedBatch, None, None]:
+        """The generator of `epoch`; there are no workers to keep, and all ranks know every mini-batch."""
         for position in range(start, self.steps):
             mini_batch, rows = self._planned(epoch, position)
             self._carried.begin()

@@ -156,9 +156,9 @@ class Loop:
         self._weightless = WeightlessStepCheck()
         self._guard = NonFiniteGuard(rule, self.batches.indices, state, self._state_check.blame, self.world.print)
         self._shares, checkpointer = ShareMeasurement(self.batches), None
+        parts: dict[str, Stateful] = {"guard": self._guard, "trained": FrozenParameters(state), "shares": self._shares}
+        parts |= self.batches.checkpointed(skips=rule == "skip")
         if folder is not None:
-            parts: dict[str, Stateful] = {"guard": self._guard, "trained": FrozenParameters(state)}
-            parts |= {"shares": self._shares} | self.batches.checkpointed
             checkpointer = Checkpointer(folder, self.world, state, policy, local, parts, self._state_check.check)
         return RunRecorder(self.world, self._where, checkpointer, state)
 
@@ -284,6 +284,7 @@ class Loop:
             return
         self._begun, self.world.step = f"inside epoch {where.epochs + 1}", self.iteration
         self._state_check.begin(self.iteration)
+        self._use_measured_shares()
         self._recorder.install_stop_handlers()
         if (tracer := self._recorder.tracer) is not None and tracer.is_new:
             tracer.start(self.iteration)
@@ -322,8 +323,6 @@ class Loop:
             if step.passes:
                 self._recorder.end_trace(iteration)
             self.world.explain = step.explainer(skips=self._guard.skips and not self._guard.is_scaled)
-            if not step.is_open:
-                self._use_measured_shares()  # as the peers did before they expect this rank's message
             if step.leave(f"it left the loop in step {iteration}, by a break or an error that was caught", self.fold):
                 self._replicas.leave(iteration, folded=where.is_folded)
             raise
@@ -332,19 +331,20 @@ class Loop:
         if self._recorder.tracer is not None and step.passes:
             self._recorder.end_trace(iteration)
         decision = self.fold.decision
-        stops = decision is not None and decision.stop
+        stops, saves = (False, False) if decision is None else (decision.stop, decision.save)
         ends = iteration == where.most_steps or (is_last_of_epoch and where.ends_all(mini_batch))
         if stops or ends:
             step.leave(f"it ended the loop after step {iteration}", self.fold)  # finds a peer that left it before
             self._replicas.end(iteration)
         if stops or self._recorder.keeps:
-            saves = decision is not None and decision.save
             self._recorder.end_step(stops=stops, ends=ends, saves=saves, is_last_of_epoch=is_last_of_epoch)
-        self._use_measured_shares()
+        self._use_measured_shares(None if stops or ends else step)
         self.world.stage = "data"
 
-    def _use_measured_shares(self) -> None:
-        """Read and fold as the mini-batches are divided now, if they have got shares."""
+    def _use_measured_shares(self, step: Step | None = None) -> None:
+        """Read and fold as the mini-batches are divided now, if they have got shares; `step` was not the last one."""
+        if step is not None and self._shares.found is not None:
+            step.meet(self.fold)
         if self._shares.take():
             self._recorder.record_shares(self.batches.shares or ())
             self._ahead.restart(self._where.epochs + 1, self._where.at)

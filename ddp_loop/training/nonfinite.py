@@ -237,6 +237,9 @@ class NonFiniteGuard:
         )
 
     def _shard_message(self, mini_batch: MiniBatch, number: int) -> str:
+        if mini_batch.announcement is not None:
+            place = f"mini-batch {mini_batch.position + 1} of epoch {mini_batch.epoch}"
+            return f", from shard {number} of {len(mini_batch.sizes)}, {place} of rank {number}'s own stream"
         start, size = mini_batch.start + sum(mini_batch.sizes[:number]), mini_batch.sizes[number]
         indices = self._indices(mini_batch.epoch, start, size).tolist()
         more = f" and {size - _SHOWN} more" if size > _SHOWN else ""

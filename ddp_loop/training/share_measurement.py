@@ -19,7 +19,7 @@ from ddp_loop.training.validation import check_rows
 WARM_UP = 3  # steps; in the first ones layouts are agreed on and memory is allocated
 MEASURED_STEPS = 10
 _ALIKE = 1.05  # ranks whose speeds differ by less keep equal shares
-_DIGITS = 3
+_DIGITS = 3  # significant ones, so that the shares of a thousand ranks are as exact as those of two
 
 
 def shares_of(times_s: Sequence[float]) -> tuple[float, ...]:
@@ -27,7 +27,7 @@ def shares_of(times_s: Sequence[float]) -> tuple[float, ...]:
     if max(times_s) < _ALIKE * min(times_s):
         return (1.0,) * len(times_s)
     speeds = [min(times_s) / one for one in times_s]
-    return tuple(round(speed / sum(speeds), _DIGITS) for speed in speeds)
+    return tuple(float(f"{speed / sum(speeds):.{_DIGITS}g}") for speed in speeds)
 
 
 class ShareMeasurement:
@@ -38,12 +38,14 @@ class ShareMeasurement:
 
     Attributes:
         is_measuring: whether steps are measured; the same on every rank.
+        found: the shares that were measured and are not used yet; None without any.
     """
 
     def __init__(self, batches: Batches) -> None:
         self._batches, self._division, self._world = batches, batches.division, batches.world
         self._checked: Mapping[str, object] = {}
-        self.is_measuring, self._has_new = self._division.is_unmeasured, False
+        self.is_measuring, self._used = self._division.is_unmeasured, self._division.shares
+        self.found: tuple[float, ...] | None = None
         self._steps = 0
         self._since: Any = None
         self._marks: list[tuple[Any, Any, int]] = []
@@ -78,6 +80,8 @@ class ShareMeasurement:
         if self._steps < WARM_UP + MEASURED_STEPS:
             return
         self.is_measuring = False
+        if not self._division.is_unmeasured:  # another loop over the same batches measured them
+            return
         seconds = self._world.accelerator.seconds
         own = median(seconds(first, last) / samples for first, last, samples in self._marks) if self._marks else None
         self._marks.clear()
@@ -88,32 +92,39 @@ class ShareMeasurement:
                 "keep equal shares."
             )
             return
-        self._give(shares_of([one or 0.0 for one in gathered]), f"measured up to step {iteration}")
+        self._find(shares_of([one or 0.0 for one in gathered]), f"measured up to step {iteration}")
 
-    def _give(self, shares: tuple[float, ...], how: str) -> None:
+    def _find(self, shares: tuple[float, ...], how: str) -> None:
         words = ", ".join(f"{share:g}" for share in shares)
         before = self._division.shares
         self._division.give(shares)
         try:
             check_rows(self._batches, self._checked)
         except ValueError as error:
-            self._division.give(before)
             self._world.say(f"The shares {words}, {how}, are not used. All ranks keep equal shares. {error}")
             return
+        finally:
+            self._division.give(before)  # until the step has ended
         self._world.say(f"The shares of ranks 0 to {len(shares) - 1} are {words}, {how}. They are fixed from now on.")
-        self._has_new = True
+        self.found = shares
 
     def take(self) -> bool:
-        """Whether the batches have got shares since the last call; the same on every rank."""
-        has_new, self._has_new = self._has_new, False
-        return has_new
+        """Use the shares that were found, and whether the last call had others; the same on every rank.
+
+        Another loop over the same batches may have given them shares.
+        """
+        if self.found is not None:
+            self._division.give(self.found)
+            self.found = None
+        before, self._used = self._used, self._division.shares
+        return before != self._used
 
     # -- checkpoints: `Stateful` -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, list[float] | None]:
         """The measured shares; None without any."""
-        is_measured = self._division.asked == "measured" and self._division.shares is not None
-        return {"shares": list(self._division.shares or ()) if is_measured else None}
+        shares = self.found or (self._division.shares if self._division.asked == "measured" else None)
+        return {"shares": None if shares is None else list(shares)}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float] | None]) -> None:
         """Go on with measured shares, if they are wanted and belong to as many ranks."""
@@ -125,4 +136,4 @@ class ShareMeasurement:
             )
             return
         self.is_measuring = False
-        self._give(tuple(shares), "measured before the run was resumed")
+        self._find(tuple(shares), "measured before the run was resumed")

@@ -19,6 +19,7 @@ from ddp_loop.training.moments import MomentSums
 from ddp_loop.training.payload import PayloadLayout, ShardRecord, shares, total_of, weighted_mean
 
 _DTYPE = attrgetter("dtype")
+_MOST_SIZES = 16  # that are kept; mini-batches of sequences have sizes of their own, one after the other
 
 
 class Slots:
@@ -94,8 +95,10 @@ class Slots:
                 self._statistics.pack(record.captures, layout.calls, statistics[record.shard.number])
 
     def share(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Each shard's part of the samples, (S,); kept, since an epoch's mini-batches have two sizes at most."""
+        """Each shard's part of the samples, (S,); kept, since most mini-batches have the sizes of one before."""
         if (sizes, dtype) not in self._shares:
+            if len(self._shares) == _MOST_SIZES:
+                self._shares.clear()
             self._shares[sizes, dtype] = shares(torch.tensor(sizes, dtype=dtype, device="cpu")).to(self._device)
         return self._shares[sizes, dtype]
 

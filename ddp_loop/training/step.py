@@ -378,6 +378,18 @@ class Step:
         world.defer(tell)
         return True
 
+    def meet(self, fold: Fold) -> None:
+        """Find a peer that left this step, before the next one has another fold. Every rank must call this, or `leave`.
+
+        Raises:
+            PeerFailed: another rank left the loop.
+        """
+        if self._gathering.is_used:
+            self._gathering.open()
+            self._gathering.send_no_gather()
+        fold.leaving(len(self._loaded.mini_batch.sizes), gathers=self._gathering.is_used)()
+        self._world.raise_if_any_failed(None)
+
     def require_folded(self) -> None:
         """Raise on every rank if this one has not folded the step. Every rank must call this or `fold`."""
         if not self.is_broken and (self.is_open or not self.passes):

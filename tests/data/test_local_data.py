@@ -408,6 +408,9 @@ SIZED = {"sized": True}
         (ALL, {"partition": "global", "until": "first"}, {}, r'until="first" is for data in parts'),
         (ALL, {"shards": 3}, {}, r"Got shards=3 on 2 ranks\. Remove shards="),
         (ALL, {**SIZED, "partition": "own", "shards": 4}, {}, r"Got shards=4 on 2 ranks\. Remove shards="),
+        (ALL, {"shards": 2, "shares": (3, 1)}, {}, r"they follow no shares\. Got shares=\(3\.0, 1\.0\)\. Remove"),
+        (ALL, {"shards": 2, "shares": "measured"}, {}, r"they follow no shares\. Got shares='measured'"),
+        (ALL, {**SIZED, "partition": "own", "shards": 2, "shares": (0, 1)}, {}, r"own data, so they follow no shares"),
         (ALL, {"size": 1}, {}, r"Got batch_size=1 for 2 parts"),
         (ALL, {**SIZED, "size": 3, "shards": 4}, {}, r"Got batch_size=3 for 4 parts"),
         (ALL, {"counts": [0, 0]}, {}, r"None of them does"),
@@ -565,6 +568,21 @@ def over_a_broken_stream(world: dl.World, folder: str, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 6])  # the error comes in the first read, or while one reads ahead
 def test_an_error_of_one_own_stream_ends_all_ranks(size: int, on_ranks: OnRanks, tmp_path: Path) -> None:
     Refused(on_ranks, tmp_path)(2, over_a_broken_stream, size, kind="OSError", said="the disk is gone", by=1)
+
+
+def over_a_stream_with_nan(world: dl.World, folder: str) -> None:
+    model, batches = network(), dl.Batches(own_stream(world, [12, 8]), 4, world, partition="local")
+    for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+        for _, rows in step:
+            is_bad = world.rank == 1 and step.iteration == 3
+            step.backward(model(rows).square().mean() * (float("nan") if is_bad else 1))
+        step.fold()
+
+
+@pytest.mark.both_modes
+def test_an_own_stream_with_nan_is_named_by_its_rank(on_ranks: OnRanks, tmp_path: Path) -> None:
+    said = r"from shard 1 of 2, mini-batch 3 of epoch 1 of rank 1's own stream\. Look for NaN"
+    Refused(on_ranks, tmp_path)(2, over_a_stream_with_nan, kind="FloatingPointError", said=said, by=ALL)
 
 
 def over_own_streams(folder: str, until: str, stop_at: int) -> tuple[Tensors, list[Any], str]:

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -135,6 +136,13 @@ def test_shares_are_in_proportion_to_speed() -> None:
     assert shares_of([1.0, 1.04]) == (1.0, 1.0)  # noise
 
 
+@pytest.mark.parametrize("ranks", [2, 16, 300, 3000])
+def test_shares_of_many_ranks_are_as_exact_as_those_of_two(ranks: int) -> None:
+    shares = shares_of([1.0, 2.0, 1.3] * ranks)
+    assert shares[0] / shares[1] == pytest.approx(2.0, rel=0.01)
+    assert shares[0] / shares[2] == pytest.approx(1.3, rel=0.01)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_follow_the_planted_times_from_one_step_on(kind: str, on_ranks: OnRanks) -> None:
     results = on_ranks(2, train, (0.001, 0.002), kind=kind)
@@ -158,6 +166,44 @@ def test_with_fixed_shards_the_bits_stay_and_the_shards_move(passes: int, on_ran
     assert {result.bits for result in results} == {result.bits for result in equal}
     assert [len(result.samples[FIXED_AFTER]) for result in results] == [4, 6, 2]  # of 12; remainders to the first
     assert [len(result.samples[FIXED_AFTER - 1]) for result in results] == [4, 4, 4]
+
+
+def of_two_loops(times_s: tuple[float, ...], shares: Any, interleaved: bool) -> str:
+    """The bits of two models, each with a loop over the same batches that is created before the first one runs."""
+    sha, clock = hashlib.sha256(), Planted()
+    with dl.join_world(seed=3) as world, clock.of(world):
+        batches = dl.Batches(numbered(SAMPLES), BATCH, world, shares=shares, shards=6, drop_last=True)
+        models = [network(), network()]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        loops = [
+            dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False)
+            for model, optimizer in zip(models, optimizers, strict=True)
+        ]
+
+        def make(step: dl.Step, number: int) -> None:
+            for inputs, labels, numbers in step:
+                clock.now_s += times_s[world.rank] * len(numbers)
+                step.backward(cross_entropy(models[number](inputs), labels))
+            sha.update(step.fold().loss.numpy().tobytes())
+            optimizers[number].step()
+
+        if interleaved:
+            for one, other in zip(*loops, strict=True):
+                make(one, 0)
+                make(other, 1)
+        else:
+            for number, loop in enumerate(loops):
+                for step in loop:
+                    make(step, number)
+        for tensor in chain(*(model.state_dict().values() for model in models)):
+            sha.update(tensor.numpy().tobytes())
+    return sha.hexdigest()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_loops_over_the_same_batches_all_use_the_measured_shares(interleaved: bool, on_ranks: OnRanks) -> None:
+    equal = on_ranks(3, of_two_loops, (1.0, 1.0, 1.0), None, interleaved)
+    assert set(on_ranks(3, of_two_loops, (0.002, 0.001, 0.002), "measured", interleaved)) == set(equal)
 
 
 @pytest.mark.quick_in_both_modes
@@ -248,26 +294,30 @@ def test_synced_batch_norm_cannot_be_measured(refused: Refused) -> None:
     refused(2, with_synced_layers, kind="ValueError", said='Got shares="measured". Pass shares as numbers', by=ALL)
 
 
-def leaves_one_step_early(world: dl.World, folder: str, shards: int | None, step_left: int) -> None:
+def leaves_one_step_early(world: dl.World, folder: str, shards: int | None, step_left: int, passes: int) -> None:
+    """Rank 1 leaves after the first pass of a step, which may have further passes on the others."""
     clock = Planted()
     with clock.of(world):
         model = network()
         batches = dl.Batches(make_data((6,), 96), 12, world, shares="measured", shards=shards)
         for step in dl.Loop(batches, 9, state={"model": model}, progress=False):
-            for inputs, labels in step:
-                clock.now_s += len(inputs) * (1 + world.rank)
-                step.backward(cross_entropy(model(inputs), labels))
-            step.fold()
-            if world.rank == 1 and step.iteration == step_left:
-                break
+            for _ in range(passes):
+                for inputs, labels in step:
+                    clock.now_s += len(inputs) * (1 + world.rank)
+                    step.backward(cross_entropy(model(inputs), labels))
+                step.fold()
+                if world.rank == 1 and step.iteration == step_left:
+                    return
 
 
+@pytest.mark.both_exchanges
 @pytest.mark.parametrize("shards", [None, 6])
 @pytest.mark.parametrize("step_left", [FIXED_AFTER - 1, FIXED_AFTER, FIXED_AFTER + 1])
+@pytest.mark.parametrize("passes", [1, 2])
 def test_a_rank_that_leaves_around_the_change_ends_all(
-    step_left: int, shards: int | None, on_ranks: OnRanks, tmp_path: Path
+    passes: int, step_left: int, shards: int | None, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    arguments = shards, step_left
+    arguments = shards, step_left, passes
     other, leaver = on_ranks(2, on_this_rank, leaves_one_step_early, str(tmp_path / "run"), arguments)
     assert leaver.kind == ""  # a break is no error where it is made
     assert (other.kind, f"it left the loop in step {step_left}" in other.text) == ("PeerFailed", True), other

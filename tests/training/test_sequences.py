@@ -6,6 +6,8 @@ recurrent network, in which only the order of sums differs.
 
 from __future__ import annotations
 
+import gc
+import random
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
@@ -241,6 +243,76 @@ def test_a_second_pass_over_a_step_begins_with_the_state_before_the_step(on_rank
         assert all(is_same(first, second) for first, second in seen)
         assert any(first for first, _ in seen)
         assert any(not is_same(one[0], other[0]) for one, other in pairwise(seen))
+
+
+def tensors_by_shard() -> tuple[int, list[int]]:
+    """The number of different sizes of shards in a run, and the tensors, (S,), that are there after each epoch."""
+    alive, sizes, draw = [], set[tuple[int, ...]](), random.Random(1)
+    with dl.join_world(seed=0) as world:
+        model = Recurrent("GRU")
+        sequences = make_sequences([draw.randrange(1, 40) for _ in range(150)])
+        batches = dl.SequenceBatches(sequences, 12, 9, world, shards=7)
+        loop = dl.Loop(batches, 3, state={"model": model}, progress=False)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for chunk in step:
+                    outputs, chunk.hidden = model(chunk.data[0], chunk.hidden)
+                    step.backward(chunk.unpad(outputs).square().mean())
+                step.fold()
+            sizes |= {batches.mini_batch(epoch.number, position).sizes for position in range(len(batches))}
+            gc.collect()
+            tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+            alive.append(sum(one.shape == (batches.shards,) and one.is_floating_point() for one in tensors))
+        return len(sizes), alive
+
+
+@pytest.mark.quick_in_both_modes
+def test_a_long_run_keeps_no_tensor_of_its_earlier_steps(on_ranks: OnRanks) -> None:
+    for sizes, alive in on_ranks(2, tensors_by_shard):
+        assert sizes > 60
+        assert max(alive) < 30  # the shares of the last sizes of shards
+
+
+LONGEST = 2  # the sequence with a chunk in each step
+
+
+def before_each_step(bad_step: int) -> tuple[int, list[Outputs]]:
+    """How many steps were skipped; and by step the state before it of each sequence. A chunk of the longest is NaN."""
+    seen = []
+    with dl.join_world(seed=0) as world:
+        model = Recurrent("LSTM")
+        batches = dl.SequenceBatches(make_sequences(), LANES, CHUNK, world, shuffle=False)
+        loop = dl.Loop(batches, 1, state={"model": model}, progress=False, on_nonfinite="skip")
+        for step in loop:
+            seen.append(dict[int, torch.Tensor]())
+            for chunk in step:
+                inputs, state = chunk.data[0], chunk.hidden
+                for row, number in enumerate(chunk.sequences.tolist()):
+                    seen[-1][number] = torch.zeros(()) if state is None else torch.stack([one[:, row] for one in state])
+                    if number == LONGEST and step.iteration == bad_step:
+                        inputs[row] = torch.nan
+                outputs, chunk.hidden = model(inputs, state)
+                step.backward(chunk.unpad(outputs).square().mean())
+            step.fold()
+        return loop.skipped, seen
+
+
+@pytest.mark.covers("D9", "D10")
+@pytest.mark.parametrize("bad_step", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_chunk_that_is_not_finite_costs_one_step_and_is_not_carried_on(
+    ranks: int, bad_step: int, on_ranks: OnRanks
+) -> None:
+    expected, results = on_ranks(ranks, before_each_step, 0), on_ranks(ranks, before_each_step, bad_step)
+    assert [skipped for skipped, _ in results] == [1] * ranks
+    for (_, seen), (_, plain) in zip(results, expected, strict=True):
+        for step, (states, others) in enumerate(zip(seen, plain, strict=True), 1):
+            for number, state in states.items():
+                assert state.isfinite().all()
+                if number != LONGEST or step <= bad_step:
+                    assert torch.equal(state, others[number])
+                elif step == bad_step + 1:  # as before the bad chunk, zeros where it was the first one
+                    assert torch.equal(state, seen[bad_step - 1][number].expand_as(state))
 
 
 def evaluated(shards: int | None) -> tuple[dict[str, float], torch.Tensor]:
