@@ -179,7 +179,7 @@ def test_streams_of_random_lengths_on_four_ranks(seed: int, on_ranks: OnRanks) -
 
 
 @pytest.mark.parametrize(("counts", "sized"), [([9, 3], False), ([9, 2], True)])
-def test_synced_batch_norm_goes_on_where_a_rank_has_no_samples_left(
+def test_synced_batch_norm_continues_where_a_rank_has_no_samples_left(
     counts: list[int], sized: bool, on_ranks: OnRanks
 ) -> None:
     assert_exact(on_ranks(2, went, counts, 6, "all", 2, layer=True, sized=sized), layer=True)

@@ -198,7 +198,7 @@ def test_a_signal_to_a_rank_and_its_workers_leaves_these_to_the_step(on_ranks: O
 
 
 def predict_until_stopped(folder: str) -> tuple[object, int, list[int]]:
-    """Rank 0 is asked in a prediction behind the second epoch; what ends it, and how many shards it went through."""
+    """Ask rank 0 to stop in a prediction after the second epoch; returns what ends it, and the shards it read."""
     seen: list[int] = []
     try:
         with dl.join_world() as world:

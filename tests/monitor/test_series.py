@@ -1,4 +1,4 @@
-"""What the page reads: files that grow and are cut back, and columns thinned out."""
+"""What the page reads: files that grow and are truncated, and downsampled columns."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_what_is_no_finite_number_is_missing_and_a_column_may_begin_late() -> No
     assert columns.last() == {"iteration": 3, "epoch": 0, "loss": None, "right": None, "huge": None, "late": 7.0}
 
 
-def test_a_row_of_an_earlier_iteration_replaces_those_behind_it_and_one_of_the_same_is_added_to_it() -> None:
+def test_a_row_of_an_earlier_iteration_replaces_those_after_it_and_one_of_the_same_is_added_to_it() -> None:
     columns = columns_of(*[{"iteration": k, "loss": k} for k in (1, 2, 3, 4)], {"iteration": 3, "loss": 30})
     columns.add({"iteration": 3, "accuracy": 0.5})
     assert columns.iterations.tolist() == [1, 2, 3]

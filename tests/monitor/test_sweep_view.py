@@ -68,7 +68,7 @@ BAD_NOTES = {"too long": (b"x" * 501, 400), "no UTF-8": (b"\xff\xfe", 400), "hug
 
 
 @pytest.mark.parametrize("case", BAD_NOTES)
-def test_a_note_that_is_no_note_is_refused(client: httpx.Client, sweep: Path, case: str) -> None:
+def test_an_invalid_note_is_refused(client: httpx.Client, sweep: Path, case: str) -> None:
     body, status = BAD_NOTES[case]
     assert client.post(f"{RUN}/note", content=body).status_code == status
     assert not (sweep / "trials" / "0000" / "note.txt").exists()
@@ -161,7 +161,7 @@ def test_a_sweep_is_known_by_its_trials_and_stops_only_while_somebody_works(clie
 
 
 @pytest.mark.covers("G5")
-def test_failed_trials_are_asked_for_again_and_no_others(client: httpx.Client, sweep: Path) -> None:
+def test_only_failed_trials_can_be_run_again(client: httpx.Client, sweep: Path) -> None:
     answer = client.post("/api/sweeps/digits/again", json={"trials": [2, 1, 2]})
     assert (answer.status_code, answer.json()) == (202, {"asked": 2, "is_active": False})
     assert [json.loads(path.read_text()) for path in (sweep / "again").iterdir()] == [{"trials": [1, 2]}]

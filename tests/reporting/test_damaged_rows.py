@@ -168,7 +168,7 @@ def test_good_rows_survive_what_a_disk_does_to_a_file(
     assert iterations_of(run) == [*stay, *range(AT + 1, STEPS + 1)]
     written = dict(zip(range(1, STEPS + 1), before.splitlines(), strict=False))
     kept = (run / ROWS).read_bytes().splitlines()
-    assert kept[: len(stay)] == [written[iteration] for iteration in stay]  # not a byte is another one
+    assert kept[: len(stay)] == [written[iteration] for iteration in stay]  # byte for byte
     notices = [line for line in printed.splitlines() if ROWS in line]
     assert notices == ([f"ddp_loop: {run}: {said}; training continues at step {AT + 1}"] if said else [])
     there = (run / ASIDE).read_bytes() if aside else b""
@@ -248,7 +248,7 @@ def test_lines_beside_the_rows_survive_likewise(
 
 
 @pytest.mark.parametrize("once", [False, True])
-def test_what_lies_behind_a_row_that_is_made_again_is_cut_without_a_word(once: bool, tmp_path: Path) -> None:
+def test_what_follows_a_row_that_is_made_again_is_cut_silently(once: bool, tmp_path: Path) -> None:
     there = [{"epoch": 1, "iteration": n, "samples": 1, "elapsed_s": 0.1} for n in (1, 2, 5)]
     path = tmp_path / ROWS
     path.write_text("".join(json.dumps(row) + "\n" for row in there) + '{}\n{"epoch": 2, "it')

@@ -219,7 +219,7 @@ def test_a_line_comes_every_few_seconds_at_most_and_in_a_long_run_less_often(mon
     assert len(said) < 250
 
 
-def test_a_line_of_a_run_whose_end_nobody_knows_says_no_time() -> None:
+def test_the_line_of_a_run_of_unknown_length_shows_no_time_left() -> None:
     view = ProgressView(TrainingLength(epochs=2), 1, 3, {"loss": 0.25}, 12.5, 1.0, None, slow_rank=1)
     assert view.line() == "Epoch 1 of 2, step 3: Loss: 0.2500, 12.5 samples/s, rank 1 is slowest"
 

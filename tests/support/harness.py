@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 FAULT_S = 9.0 if "PYTEST_VERSION" in os.environ else 3.0
 TASK_S = 60.0  # the longest tasks take seconds; a shared machine may be ten times slower
 MOMENT_S, LOOK_S = 20.0, 0.02  # how long to wait for what takes a moment, and how often to look
-THREAD_END_S = 1.0  # a thread that was told to end needs a moment
+THREAD_END_S = 1.0  # a thread needs a moment to end after the request
 
 PYTEST_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the latter when it likes
 

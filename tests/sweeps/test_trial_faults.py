@@ -1,4 +1,4 @@
-"""Trials that fail, die, hang or are stopped: each reported as that, the others unharmed, each run again alone."""
+"""Trials that fail, die, hang or are stopped: each is reported as such, alone is run again, and harms no other."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_one_trial_is_stopped_by_its_own_file_and_stays_stopped(tmp_path: Path) 
 @pytest.mark.covers("G5")
 @pytest.mark.usefixtures("warm")
 @pytest.mark.slow
-def test_a_stopped_sweep_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_stopped_sweep_resumes_with_the_same_bits(tmp_path: Path) -> None:
     folder, alone = tmp_path / "s", tmp_path / "alone"
     points = [{"rate": rate, "steps": 300, "save_every": 100} for rate in (0.1, 0.05, 0.02, 0.01)]
     undisturbed = sweep(train, points, alone, slots=2)

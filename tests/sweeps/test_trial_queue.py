@@ -242,7 +242,7 @@ def test_a_worker_puts_a_trial_back_whose_claim_failed(queue: TrialQueue) -> Non
     assert (queue.newest()[0].attempt, queue.newest()[0].state) == (2, "waiting")
 
 
-def test_a_trial_that_goes_on_reports_no_update_twice(queue: TrialQueue) -> None:
+def test_a_resumed_trial_reports_no_update_twice(queue: TrialQueue) -> None:
     """The pruner compares the values of one update; a trial from a checkpoint repeats some."""
     pruner = MedianPruner()
     queue.should_prune(claimed(queue), pruner, 5, 1.0)
@@ -265,7 +265,7 @@ def test_trials_that_are_missing_in_the_storage_are_added(tmp_path: Path) -> Non
 
 @pytest.mark.covers("G5")
 def test_a_kill_while_the_storage_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed between a table and its index, it would have no index for good, and get a second study of one name."""
+    """A kill between a table and its index must not leave it without one, which would allow two studies of one name."""
     monkeypatch.setattr(SchemaGenerator, "visit_index", lambda *_, **__: _interrupt())
     with pytest.raises(KeyboardInterrupt):
         opened(tmp_path)
