@@ -1,4 +1,4 @@
-"""Running statistics made anew over a data set, on ranks, as torch's `update_bn` makes them in one process.
+"""Running statistics recomputed over a data set, on ranks, as torch's `update_bn` makes them in one process.
 
 Compared with 1e-12: float64, sums of some ten terms.
 """
@@ -35,7 +35,7 @@ def network(dropout: float = 0.0) -> nn.Module:
 
 
 class Both(nn.Module):
-    """Two parts beside each other, and a buffer that counts calls."""
+    """Two parallel branches, and a buffer that counts calls."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()

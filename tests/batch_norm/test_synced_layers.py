@@ -324,7 +324,7 @@ def test_the_first_mistake_is_reported_late(wrong: int | None, few: int | None, 
 
 
 def count_collectives() -> list[int]:
-    """Sums of a forward, and of its backward, of three layers; the first one's values want no gradient."""
+    """The number of sums in a forward and a backward of three layers; the first one's inputs need no gradient."""
     with dl.join_world(device="cpu") as world:
         model = sync_batch_norm(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(3))), world)
         usual, lengths = world.start_sum, []

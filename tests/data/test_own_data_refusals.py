@@ -96,6 +96,6 @@ def over_a_broken_stream(world: dl.World, folder: str, size: int) -> None:
         step.fold()
 
 
-@pytest.mark.parametrize("size", [2, 6])  # the error comes in the first read, or while one reads ahead
+@pytest.mark.parametrize("size", [2, 6])  # the error comes in the first read, or while reading ahead
 def test_an_error_of_one_own_stream_ends_all_ranks(size: int, on_ranks: OnRanks, tmp_path: Path) -> None:
     Refused(on_ranks, tmp_path)(2, over_a_broken_stream, size, kind="OSError", said="the disk is gone", by=1)

@@ -51,7 +51,7 @@ def parts_on_three_ranks(on_ranks: OnRanks) -> list[list[list[int]]]:
     return [[[n for _, _, numbers in result[epoch] for n in numbers] for result in results] for epoch in range(3)]
 
 
-def test_parts_in_order_until_the_first_and_without_small_pieces(on_ranks: OnRanks) -> None:
+def test_parts_without_shuffling_until_the_first_ends_and_without_small_pieces(on_ranks: OnRanks) -> None:
     def numbers(**options: Any) -> list[list[int]]:
         results = on_ranks(3, parts_of, None, 1, shuffle=False, **options)
         return [[n for _, _, part in result[0] for n in part] for result in results]
@@ -62,7 +62,7 @@ def test_parts_in_order_until_the_first_and_without_small_pieces(on_ranks: OnRan
 
 
 class Numbered:
-    """A map-style data set whose samples know their index."""
+    """A map-style data set whose samples have their index."""
 
     def __len__(self) -> int:
         return 17
@@ -120,7 +120,7 @@ def resumed(world: dl.World, folder: str, run: str) -> None:
     dl.Loop(batches, 3, state={"model": network()}, run_dir=run, progress=False)
 
 
-def test_a_run_on_other_parts_is_another_run(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_a_run_with_other_parts_is_refused(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(2, trained, str(tmp_path), None, stop_at=1)
     refuse = Refused(on_ranks, tmp_path / "none")
     refuse(3, resumed, str(tmp_path), kind="ValueError", said=r"parts: was 2, is 3")

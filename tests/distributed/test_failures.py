@@ -29,7 +29,7 @@ from tests.support.harness import FAULT_S, OnRanks, Unspeakable, caught
 
 
 class Mute(Exception):
-    """An exception that cannot say what it is."""
+    """An exception without a usable text."""
 
     def __str__(self) -> str:
         raise LookupError("no words")

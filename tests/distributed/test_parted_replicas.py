@@ -108,7 +108,7 @@ def test_no_checkpoint_is_left_of_the_end_of_replicas_that_parted(refused: Refus
     assert not list((tmp_path / "run").glob("checkpoints/step-*5"))
 
 
-# -- a model that no loop knows --------------------------------------------------------------------------------------
+# -- a model outside of a loop's state--------------------------------------------------------------------------------
 
 
 def first_of(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""All ranks stop after the same step, with a checkpoint, whoever is asked and how; and go on to the same bits."""
+"""All ranks stop after the same step, with a checkpoint, whichever is asked and how; and resume to the same bits."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def train_in(
 
 
 def assert_goes_on(on_ranks: OnRanks, run: Path, whole: Ended, at: int) -> None:
-    """Stopped at this step; on two ranks it goes on to the undisturbed run's end."""
+    """The run stopped at this step; on two ranks it resumes and ends as the undisturbed run."""
     said = status_of(run)
     assert (said["status"], said["iteration"], said["checkpoint"]) == ("stopped", at, f"step-{at:08d}")
     assert checkpoints_of(run)[-1] == at
@@ -274,7 +274,7 @@ def test_nothing_follows_a_stop(by_epochs: bool, on_ranks: OnRanks) -> None:
 
 
 def stop_by_command(folder: str) -> tuple[int, list[str]]:
-    """Rank 1 waits beside its own loop until the run has ended."""
+    """A thread of rank 1 asks for a stop and waits until the run has ended."""
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(str(stop_and_wait(Path(folder), LONG_S, said.append))))
     with dl.join_world() as world:

@@ -1,4 +1,4 @@
-"""A small training job that says at every moment where it is: what the faults of this folder are made on.
+"""A small training job that records where it is at every moment; the faults of this folder happen to it.
 
     torchrun --nproc_per_node=4 tests/faults/job.py RUN MARKS
 

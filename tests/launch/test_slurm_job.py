@@ -61,9 +61,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.covers("C4")
 @pytest.mark.parametrize("why", ["another job goes first", "its time is over"])
-def test_a_preempted_job_resumes_with_the_same_bits(
-    why: str, slurm: Slurm, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_preempted_job_resumes_with_the_same_bits(why: str, slurm: Slurm, undisturbed: Path, tmp_path: Path) -> None:
     job, run, log = submit(slurm, tmp_path), tmp_path / "run", tmp_path / "job.log"
     until(lambda: len(rows_of(run)) > 2, f"rows{slurm.logs()}", WAIT_S)
     if why == "another job goes first":

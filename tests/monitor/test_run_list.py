@@ -1,4 +1,4 @@
-"""The list of runs: those below a folder, also later ones, their names in requests, and what changed."""
+"""The list of runs: those below a folder, including later ones, their names in requests, and changes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_runs_of_two_folders_have_different_names_and_a_run_given_twice_is_one(t
     assert list(runs_of(RunList(given).look())) == ["run", "run-2"]
 
 
-def test_folders_whose_time_is_old_are_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_have_not_changed_are_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "old" / "a", [row(1)])
     for folder in (tmp_path / "old" / "a", tmp_path / "old", tmp_path):
         os.utime(folder, (1, 1))

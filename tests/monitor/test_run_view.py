@@ -191,9 +191,7 @@ def test_a_resumed_run_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     sys.platform != "linux", reason="needs Linux: elsewhere the lock can be looked at only by taking it"
 )
-def test_looking_at_a_run_folder_takes_no_lock_that_a_run_needs(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looking_at_a_run_folder_takes_no_lock_that_a_run_needs(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It did once, for 10 microseconds: 3 of 200 runs that began while a page looked all the time were refused.
     RunFolder(run, {}, True).close()
     taken: list[int] = []

@@ -1,4 +1,4 @@
-"""The monitor's process: the command, its link, and a page beside training."""
+"""The monitor's process: the command, its link, and a page during training."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_without_its_libraries_the_error_names_the_command_that_installs_them(
     assert "uvicorn is missing. Run pip install 'ddp_loop[monitor]'" in capsys.readouterr().err
 
 
-# -- beside training -------------------------------------------------------------------------------------
+# -- during training -------------------------------------------------------------------------------------
 
 SCRIPT = """
 import os, signal, sys

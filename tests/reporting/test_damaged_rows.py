@@ -28,7 +28,7 @@ from tests.support.runs import lines_of
 pytestmark = pytest.mark.covers("E1", "E3")
 
 ROWS, EVALUATIONS, RANKS, ASIDE = "rows.jsonl", "evaluations.jsonl", "ranks.jsonl", "rows.damaged.jsonl"
-STEPS, AT = 12, 9  # of the checkpoint that the run goes on from
+STEPS, AT = 12, 9  # of the checkpoint from which the run resumes
 NULS = b"\0" * 700
 
 
@@ -128,7 +128,7 @@ def nothing_but_nuls(lines: list[bytes]) -> list[bytes]:
     return [NULS]
 
 
-# What is done, the rows of the first 9 that stay, the lines kept aside, and what is said of both.
+# The damage, the rows of the first 9 that stay, the lines kept aside, and the notice about both.
 DAMAGES: list[tuple[Callable[[list[bytes]], list[bytes]], list[int], int, str]] = [
     (flip, [1, 2, 3, 5, 6, 7, 8, 9], 1,
      "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl; row 4 is missing from rows.jsonl"),

@@ -62,7 +62,7 @@ def go_on(folder: str, stop_at: int, fail_at: int) -> list[int]:
 def test_10000_rows_of_3_ranks_come_in_order_none_lost_none_twice_also_resumed(
     on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    stopped = on_ranks(3, go_on, str(tmp_path), 2200, 0)[0]  # heard in the fold of the next step
+    stopped = on_ranks(3, go_on, str(tmp_path), 2200, 0)[0]  # takes effect in the fold of the next step
     failed = on_ranks(3, go_on, str(tmp_path), 0, 3100)[0]  # a checkpoint of step 3000 is there
     ended = on_ranks(3, go_on, str(tmp_path), 0, 0)[0]
     assert stopped == list(range(1, 2202))

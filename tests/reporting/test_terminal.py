@@ -195,7 +195,7 @@ def test_through_a_pipe_there_are_lines_alone_and_quiet_is_silent(tmp_path: Path
 
 
 def lines_in(seconds: float, monkeypatch: pytest.MonkeyPatch, step_s: float = 0.5) -> list[tuple[float, str]]:
-    """What a terminal says of a run that takes so long, on a clock of its own, and when."""
+    """The lines that a terminal shows of a run of this length, and their times, on a simulated clock."""
     now, said = [100.0], list[tuple[float, str]]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     shown = Terminal(

@@ -99,7 +99,7 @@ def left_behind(before: Surroundings, allowed_processes: Collection[int] = ()) -
 
 
 def until(holds: Callable[[], Any], what: str, within_s: float = MOMENT_S) -> Any:
-    """Look again and again until something holds; returns it. What it waits for is said if it does not come."""
+    """Poll until something holds; returns it. On a timeout the error names what it waited for."""
     deadline = time.monotonic() + within_s
     while not (found := holds()):
         if time.monotonic() > deadline:

@@ -56,7 +56,7 @@ def endless(world: dl.World, **keywords: Any) -> tuple[dl.Loop, Callable[..., No
 
 
 def ask(kind: str, folder: str, loop: dl.Loop) -> None:
-    """Ask for a stop, and wait until this rank knows of it."""
+    """Ask for a stop, and wait until this rank has received the request."""
     world = loop.world
     match kind:
         case "call":

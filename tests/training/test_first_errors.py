@@ -69,9 +69,7 @@ def take_steps_for_data(world: dl.World, folder: str, how: str, shards: int | No
 @pytest.mark.parametrize("culprit", [ALL, 1])
 @pytest.mark.parametrize("shards", [None, 4, 6])  # of 2 ranks: not enough values, as many as parts, too many
 @pytest.mark.parametrize("how", ["unpacked", "as a tensor", "by a key"])
-def test_a_loop_without_the_inner_loop_is_refused(
-    how: str, shards: int | None, culprit: int, refused: Refused
-) -> None:
+def test_a_loop_without_the_inner_loop_is_refused(how: str, shards: int | None, culprit: int, refused: Refused) -> None:
     kind = "ValueError|TypeError|AttributeError"
     refused(2, take_steps_for_data, how, shards, culprit, kind=kind, said=INNER_LOOP, by=culprit)
 
