@@ -33,8 +33,8 @@ SAVES = 12  # pairs
 STEPS = 20  # beside a save
 
 
-class _Nobody:
-    """In place of those who make the control word and read it."""
+class _Unchecked:
+    """Replaces the writer and the reader of the control word."""
 
     said = ControlDecision(problem=False, new=False, ends=0, stop=False, save=False, parted=False)
     values = (0,) * CONTROL_LENGTH
@@ -54,7 +54,7 @@ def unguarded(step: Step) -> Step:
     usual = place["control_word"], place["ControlDecision"]
 
     def bare() -> None:
-        place["control_word"], place["ControlDecision"] = _Nobody.word, _Nobody
+        place["control_word"], place["ControlDecision"] = _Unchecked.word, _Unchecked
         try:
             step()
         finally:

@@ -4,7 +4,7 @@ Three ranks. For loss, gradient and statistics a mini-batch of 7 samples lies on
 library is given these same shards, so that what is seen is the weighting alone. For the epoch (100 samples) and
 the evaluation (1,000) each goes its own way, by its own loader. All in float64, errors relative.
 
-A loss can be told in three ways: as rank 0 has it (what most examples print), as the mean of the ranks' means (one
+A loss can be reported in three ways: as rank 0 has it (what most examples print), as the mean of the ranks' means (one
 reduction), or by sums and counts added up by hand.
 """
 

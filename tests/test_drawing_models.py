@@ -83,7 +83,7 @@ def test_each_evaluation_draws_anew(on_ranks: OnRanks) -> None:
 def trained(
     evaluates: bool, folder: str | None = None, steps: int | None = None, epochs: int = 2
 ) -> tuple[Tensors, Any]:
-    """Each step draws in the model, and behind the fold from every stream."""
+    """Each step draws in the model, and after the fold from every stream."""
     with dl.join_world(seed=2) as world:
         model = Drawing()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -133,14 +133,12 @@ def test_training_gives_the_same_bits_with_evaluations_that_draw_and_without(ran
 
 
 @pytest.mark.covers("H7", "H8")
-@pytest.mark.parametrize("steps", [1, 3, 5, 7])  # a stop behind the fold is heard in the next one
-def test_a_run_that_goes_on_evaluates_what_the_undisturbed_one_does(
-    steps: int, on_ranks: OnRanks, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("steps", [1, 3, 5, 7])  # a stop after the fold takes effect in the next step
+def test_a_resumed_run_evaluates_what_the_undisturbed_one_does(steps: int, on_ranks: OnRanks, tmp_path: Path) -> None:
     [(values, errors)] = on_ranks(1, trained, True)
     folder = str(tmp_path / "run")
     on_ranks(2, trained, True, folder, steps)
     for found, again in on_ranks(3, trained, True, folder):
         same_on_all([values, found])
-        del again["at first"]  # of the weights where it went on
+        del again["at first"]  # of the weights at which it resumed
         assert {when: errors[when] for when in again} == again

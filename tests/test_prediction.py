@@ -134,7 +134,7 @@ def refusal_of_other_shapes(batch_size: int) -> str:
 @pytest.mark.covers("B8")
 @pytest.mark.parametrize("batch_size", [2, 6])
 def test_rows_of_different_shapes_are_refused_on_every_rank(batch_size: int, on_ranks: OnRanks) -> None:
-    # Sequences padded by shard, say. Of 6 each rank has one shard: only all together know that they differ.
+    # For example sequences padded by shard. With 6, each rank has one shard, so only all together find the difference.
     first, second = on_ranks(2, refusal_of_other_shapes, batch_size)
     assert first == second
     assert "Pad them to one shape" in first

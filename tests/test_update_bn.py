@@ -1,4 +1,4 @@
-"""Running statistics made anew over a data set, on ranks, as torch's `update_bn` makes them in one process.
+"""Running statistics recomputed over a data set, on ranks, as torch's `update_bn` makes them in one process.
 
 Compared with 1e-12: float64, sums of some ten terms.
 """
@@ -35,7 +35,7 @@ def network(dropout: float = 0.0) -> nn.Module:
 
 
 class Both(nn.Module):
-    """Two parts beside each other, and a buffer that counts calls."""
+    """Two parallel branches, and a buffer that counts calls."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
@@ -151,12 +151,12 @@ def fail_in_forward(world: dl.World, folder: str) -> None:
     dl.update_bn(network(), dl.Batches(rows_of(), 11, world), forward=forward)
 
 
-def test_an_error_on_one_rank_is_told_on_all(refused: Refused) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(refused: Refused) -> None:
     refused(2, fail_in_forward, kind="ArithmeticError", said="of rank 1", by=1)
 
 
 def go_on_after() -> tuple[State, bool]:
-    """Training goes on after it as if it had been torch's own."""
+    """Training continues after it as after torch's own `update_bn`."""
     with dl.join_world(seed=0) as world:
         model = network()
         batches = dl.Batches(rows_of(), 11, world, shards=4, shuffle=False)

@@ -245,7 +245,7 @@ def test_the_lines_of_the_ranks_pass_gradcheck(kind: str, places: tuple[int, ...
 
 
 class Network(nn.Module):
-    """A layer that is used twice, one that is frozen, and one first in line, whose values want no gradient."""
+    """A layer that is used twice, one that is frozen, and a first one, whose inputs need no gradient."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -285,7 +285,7 @@ def test_a_pass_after_a_mistake_that_was_caught_is_as_any_other(on_ranks: OnRank
 
 
 def look_late(wrong: int | None, few: int | None) -> tuple[str, str, float]:
-    """Tell 600 times, more than are kept; in one of these rank 1 is elsewhere, in one there are too few values."""
+    """Send 600 calls, more than are kept; rank 1 is elsewhere in one of them, and one has too few values."""
     with dl.join_world(device="cpu") as world:
         channel = SyncChannel(world, ["first", "second"], 1)
 
@@ -299,7 +299,7 @@ def look_late(wrong: int | None, few: int | None) -> tuple[str, str, float]:
 
         result = caught(tell)
         channel._noted.clear()
-        channel.check()  # it was told
+        channel.check()  # it was reported above
         return result
 
 
@@ -314,7 +314,7 @@ def look_late(wrong: int | None, few: int | None) -> tuple[str, str, float]:
         (400, 300, "Got [0, 0] at the forward of layer `first` (call 301 of its pass)"),
     ],
 )
-def test_the_first_mistake_is_told_late(wrong: int | None, few: int | None, said: str, on_ranks: OnRanks) -> None:
+def test_the_first_mistake_is_reported_late(wrong: int | None, few: int | None, said: str, on_ranks: OnRanks) -> None:
     for kind, text, _ in on_ranks(2, look_late, wrong, few):
         assert (kind != "") == (said != "")
         assert said in text
@@ -324,7 +324,7 @@ def test_the_first_mistake_is_told_late(wrong: int | None, few: int | None, said
 
 
 def count_collectives() -> list[int]:
-    """Sums of a forward, and of its backward, of three layers; the first one's values want no gradient."""
+    """The number of sums in a forward and a backward of three layers; the first one's inputs need no gradient."""
     with dl.join_world(device="cpu") as world:
         model = sync_batch_norm(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(3))), world)
         usual, lengths = world.start_sum, []

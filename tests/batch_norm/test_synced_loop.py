@@ -192,7 +192,7 @@ def train(world: dl.World, folder: str, fault: str) -> None:
         step.fold()
         if now == "one rank leaves":
             break
-        if (fault, step.iteration) == ("one rank goes another way behind the last fold", 6):
+        if (fault, step.iteration) == ("one rank goes another way after the last fold", 6):
             go_another_way(world, model)
     world.sum(torch.ones(1))
 
@@ -203,7 +203,7 @@ def train(world: dl.World, folder: str, fault: str) -> None:
     [
         ("one rank goes another way", "RuntimeError", "forward of layer `4` .*, rank 1 at the forward of layer `1`"),
         (
-            "one rank goes another way behind the last fold",
+            "one rank goes another way after the last fold",
             "RuntimeError|CallMismatch",
             "forward of layer `4` .*, rank 1 at the forward of layer `1`",
         ),
@@ -214,17 +214,17 @@ def train(world: dl.World, folder: str, fault: str) -> None:
         ("one rank raises", "LookupError", "a bad image"),
     ],
 )
-def test_ranks_that_part_ways_are_told_so(fault: str, kind: str, said: str, late: bool, refused: Refused) -> None:
+def test_ranks_that_part_ways_get_the_error(fault: str, kind: str, said: str, late: bool, refused: Refused) -> None:
     if late and kind == "RuntimeError":
-        # Where ranks call more layers than others, one waits for a message and one compares: here, where a sum holds
-        # its rank up, they see it from each other's words.
+        # Where one rank calls more layers than another, one waits for a message and the other compares. Here a sum
+        # blocks its rank, so the messages between the ranks show it.
         kind, said = "RuntimeError|PeerFailed", f"{said}|a step's sum"
-    # Seen from each other's words it takes 1.5 s and more; on a device no sum holds a rank up.
+    # Found from these messages, it takes 1.5 s and more; on a device no sum holds a rank up.
     refused(3, train, fault, kind=kind, said=said, by=None, within_s=3 * FAULT_S if late else FAULT_S)
 
 
 def other_order(world: dl.World, folder: str, shift: bool = True) -> None:
-    """Two layers of one size in another order on rank 1: every message has its fellow, and all statistics are wrong."""
+    """Two layers of one size in another order on rank 1: the messages match, but all statistics are wrong."""
     torch.manual_seed(4)
     layers = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(4)]).double()
     model = dl.sync_batch_norm(nn.ModuleList([nn.Linear(4, 4).double(), layers]), world)
@@ -242,7 +242,7 @@ def other_order(world: dl.World, folder: str, shift: bool = True) -> None:
 
 
 @pytest.mark.one_mode(ASYNCHRONOUS, "a synchronous device raises in the call itself")
-def test_layers_of_one_size_in_another_order_are_told_in_their_step_though_nothing_is_read(refused: Refused) -> None:
+def test_layers_of_one_size_in_another_order_are_refused_in_their_step_without_a_read(refused: Refused) -> None:
     said = r"rank 0 is at the forward of layer `1\.0` \(call 1 .*, rank 1 at the forward of layer `1\.1`"
     refused(2, other_order, kind="RuntimeError", said=said, by=ALL)
 

@@ -269,7 +269,7 @@ def call_after_backward(shards: int) -> Tensors:
 
 
 @pytest.mark.covers("D4", "J3")
-def test_a_call_behind_a_shards_backward_counts_whatever_the_number_of_shards(on_ranks: OnRanks) -> None:
+def test_a_call_after_a_shards_backward_counts_whatever_the_number_of_shards(on_ranks: OnRanks) -> None:
     # One linear layer comes before batch norm, so that all shards' statistics are those of one.
     expected = on_ranks(1, call_after_backward, 1)[0]
     assert int(expected[2]) == 6

@@ -37,7 +37,7 @@ from tests.faults.bad_disks import (
 )
 from tests.support.harness import FAULT_S, OnRanks
 
-NOBODY = 65534
+UNPRIVILEGED = 65534
 SAVED = list(range(EVERY, STEPS + 1, EVERY))
 BEFORE = [at for at in SAVED if at <= HARMED]
 MEANWHILE = [at for at in SAVED if HARMED < at < HEALED]
@@ -141,7 +141,7 @@ def test_all_ranks_go_on_with_a_warning_for_each_and_save_again(name: str, outco
     assert_nothing_is_lost(outcome, name, whole)
 
 
-def test_the_last_checkpoint_that_cannot_be_written_is_told_to_all(on_ranks: OnRanks, plain: Path) -> None:
+def test_a_last_checkpoint_that_cannot_be_written_is_reported_on_every_rank(on_ranks: OnRanks, plain: Path) -> None:
     first, *others = on_ranks(RANKS, train, str(plain), "full for what is large", at=STEPS - 1)
     assert (first.kind, first.stage, first.step) == ("OSError", "save", STEPS)
     assert {(one.kind, one.rank, one.stage) for one in others} == {("PeerFailed", 0, "save")}
@@ -150,7 +150,7 @@ def test_the_last_checkpoint_that_cannot_be_written_is_told_to_all(on_ranks: OnR
 
 
 @pytest.mark.slow
-def test_a_log_on_the_full_disk_stops_nobody(on_ranks: OnRanks, disk: Path, whole: str) -> None:
+def test_a_log_on_the_full_disk_stops_no_rank(on_ranks: OnRanks, disk: Path, whole: str) -> None:
     log = disk.with_name("log")
     ended = on_ranks(RANKS, train, str(disk), "full", "warn", str(log))
     assert [(one.kind, one.text, one.digest) for one in ended] == [("", "", whole)] * RANKS
@@ -263,7 +263,7 @@ def test_a_run_folder_that_cannot_be_looked_into_asks_for_no_stop(plain: Path) -
     plain.chmod(0)
     try:
         if not mine:
-            os.seteuid(NOBODY)  # permissions do not bind root
+            os.seteuid(UNPRIVILEGED)  # permissions do not bind root
         assert held.asked_to_stop() is None
     finally:
         os.seteuid(mine)

@@ -75,7 +75,7 @@ def test_the_tensors_are_a_file_of_safetensors_by_their_paths(checkpoints: Check
     assert all(torch.equal(found[f"model.{name}"], one) for name, one in many.items())
     data = (path / TENSORS).read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    assert (8 + int.from_bytes(data[:8], "little")) % 8 == 0  # aligned, for those who map the file
+    assert (8 + int.from_bytes(data[:8], "little")) % 8 == 0  # aligned, so that the file can be mapped
     assert all(header[f"model.{name}"]["data_offsets"][0] % one.element_size() == 0 for name, one in many.items())
 
 

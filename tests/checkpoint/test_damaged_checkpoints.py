@@ -64,7 +64,7 @@ def assert_refused(checkpoints: CheckpointStore, file: str, said: str = "") -> N
 
 
 def sealed(fields: dict[str, Any]) -> bytes:
-    """A manifest as somebody makes it who knows how, spelled out here once more."""
+    """A valid manifest, computed here independently of the package."""
     body = json.dumps(fields, separators=(",", ":")).encode()[:-1]
     return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 

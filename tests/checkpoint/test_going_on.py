@@ -24,7 +24,7 @@ from tests.support.harness import OnRanks, caught
 from tests.support.resuming import EPOCHS, STEPS, different, train
 from tests.support.runs import checkpoints_of, digests, lines_of, rows_of, status_of
 
-# torch does not know that the optimizer stepped in another process, where a run goes on at the first epoch's end.
+# torch does not know that the optimizer stepped in another process, where a run resumes at the end of the first epoch.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
 STARTS = "starts.jsonl"
@@ -99,7 +99,7 @@ def test_more_epochs_go_on_on_any_number_of_ranks(on_ranks: OnRanks, tmp_path: P
 
 
 @pytest.mark.covers("J10")
-def test_a_changed_script_goes_on_with_one_notice_and_every_start_is_recorded(
+def test_a_changed_script_continues_with_one_notice_and_every_start_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, script = tmp_path / "run", tmp_path / "train.py"

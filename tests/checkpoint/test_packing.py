@@ -219,7 +219,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_goes_on_with_the_same_bits(optimizer: str, scheduler: str) -> None:
+def test_training_resumes_with_the_same_bits(optimizer: str, scheduler: str) -> None:
     def parts(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))

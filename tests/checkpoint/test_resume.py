@@ -16,7 +16,7 @@ from tests.support.harness import OnRanks
 from tests.support.resuming import BUILDS, EPOCHS, STEPS, Ended, different, train, train_in
 from tests.support.runs import ROWS, checkpoints_of, endless, rows_of, status_of
 
-# torch does not know that the optimizer stepped in another process, where a run goes on at the first epoch's end.
+# torch does not know that the optimizer stepped in another process, where a run resumes at the end of the first epoch.
 pytestmark = [pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"), pytest.mark.both_modes]
 
 
@@ -194,7 +194,7 @@ def lose_an_unknown_peer(folder: str) -> None:
             raise dl.PeerFailed("the network between the machines is broken")
 
 
-def test_a_failure_of_which_nobody_knows_the_rank_is_not_given_to_one(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_a_failure_of_an_unknown_rank_is_recorded_without_a_rank(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(1, lose_an_unknown_peer, str(tmp_path))
     status = status_of(tmp_path)
     assert (status["status"], status["rank"], status["iteration"]) == ("failed", -1, 1)

@@ -1,4 +1,4 @@
-"""What a run does not go on from, and that the tests of going on would see what is not put back."""
+"""States from which a run does not resume, and that the tests of resuming notice what is not restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.resuming import different, train
 
 
 def hold_and_try(folder: str) -> tuple[str, str, float]:
-    """A Loop of this process holds the folder, while another one wants it."""
+    """One Loop of this process holds the folder while another asks for it."""
     with dl.join_world() as world:
         loop_over(world, folder, network())
         return caught(loop_over, world, folder, network())

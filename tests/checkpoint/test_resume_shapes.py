@@ -24,7 +24,7 @@ def run(
     folder: Path | str, stop_at: int | None = None, *, bad: int = 0, freeze: bool = False, optimizer: Any = None,
     **options: Any,
 ) -> tuple[dict[str, str], dl.Loop, dict[str, Any]]:  # fmt: skip
-    """Two layers, 2 epochs of 4 steps; a row of NaN in step `bad`, the first layer frozen behind the first epoch."""
+    """Two layers, 2 epochs of 4 steps; a row of NaN in step `bad`, the first layer frozen after epoch 1."""
     with dl.join_world(seed=1) as world:
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
         optimizer = (optimizer or torch.optim.Adam)(model.parameters(), lr=0.05)

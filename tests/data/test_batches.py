@@ -143,7 +143,7 @@ def test_a_late_position_needs_no_iteration() -> None:
         assert loaded.data(0).tolist() == [3 * 2**40, 3 * 2**40 + 1, 3 * 2**40 + 2]
 
 
-# -- going on in the middle ------------------------------------------------------------------------------------
+# -- starting in the middle ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])

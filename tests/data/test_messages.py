@@ -1,4 +1,4 @@
-"""How a worker's shard comes to the process that trains: small tensors by value, large ones in shared memory."""
+"""How a worker's shard reaches the process that trains: small tensors by value, large ones in shared memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 def sent(data: Any) -> tuple[Any, bytes]:
-    """The data after the way through a pipe, and what was in the pipe."""
+    """The data after a pipe, and the bytes in the pipe."""
     message = bytes(ForkingPickler.dumps(Message.of(data)))
     return pickle.loads(message).received(), message
 
@@ -45,10 +45,10 @@ def test_a_small_tensor_is_copied_with_its_bits(dtype: torch.dtype, shape: tuple
     assert torch.equal(found, tensor)
     assert b"storage" not in message  # torch's way, by a file descriptor
     assert not found.is_shared()
-    found.zero_()  # as every shard's data, they may be changed
+    found.zero_()  # may be changed in place, like every shard's data
 
 
-def test_containers_and_what_is_no_tensor_are_kept() -> None:
+def test_containers_and_other_values_than_tensors_are_kept() -> None:
     data = {"pair": Pair(torch.ones(2), torch.zeros(2)), "list": [torch.arange(3), "text", None], "number": 3}
     found, message = sent(data)
     assert type(found["pair"]) is Pair
@@ -157,7 +157,7 @@ def test_the_readers_widen_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Modes:
-    """Each sample is the number of modes that see every call of torch in this process."""
+    """Each sample is the number of modes that intercept every call of torch in this process."""
 
     def __len__(self) -> int:
         return 2
@@ -166,7 +166,7 @@ class Modes:
         return torch._C._len_torch_function_stack()
 
 
-def test_no_mode_slows_a_workers_calls_of_torch_down() -> None:
+def test_no_mode_slows_down_a_workers_calls_of_torch() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(Modes(), 2, world, check_data=False, **WORKER)
         assert next(batches.epoch(1)).data(0).tolist() == [0, 0]

@@ -65,7 +65,7 @@ def test_mini_batches_of_parts_are_those_of_a_plain_count(seed: int) -> None:
     assert there == all_sizes
 
 
-def test_an_order_is_another_one_in_each_part_and_epoch() -> None:
+def test_the_order_differs_in_each_part_and_epoch() -> None:
     parts = Parts([50, 50], 2, "all", drop_last=False)
     first, second = (parts.order(3, epoch, shuffle=True) for epoch in (0, 1))
     assert not torch.equal(first, second)

@@ -288,7 +288,7 @@ def test_packed_sequences_stay_packed_with_their_sizes_on_the_host() -> None:
 
 
 class Movable:
-    """A batch of a user's own class, which moves itself."""
+    """A batch of a user's own class, which has a `to` of its own."""
 
     def __init__(self, rows: list[Any]) -> None:
         self.rows, self.device = rows, torch.device("meta")
@@ -323,7 +323,7 @@ def test_tensors_are_read_on_their_device_unless_an_option_needs_a_loader() -> N
 
 
 class Pinning(Cpu):
-    """A CPU in place of a GPU, whose host memory it notes as pinned."""
+    """A CPU in place of a GPU, which records the host memory as pinned."""
 
     is_gpu = True
 

@@ -176,7 +176,7 @@ def test_workers_end_when_reading_fails_while_the_exception_is_held(workers: str
 
 
 def end_late(_: int) -> None:
-    """As on a busy machine, a worker that takes longer than torch waits for it."""
+    """A worker that takes longer to end than torch waits for it, as on a busy machine."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     util.Finalize(None, time.sleep, args=(LONG_S,), exitpriority=0)
 
@@ -237,7 +237,7 @@ def test_a_worker_that_ends_with_the_lock_of_its_event_blocks_nothing() -> None:
     before = children_except(set())
     loaded: Any = iter(DataLoader(Images(), num_workers=1))
     next(loaded)
-    assert loaded._workers_done_event._cond._lock.acquire(timeout=5.0)  # as the worker: nothing releases it
+    assert loaded._workers_done_event._cond._lock.acquire(timeout=5.0)  # as the worker does; nothing releases it
     reading._end_workers(loaded, children_except(before))
     ending = threading.Thread(target=loaded._shutdown_workers, daemon=True)
     ending.start()

@@ -1,4 +1,4 @@
-"""Which chunks the mini-batches of sequences have, and what is refused."""
+"""The chunks in the mini-batches of sequences, and invalid sequences."""
 
 from __future__ import annotations
 

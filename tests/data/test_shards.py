@@ -59,7 +59,7 @@ def test_no_parts_and_negative_totals_are_refused(total: int, parts: int) -> Non
         split_sizes(total, parts)
 
 
-def test_a_piece_that_does_not_exist_is_refused() -> None:
+def test_a_piece_number_out_of_range_is_refused() -> None:
     with pytest.raises(IndexError):
         split_range(10, 3, 3)
 

@@ -1,4 +1,4 @@
-"""The shares of ranks: their rounding, the shards that follow from them, and what is refused."""
+"""The shares of ranks: rounding, the resulting shards, and invalid shares."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def make_batches(world: dl.World, folder: str, shares: Any, options: dict[str, A
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_share_is_refused_on_every_rank(name: str, refused: Refused) -> None:
+def test_an_invalid_share_is_refused_on_every_rank(name: str, refused: Refused) -> None:
     shares, options, message = REFUSED[name]
     refused(2, make_batches, shares, options, kind="ValueError", said=message, by=ALL)
 

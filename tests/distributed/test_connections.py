@@ -150,7 +150,7 @@ def leave_while_another_thread_has_a_connection() -> tuple[bytes, int]:
             return other.recv(100), ends
 
 
-def test_leaving_shuts_one_end_of_each_connection_and_nobody_elses(on_ranks: OnRanks) -> None:
+def test_leaving_shuts_one_end_of_each_connection_and_no_other_socket(on_ranks: OnRanks) -> None:
     told = on_ranks(3, leave_while_another_thread_has_a_connection)
     assert told == [(b"still there", 3 * 3)] * 3  # three groups with three pairs each
 

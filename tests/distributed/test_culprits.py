@@ -119,7 +119,7 @@ def die_in_forward(folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.covers("D10")
 @pytest.mark.both_exchanges
-def test_where_a_killed_rank_was_is_told(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_the_error_says_where_a_killed_rank_was(on_ranks: OnRanks, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 "):
         on_ranks(3, die_in_forward, str(tmp_path))
     for rank in (0, 2):

@@ -1,4 +1,4 @@
-"""Which device a rank takes, and what the launcher's variables say of its place."""
+"""The device that a rank takes, and its place according to the launcher's variables."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ def test_a_block_lets_the_worlds_inside_share_gpus(on_ranks: OnRanks) -> None:
 
 
 def contexts() -> list[bool]:
-    """Whether this process has a context on each GPU, as the driver knows it."""
+    """Whether this process has a context on each GPU, according to the driver."""
     driver, found = ctypes.CDLL("libcuda.so.1"), []
     assert driver.cuInit(0) == 0
     for number in range(torch.cuda.device_count()):

@@ -1,4 +1,4 @@
-"""A world that is joined without `with`: it is left when the interpreter ends, and what ended it is told the peers."""
+"""A world that is joined without `with` is left when the interpreter exits; the peers report what ended it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fail_outside_of_with() -> tuple[str, str, float]:
 
 
 @pytest.mark.covers("D10")
-def test_an_uncaught_exception_is_told_the_peers(on_ranks: OnRanks) -> None:
+def test_an_uncaught_exception_is_reported_on_the_peers(on_ranks: OnRanks) -> None:
     first, second, third = on_ranks(3, fail_outside_of_with)
     for kind, text, took_s in (first, third):
         assert (kind, "rank 1" in text, "no such word" in text) == ("PeerFailed", True, True), text
@@ -71,7 +71,7 @@ sys.stdout.write(f"{world.rank} is done\\n")  # one write, even where PYTHONUNBU
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow
-def test_a_script_without_with_ends_in_good_order(ranks: int, start_python: StartPython, tmp_path: Path) -> None:
+def test_a_script_without_with_exits_cleanly(ranks: int, start_python: StartPython, tmp_path: Path) -> None:
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     process = start_python("-X", "dev", *launcher, write(tmp_path, TRAINS), str(tmp_path / "run"))
     out, errors = process.communicate(timeout=SCRIPT_S)

@@ -29,7 +29,7 @@ from tests.support.harness import FAULT_S, OnRanks, Unspeakable, caught
 
 
 class Mute(Exception):
-    """An exception that cannot say what it is."""
+    """An exception without a usable text."""
 
     def __str__(self) -> str:
         raise LookupError("no words")
@@ -75,7 +75,7 @@ def fail_in(kind: str) -> tuple[str, str, float]:
         ("group", "ExceptionGroup", "two faults (2 sub-exceptions)"),
     ],
 )
-def test_whatever_a_rank_raises_the_others_are_told_it_with_its_traceback(
+def test_whatever_a_rank_raises_the_others_get_with_its_traceback(
     kind: str, own: str, told: str, on_ranks: OnRanks
 ) -> None:
     results = on_ranks(3, fail_in, kind)
@@ -216,7 +216,7 @@ class Torn(Dataset[torch.Tensor]):
         return torch.ones(3)
 
 
-def test_an_exception_in_a_worker_is_told_without_the_workers_traceback() -> None:
+def test_an_exception_in_a_worker_is_reported_without_the_workers_traceback() -> None:
     with dl.join_world() as world:
         batches = dl.Batches(Torn(), 2, world, shuffle=False, num_workers=1, check_data=False)
         with pytest.raises(KeyError) as caught_here:

@@ -50,7 +50,7 @@ def fail_at(
         fail_here("evaluate")
         return output.mean()
 
-    def on_row(row: dict[str, Any]) -> None:  # while a later step is gone through, as a rule
+    def on_row(row: dict[str, Any]) -> None:  # usually while a later step is iterated
         if place == "the row" and world.rank == culprit and row["iteration"] == 3:
             raise error("a fault at the third step")
 

@@ -90,7 +90,7 @@ def test_what_a_rank_starts_in_a_loop_can_be_ended(how: str, on_ranks: OnRanks) 
 
 
 class Starting(torch.utils.data.Dataset[torch.Tensor]):
-    """Its samples say how what the worker starts ends; the worker itself is sent both signals by itself."""
+    """Each sample is how a process that the worker starts ends; the worker sends both signals to itself."""
 
     def __init__(self, how: str) -> None:
         self._how, self.has_loop = how, False

@@ -167,7 +167,7 @@ def test_under_torchrun_the_last_words_are_those_of_the_rank_that_failed(tmp_pat
     assert ended.returncode == 1
     assert "gloo" not in said
     assert "another exception occurred" not in said
-    assert "ddp_loop/" not in said  # no line of the package, whose user has done nothing to it
+    assert "ddp_loop/" not in said  # no line of the package: the error is the script's
     summary = said[said.index("Root Cause") :]
     assert "rank      : 1" in summary
     assert summary.rstrip("= \n").endswith("ValueError: the labels are bad")

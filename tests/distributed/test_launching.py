@@ -351,7 +351,7 @@ def test_a_result_that_cannot_be_unpickled_is_an_error_of_its_rank(pool: Pool) -
         pool.run(what_cannot_be_unpickled_on_1, 2)
 
 
-def test_an_exception_that_cannot_be_unpickled_is_told_by_its_text(pool: Pool) -> None:
+def test_an_exception_that_cannot_be_unpickled_is_reported_by_its_text(pool: Pool) -> None:
     with pytest.raises(RankFailed, match=r"^rank 0 raised .*Unspeakable: 1 is not 2") as caught:
         pool.run(raise_unspeakable, 1)
     assert caught.value.__cause__ is None

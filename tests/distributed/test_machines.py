@@ -1,4 +1,4 @@
-"""Hosts, each a network namespace with an address of its own: cut off for a while or for good, joining and leaving."""
+"""Hosts, each a network namespace with its own address, that are cut off briefly or for good, join and leave."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.covers("C4", "H7")]
 EPOCHS, LONG, BEGUN = 3, 10, 8
 WAIT_S = 90.0
 CUT_S, TIMEOUT_S = 5.0, 4.0
-REPORT_S = 15.0  # beside the timeout: a roll call takes 2 s, and the processes share their cores with others
+REPORT_S = 15.0  # added to the timeout: a roll call takes 2 s, and other processes share the cores
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Hosts:
         options = [f"--epochs={job.epochs}", f"--timeout_s={job.timeout_s}"]
         variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE}
         if ":" in nodes:
-            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as launch/elastic.sh, which says why
+            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as in launch/elastic.sh, which explains it
         command = [sys.executable, "-m", "torch.distributed.run", *launcher, *script, *options]
         with self._log(host).open("ab") as log:
             self.started[host] = subprocess.Popen(
@@ -94,7 +94,7 @@ class Hosts:
 
 @pytest.fixture
 def make_hosts(tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
-    """Namespaces, wired: 10.77.0.1, 10.77.0.2, ..."""
+    """Connected namespaces: 10.77.0.1, 10.77.0.2, ..."""
     with ExitStack() as ending:
 
         def make(number: int) -> Hosts:
@@ -127,7 +127,7 @@ def require_whole(job: Job, expected: str) -> None:
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_a_job_on_several_hosts_of_which_one_is_cut_off_for_5_s_has_the_bits_of_one_host(
+def test_a_job_with_one_host_cut_off_for_5_s_has_the_bits_of_one_host(
     make_hosts: Callable[[int], Hosts], number: int, pool: Pool, tmp_path: Path
 ) -> None:
     hosts = make_hosts(number)
@@ -146,7 +146,7 @@ def test_a_job_on_several_hosts_of_which_one_is_cut_off_for_5_s_has_the_bits_of_
     require_whole(job, expected)
 
 
-def test_a_host_that_is_cut_off_for_good_is_named_and_the_others_go_on(
+def test_a_host_that_is_cut_off_for_good_is_named_and_the_others_continue(
     make_hosts: Callable[[int], Hosts], pool: Pool, tmp_path: Path
 ) -> None:
     hosts = make_hosts(2)
@@ -185,7 +185,7 @@ def test_hosts_that_join_and_leave_keep_the_bits(
     assert joined_at >= BEGUN, "the first host did not save its work when the second one came"
     hosts.until(lambda: rows_of(job) >= joined_at + BEGUN, "both hosts have gone on")
     hosts.started[1].send_signal(signal.SIGTERM)
-    assert hosts.wait(1) != 0  # torchrun's own way to say that it was ended
+    assert hosts.wait(1) != 0  # torchrun exits so when it is terminated
     slow.unlink()
     assert hosts.wait(0) == 0, hosts.text(0)[-3000:]
     assert "Another host was ended (SIGTERM at rank" in hosts.text(0)
@@ -193,7 +193,7 @@ def test_hosts_that_join_and_leave_keep_the_bits(
     require_whole(job, expected)
 
 
-def test_a_job_goes_on_when_a_host_is_lost(make_hosts: Callable[[int], Hosts], pool: Pool, tmp_path: Path) -> None:
+def test_a_job_continues_when_a_host_is_lost(make_hosts: Callable[[int], Hosts], pool: Pool, tmp_path: Path) -> None:
     hosts = make_hosts(2)
     (_, expected), *_ = pool.run(make_job(tmp_path, "one host", epochs=EPOCHS), 3)
     job = make_job(tmp_path, "hosts", epochs=EPOCHS)

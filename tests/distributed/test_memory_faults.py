@@ -1,4 +1,4 @@
-"""The exchange in memory where ranks part, are killed or stopped: who is named, how soon, and what is left."""
+"""The exchange in memory when ranks diverge, are killed or stopped: which rank is named, how soon, what is left."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def map_no_arena(*arguments: Any, **keywords: Any) -> torch.Tensor:
 
 @contextmanager
 def another_network() -> Iterator[None]:
-    """A network namespace of its own, while the ranks look for each other in memory."""
+    """A network namespace of its own, while the ranks set up the exchange in memory."""
     libc, usual = ctypes.CDLL(None, use_errno=True), machine.meet_in_memory
 
     def meet(*arguments: Any, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Scripts in which one rank does something alone: told within the run, however short, and before an evaluation."""
+"""Scripts in which one rank does something alone: found within the run, however short, and before an evaluation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def part(fault: str, world: dl.World, model: nn.Module, optimizer: torch.optim.O
 
 
 def train(world: dl.World, folder: str, fault: str, since: int, steps: int, end: str = "", **keywords: Any) -> int:
-    """The fault comes in each step from `since` on; it must be told at the first comparison after it."""
+    """The fault comes in each step from `since` on; the first comparison after it must find it."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batches = dl.Batches(samples(SIZE * 10), SIZE, world)
@@ -76,20 +76,20 @@ FAULTS = {
 
 @pytest.mark.parametrize(("since", "steps"), [(1, 5), (4, 5), (5, 20), (15, 20), (99, 130), (120, 130)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_rank_that_does_something_alone_is_told(fault: str, since: int, steps: int, refused: Refused) -> None:
+def test_one_rank_that_does_something_alone_is_found(fault: str, since: int, steps: int, refused: Refused) -> None:
     said = f"{FAULTS[fault]}.*Look for what one rank does alone"
     refused(2, train, fault, since, steps, kind="ReplicaMismatch", said=said, by=ALL)
 
 
 @pytest.mark.parametrize("end", ["break", "stop", "evaluate"])
 @pytest.mark.quick_in_both_modes
-def test_it_is_told_also_where_a_loop_ends_early_and_before_an_evaluation(end: str, refused: Refused) -> None:
+def test_it_is_found_too_where_a_loop_ends_early_and_before_an_evaluation(end: str, refused: Refused) -> None:
     for fault in ("a forward of its own", "a step left out"):
         where = "evaluate" if end == "evaluate" else f"step {3 + (end == 'stop')}"
         refused(2, train, fault, 3, 9, end, kind="ReplicaMismatch", said=where, by=ALL)
 
 
-def test_without_the_look_nothing_is_told_not_even_before_an_evaluation(on_ranks: OnRanks) -> None:
+def test_without_the_comparison_nothing_is_found_not_even_before_an_evaluation(on_ranks: OnRanks) -> None:
     assert on_ranks(2, train_alone, "a step left out", 3, 9, "evaluate", check_replicas_every=0) == [9, 9]
 
 
@@ -99,7 +99,7 @@ def train_alone(*arguments: Any, **keywords: Any) -> int:
 
 
 def keep(world: dl.World, folder: str, fault: str) -> None:
-    """The checkpoint of the end is not written."""
+    """The last checkpoint is not written."""
     train(world, folder, fault, 4, 5, run_dir=folder)
 
 
@@ -108,7 +108,7 @@ def test_no_checkpoint_is_left_of_the_end_of_replicas_that_parted(refused: Refus
     assert not list((tmp_path / "run").glob("checkpoints/step-*5"))
 
 
-# -- a model that no loop knows --------------------------------------------------------------------------------------
+# -- a model outside of a loop's state--------------------------------------------------------------------------------
 
 
 def first_of(output: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

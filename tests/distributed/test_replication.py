@@ -93,13 +93,13 @@ def test_one_flipped_bit_on_one_rank_is_found_and_named(wrong: str, said: str, r
 
 
 @pytest.mark.one_mode(ASYNCHRONOUS, "tests a late error")
-def test_on_a_device_that_nobody_waits_for_it_is_said_one_step_later(refused: Refused) -> None:
+def test_on_an_asynchronous_device_the_error_comes_one_step_later(refused: Refused) -> None:
     text = "At the fold of step 6, rank 1 of 3 differs from the others in parameter model.1.weight"
     refused(3, train, FLIPPED[0][0], [1], kind="ReplicaMismatch", said=text, by=ALL)
 
 
 @pytest.mark.one_mode(ASYNCHRONOUS, "tests a late error")
-def test_what_it_was_still_to_say_is_said_at_the_end_of_the_epoch(refused: Refused) -> None:
+def test_a_late_error_comes_at_the_end_of_the_epoch_at_the_latest(refused: Refused) -> None:
     text = "At the fold of step 8, rank 1 of 3 differs from the others in parameter model.1.weight"
     refused(3, train, FLIPPED[0][0], [1], STEPS, kind="ReplicaMismatch", said=text, by=ALL)
 
@@ -109,7 +109,7 @@ def test_of_two_ranks_both_are_named(refused: Refused) -> None:
     refused(2, train, FLIPPED[1][0], [1], kind="ReplicaMismatch", said=text, by=ALL)
 
 
-def test_a_rank_with_other_tensors_is_told_so(refused: Refused) -> None:
+def test_a_rank_with_other_tensors_is_named(refused: Refused) -> None:
     text = "rank 0 of 3 differs from the others: optimizer, step of model.* is on ranks 1, 2 alone"
     # At step 7 Adam has its state again, so it is looked at in the fold after the clearing.
     refused(3, forget, kind="ReplicaMismatch", said=text, by=ALL)

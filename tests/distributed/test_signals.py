@@ -1,4 +1,4 @@
-"""Signals as requests: the second loop, the echo, the second and the third Ctrl-C; and back to their owner."""
+"""Signals as requests: in a second loop, repeated by a launcher, two and three Ctrl-C, and the handlers afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.covers("E5")
 APART_S = 0.4  # Ctrl-C counts twice if it comes again after 0.3 s
 
 
-# -- once more, and once too often -----------------------------------------------------------------------------
+# -- repeated requests -----------------------------------------------------------------------------------------
 
 
 def stop_two_loops() -> list[tuple[int, str | None]]:
@@ -48,8 +48,8 @@ def test_a_loop_after_one_that_was_stopped_begins_anew(on_ranks: OnRanks) -> Non
     assert on_ranks(2, stop_two_loops) == [expected, expected]
 
 
-def hear_the_echo() -> float:
-    """A launcher asks rank 1 when all have stopped already; what it says next proves that this was heard."""
+def send_the_echo() -> float:
+    """A launcher signals rank 1 after all ranks have stopped; a later signal proves that the first ones arrived."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     handler, before = signal.signal(signal.SIGUSR2, lambda *_: None), signal.set_wakeup_fd(write)
@@ -74,14 +74,14 @@ def hear_the_echo() -> float:
 
 
 def test_the_same_request_again_at_another_rank_does_no_harm(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, hear_the_echo) == [2.0, 2.0]
+    assert on_ranks(2, send_the_echo) == [2.0, 2.0]
 
 
 def press_ctrl_c(times: int, stop_asked: Callable[[], bool]) -> None:
-    """As a user does, from beside the main thread."""
+    """Press Ctrl-C as a user does, from a thread of its own."""
     for _ in range(times):
         os.kill(os.getpid(), signal.SIGINT)
-        until(stop_asked, "the request is heard", ASKED_S)
+        until(stop_asked, "the request is noticed", ASKED_S)
         time.sleep(APART_S)
 
 
@@ -99,7 +99,7 @@ def sleep_in_forward(folder: str, times: int) -> None:
                     if times == 2:
                         keys.join()
                         raise
-                    time.sleep(LONG_S)  # it does not want to hear
+                    time.sleep(LONG_S)  # ignores the second Ctrl-C
 
         for step in loop:
             make(step, forward)
@@ -118,7 +118,7 @@ def test_a_second_ctrl_c_leaves_a_step_that_sleeps(on_ranks: OnRanks, tmp_path: 
 
 
 def interrupted_unseen(folder: str) -> tuple[str, str, float]:
-    """The first interrupt reaches the thread while Python enters its sleep again, and goes unseen."""
+    """The first interrupt arrives while Python enters the sleep again, and is lost."""
     send, sent = signal.pthread_kill, []
 
     def lose_the_first(thread: int, number: int) -> None:
@@ -137,12 +137,12 @@ def test_an_interrupt_that_goes_unseen_is_sent_again(on_ranks: OnRanks, tmp_path
     assert (own, said) == ("KeyboardInterrupt", "a second Ctrl-C")
 
 
-def test_a_third_ctrl_c_ends_a_process_that_does_not_listen(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_a_third_ctrl_c_ends_a_process_that_ignores_the_second(on_ranks: OnRanks, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="died with exit code 130"):
         on_ranks(1, sleep_in_forward, str(tmp_path), 3)
 
 
-def sleep_behind_a_stop(folder: str) -> None:
+def sleep_after_a_stop(folder: str) -> None:
     with mock.patch("ddp_loop.distributed.signals._ECHO_S", 0.0), dl.join_world() as world:
         loop, make = endless(world, run_dir=folder)
         with suppress(dl.Stopped):
@@ -150,22 +150,22 @@ def sleep_behind_a_stop(folder: str) -> None:
                 make(step)
                 if step.iteration == 3:
                     loop.stop()
-        os.kill(os.getpid(), signal.SIGTERM)  # no echo of the request that was followed: somebody is tired of waiting
+        os.kill(os.getpid(), signal.SIGTERM)  # not a repetition of the request: the user wants the process to end
         time.sleep(LONG_S)
 
 
 @pytest.mark.slow
-def test_sigterm_behind_a_stop_ends_a_script_that_goes_on(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_sigterm_after_a_stop_ends_a_script_that_still_runs(on_ranks: OnRanks, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="died with exit code 143"):
-        on_ranks(1, sleep_behind_a_stop, str(tmp_path))
+        on_ranks(1, sleep_after_a_stop, str(tmp_path))
     assert (status_of(tmp_path)["status"], checkpoints_of(tmp_path)[-1]) == ("stopped", 4)
 
 
-# -- whose the signals are -------------------------------------------------------------------------------------
+# -- the handlers before ---------------------------------------------------------------------------------------
 
 
 async def signals_of_an_event_loop(how: str) -> list[str]:
-    """A loop is left in each way, while an event loop wants to hear of a signal."""
+    """Leave a loop in the given way while an event loop handles a signal; returns what was handled."""
     heard: list[str] = []
     events = asyncio.get_running_loop()
     events.add_signal_handler(signal.SIGUSR2, heard.append, "heard")

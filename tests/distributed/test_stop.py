@@ -1,4 +1,4 @@
-"""All ranks stop after the same step, with a checkpoint, whoever is asked and how; and go on to the same bits."""
+"""All ranks stop after the same step, with a checkpoint, whichever is asked and how; and resume to the same bits."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def train_in(
 
 
 def assert_goes_on(on_ranks: OnRanks, run: Path, whole: Ended, at: int) -> None:
-    """Stopped at this step; on two ranks it goes on to the undisturbed run's end."""
+    """The run stopped at this step; on two ranks it resumes and ends as the undisturbed run."""
     said = status_of(run)
     assert (said["status"], said["iteration"], said["checkpoint"]) == ("stopped", at, f"step-{at:08d}")
     assert checkpoints_of(run)[-1] == at
@@ -198,7 +198,7 @@ def test_a_signal_to_a_rank_and_its_workers_leaves_these_to_the_step(on_ranks: O
 
 
 def predict_until_stopped(folder: str) -> tuple[object, int, list[int]]:
-    """Rank 0 is asked in a prediction behind the second epoch; what ends it, and how many shards it went through."""
+    """Ask rank 0 to stop in a prediction after the second epoch; returns what ends it, and the shards it read."""
     seen: list[int] = []
     try:
         with dl.join_world() as world:
@@ -274,7 +274,7 @@ def test_nothing_follows_a_stop(by_epochs: bool, on_ranks: OnRanks) -> None:
 
 
 def stop_by_command(folder: str) -> tuple[int, list[str]]:
-    """Rank 1 waits beside its own loop until the run has ended."""
+    """A thread of rank 1 asks for a stop and waits until the run has ended."""
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(str(stop_and_wait(Path(folder), LONG_S, said.append))))
     with dl.join_world() as world:

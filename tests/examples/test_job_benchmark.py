@@ -1,4 +1,4 @@
-"""The benchmark of the whole job, which goes on where the last call ended."""
+"""The benchmark of the whole job, which resumes where the last call ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps as a user meets them: the example, its header's commands, and every snippet of `docs/sweeps.md`."""
+"""Sweeps as a user runs them: the example, its header's commands, and every snippet of `docs/sweeps.md`."""
 
 from __future__ import annotations
 

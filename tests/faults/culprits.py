@@ -28,7 +28,7 @@ from tests.faults.under_torchrun import Ended, kill_a_worker, kill_torchrun, liv
 from tests.support.both_exchanges import add_exchange, use_exchange
 from tests.support.harness import Result
 
-# where it raises: the stage that is told, and the step
+# where it raises: the stage that is reported, and the step
 PLACES = {
     "making Batches": ("", 0),
     "making Loop": ("start", 0),

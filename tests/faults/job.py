@@ -1,4 +1,4 @@
-"""A small training job that says at every moment where it is: what the faults of this folder are made on.
+"""A small training job that records where it is at every moment; the faults of this folder happen to it.
 
     torchrun --nproc_per_node=4 tests/faults/job.py RUN MARKS
 
@@ -39,7 +39,7 @@ _SLOW_S = 0.03  # one rank in turn, in one stage in turn: the others wait for it
 
 
 class Mark:
-    """What a rank says of itself: whole numbers, each of them written in one piece.
+    """The state of a rank: integers, each written atomically.
 
     Attributes, as items:
         process: its id.
@@ -47,7 +47,7 @@ class Mark:
         first, iteration: the first one of this process, and the one at hand.
         stage: its place in `STAGES`.
         asked: set from outside: this rank's script calls `loop.stop()`.
-        ended: 1 when its loop was left in good order.
+        ended: 1 when its loop was left cleanly.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:

@@ -61,7 +61,7 @@ class OwnFormat:
         return {number for number in range(newest - KEEP + 1, acknowledged + 1) if number >= first}
 
     def phase(self, acknowledged: int) -> str:
-        """Where the kill hit, from what lies on the disk."""
+        """Where the kill hit, from the files on the disk."""
         names = os.listdir(self._checkpoints.folder) if self._checkpoints.folder.is_dir() else []
         if any(name.startswith(DELETING) for name in names):
             return "while an old one was removed"

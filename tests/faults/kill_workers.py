@@ -117,10 +117,10 @@ class Killer:
             counts.broken.append(problem)
 
     def check_first(self, attempt: int) -> None:
-        """An attempt went on behind a checkpoint that is in the rows."""
+        """Check that an attempt resumed after a checkpoint that is in the rows."""
         mark = Mark(Path(self.job.marks), 0)
         if mark["attempt"] == attempt and mark["first"] % self.job.save_every not in (0, 1) and mark["first"]:
-            self.counts.broken.append(f"went on at {mark['first']}, with a checkpoint every {self.job.save_every}")
+            self.counts.broken.append(f"resumed at {mark['first']}, with a checkpoint every {self.job.save_every}")
 
 
 def rows_problem(run: Path, *, whole: bool) -> str | None:

@@ -20,7 +20,7 @@ _GONE_S = 3.0  # a worker of a DataLoader learns of its parent's end from the ke
 
 
 def start_torchrun(job: Job, ranks: int, log: Path, *options: str) -> subprocess.Popen[bytes]:
-    """The job under torchrun, in a session of its own; all that it starts can be told by the marks' folder."""
+    """The job under torchrun, in a session of its own; all that it starts is recognised by the marks' folder."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *options]
     keywords = [f"--epochs={job.epochs}", f"--workers={job.workers}", f"--evaluate_s={job.evaluate_s}"]
     with log.open("ab") as out:

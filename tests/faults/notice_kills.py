@@ -97,7 +97,7 @@ def on_this_rank(begun: int, seen: int) -> None:
 
 
 def fork_ranks(ranks: int, port: int, begun: int, seen: int) -> list[int]:
-    """Start ranks that meet in the store whose port they read from the pipe `port`; returns their process ids.
+    """Start ranks that meet in the store at the port that they read from the pipe `port`; returns their process ids.
 
     The store is hosted after them: a process that forks while a thread of it serves others leaves its child the locks
     that this thread holds, for ever.

@@ -116,7 +116,7 @@ class Counts:
 
 @dataclass
 class Request:
-    """A request at a random moment, made from beside the ranks.
+    """A request at a random moment, made from outside the ranks.
 
     Attributes:
         kind: of the request.

@@ -254,7 +254,7 @@ class Training:
             self.world.sum(torch.ones(3))
 
     def go_ahead(self) -> None:
-        """One goes on to the next step without its fold."""
+        """One rank continues with the next step without its fold."""
         for step in self.loop():
             if self.mine and step.iteration == STEP:
                 began(self.folder)

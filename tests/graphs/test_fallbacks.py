@@ -1,4 +1,4 @@
-"""What rules a capture out: one line says why, nothing of the attempt remains, and calls run eagerly.
+"""Models that cannot be captured: one line gives the reason, nothing of the attempt remains, and calls run eagerly.
 
 The graphs are those of `tests.support.graphs`, which replay a list of operations on a CPU.
 """

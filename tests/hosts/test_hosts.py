@@ -1,4 +1,4 @@
-"""`hosts` on ranks, each as a machine of its own: it finds each planted fault, on every rank."""
+"""`hosts` on ranks that count as machines of their own: every rank reports each planted fault."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def planted(fault: str) -> Iterator[None]:
 
 
 def check(fault: str, culprit: int, folder: str) -> tuple[bool, list[str], float]:
-    """Check as a rank that is alone on its machine. The culprit has the fault."""
+    """Run the check as a rank that is alone on its machine. The culprit has the fault."""
     rank, said = int(os.environ["RANK"]), list[str]()
     own = "own" if rank == culprit else "shared"
     options = HostsOptions(
@@ -78,7 +78,7 @@ def check(fault: str, culprit: int, folder: str) -> tuple[bool, list[str], float
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """Two folders, whose data are not the same."""
+    """Two folders with different data."""
     for name in ("own", "shared"):
         (tmp_path / name / "data").mkdir(parents=True)
         (tmp_path / name / "data" / "images").write_text(f"{name:>6}")
@@ -133,7 +133,7 @@ def test_the_command_checks_one_rank_alone(
     assert "The data cannot be read" in said
 
 
-def test_a_listener_answers_only_those_who_know_the_token() -> None:
+def test_a_listener_answers_only_clients_with_the_token() -> None:
     token = "a" * 32
     listener = Listener(3, token)
     try:
@@ -167,7 +167,7 @@ def test_a_digest_depends_on_names_sizes_and_contents(tmp_path: Path) -> None:
     assert len({first, *(made(tmp_path / f"o{number}", one) for number, one in enumerate(others))}) == 5
 
 
-def test_of_large_data_a_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_large_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_WHOLE", 100)
     monkeypatch.setattr(facts, "_PIECES", 3)
     monkeypatch.setattr(facts, "_PIECE", 10)

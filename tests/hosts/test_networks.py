@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers("C4")]
 LIMIT_S = 120.0
-OTHER = "10.78.0"  # a network that no cable joins
+OTHER = "10.78.0"  # a network without a connection
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_slow_link_is_found(network: ExitStack) -> None:
 def test_data_ports_that_are_blocked_are_found_where_the_launchers_port_is_open(
     interface: str, network: ExitStack
 ) -> None:
-    """gloo's interface is one that does not join the machines: their rendezvous works all the same."""
+    """gloo's interface does not connect the machines, but their rendezvous works."""
     names = wired_hosts(network)
     for number, name in enumerate(names):
         ip("-n", name, "link", "add", "other", "type", "veth", "peer", "name", "end")

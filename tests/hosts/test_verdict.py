@@ -1,4 +1,4 @@
-"""What follows from facts of ranks: a table, and a line for each thing that is wrong."""
+"""The verdict from the facts of all ranks: a table, and a line for each problem."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.covers("C4")
 
 
 def facts(rank: int) -> Facts:
-    """Of four ranks on two machines."""
+    """The facts of a rank, of four on two machines."""
     machine = rank // 2
     return Facts(
         rank, f"machine {machine}", "ab"[machine], (f"10.0.0.{machine + 1}", 40000 + rank), dict(VERSIONS),
@@ -93,7 +93,7 @@ def test_a_link_much_slower_than_the_others_is_slow_even_above_the_bound() -> No
     assert line.startswith("The link between h1 and h2 carries 1 Gbit/s, the median link 9.3.")
 
 
-def test_hosts_with_one_name_are_told_apart_by_their_addresses() -> None:
+def test_hosts_with_one_name_are_distinguished_by_their_addresses() -> None:
     every = {rank: replace(facts(rank), host="node") for rank in range(4)}
     found = replace(GOOD, facts=every, no_run_folder=[3])
     assert "rank 3 on node (10.0.0.2)" in problems(found, Bounds())[0]
@@ -108,14 +108,14 @@ def test_at_most_twelve_lines_are_shown() -> None:
     assert lines[-1] == "  And 8 more."
 
 
-def test_gpus_without_peer_access_are_in_the_table_and_no_fault() -> None:
+def test_gpus_without_peer_access_are_in_the_table_and_are_no_fault() -> None:
     found = with_facts(0, no_peer_access=[(0, 1), (1, 0)])
     assert table(found)[-1] == "No peer access between GPUs on a: 0 to 1, 1 to 0. Their sums go over the host."
     assert problems(found, Bounds()) == []
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 7, 8])
-def test_all_pairs_are_measured_and_none_shares_a_host_with_another_one_at_the_same_time(number: int) -> None:
+def test_all_pairs_are_measured_and_no_two_share_a_host_at_the_same_time(number: int) -> None:
     rounds = rounds_of(list(range(number)))
     pairs = [pair for one in rounds for pair in one]
     assert sorted(pairs) == [(a, b) for a in range(number) for b in range(a + 1, number)]

@@ -1,4 +1,4 @@
-"""The files for Kubernetes: against the schemas of their kinds, and their commands as processes of this machine."""
+"""The Kubernetes files match the schemas of their kinds, and their commands run as local processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def one_of(name: str, kind: str) -> dict[str, Any]:
 
 
 def problems(one: dict[str, Any]) -> list[str]:
-    """What its kind's schema refuses."""
+    """The errors of its kind's schema."""
     schemas = json.loads(SCHEMAS.read_text())
     schema = {"$defs": schemas["$defs"], "$ref": schemas["kinds"][one["kind"]]}
     return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema).iter_errors(one)]

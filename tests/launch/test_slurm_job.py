@@ -1,4 +1,4 @@
-"""`launch/slurm.sbatch` on a real Slurm: a job that must leave goes on later, one that is ended does not."""
+"""`launch/slurm.sbatch` on a real Slurm: a preempted job resumes later, a cancelled one does not."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.covers("C4")
 @pytest.mark.parametrize("why", ["another job goes first", "its time is over"])
-def test_a_job_that_must_leave_goes_on_with_the_same_bits(
-    why: str, slurm: Slurm, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_preempted_job_resumes_with_the_same_bits(why: str, slurm: Slurm, undisturbed: Path, tmp_path: Path) -> None:
     job, run, log = submit(slurm, tmp_path), tmp_path / "run", tmp_path / "job.log"
     until(lambda: len(rows_of(run)) > 2, f"rows{slurm.logs()}", WAIT_S)
     if why == "another job goes first":
@@ -82,7 +80,7 @@ def test_a_job_that_must_leave_goes_on_with_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["scancel", "stop"])
-def test_a_job_that_is_ended_does_not_come_back(how: str, slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_that_is_cancelled_or_stopped_is_not_queued_again(how: str, slurm: Slurm, tmp_path: Path) -> None:
     job, run, log = submit(slurm, tmp_path), tmp_path / "run", tmp_path / "job.log"
     until(lambda: len(rows_of(run)) > 2, f"rows{slurm.logs()}", WAIT_S)
     if how == "scancel":

@@ -45,7 +45,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def visit(browser: Browser) -> Iterator[Any]:
-    """Open a page: `visit(page, size, scheme)`; at the end nothing went outward and the page did not complain."""
+    """Open a page: `visit(page, size, scheme)`; it must make no outside request and log no error."""
     visits: list[Visit] = []
 
     def go(page: Served, size: tuple[int, int] = WIDE, scheme: str = "light") -> Visit:

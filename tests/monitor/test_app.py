@@ -104,7 +104,7 @@ def test_two_hosts_or_two_tokens_are_none(page: Served) -> None:
     assert ask(page, "GET", "/", {"Host": "evil.example"})[0] in (400, 403)
 
 
-def test_the_pages_own_files_need_no_token_and_say_nothing_of_a_run(page: Served, client: httpx.Client) -> None:
+def test_the_pages_own_files_need_no_token_and_show_nothing_of_a_run(page: Served, client: httpx.Client) -> None:
     for path in ("/", "/page.js", "/page.css", "/charts.js", "/uplot/uPlot.iife.min.js", "/uplot/LICENSE"):
         answer = client.get(path)
         assert answer.status_code == 200
@@ -115,7 +115,7 @@ def test_the_pages_own_files_need_no_token_and_say_nothing_of_a_run(page: Served
 
 
 @pytest.mark.covers("E4", "E5")
-def test_stop_asks_a_run_that_is_under_way_and_no_other(page: Served, client: httpx.Client, run: Path) -> None:
+def test_stop_asks_a_running_run_and_no_other(page: Served, client: httpx.Client, run: Path) -> None:
     answer = client.post("/api/runs/one/stop", headers=page.headers)
     assert (answer.status_code, (run / "stop").exists()) == (409, False)
     assert "No run is active in " in answer.text
@@ -128,7 +128,7 @@ def test_stop_asks_a_run_that_is_under_way_and_no_other(page: Served, client: ht
         folder.close()
 
 
-def test_a_stream_says_what_is_new(page: Served, client: httpx.Client, run: Path) -> None:
+def test_a_stream_sends_what_is_new(page: Served, client: httpx.Client, run: Path) -> None:
     with client.stream("GET", "/api/stream", headers=page.headers) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = (line for line in answer.iter_lines() if line)
@@ -147,7 +147,7 @@ def test_a_stream_says_what_is_new(page: Served, client: httpx.Client, run: Path
 
 @pytest.mark.covers("E4")
 @pytest.mark.slow
-def test_200_slow_clients_neither_keep_others_out_nor_are_work_each(
+def test_200_slow_clients_neither_block_others_nor_cost_work_each(
     page: Served, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, usual = list[float](), page.site.look
@@ -172,20 +172,20 @@ def test_200_slow_clients_neither_keep_others_out_nor_are_work_each(
     until(lambda: page.site.open_pages == 0, "the streams are gone")
 
 
-def test_a_client_that_asks_for_nothing_is_sent_away(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_without_a_request_is_disconnected(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "REQUEST_S", 0.1)
     with served(run) as page, socket.create_connection(("127.0.0.1", page.port), timeout=WAIT_S) as connection:
         connection.sendall(b"GET /api/runs HTTP/1.1\r\nhost: ")
         assert connection.recv(100) == b""
 
 
-def test_a_client_that_asks_for_nothing_more_is_sent_away(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_without_a_further_request_is_disconnected(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "REQUEST_S", 0.1)
     with served(run) as page, socket.create_connection(("127.0.0.1", page.port), timeout=WAIT_S) as connection:
         connection.sendall(f"GET /icon.svg HTTP/1.1\r\nhost: 127.0.0.1:{page.port}\r\n\r\n".encode())
         answer = b""
         while b"</svg>" not in answer:
             answer += connection.recv(65536)
-        connection.sendall(b"G")  # which ends the server's own wait for a next request
+        connection.sendall(b"G")  # this ends the server's own wait for a next request
         with suppress(ConnectionResetError):
             assert connection.recv(100) == b""

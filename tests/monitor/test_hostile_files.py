@@ -1,4 +1,4 @@
-"""Run folders with damaged and hostile files: every view of them answers, and no other run is touched."""
+"""Run folders with damaged and hostile files: every view of them answers, and other runs are unharmed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def replaced(value: Any, at: tuple[Any, ...], mark: str) -> Any:
 
 
 def read_all(sweep: Path, site: MonitorApp) -> None:
-    """Every view of the runs gives JSON, and that of the other run is whole."""
+    """Every view of the runs returns JSON, and that of the other run is complete."""
     runs = {run["key"]: run for run in json.loads(site.look().changes(), parse_constant=pytest.fail)["runs"]}
     assert (runs[OTHER]["state"], runs[OTHER]["iteration"]) == ("done", 4)
     for status, body in (
@@ -110,7 +110,7 @@ def put(sweep: Path, name: str, at: tuple[Any, ...], text: str) -> None:
     path.write_text("\n".join([*before, content]) + "\n")
 
 
-FATAL = {  # of these, each ended the page of all runs
+FATAL = {  # each of these once ended the page of all runs
     "began": ("trial.json", ("attempts", 0, "began"), "NaN"),
     "status": ("trial.json", ("status",), TEXTS["half a surrogate"]),
     "parameter": ("trial.json", ("parameters", "rate"), TEXTS["half a surrogate"]),
@@ -163,7 +163,7 @@ ODD = ("run.json", "trial.json", "status.json", "note.txt", "rows.jsonl", "lock"
 
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link to nothing"])
-def test_what_is_no_file_is_not_waited_for(sweep: Path, name: str, kind: str) -> None:
+def test_reading_does_not_wait_for_pipes_and_other_special_files(sweep: Path, name: str, kind: str) -> None:
     path = sweep / KEY / name
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -176,7 +176,7 @@ def test_what_is_no_file_is_not_waited_for(sweep: Path, name: str, kind: str) ->
         read_all(sweep, MonitorApp([sweep]))
 
 
-def test_a_note_and_a_reason_are_not_read_from_elsewhere(sweep: Path, tmp_path: Path) -> None:
+def test_a_note_and_a_reason_are_read_from_the_run_folder_only(sweep: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret")
     for name in ("note.txt", "stop"):
         (sweep / KEY / name).symlink_to(tmp_path / "secret")

@@ -1,4 +1,4 @@
-"""The page in a browser without a window, over real runs and their folders."""
+"""The page in a headless browser, on real runs and their folders."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_scale_smoothing_epoch_marks_and_zoom(visit: Any, run: Path) -> None:
         until(lambda: len(one.last("loss")) == 3, "the smoothed curve is there")
         raw, smooth, _ = one.last("loss")
         assert (raw, smooth[0]) == ([400, 1 / 400], 400)
-        assert 1 / 400 < smooth[1] < 1 / 300  # the mean of what was before
+        assert 1 / 400 < smooth[1] < 1 / 300  # the mean of the values before
         marked = one.ink("loss")
         one.page.get_by_label("Epochs").uncheck()
         assert one.ink("loss") < marked
@@ -122,7 +122,7 @@ def test_scale_smoothing_epoch_marks_and_zoom(visit: Any, run: Path) -> None:
 
 
 @pytest.mark.covers("E4")
-def test_all_can_be_reached_and_done_by_keys(visit: Any, run: Path) -> None:
+def test_everything_can_be_done_with_the_keyboard(visit: Any, run: Path) -> None:
     with served(run) as page:
         one = visit(page)
         reached = []
@@ -144,7 +144,7 @@ def test_all_can_be_reached_and_done_by_keys(visit: Any, run: Path) -> None:
 
 
 @pytest.mark.covers("E4")
-def test_two_runs_lie_over_each_other(visit: Any, run: Path, tmp_path: Path) -> None:
+def test_two_runs_are_drawn_over_each_other(visit: Any, run: Path, tmp_path: Path) -> None:
     write_run(
         tmp_path / "other", [row(k, loss=2 / k, accuracy=0.5) for k in range(1, 301)], status="left", iteration=300
     )
@@ -204,7 +204,7 @@ def test_100_000_rows_are_drawn_in_no_more_points_than_the_picture_has_and_move_
 # -- the link ----------------------------------------------------------------------------------------------
 
 
-def test_without_its_token_the_page_says_what_it_needs(browser: Browser, run: Path) -> None:
+def test_without_its_token_the_page_asks_for_it(browser: Browser, run: Path) -> None:
     with served(run) as page:
         one = Visit(browser, WIDE, "light")
         one.page.goto(page.base)
@@ -236,7 +236,7 @@ def test_a_reload_keeps_the_token_and_a_monitor_that_comes_back_is_found(browser
     assert one.outward == []
 
 
-def test_a_folder_that_goes_is_said_and_its_curves_stay(visit: Any, run: Path) -> None:
+def test_a_removed_folder_is_reported_and_its_curves_stay(visit: Any, run: Path) -> None:
     with (run / "rows.jsonl").open("a") as file:
         file.write('no row\n{"iteration": 401, "lo')
     with served(run) as page:
@@ -255,7 +255,7 @@ def test_a_folder_that_goes_is_said_and_its_curves_stay(visit: Any, run: Path) -
 
 
 def train(folder: str) -> tuple[int, str | None, float]:
-    """A run that only ends when it is stopped; the last step, why, and what an evaluation in the first one gave."""
+    """Train until a stop; returns the last step, the reason, and the result of an evaluation in the first step."""
     with dl.join_world(seed=2) as world:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -313,7 +313,7 @@ def test_stop_ends_both_ranks_at_the_same_step_with_a_checkpoint_and_the_page_sa
             assert one.last("loss") == [[first, rows[-1]["loss"]]]
             until(lambda: one.last("error") == [[first, rows[-1]["error"]], [1, error]], "the evaluation is drawn")
             assert rows[-1]["gradient_norm"] == one.last("gradient_norm")[0][1]
-            assert one.page.locator(".ranks li").count() == 2  # of ranks.jsonl, as the run wrote it
+            assert one.page.locator(".ranks li").count() == 2  # from the ranks.jsonl of the run
     finally:
         if run.is_dir():
             (run / "stop").touch()

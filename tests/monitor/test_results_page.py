@@ -163,7 +163,7 @@ def test_a_note_is_written_in_its_cell_and_html_in_it_is_text(visit: Any, sweep:
         until(lambda: column(one, "Note")[4] == "of another page", "another note appears")
 
 
-def test_a_note_that_cannot_be_saved_is_said_and_its_text_stays(visit: Any, sweep: Path) -> None:
+def test_a_note_that_cannot_be_saved_is_reported_and_its_text_stays(visit: Any, sweep: Path) -> None:
     with served(sweep) as page:
         one = opened(visit, page)
         one.context.route("**/note", lambda route: route.fulfill(status=200, body="{}"))
@@ -176,7 +176,7 @@ def test_a_note_that_cannot_be_saved_is_said_and_its_text_stays(visit: Any, swee
 
 
 @pytest.mark.covers("G4")
-def test_picked_trials_lie_over_each_other_in_the_curves(visit: Any, sweep: Path) -> None:
+def test_picked_trials_are_drawn_over_each_other(visit: Any, sweep: Path) -> None:
     with served(sweep) as page:
         one = opened(visit, page)
         assert one.page.get_by_role("button", name="Show curves (0)").is_disabled()
@@ -385,7 +385,7 @@ def test_500_trials_stay_smooth(visit: Any, tmp_path: Path) -> None:
         assert max(middle.values()) < 100, times  # milliseconds
 
 
-def test_names_and_values_of_users_are_only_texts(visit: Any, tmp_path: Path) -> None:
+def test_names_and_values_of_users_are_only_text(visit: Any, tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "odd", 1)
     odd = {"__proto__": 3, "constructor": "<b>x</b>", "toString": 0.5, "a.b": None, "x" * 200: True}
     write_trial(sweep, 1, odd, why="<script>alert(1)</script>", objective="constructor", value=1e300)

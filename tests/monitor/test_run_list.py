@@ -1,4 +1,4 @@
-"""The list of runs: those below a folder, also later ones, their names in requests, and what changed."""
+"""The list of runs: those below a folder, including later ones, their names in requests, and changes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_keys_are_unique_stable_and_fit_an_address(tmp_path: Path) -> None:
     assert runs_of(runs.look())["a-b-3"]["name"] == "a?b"
 
 
-def test_runs_of_two_folders_are_told_apart_and_a_run_given_twice_is_one(tmp_path: Path) -> None:
+def test_runs_of_two_folders_have_different_names_and_a_run_given_twice_is_one(tmp_path: Path) -> None:
     for name in ("a/run", "b/run"):
         write_run(tmp_path / name, [row(1)])
     assert list(runs_of(RunList([tmp_path / "a", tmp_path / "b"]).look())) == ["a/run", "b/run"]
@@ -137,7 +137,7 @@ def test_runs_of_two_folders_are_told_apart_and_a_run_given_twice_is_one(tmp_pat
     assert list(runs_of(RunList(given).look())) == ["run", "run-2"]
 
 
-def test_folders_whose_time_is_old_are_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_have_not_changed_are_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "old" / "a", [row(1)])
     for folder in (tmp_path / "old" / "a", tmp_path / "old", tmp_path):
         os.utime(folder, (1, 1))
@@ -265,7 +265,7 @@ def test_a_run_that_has_ended_is_read_again_only_when_a_file_of_it_changed(
     assert (summary.summary()["last"], summary.summary()["best"]) == ({"loss": 5.0}, {"loss": 5.0})
 
 
-def test_what_a_look_has_no_time_for_is_read_by_the_next_one(tmp_path: Path) -> None:
+def test_what_one_look_has_no_time_for_the_next_one_reads(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", [row(1)], status="done", iteration=1)
     summary = RunSummary("one", "one", run)
     assert summary.look(time.monotonic() - 1)

@@ -77,7 +77,7 @@ def test_a_damaged_profile_is_left_out(profile: object, run: Path) -> None:
     assert RunView("one", run).summary()["profile"] is None
 
 
-def test_of_a_profile_only_what_fits_the_page_is_shown(run: Path) -> None:
+def test_only_the_part_of_a_profile_that_fits_the_page_is_shown(run: Path) -> None:
     ranks = [{"rank": rank, "step_s": "soon", "phases": {"data": 1e999, "forward": []}} for rank in range(1000)]
     write_profile(run, PROFILE | {"ranks": ranks, "hints": ["x" * 10_000, 4, None], "heading": 5})
     shown = RunView("one", run).summary()["profile"]
@@ -119,7 +119,7 @@ def test_a_long_run_is_thinned_out_and_a_part_of_it_is_exact(tmp_path: Path) -> 
         ({}, "waiting", "no run has begun in this folder yet"),
     ],
 )  # fmt: skip
-def test_the_end_of_a_run_is_told_in_words(tmp_path: Path, status: dict[str, Any], state: str, says: str) -> None:
+def test_the_end_of_a_run_is_described_in_words(tmp_path: Path, status: dict[str, Any], state: str, says: str) -> None:
     said = RunView("one", write_run(tmp_path / "one", [row(k) for k in range(1, 21)], **status)).summary()
     assert (said["state"], said["says"]) == (state, says)
     assert said["why"] == status.get("why")
@@ -150,7 +150,7 @@ def test_how_far_a_run_is_and_how_long_it_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_not_there_or_cannot_be_read_is_said(page: Served, client: httpx.Client, run: Path) -> None:
+def test_missing_and_unreadable_files_are_reported(page: Served, client: httpx.Client, run: Path) -> None:
     def look() -> dict[str, Any]:
         said: dict[str, Any] = client.get("/api/runs/one", headers=page.headers).json()
         return said
@@ -178,7 +178,7 @@ def test_what_is_not_there_or_cannot_be_read_is_said(page: Served, client: httpx
     assert (said["rows"], said["problems"]) == (1, [])
 
 
-def test_a_run_that_goes_on_is_read_anew(tmp_path: Path) -> None:
+def test_a_resumed_run_is_read_again(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", [row(k) for k in range(1, 21)])
     view = RunView("one", run)
     before = view.summary()["version"]
@@ -191,10 +191,8 @@ def test_a_run_that_goes_on_is_read_anew(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     sys.platform != "linux", reason="needs Linux: elsewhere the lock can be looked at only by taking it"
 )
-def test_to_look_at_a_run_folder_takes_no_lock_that_a_run_would_find_taken(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # It did, for 10 microseconds: of 200 runs that began while a page looked all the time, 3 were refused.
+def test_looking_at_a_run_folder_takes_no_lock_that_a_run_needs(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It did once, for 10 microseconds: 3 of 200 runs that began while a page looked all the time were refused.
     RunFolder(run, {}, True).close()
     taken: list[int] = []
     monkeypatch.setattr("ddp_loop.checkpoint.file_locks._lock_file", taken.append)

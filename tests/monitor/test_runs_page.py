@@ -135,7 +135,7 @@ def test_the_search_finds_names_states_and_parameters(visit: Any, sweep: Path, t
         assert one.text("#count") == ("12 runs" if len(found) == 12 else f"{len(found)} of 12 runs")
 
 
-def test_the_search_says_what_it_does_not_know_and_finds_names_with_signs(visit: Any, sweep: Path) -> None:
+def test_the_search_reports_unknown_words_and_finds_names_with_signs(visit: Any, sweep: Path) -> None:
     write_run(sweep / "rate2=0.1,seed=3", [row(1)], status="done", iteration=1)
     with served(sweep) as page:
         one = visit(page)
@@ -252,7 +252,7 @@ def test_stop_stops_the_run_of_its_card_and_no_other(visit: Any, sweep: Path) ->
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_a_phone_the_list_folds_away_behind_a_button(visit: Any, sweep: Path, scheme: str) -> None:
+def test_on_a_phone_a_button_folds_the_list_away(visit: Any, sweep: Path, scheme: str) -> None:
     with served(sweep) as page:
         one = visit(page, SMALL, scheme)
         assert not one.page.locator("#list").is_visible()

@@ -1,4 +1,4 @@
-"""What the page reads: files that grow and are cut back, and columns thinned out."""
+"""What the page reads: files that grow and are truncated, and downsampled columns."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_file_is_read_as_it_grows_and_half_a_line_waits_for_its_end(tmp_path: 
 
 
 @pytest.mark.parametrize("again", [0, 1, 2, 5])
-def test_a_file_that_was_cut_back_is_read_anew_also_where_it_grew_as_long_since(tmp_path: Path, again: int) -> None:
+def test_a_truncated_file_is_read_again_also_if_it_has_grown_as_long_since(tmp_path: Path, again: int) -> None:
     tail = JsonlTail(tmp_path / "rows.jsonl")
     write_lines(tail.path, [row(k) for k in range(1, 8)])
     assert iterations(tail) == (False, list(range(1, 8)))
@@ -81,7 +81,7 @@ def test_another_file_of_the_name_is_read_from_its_start_and_one_that_is_gone_ha
     ],
     ids=["broken", "empty", "a list", "a number", "deep", "no text", "long number", "long"],
 )
-def test_a_line_that_cannot_be_read_is_counted_and_the_others_are_there(tmp_path: Path, bad: bytes) -> None:
+def test_a_line_that_cannot_be_read_is_counted_and_the_others_are_read(tmp_path: Path, bad: bytes) -> None:
     tail = JsonlTail(tmp_path / "rows.jsonl")
     append(tail.path, b'{"iteration": 1}\n' + bad + b'\n{"iteration": 2}\n')
     found, more = list[int](), True
@@ -101,7 +101,7 @@ def columns_of(*rows: Mapping[str, object]) -> MetricSeries:
     return columns
 
 
-def test_what_is_no_finite_number_is_missing_and_a_column_may_begin_late() -> None:
+def test_values_that_are_not_finite_are_missing_and_a_column_may_begin_late() -> None:
     columns = columns_of(
         {"iteration": 1, "epoch": 1, "loss": 2.5, "word": "x", "list": [1]},
         {"iteration": 2, "epoch": "one", "loss": None, "right": True, "huge": 10**400},
@@ -116,7 +116,7 @@ def test_what_is_no_finite_number_is_missing_and_a_column_may_begin_late() -> No
     assert columns.last() == {"iteration": 3, "epoch": 0, "loss": None, "right": None, "huge": None, "late": 7.0}
 
 
-def test_a_row_of_an_earlier_iteration_replaces_those_behind_it_and_one_of_the_same_is_added_to_it() -> None:
+def test_a_row_of_an_earlier_iteration_replaces_those_after_it_and_one_of_the_same_is_added_to_it() -> None:
     columns = columns_of(*[{"iteration": k, "loss": k} for k in (1, 2, 3, 4)], {"iteration": 3, "loss": 30})
     columns.add({"iteration": 3, "accuracy": 0.5})
     assert columns.iterations.tolist() == [1, 2, 3]
@@ -135,7 +135,7 @@ def test_more_columns_than_a_page_can_show_are_counted() -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 10, 300])
-def test_smoothing_is_the_recursion_and_passes_over_what_is_missing(rows: int) -> None:
+def test_smoothing_is_the_recursion_and_skips_what_is_missing(rows: int) -> None:
     values = np.random.default_rng(0).normal(size=5000)
     values[[0, 7, 8, 4999]] = nan
     values[3000] = 1e30  # is forgotten again

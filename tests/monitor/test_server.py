@@ -1,4 +1,4 @@
-"""The monitor's process: the command, its link, and a page beside training."""
+"""The monitor's process: the command, its link, and a page during training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.serving import WAIT_S, Served, answers, ask
 
 @contextmanager
 def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
-    """The command, and what it says; ended at the end, whatever happens."""
+    """The command and its output; it is always terminated at the end."""
     command = [sys.executable, "-m", "ddp_loop", "monitor", *arguments]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
@@ -40,7 +40,7 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
 
 @pytest.mark.slow
 @pytest.mark.covers("E4")
-def test_the_command_prints_its_link_once_keeps_it_to_its_user_and_ends_when_told() -> None:
+def test_the_command_prints_its_link_once_keeps_it_to_its_user_and_ends_on_request() -> None:
     with started("--demo") as (process, said_by_it):
         link, said = said_by_it.readline(), said_by_it.readline()
         found = re.fullmatch(r"Page: http://127\.0\.0\.1:(\d+)/#token=([\w-]{40,})\n", link)
@@ -82,7 +82,7 @@ def test_more_than_this_machine_needs_a_flag_and_brings_a_warning(run: Path) -> 
         assert process.wait(WAIT_S) == 143
 
 
-def test_only_this_machine_is_listened_to_unless_asked_otherwise() -> None:
+def test_the_page_listens_on_this_machine_only_unless_asked_otherwise() -> None:
     with monitor.listen() as listening:
         assert listening.getsockname()[0] == "127.0.0.1"
         assert all(map(monitor.is_here, ("127.0.0.1", "::1", "localhost")))
@@ -91,7 +91,7 @@ def test_only_this_machine_is_listened_to_unless_asked_otherwise() -> None:
             monitor.listen(port=listening.getsockname()[1])
 
 
-def test_without_its_libraries_the_command_that_helps_is_said(
+def test_without_its_libraries_the_error_names_the_command_that_installs_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["monitor"]) == 2
@@ -101,7 +101,7 @@ def test_without_its_libraries_the_command_that_helps_is_said(
     assert "uvicorn is missing. Run pip install 'ddp_loop[monitor]'" in capsys.readouterr().err
 
 
-# -- beside training -------------------------------------------------------------------------------------
+# -- during training -------------------------------------------------------------------------------------
 
 SCRIPT = """
 import os, signal, sys
@@ -150,7 +150,7 @@ start_page(Path(sys.argv[1]), print, linger_s=0.5)  # it is there when this proc
 
 @pytest.mark.slow
 @pytest.mark.covers("E4", "E6")
-def test_the_page_of_a_loop_is_there_while_it_runs_and_killed_changes_nothing_and_ends_after_it(tmp_path: Path) -> None:
+def test_the_page_of_a_loop_serves_while_it_runs_may_be_killed_and_ends_after_it(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -68,7 +68,7 @@ BAD_NOTES = {"too long": (b"x" * 501, 400), "no UTF-8": (b"\xff\xfe", 400), "hug
 
 
 @pytest.mark.parametrize("case", BAD_NOTES)
-def test_a_note_that_is_no_note_is_refused(client: httpx.Client, sweep: Path, case: str) -> None:
+def test_an_invalid_note_is_refused(client: httpx.Client, sweep: Path, case: str) -> None:
     body, status = BAD_NOTES[case]
     assert client.post(f"{RUN}/note", content=body).status_code == status
     assert not (sweep / "trials" / "0000" / "note.txt").exists()
@@ -143,7 +143,7 @@ def test_no_other_file_is_read_as_a_table(page: Served, client: httpx.Client, sw
 
 
 @pytest.mark.covers("G4", "G5")
-def test_a_sweep_is_known_by_its_trials_and_stops_only_while_somebody_works(client: httpx.Client, sweep: Path) -> None:
+def test_a_sweep_is_known_by_its_trials_and_stops_only_while_a_worker_runs(client: httpx.Client, sweep: Path) -> None:
     one = client.get("/api/sweeps").json()["sweeps"]
     assert [(of["key"], of["trials"], of["objective"], of["is_active"], len(of["runs"])) for of in one] == [
         ("digits", 5, "loss", False, 5)
@@ -161,11 +161,11 @@ def test_a_sweep_is_known_by_its_trials_and_stops_only_while_somebody_works(clie
 
 
 @pytest.mark.covers("G5")
-def test_failed_trials_are_asked_for_again_and_no_others(client: httpx.Client, sweep: Path) -> None:
+def test_only_failed_trials_can_be_run_again(client: httpx.Client, sweep: Path) -> None:
     answer = client.post("/api/sweeps/digits/again", json={"trials": [2, 1, 2]})
     assert (answer.status_code, answer.json()) == (202, {"asked": 2, "is_active": False})
     assert [json.loads(path.read_text()) for path in (sweep / "again").iterdir()] == [{"trials": [1, 2]}]
-    assert client.post("/api/sweeps/digits/again", json={"trials": [4]}).status_code == 409  # it goes on by itself
+    assert client.post("/api/sweeps/digits/again", json={"trials": [4]}).status_code == 409  # resumes by itself
     for trials, status in ([0], 409), ([1, 3], 409), ([7], 404), ([-1], 400), ([True], 400), ([], 400), ("1", 400):
         assert client.post("/api/sweeps/digits/again", json={"trials": trials}).status_code == status, trials
     for body in (b"", b"{", b"[1]", b"[" * 2000):

@@ -1,4 +1,4 @@
-"""The page of a sweep that really runs, in a browser: its workers do what the page asks for."""
+"""The page of a running sweep in a browser: its workers follow the page's requests."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tests.support.runs import lines_of
 pytestmark = pytest.mark.covers("E1", "E3")
 
 ROWS, EVALUATIONS, RANKS, ASIDE = "rows.jsonl", "evaluations.jsonl", "ranks.jsonl", "rows.damaged.jsonl"
-STEPS, AT = 12, 9  # of the checkpoint that the run goes on from
+STEPS, AT = 12, 9  # of the checkpoint from which the run resumes
 NULS = b"\0" * 700
 
 
@@ -128,7 +128,7 @@ def nothing_but_nuls(lines: list[bytes]) -> list[bytes]:
     return [NULS]
 
 
-# What is done, the rows of the first 9 that stay, the lines kept aside, and what is said of both.
+# The damage, the rows of the first 9 that stay, the lines kept aside, and the notice about both.
 DAMAGES: list[tuple[Callable[[list[bytes]], list[bytes]], list[int], int, str]] = [
     (flip, [1, 2, 3, 5, 6, 7, 8, 9], 1,
      "1 damaged line of rows.jsonl is kept in rows.damaged.jsonl; row 4 is missing from rows.jsonl"),
@@ -168,7 +168,7 @@ def test_good_rows_survive_what_a_disk_does_to_a_file(
     assert iterations_of(run) == [*stay, *range(AT + 1, STEPS + 1)]
     written = dict(zip(range(1, STEPS + 1), before.splitlines(), strict=False))
     kept = (run / ROWS).read_bytes().splitlines()
-    assert kept[: len(stay)] == [written[iteration] for iteration in stay]  # not a byte is another one
+    assert kept[: len(stay)] == [written[iteration] for iteration in stay]  # byte for byte
     notices = [line for line in printed.splitlines() if ROWS in line]
     assert notices == ([f"ddp_loop: {run}: {said}; training continues at step {AT + 1}"] if said else [])
     there = (run / ASIDE).read_bytes() if aside else b""
@@ -248,7 +248,7 @@ def test_lines_beside_the_rows_survive_likewise(
 
 
 @pytest.mark.parametrize("once", [False, True])
-def test_what_lies_behind_a_row_that_is_made_again_is_cut_without_a_word(once: bool, tmp_path: Path) -> None:
+def test_what_follows_a_row_that_is_made_again_is_cut_silently(once: bool, tmp_path: Path) -> None:
     there = [{"epoch": 1, "iteration": n, "samples": 1, "elapsed_s": 0.1} for n in (1, 2, 5)]
     path = tmp_path / ROWS
     path.write_text("".join(json.dumps(row) + "\n" for row in there) + '{}\n{"epoch": 2, "it')

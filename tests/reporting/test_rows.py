@@ -53,7 +53,7 @@ def go_on(folder: str, stop_at: int, fail_at: int) -> list[int]:
                 if step.iteration == fail_at:
                     raise LookupError("planted")
         except (LookupError, dl.Stopped):
-            loop.close()  # the world is left in good order
+            loop.close()  # the world is left cleanly
         return seen
 
 
@@ -62,7 +62,7 @@ def go_on(folder: str, stop_at: int, fail_at: int) -> list[int]:
 def test_10000_rows_of_3_ranks_come_in_order_none_lost_none_twice_also_resumed(
     on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    stopped = on_ranks(3, go_on, str(tmp_path), 2200, 0)[0]  # heard in the fold of the next step
+    stopped = on_ranks(3, go_on, str(tmp_path), 2200, 0)[0]  # takes effect in the fold of the next step
     failed = on_ranks(3, go_on, str(tmp_path), 0, 3100)[0]  # a checkpoint of step 3000 is there
     ended = on_ranks(3, go_on, str(tmp_path), 0, 0)[0]
     assert stopped == list(range(1, 2202))
@@ -260,7 +260,7 @@ def test_equal_ranks_have_no_slow_one() -> None:
 
 
 def evaluate_everywhere(folder: str, stop_at: int, save_every: int | None) -> list[tuple[int, float]]:
-    """Evaluations in the midst of an epoch, and behind each; what was evaluated, by iteration."""
+    """Evaluate in the middle and at the end of each epoch; returns (iteration, mean) of each evaluation."""
     with dl.join_world(seed=0) as world:
         torch.manual_seed(1)
         model = nn.Linear(2, 1).double()
@@ -284,7 +284,7 @@ def evaluate_everywhere(folder: str, stop_at: int, save_every: int | None) -> li
 
 @pytest.mark.parametrize(("stop_at", "save_every"), [(0, None), (3, None), (4, None), (5, 1), (6, 3), (12, None)])
 @pytest.mark.slow
-def test_each_evaluation_is_noted_once_also_when_the_run_goes_on(
+def test_each_evaluation_is_recorded_once_also_when_the_run_resumes(
     stop_at: int, save_every: int | None, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
     if stop_at:
@@ -292,7 +292,7 @@ def test_each_evaluation_is_noted_once_also_when_the_run_goes_on(
     on_ranks(2, evaluate_everywhere, str(tmp_path), 0, save_every)
     made = on_ranks(2, evaluate_everywhere, str(tmp_path / "whole"), 0, save_every)[0]
     lines = lines_of(tmp_path / EVALUATIONS)
-    assert [at for at, _ in made] == [2, 4, 4, 6, 8, 8, 10, 12, 12]  # behind an epoch what its last step said before
+    assert [at for at, _ in made] == [2, 4, 4, 6, 8, 8, 10, 12, 12]  # the end of an epoch repeats its last step
     assert [line["iteration"] for line in lines] == [2, 4, 6, 8, 10, 12]
     assert [line["mean"] for line in lines] == pytest.approx(list(dict(made).values()), rel=1e-12)  # sums of 3 ranks
     assert [line["epoch"] for line in lines] == [1, 1, 2, 2, 3, 3]

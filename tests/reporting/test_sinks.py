@@ -63,7 +63,7 @@ def test_csv_and_tensorboard_get_each_row_also_when_the_run_goes_on(on_ranks: On
     for name, told in points.items():
         assert [step for step, _ in told] == list(range(1, 13))
         assert [value for _, value in told] == pytest.approx([row[name] for row in rows], rel=1e-6)  # float32
-    assert all(not rank for rank in on_ranks(3, train, str(tmp_path / "other"), 0)[1:])  # rank 0 alone is told
+    assert all(not rank for rank in on_ranks(3, train, str(tmp_path / "other"), 0)[1:])  # only rank 0 has rows
 
 
 @pytest.mark.covers("E7")

@@ -195,7 +195,7 @@ def test_through_a_pipe_there_are_lines_alone_and_quiet_is_silent(tmp_path: Path
 
 
 def lines_in(seconds: float, monkeypatch: pytest.MonkeyPatch, step_s: float = 0.5) -> list[tuple[float, str]]:
-    """What a terminal says of a run that takes so long, on a clock of its own, and when."""
+    """The lines that a terminal shows of a run of this length, and their times, on a simulated clock."""
     now, said = [100.0], list[tuple[float, str]]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     shown = Terminal(
@@ -219,7 +219,7 @@ def test_a_line_comes_every_few_seconds_at_most_and_in_a_long_run_less_often(mon
     assert len(said) < 250
 
 
-def test_a_line_of_a_run_whose_end_nobody_knows_says_no_time() -> None:
+def test_the_line_of_a_run_of_unknown_length_shows_no_time_left() -> None:
     view = ProgressView(TrainingLength(epochs=2), 1, 3, {"loss": 0.25}, 12.5, 1.0, None, slow_rank=1)
     assert view.line() == "Epoch 1 of 2, step 3: Loss: 0.2500, 12.5 samples/s, rank 1 is slowest"
 

@@ -224,7 +224,7 @@ class Gone:
 
 
 @pytest.mark.parametrize("shows", [False, True])
-def test_a_terminal_that_is_gone_stops_nobody(shows: bool) -> None:
+def test_a_terminal_that_is_gone_raises_nothing(shows: bool) -> None:
     said: list[str] = []
     terminal = Terminal(said.append, TrainingLength(), 0.0, Gone())
     if shows:

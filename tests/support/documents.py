@@ -19,7 +19,7 @@ def states_of(document: str) -> list[tuple[str, str]]:
 
 
 def claimed_rows() -> set[str]:
-    """The capabilities that are said to be there."""
+    """The capabilities that are claimed."""
     return {row for row, state in states_of(text_of("docs/capabilities.md")) if state == "claimed"}
 
 

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def on_machines(*sizes: int) -> Iterator[None]:
-    """Have this rank say that so many ranks each are on machines of their own; one machine without sizes."""
+    """Make this rank report machines with so many ranks each; one machine without sizes."""
     rank, every = int(os.environ["RANK"]), sizes or (int(os.environ["WORLD_SIZE"]),)
     places = [(local, size) for size in every for local in range(size)]
     local_rank, local_size = places[rank]

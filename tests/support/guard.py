@@ -40,7 +40,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def input_ended(within_s: float) -> bool:
-    """Whether the standard input ended; nobody writes to it."""
+    """Whether the standard input was closed; nothing is ever written to it."""
     return bool(select.select([sys.stdin], [], [], within_s)[0])
 
 

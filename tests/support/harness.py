@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 FAULT_S = float(os.environ.get("FAULT_S", 9 if "PYTEST_VERSION" in os.environ else 3))
 TASK_S = 60.0  # the longest tasks take seconds; a shared machine may be ten times slower
 MOMENT_S, LOOK_S = 20.0, 0.02  # how long to wait for what takes a moment, and how often to look
-THREAD_END_S = 1.0  # a thread that was told to end needs a moment
+THREAD_END_S = 1.0  # a thread needs a moment to end after the request
 
 PYTEST_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the latter when it likes
 
@@ -100,7 +100,7 @@ def left_behind(before: Surroundings, allowed_processes: Collection[int] = ()) -
 
 
 def until(holds: Callable[[], Any], what: str, within_s: float = MOMENT_S) -> Any:
-    """Look again and again until something holds; returns it. What it waits for is said if it does not come."""
+    """Poll until something holds; returns it. On a timeout the error names what it waited for."""
     deadline = time.monotonic() + within_s
     while not (found := holds()):
         if time.monotonic() > deadline:

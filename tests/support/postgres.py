@@ -109,7 +109,7 @@ def user_of_server() -> pwd.struct_passwd:
 
 
 def as_user(user: pwd.struct_passwd) -> list[str]:
-    """The beginning of a command that runs as this user, and ends with this process. See [Note: How it ends]."""
+    """The prefix of a command that runs as this user and ends with this process. See [Note: How it ends]."""
     change = [f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"] if os.geteuid() == 0 else []
     return ["setpriv", *change, "--pdeathsig", "SIGINT"]
 

@@ -70,7 +70,7 @@ BUILDS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
 
 @dataclass
 class Ended:
-    """How a run ended: digests of all its state by name, its steps, and what it said of itself."""
+    """How a run ended: digests of all its state by name, its steps, and what it printed."""
 
     state: dict[str, str]
     made: list[int]

@@ -27,7 +27,7 @@ def go_by_epochs(
     loop: dl.Loop, model: nn.Module, optimizer: torch.optim.Optimizer, stop_at: int | None = None, *,
     after_step: Callable[[int], None] = lambda iteration: None, after_epoch: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
-    """The epochs that are still to be made, down a mean square, until a stop; and what comes behind each."""
+    """Train the remaining epochs on a mean square, until a stop, with a call after each step and each epoch."""
     with suppress(dl.Stopped):
         for epoch in loop.epochs():
             for step in epoch:
@@ -56,7 +56,7 @@ def endless(world: dl.World, **keywords: Any) -> tuple[dl.Loop, Callable[..., No
 
 
 def ask(kind: str, folder: str, loop: dl.Loop) -> None:
-    """Ask for a stop, and wait until this rank knows of it."""
+    """Ask for a stop, and wait until this rank has received the request."""
     world = loop.world
     match kind:
         case "call":

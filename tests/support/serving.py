@@ -60,7 +60,7 @@ def served(*runs: Path, port: int = 0) -> Iterator[Served]:
 
 
 def answers(port: int) -> bool:
-    """Whether somebody listens at a port of this machine."""
+    """Whether a process listens at a port of this machine."""
     try:
         socket.create_connection((HERE, port), timeout=WAIT_S).close()
     except ConnectionRefusedError:

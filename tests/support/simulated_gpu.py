@@ -274,5 +274,5 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
 
 @cache
 def _register() -> None:
-    """Have torch know the type of device; for the rest of the process."""
+    """Register the type of device with torch, for the rest of the process."""
     _setup_privateuseone_for_python_backend(NAME)

@@ -29,7 +29,7 @@ START_S, END_S, COMMAND_S = 30.0, 30.0, 120.0
 CORES = 4
 LOG_LETTERS = 4000
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
-SYSTEM_FOLDERS = "/usr/sbin:/sbin"  # of the daemons, which are not on everybody's PATH
+SYSTEM_FOLDERS = "/usr/sbin:/sbin"  # of the daemons, which are not on every user's PATH
 
 CONFIGURATION = """
 ClusterName=test
@@ -181,7 +181,7 @@ def end(guarding: subprocess.Popen[bytes]) -> None:
 
 
 def wait_until_idle(slurm: Slurm) -> None:
-    """Wait until the node can take jobs; the logs are shown if that does not come."""
+    """Wait until the node can take jobs; on a timeout the error shows the logs."""
     try:
         until(slurm.is_idle, "Slurm's node is idle", START_S)
     except AssertionError as error:

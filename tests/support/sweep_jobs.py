@@ -1,4 +1,4 @@
-"""Jobs of the sweeps that several processes work on: short trainings that stand still where a test wants it."""
+"""Jobs for sweeps with several workers: short trainings that pause where a test needs it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.support.harness import until
 UPDATES, SAVE_EVERY, STANDS_AT = 12, 3, 8
 STANDS_S = 120.0
 WEIGHTS = "weights.json"
-REACHED = "reached"  # a file in the run folder of a trial that stands still
+REACHED = "reached"  # a file in the run folder of a trial that pauses
 
 
 def train(rate: float, run_dir: str, stands: float | None = None) -> float:
-    """Train a small network; the trial of this rate stands still once, until its run is asked to stop."""
+    """Train a small network; the trial of this rate pauses once, until its run is asked to stop."""
     with dl.join_world(seed=0) as world:
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)

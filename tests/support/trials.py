@@ -1,4 +1,4 @@
-"""Trials of the tests of sweeps, and what is read of them afterwards. New processes import this module."""
+"""Trials for the tests of sweeps, and readers of their results. New processes import this module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddp_loop.determinism import digest, leaves
 from tests.support.harness import until
 
 INTERVALS, UPDATES, FINAL = "intervals.jsonl", "updates.txt", "final.json"
-MARK = "DDP_LOOP_SWEEP_TEST"  # in the environment of a sweep's processes: finds those that are left
+MARK = "DDP_LOOP_SWEEP_TEST"  # in the environment of a sweep's processes: identifies those that are left
 
 
 def train(
@@ -77,7 +77,7 @@ def _fail(fault: str, folder: Path) -> None:
         os.kill(os.getpid(), 9)
     if fault == "raises for NaN":
         raise FloatingPointError("the loss is nan")
-    while fault == "never ends":  # looks for no request to stop
+    while fault == "never ends":  # ignores requests to stop
         pass
 
 

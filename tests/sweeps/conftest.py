@@ -1,4 +1,4 @@
-"""The servers that sweeps are tried on, and warm processes for quick ones: a new one imports torch for seconds."""
+"""Servers for sweeps, and warm processes for quick sweeps: a new process takes seconds to import torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def warm(warm_pools: list[Pool], monkeypatch: pytest.MonkeyPatch) -> None:
             free.put(self._pool)
 
     monkeypatch.setattr(running, "Pool", Lent)
-    monkeypatch.setattr(running, "_CHECK_S", 0.0)  # so that requests are followed at once
+    monkeypatch.setattr(running, "_CHECK_S", 0.0)  # so that requests take effect at once
 
 
 @pytest.fixture(scope="session")

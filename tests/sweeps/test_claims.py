@@ -14,7 +14,7 @@ pytest.importorskip("optuna", reason="needs the extra sweep")
 
 
 def test_a_worker_that_comes_too_late_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would later take the other worker's trial for one of its own that it lost."""
+    """Otherwise it would later mistake the other worker's trial for one of its own that it lost."""
     url, space = f"sqlite:///{tmp_path / 'study.db'}", make_space({"rate": [0.1]}, None, None, 0)
     with (
         closing(TrialQueue(url, "one", beat_s=60, grace_s=180, direction="minimize")) as first,

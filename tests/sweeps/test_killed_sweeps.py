@@ -1,4 +1,4 @@
-"""kill -9 of sweeps and of their workers at random moments: no trial twice, none lost, no orphan, the same bits."""
+"""kill -9 of sweeps and their workers at random moments: no trial runs twice or is lost, no orphans, the same bits."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
 
 @pytest.fixture
 def undisturbed(tmp_path: Path) -> list[list[str]]:
-    """The digests of the trials of the same sweep, left alone."""
+    """The digests of the trials of the same sweep, undisturbed."""
     results = dl.sweep(train, {"rate": RATES}, tmp_path / "undisturbed", slots=2, keywords=keywords(), progress=False)
     return [final(one.folder) for one in results]
 
@@ -99,7 +99,7 @@ def moment(started: Started, number: int, chance: random.Random) -> Callable[[],
 
 
 def kill_at(process: subprocess.Popen[bytes], holds: Callable[[], bool], mark: str) -> None:
-    """Kill a living process at a moment, and see that nothing of it is left."""
+    """Kill a running process at a moment, and check that none of its children is left."""
     until(lambda: holds() or process.poll() is not None, "the moment of a kill", START_S)
     assert process.poll() is None, "It ended before the kill."
     process.kill()
@@ -108,7 +108,7 @@ def kill_at(process: subprocess.Popen[bytes], holds: Callable[[], bool], mark: s
 
 
 def check(folder: Path, undisturbed: list[list[str]]) -> None:
-    """No trial twice, none lost, each with its bits, and no update again after a checkpoint that had it."""
+    """No trial ran twice or was lost, each has its bits, and no update in a checkpoint was made again."""
     queue = TrialQueue(f"sqlite:///{folder / 'study.db'}", study_name(folder), beat_s=1, grace_s=3)
     ended = [one for one in queue._attempts() if one.ending is not None]
     queue.close()
@@ -126,7 +126,7 @@ def check(folder: Path, undisturbed: list[list[str]]) -> None:
 
 
 def finish(started: Started, words: list[str]) -> None:
-    """Start the sweep again, and let it end."""
+    """Start the sweep again, and let it finish."""
     process = started.start(*words)
     assert process.wait(2 * START_S) == 0, started.output
     all_ended(started.mark)
@@ -135,7 +135,7 @@ def finish(started: Started, words: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.covers("G5")
 @pytest.mark.parametrize("first", [0, 4, 8, 12, 16])
-def test_a_killed_sweep_goes_on_where_it_was(first: int, started: Started, undisturbed: list[list[str]]) -> None:
+def test_a_killed_sweep_resumes_where_it_was(first: int, started: Started, undisturbed: list[list[str]]) -> None:
     chance, words = random.Random(first), [described(started.folder)]
     for number in range(first, first + 4):
         kill_at(process := started.start(*words), moment(started, number, chance), started.mark)
@@ -147,7 +147,7 @@ def test_a_killed_sweep_goes_on_where_it_was(first: int, started: Started, undis
 @pytest.mark.slow
 @pytest.mark.covers("G5", "F3")
 @pytest.mark.parametrize("first", [20, 24, 28, 32, 36])
-def test_a_killed_worker_s_trials_go_on_elsewhere(first: int, started: Started, undisturbed: list[list[str]]) -> None:
+def test_a_killed_workers_trials_resume_elsewhere(first: int, started: Started, undisturbed: list[list[str]]) -> None:
     """Workers are killed one after the other, each with the trials of the one before."""
     chance, words = random.Random(first), [described(started.folder)]
     kill_at(started.start(*words), lambda: started.made > 0, started.mark)

@@ -1,4 +1,4 @@
-"""SIGSTOP of a worker: another one has its trial, no trial runs twice at once, and the late worker changes nothing."""
+"""SIGSTOP of a worker: another one takes its trial, no trial runs twice at once, and it changes nothing later."""
 
 from __future__ import annotations
 

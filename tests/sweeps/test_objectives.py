@@ -1,4 +1,4 @@
-"""What trials are compared by, read from run folders as rows and evaluations stream in."""
+"""The values by which trials are compared, read from run folders as rows and evaluations arrive."""
 
 from __future__ import annotations
 

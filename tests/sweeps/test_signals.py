@@ -1,4 +1,4 @@
-"""Signals that reach all processes of a worker, as those of Slurm and of a terminal do."""
+"""Signals that reach all processes of a worker, as Slurm and terminals send them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ rate = [0.1]
 
 
 def stand(rate: float, run_dir: str) -> None:
-    """A trial that has no Loop yet, so that it dies of a signal."""
+    """A trial without a Loop yet, which a signal kills."""
     written = Path(run_dir, "written")
     written.write_text(str(os.getpid()))
     written.rename(Path(run_dir, "process"))

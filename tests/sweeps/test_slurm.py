@@ -1,4 +1,4 @@
-"""Workers of a sweep as jobs of Slurm, and of this machine."""
+"""Workers of a sweep as Slurm jobs, and as local jobs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def submit(folder: Path, *options: str, workers: int = 2) -> str:
     """Begin the sweep of this file with workers; returns what the command printed."""
     (folder / "sweep.toml").write_text(SWEEP)
     command = [sys.executable, "-m", "ddp_loop", "sweep", str(folder / "sweep.toml"), f"--workers={workers}", *options]
-    with (folder / "printed").open("w") as printed:  # no pipe, which the jobs of this machine would hold open
+    with (folder / "printed").open("w") as printed:  # no pipe, which local jobs would hold open
         subprocess.run(command, check=True, stdout=printed, stderr=printed, timeout=SWEEP_S, cwd=ROOT)
     return (folder / "printed").read_text()
 
@@ -82,7 +82,7 @@ def are_done(folder: Path) -> bool:
 
 
 def check_results(folder: Path, on_one_rank: Any) -> None:
-    """All trials are there in order, each the same bits as alone, and none ran twice at once."""
+    """All trials are in order, each with the bits of a run alone, and none ran twice at once."""
     for number, rate in enumerate(RATES):
         found = trial(folder, number)
         assert found["parameters"] == {"rate": rate}
@@ -121,7 +121,7 @@ def test_a_cancelled_jobs_trial_is_finished_by_the_other_job(
 @pytest.mark.slow
 @pytest.mark.covers("F4")
 @pytest.mark.parametrize("why", ["its time is over", "another job goes first"])
-def test_a_job_that_must_leave_goes_on_later(
+def test_a_preempted_job_resumes_later(
     why: str, slurm: Slurm, tmp_path: Path, on_one_rank: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
@@ -170,7 +170,7 @@ def test_options_are_read_and_an_unknown_one_is_refused() -> None:
 
 @pytest.mark.covers("F4")
 def test_workers_are_handed_to_slurm_as_one_array(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What sbatch gets; the slow tests give it to a real Slurm."""
+    """The arguments of sbatch; the slow tests pass them to a real Slurm."""
     pytest.importorskip("submitit", reason="needs the extra slurm")
     answers = {"sbatch": 'cp "$1" handed; echo Submitted batch job 7', "srun": "", "sinfo": "echo 'gpu* 2:00:00'"}
     for name, answer in answers.items():

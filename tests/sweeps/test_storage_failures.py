@@ -1,4 +1,4 @@
-"""Storages that are away for a while: a sweep waits for them, and no trial changes hands for that alone."""
+"""Storages that are unreachable for a while: a sweep waits for them, and keeps each trial with its worker."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_locked_storage_is_waited_for(queue: TrialQueue, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("reason", ["time", "stop"])
-def test_a_storage_that_stays_away_is_an_error(
+def test_a_storage_that_stays_unreachable_is_an_error(
     reason: str, queue: TrialQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason == "time":
@@ -91,7 +91,7 @@ def test_a_storage_that_stays_away_is_an_error(
 
 
 def test_after_a_failure_of_the_storage_old_heartbeats_do_not_count(queue: TrialQueue, tmp_path: Path) -> None:
-    """All workers could send none meanwhile; the first one that comes back must not take the others' trials."""
+    """No worker could send one meanwhile; the first one to reconnect must not take the others' trials."""
     other = TrialQueue(url(tmp_path), "s", beat_s=1, grace_s=60)
     claim, recorded = claimed(queue, "one"), list[Attempt]()
     age_heartbeats(tmp_path)
@@ -120,7 +120,7 @@ def test_a_trial_that_cannot_run_yet_does_not_keep_others_from_running(queue: Tr
 
 @pytest.mark.slow
 @pytest.mark.covers("G5")
-def test_a_sweep_goes_on_while_its_server_restarts(tmp_path: Path) -> None:
+def test_a_sweep_continues_while_its_server_restarts(tmp_path: Path) -> None:
     facts = {"function": f"{ROOT}/tests/support/trials.py:train", "folder": str(tmp_path / "s"), "heartbeat_s": 1}
     file = toml(tmp_path / "sweep.toml", **facts, keywords={"steps": 200}, space={"rate": [0.1, 0.05, 0.02]})
     with running_postgres() as server:

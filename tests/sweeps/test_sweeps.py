@@ -1,4 +1,4 @@
-"""Sweeps of small networks: as many at once as there are slots, in order, each with the bits of its run alone."""
+"""Sweeps of small networks: one trial for each slot at a time, in order, each with the bits of its run alone."""
 
 from __future__ import annotations
 

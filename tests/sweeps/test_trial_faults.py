@@ -1,4 +1,4 @@
-"""Trials that fail, die, hang or are stopped: each reported as that, the others unharmed, each run again alone."""
+"""Trials that fail, die, hang or are stopped: each is reported as such, can be run again, and harms no other."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_trial_that_raises_or_gives_nan_harms_no_other(tmp_path: Path, capsys:
     main(["sweep", "again", str(folder), "--slots", "1"])
     assert [trial(folder, number)["status"] for number in range(5)] == ["done", "done", "done", "not finite", "done"]
     assert [len(trial(folder, number)["attempts"]) for number in range(5)] == [2, 1, 2, 2, 1]
-    assert updates(results[0].folder) == [1, 2, 3, 3, 4, 5, 6]  # goes on from its checkpoint of update 2
+    assert updates(results[0].folder) == [1, 2, 3, 3, 4, 5, 6]  # resumes from its checkpoint of update 2
     assert final(results[0].folder) == undisturbed
 
 
@@ -112,7 +112,7 @@ def test_one_trial_is_stopped_by_its_own_file_and_stays_stopped(tmp_path: Path) 
 @pytest.mark.covers("G5")
 @pytest.mark.usefixtures("warm")
 @pytest.mark.slow
-def test_a_stopped_sweep_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_stopped_sweep_resumes_with_the_same_bits(tmp_path: Path) -> None:
     folder, alone = tmp_path / "s", tmp_path / "alone"
     points = [{"rate": rate, "steps": 300, "save_every": 100} for rate in (0.1, 0.05, 0.02, 0.01)]
     undisturbed = sweep(train, points, alone, slots=2)
@@ -155,7 +155,7 @@ def _sampler() -> Any:
 
 @pytest.mark.covers("G5")
 @pytest.mark.usefixtures("warm")
-def test_the_trial_of_a_dead_worker_goes_on_and_its_folder_says_so(tmp_path: Path) -> None:
+def test_the_trial_of_a_dead_worker_resumes_and_its_folder_records_it(tmp_path: Path) -> None:
     worker, queue = worker_of(tmp_path / "s", 2)
     dead = WorkerName(tmp_path / "s")
     claim = queue.claim(dead.name, worker._sweep.space, worker._sweep.sampler)
@@ -195,7 +195,7 @@ def test_a_request_to_run_again_survives_a_kill_and_adds_one_attempt(
         worker._look_around()
     monkeypatch.setattr(queue, "again", add)
     assert has_requests(folder)
-    if added:  # it also ran before anyone read the request again
+    if added:  # it also ran before the request was read again
         claim = queue.claim("two", worker._sweep.space, worker._sweep.sampler)
         assert claim is not None
         assert queue.end(claim, Ending("done", 0.0))
@@ -211,7 +211,7 @@ def test_a_request_to_run_again_survives_a_kill_and_adds_one_attempt(
 def test_a_request_to_run_again_is_read_by_one_worker_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the slower one writes "waiting" into the folder of a trial that the other one has already begun."""
+    """Otherwise the slower one writes "waiting" into the folder of a trial that the other one has already begun."""
     folder = tmp_path / "s"
     worker, queue = worker_of(folder, 1)
     worker.run()
@@ -233,8 +233,8 @@ def test_a_request_to_run_again_is_read_by_one_worker_at_a_time(
         one.close()
 
 
-def test_an_attempt_that_ended_before_the_newest_one_does_not_change_the_trial_s_status(tmp_path: Path) -> None:
-    """The worker that records the end of a dead one may be slower than the one that has the trial now."""
+def test_an_earlier_attempt_that_ends_does_not_change_the_trials_status(tmp_path: Path) -> None:
+    """The worker that records a dead worker's end may be slower than the one that has the trial now."""
     for number in (1, 2):
         begin_attempt(tmp_path, {"number": number}, trial=0)
     assert [one["status"] for one in trial_at(tmp_path)["attempts"]] == ["interrupted", "running"]
@@ -249,7 +249,7 @@ def trial_at(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_status_that_a_former_attempt_left_is_not_that_of_this_one(tmp_path: Path) -> None:
+def test_the_status_of_an_earlier_attempt_is_not_that_of_this_one(tmp_path: Path) -> None:
     worker, queue = worker_of(tmp_path / "s", 1)
     folder = trial_folder(tmp_path / "s", 0)
     folder.mkdir(parents=True)
@@ -261,7 +261,7 @@ def test_a_status_that_a_former_attempt_left_is_not_that_of_this_one(tmp_path: P
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_request_that_comes_while_the_last_trial_ends_is_followed(
+def test_a_request_that_comes_while_the_last_trial_ends_takes_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, queue = worker_of(tmp_path / "s", 1)
@@ -282,7 +282,7 @@ def test_a_request_that_comes_while_the_last_trial_ends_is_followed(
 
 
 def test_a_trial_that_was_asked_to_stop_keeps_the_first_reason_and_its_deadline(tmp_path: Path) -> None:
-    """Each look asks again: the deadline would never come."""
+    """Each look repeats the request, which must not move the deadline."""
     one: Any = running.Running(None, tmp_path, None, None)  # type: ignore[arg-type]
     one.ask("timed out", 5.0)
     deadline = one.deadline
@@ -291,8 +291,8 @@ def test_a_trial_that_was_asked_to_stop_keeps_the_first_reason_and_its_deadline(
 
 
 @pytest.mark.usefixtures("warm")
-def test_more_slots_than_trials_start_no_more_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each place looks into the storage from time to time."""
+def test_more_slots_than_trials_start_one_thread_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread reads the storage from time to time."""
     places, begin = list[int](), running.SweepWorker.run
 
     def run(self: running.SweepWorker) -> None:
@@ -343,7 +343,7 @@ def test_a_worker_that_lost_its_trial_writes_nothing_into_its_folder(tmp_path: P
     other = TrialQueue(f"sqlite:///{tmp_path / 's' / 'study.db'}", "s", beat_s=1, grace_s=3)
     other.take_over("two", lambda name: True)
     pool = vars(running)["Pool"](1, {})
-    assert worker._run(0, claim, pool)  # comes back to life before it began
+    assert worker._run(0, claim, pool)  # the worker continues before the trial began
     pool.close()
     assert not (tmp_path / "s" / "trials").exists()
     folder = tmp_path / "s" / "trials" / "0000"  # and one that had begun
@@ -391,7 +391,7 @@ def test_a_storage_that_fails_stops_trials_with_checkpoints(harm: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_second_request_kills_trials_that_go_on_later(tmp_path: Path) -> None:
+def test_a_second_request_kills_trials_that_resume_later(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     folder.mkdir()
     plan = SweepPlan(
@@ -420,7 +420,7 @@ def _long_job() -> Any:
 
 
 @pytest.mark.usefixtures("warm")
-def test_workers_forget_a_stop_that_was_for_former_ones(tmp_path: Path) -> None:
+def test_workers_ignore_a_stop_request_for_earlier_ones(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     sweep(faulty, [{"rate": 0.1, "fault": "raises"}], folder, slots=1)
     (folder / "stop").write_text("python -m ddp_loop stop")

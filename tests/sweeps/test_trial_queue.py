@@ -1,4 +1,4 @@
-"""Trials that several workers take from one storage: each of them once, also those of dead workers."""
+"""Trials that several workers take from one storage: each trial once, including those of dead workers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_workers_of_two_processes_take_each_trial_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_queues_of_two_storages_of_one_process_take_each_trial_once(tmp_path: Path) -> None:
-    """The quick threads of two queues meet more often than processes do."""
+    """Threads of two queues collide more often than processes do."""
     queues = [opened(tmp_path) for _ in range(4)]
     queues[0].add_trials(space_of(60))
     taken: list[tuple[int, int]] = []
@@ -172,7 +172,7 @@ def test_a_worker_whose_trial_was_given_away_can_neither_end_it_nor_write(queue:
     other.close()
 
 
-def test_what_is_given_back_is_recorded_before_another_worker_can_take_it(queue: TrialQueue, tmp_path: Path) -> None:
+def test_a_returned_trial_is_recorded_before_another_worker_can_take_it(queue: TrialQueue, tmp_path: Path) -> None:
     claim, other = claimed(queue), opened(tmp_path)
     seen: list[int | None] = []
 
@@ -203,7 +203,7 @@ def _interrupt() -> None:
 
 
 def test_a_worker_takes_no_trial_from_one_that_has_just_taken_it(tmp_path: Path) -> None:
-    """Two workers reach for one trial; the one that comes too late must not take the other one's for its own."""
+    """Two workers claim one trial; the later one must not mistake the other's claim for its own."""
     first, second = opened(tmp_path), opened(tmp_path)
     first.add_trials(space_of(1))
     change, claims = second._storage.set_trial_state_values, list[Claim | None]()
@@ -242,7 +242,7 @@ def test_a_worker_puts_a_trial_back_whose_claim_failed(queue: TrialQueue) -> Non
     assert (queue.newest()[0].attempt, queue.newest()[0].state) == (2, "waiting")
 
 
-def test_a_trial_that_goes_on_reports_no_update_twice(queue: TrialQueue) -> None:
+def test_a_resumed_trial_reports_no_update_twice(queue: TrialQueue) -> None:
     """The pruner compares the values of one update; a trial from a checkpoint repeats some."""
     pruner = MedianPruner()
     queue.should_prune(claimed(queue), pruner, 5, 1.0)
@@ -265,7 +265,7 @@ def test_trials_that_are_missing_in_the_storage_are_added(tmp_path: Path) -> Non
 
 @pytest.mark.covers("G5")
 def test_a_kill_while_the_storage_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed between a table and its index, it would have no index for good, and get a second study of one name."""
+    """A kill between a table and its index must not leave it without one, which would allow two studies of one name."""
     monkeypatch.setattr(SchemaGenerator, "visit_index", lambda *_, **__: _interrupt())
     with pytest.raises(KeyboardInterrupt):
         opened(tmp_path)

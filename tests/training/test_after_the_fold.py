@@ -49,7 +49,7 @@ def make_lbfgs(model: nn.Module, line_search: str | None) -> torch.optim.LBFGS:
 
 
 def close_in(line_search: str | None, shards: int | None) -> tuple[Tensors, list[int]]:
-    """The parameters, and how often each step was gone through."""
+    """The parameters, and how often each step was iterated."""
     with dl.join_world() as world:
         model = network()
         optimizer = make_lbfgs(model, line_search)
@@ -85,7 +85,7 @@ PARTS = ["clipping", "schedule", "average", "accumulation", "all of them"]
 
 
 class After:
-    """What a loop does behind its gradients: clip, step, move the rate, average the weights."""
+    """What a loop does after the fold: clip, step, schedule the learning rate, average the weights."""
 
     def __init__(self, part: str, model: nn.Module) -> None:
         self.model, self.part = model, part

@@ -1,4 +1,4 @@
-"""A Loop gone through epoch by epoch, and Batches in a plain `for`."""
+"""A Loop iterated epoch by epoch, and Batches in a plain `for`."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def one_epoch_again(world: dl.World, folder: str) -> None:
             make(step, model)
 
 
-def an_epoch_not_gone_through(world: dl.World, folder: str) -> None:
+def an_epoch_that_is_not_iterated(world: dl.World, folder: str) -> None:
     for _ in loop_over(world, folder, network(), epochs=2).epochs():
         continue
 
@@ -190,7 +190,7 @@ def test_an_epoch_more_than_the_loop_has_is_refused(refused: Refused) -> None:
 
 @pytest.mark.parametrize(
     ("scenario", "epoch"),
-    [(one_epoch_again, 2), (an_epoch_not_gone_through, 1), (go_on_after_a_break_between_epochs, 2)],
+    [(one_epoch_again, 2), (an_epoch_that_is_not_iterated, 1), (go_on_after_a_break_between_epochs, 2)],
 )
 def test_each_epoch_is_iterated_once_and_in_order(scenario: Scenario, epoch: int, refused: Refused) -> None:
     said = f"each epoch must run to its end. This one (is|stopped) before epoch {epoch}. Create a new Loop"

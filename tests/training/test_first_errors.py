@@ -69,9 +69,7 @@ def take_steps_for_data(world: dl.World, folder: str, how: str, shards: int | No
 @pytest.mark.parametrize("culprit", [ALL, 1])
 @pytest.mark.parametrize("shards", [None, 4, 6])  # of 2 ranks: not enough values, as many as parts, too many
 @pytest.mark.parametrize("how", ["unpacked", "as a tensor", "by a key"])
-def test_a_loop_without_the_inner_loop_is_told_of_it(
-    how: str, shards: int | None, culprit: int, refused: Refused
-) -> None:
+def test_a_loop_without_the_inner_loop_is_refused(how: str, shards: int | None, culprit: int, refused: Refused) -> None:
     kind = "ValueError|TypeError|AttributeError"
     refused(2, take_steps_for_data, how, shards, culprit, kind=kind, said=INNER_LOOP, by=culprit)
 
@@ -246,13 +244,13 @@ def first_line(folder: str, keys: tuple[str, ...], capture: Callable[[], str]) -
 
 
 @pytest.mark.parametrize(
-    ("keys", "is_told"), [((), 1), (("schedule",), 1), (("optimizer",), 0), (("optimizer", "schedule"), 0)]
+    ("keys", "notices"), [((), 1), (("schedule",), 1), (("optimizer",), 0), (("optimizer", "schedule"), 0)]
 )
-def test_a_run_whose_state_has_no_optimizer_is_told_once(
-    keys: tuple[str, ...], is_told: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_run_whose_state_has_no_optimizer_gets_one_notice(
+    keys: tuple[str, ...], notices: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = first_line(str(tmp_path), keys, lambda: capfd.readouterr().out)
-    assert said.count("state has no optimizer, so checkpoints keep none") == is_told
+    assert said.count("state has no optimizer, so checkpoints keep none") == notices
     assert "state has no optimizer" not in first_line("", (), lambda: capfd.readouterr().out)  # nothing is kept
 
 
@@ -273,7 +271,7 @@ def fold_weights(weight: Any) -> list[str]:
 
 @pytest.mark.one_mode("synchronous", "a GPU's weights are not read")
 @pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0.0)])
-def test_a_mini_batch_whose_weights_are_all_0_is_told_once(weight: Any) -> None:
+def test_a_mini_batch_whose_weights_are_all_0_is_warned_about_once(weight: Any) -> None:
     (told,) = fold_weights(weight)
     assert "first in step 2" in told
     assert "Pass step.backward a weight above 0" in told

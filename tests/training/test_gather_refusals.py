@@ -212,7 +212,7 @@ def gather_streams(world: dl.World, folder: str, count: int, other: int) -> None
         (5, 4, "the samples of a mini-batch must be the same on every rank. Rank 0 has 5, rank 1 has 4"),
     ],
 )
-def test_streams_that_differ_are_told_before_they_are_gathered(
+def test_streams_that_differ_are_refused_before_they_are_gathered(
     count: int, other: int, said: str, refused: Refused
 ) -> None:
     refused(2, gather_streams, count, other, kind="ValueError", said=said, by=ALL)

@@ -34,7 +34,7 @@ def test_neighbours_share_a_bucket_up_to_its_size_and_by_dtype() -> None:
     assert [[p.numel() for p in group] for group in groups] == [[10, 10], [100], [10], [10]]
 
 
-def test_dense_tensors_are_told_from_those_with_gaps() -> None:
+def test_dense_tensors_are_distinguished_from_those_with_gaps() -> None:
     image = torch.zeros(2, 3, 4, 5)
     assert is_dense(image)
     assert is_dense(image.to(memory_format=torch.channels_last))
@@ -283,7 +283,7 @@ def two_passes() -> tuple[list[float], float]:
         return losses, model.weight.sum().item()
 
 
-def test_a_step_may_be_gone_through_again_after_fold_for_a_closure(on_ranks: OnRanks) -> None:
+def test_a_step_may_be_iterated_again_after_fold_for_a_closure(on_ranks: OnRanks) -> None:
     torch.manual_seed(1)
     model = nn.Linear(6, 3).double()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)

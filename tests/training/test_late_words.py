@@ -342,7 +342,7 @@ def test_a_fold_waits_for_what_its_update_depends_on(
     news: str, on: list[int], signs: list[str], on_ranks: OnRanks
 ) -> None:
     returned = on_ranks(2, meet_news, news, on, signs, True)[1][1]
-    # A rank that has all gradients itself need not know which ones the other rank has.
+    # A rank that has all gradients itself does not need those of the other rank.
     assert returned == (news == MISSING and 0 not in on)
 
 

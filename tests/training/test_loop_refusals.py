@@ -223,7 +223,7 @@ def test_rank_0_holds_no_file_open_when_another_rank_refuses_the_loop(on_ranks: 
     assert on_ranks(2, open_rows, str(tmp_path)) == [[], []]
 
 
-def go_through_twice(world: dl.World, folder: str) -> None:
+def iterate_twice(world: dl.World, folder: str) -> None:
     loop = loop_over(world, folder, model := network())
     for _ in range(2):
         for step in loop:
@@ -232,8 +232,8 @@ def go_through_twice(world: dl.World, folder: str) -> None:
             step.fold()
 
 
-def test_a_loop_is_gone_through_once(refused: Refused) -> None:
-    refused(2, go_through_twice, kind="RuntimeError", said="A Loop can be iterated once, .* Create a new Loop", by=ALL)
+def test_a_loop_is_iterated_once(refused: Refused) -> None:
+    refused(2, iterate_twice, kind="RuntimeError", said="A Loop can be iterated once, .* Create a new Loop", by=ALL)
 
 
 def want_a_gpu() -> Caught:

@@ -1,4 +1,4 @@
-"""Shares that are measured in the first steps: from planted times, so that nothing here depends on a clock."""
+"""Shares measured in the first steps, on a simulated clock so that no test depends on real times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLES, BATCH = 102, 12  # 9 mini-batches an epoch, the last of 6 samples
 
 
 class Planted:
-    """A clock that only the training moves on."""
+    """A clock that only the training advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -45,7 +45,7 @@ class Planted:
 
 
 class Result:
-    """What a run shows of its shares."""
+    """A run's shares and what follows from them."""
 
     def __init__(self) -> None:
         self.sizes: list[tuple[int, ...]] = []
@@ -98,7 +98,7 @@ def train(
     passes: int = 1,
     **options: Any,
 ) -> Result:
-    """Train on ranks that need so many seconds for a sample."""
+    """Train on ranks that need `times_s[rank]` seconds for each sample."""
     result, clock, words = Result(), Planted(), io.StringIO()
     make, more = KINDS[kind]
     with dl.join_world(seed=3) as world, clock.of(world), redirect_stdout(words):
@@ -122,7 +122,7 @@ def train(
                     result.samples.append(own)
                 sha.update(folded.loss.numpy().tobytes())
             optimizer.step()
-            clock.now_s += 100.0  # nothing outside of the shards counts
+            clock.now_s += 100.0  # time outside the shards does not count
         for tensor in model.state_dict().values():
             sha.update(tensor.numpy().tobytes())
         result.shares, result.bits = batches.shares, sha.hexdigest()
@@ -222,7 +222,7 @@ def test_a_rank_without_samples_cannot_be_measured(on_ranks: OnRanks) -> None:
 
 
 def train_by_ones() -> Result:
-    """Mini-batches of one sample, which go to rank 0."""
+    """Train with mini-batches of one sample, which rank 0 gets."""
     result, words = Result(), io.StringIO()
     with dl.join_world(seed=3) as world, redirect_stdout(words):
         model = nn.Linear(6, 3).double()
@@ -248,7 +248,7 @@ def test_shares_that_leave_a_shard_with_one_sample_are_not_used(on_ranks: OnRank
 
 
 @pytest.mark.parametrize("shards", [None, 6])
-def test_a_resumed_run_goes_on_with_the_measured_shares(shards: int | None, tmp_path: Path, on_ranks: OnRanks) -> None:
+def test_a_resumed_run_keeps_the_measured_shares(shards: int | None, tmp_path: Path, on_ranks: OnRanks) -> None:
     whole = on_ranks(2, train, (0.001, 0.002), shards=shards, drop_last=True)
     run = str(tmp_path / "run")
     on_ranks(2, train, (0.001, 0.002), shards=shards, drop_last=True, run=run, steps=16)

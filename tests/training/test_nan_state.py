@@ -84,7 +84,7 @@ def train(
     rule: OnNonFinite = "raise", steps: int = STEPS, shards: int | None = None, bad: int = -1,
     synced: bool = False, **keywords: Any,
 ) -> Job:  # fmt: skip
-    """`what` is harmed behind the update of step `at`, before the first one for 0; `bad`: a sample that is NaN."""
+    """Damage `what` after the update of step `at`, or before the first step for 0; `bad`: a sample that is NaN."""
     job = make()
     if synced:
         dl.sync_batch_norm(job.model, world)

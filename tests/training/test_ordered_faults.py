@@ -1,4 +1,4 @@
-"""What goes wrong in an ordered fold is said on every rank; what is left out, or gone on with, does no harm."""
+"""Faults in an ordered fold are reported on every rank; frozen parameters and resumed runs do no harm."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def what_leaving_gives() -> tuple[str, str, float]:
 
 @pytest.mark.covers("D10")
 @pytest.mark.slow
-def test_a_rank_without_a_shard_that_leaves_is_told_of(on_ranks: OnRanks) -> None:
+def test_the_peers_report_a_rank_without_a_shard_that_leaves(on_ranks: OnRanks) -> None:
     *others, leaver = on_ranks(4, what_leaving_gives)
     assert leaver[0] == ""
     for kind, text, took_s in others:
@@ -87,7 +87,7 @@ def test_a_rank_without_a_shard_that_leaves_is_told_of(on_ranks: OnRanks) -> Non
 @pytest.mark.covers("D10")
 @pytest.mark.parametrize("where", ["after the last backward", "between gather and fold"])
 @pytest.mark.slow
-def test_a_rank_that_leaves_when_sums_have_begun_is_told_of(where: str, refused: Refused) -> None:
+def test_the_peers_report_a_rank_that_leaves_when_sums_have_begun(where: str, refused: Refused) -> None:
     refused(3, leave, where, kind="PeerFailed", said="rank|left", by=None)
 
 

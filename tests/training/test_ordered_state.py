@@ -79,7 +79,7 @@ def with_two_optimizers() -> dict[str, str]:
 
 
 class Drawing(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """A data set whose samples are drawn anew each time that they are read."""
+    """A data set whose samples are drawn again each time they are read."""
 
     def __len__(self) -> int:
         return 60

@@ -94,7 +94,7 @@ def plain(job: str, optimizer_name: str, memory_format: torch.memory_format, dty
 
 
 def mini_batches(size: int) -> list[torch.Tensor]:
-    """The indices of each update's samples, as `Batches` says them."""
+    """The indices of each update's samples, from `Batches`."""
     with dl.join_world(seed=0) as world:
         batches = dl.Batches(torch.zeros(size), BATCH, world)
         found: list[torch.Tensor] = []

@@ -148,7 +148,7 @@ def test_a_sum_counts_what_shards_of_weight_0_counted(on_ranks: OnRanks) -> None
 
 
 def write_again(shards: int) -> list[tuple[float, float, float]]:
-    """A script that keeps one tensor for each value, as one does who avoids allocations."""
+    """A script that keeps one tensor for each value, to avoid allocations."""
     with dl.join_world(device="cpu") as world:
         model, found = network(), []
         metric, weight = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)

@@ -46,7 +46,7 @@ class Drawing(Dataset[Any]):
 
 
 class Stream:
-    """The same, to be gone through."""
+    """The same samples as a stream."""
 
     def __init__(self, draw: Callable[[], float], in_set_epoch: bool) -> None:
         self.draw, self.in_set_epoch, self.shift = draw, in_set_epoch, 0.0

@@ -153,7 +153,7 @@ def test_a_step_that_is_skipped_changes_no_bit_and_training_goes_on_as_without_i
 
 @pytest.mark.parametrize("optimizer", ["fused adam", "fused sgd", "adam"])
 @pytest.mark.parametrize(("ranks", "shards"), [(2, None), (2, 4)])
-def test_a_device_that_nobody_waits_for_skips_the_same_step(
+def test_an_asynchronous_device_skips_the_same_step(
     optimizer: str, ranks: int, shards: int | None, on_ranks: OnRanks
 ) -> None:
     for how in ("loss", "gradient"):
@@ -161,7 +161,7 @@ def test_a_device_that_nobody_waits_for_skips_the_same_step(
             late = on_ranks(ranks, train, how, shards=shards, optimizer=optimizer)
         known = on_ranks(ranks, train, how, shards=shards, optimizer=optimizer)
         for one, other in zip(late, known, strict=True):
-            assert one.given == [optimizer.startswith("fused")] * 6  # told by found_inf, or waited for
+            assert one.given == [optimizer.startswith("fused")] * 6  # known by found_inf, or waited for
             assert one.skipped == 1
             assert all(map(is_same, one.state, other.state))
 
@@ -339,7 +339,7 @@ def never_finite(world: dl.World, folder: str, relief: int) -> None:
         optimizer.step()
 
 
-def test_nobody_trains_for_ever_on_nothing(refused: Refused) -> None:
+def test_a_run_of_which_every_step_is_skipped_ends(refused: Refused) -> None:
     said = "not 100 in a row. Step {} is the last of as many. A mini-batch's loss must be a finite number"
     refused(2, never_finite, 0, kind="FloatingPointError", said=said.format(100), by=ALL)
     refused(2, never_finite, 50, kind="FloatingPointError", said=said.format(150), by=ALL)

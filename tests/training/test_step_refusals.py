@@ -1,4 +1,4 @@
-"""A step gone through wrongly, and a backward with wrong things: one clear error on every rank."""
+"""A step that is iterated wrongly, and a backward with wrong arguments: one clear error on every rank."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def run_out(gradient: torch.Tensor) -> None:
     ],
 )
 @pytest.mark.quick_in_both_modes
-def test_a_step_gone_through_wrongly_is_refused_on_every_rank(
+def test_a_step_that_is_iterated_wrongly_is_refused_on_every_rank(
     how: str, said: str, culprit: int, shards: int | None, refused: Refused
 ) -> None:
     refused(2, misuse, how, culprit, shards, kind="RuntimeError", said=said, by=culprit)

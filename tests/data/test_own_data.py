@@ -1,0 +1,194 @@
+"""Own data of each rank in everything that a loop does: transforms, gathering, several passes, resuming, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from tests.support.comparing import Tensors, is_same, values_of
+from tests.support.harness import OnRanks
+from tests.support.own_data import of_rows, own_stream, row_of, rows_of
+from tests.support.refusals import network
+
+pytestmark = pytest.mark.covers("A11", "A12")
+
+Gradients = dict[str, torch.Tensor]
+
+
+class OwnRows:
+    """A rank's own data set: the number of a row, and an augmentation drawn while it is read."""
+
+    def __init__(self, begin: int, count: int) -> None:
+        self.begin, self.count = begin, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return self.begin + index, torch.rand(()).item()
+
+
+class Drawing:
+    def __init__(self, begin: int, count: int) -> None:
+        self.rows = OwnRows(begin, count)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+def drawn(counts: list[int], as_stream: bool, workers: int) -> list[tuple[int, float, float]]:
+    with dl.join_world() as world:
+        begin = sum(counts[: world.rank])
+        data: Any = Drawing(begin, counts[world.rank]) if as_stream else OwnRows(begin, counts[world.rank])
+        more: dict[str, Any] = {} if as_stream else {"num_workers": workers}
+
+        def noisy(data: Any, draws: dl.Draws) -> Any:
+            return *data, draws.uniform()
+
+        batches = dl.Batches(data, 4, world, partition="own", transform=noisy, shuffle=False, **more)
+        found = [tensor.tolist() for numbers, one, other in batches for tensor in torch.stack([numbers, one, other], 1)]
+        return [(int(number), one, other) for number, one, other in found]
+
+
+@pytest.mark.parametrize(("as_stream", "workers"), [(False, 0), (False, 1), (True, 0)])
+def test_random_numbers_differ_between_ranks_own_samples(as_stream: bool, workers: int, on_ranks: OnRanks) -> None:
+    results = [one for result in on_ranks(2, drawn, [5, 3], as_stream, workers) for one in result]
+    assert [number for number, _, _ in results] == list(range(8))
+    assert len({one for _, one, _ in results}) == len({other for _, _, other in results}) == 8
+
+
+def gathered(counts: list[int]) -> list[tuple[list[float], Gradients]]:
+    with dl.join_world() as world:
+        model = network()
+        batches = dl.Batches(own_stream(world, counts), 4, world, partition="local")
+        found = []
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for _, rows in step:
+                step.hold(model(rows), rows)
+            outputs, rows = step.gather()
+            step.backward((outputs - outputs.mean()).square().sum())
+            step.fold()
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            found.append((rows.sum(1).tolist(), gradients))
+        return found
+
+
+@pytest.mark.both_modes
+def test_a_loss_of_the_whole_mini_batch_over_own_streams(on_ranks: OnRanks) -> None:
+    results = on_ranks(2, gathered, [7, 3])
+    assert [len(sums) for sums, _ in results[0]] == [4, 3, 2, 1]
+    sums = {round(row_of(number).sum().item(), 12): number for number in range(10)}
+    for step, (found, gradients) in enumerate(results[0]):
+        assert found == results[1][step][0]
+        model, rows = network(), rows_of([sums[round(one, 12)] for one in found])
+        outputs = model(rows)
+        (outputs - outputs.mean()).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def in_two_passes(counts: list[int], until: str) -> list[tuple[int, bool]]:
+    with dl.join_world() as world:
+        model = network()
+        batches = dl.Batches(own_stream(world, counts), 4, world, partition="local", until=until)
+        seen = []
+        for step in dl.Loop(batches, 2, state={"model": model}, progress=False):
+            for _ in range(2):
+                for _, rows in step:
+                    step.backward(model(rows).square().mean())
+                step.fold()
+            seen.append((step.samples, step.is_last_of_epoch))
+        return seen
+
+
+@pytest.mark.both_modes
+@pytest.mark.parametrize("until", ["all", "first"])
+def test_several_passes_over_own_streams(until: str, on_ranks: OnRanks) -> None:
+    expected = [(4, False), (3, False), (2, False), (1, True)] if until == "all" else [(4, False), (3, True)]
+    assert on_ranks(2, in_two_passes, [7, 3], until) == [expected * 2] * 2
+
+
+def over_own_streams(folder: str, until: str, stop_at: int) -> tuple[Tensors, list[Any], str]:
+    with dl.join_world(seed=4) as world:
+        model = nn.Sequential(*network(), nn.Dropout(0.2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        batches = dl.Batches(own_stream(world, [7, 3]), 4, world, partition="local", until=until)
+        state = {"model": model, "optimizer": optimizer}
+        seen = []
+        save = stop_at or None
+        loop = dl.Loop(batches, 2, state=state, progress=False, run_dir=folder or None, save_every=save)
+        for step in loop:
+            for _, rows in step:
+                step.backward(model(rows).square().mean())
+            step.fold()
+            optimizer.step()
+            seen.append((step.iteration, step.samples, step.is_last_of_epoch))
+            if stop_at and step.iteration == stop_at + 1:
+                break
+        return values_of(model), seen, str(batches.unused)
+
+
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
+@pytest.mark.parametrize(("until", "stop_at"), [("all", 2), ("all", 3), ("all", 4), ("first", 1), ("first", 2)])
+def test_own_streams_resume_inside_and_after_an_epoch(
+    until: str, stop_at: int, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    expected, seen, unused = on_ranks(2, over_own_streams, "", until, 0)[0]
+    on_ranks(2, over_own_streams, str(tmp_path), until, stop_at)
+    results = on_ranks(2, over_own_streams, str(tmp_path), until, 0)
+    for tensors, found, left in results:
+        assert is_same(tensors, expected)
+        assert found == seen[stop_at:]
+        assert left == unused
+
+
+def evaluated(counts: list[int], kind: str, size: int) -> tuple[dict[str, float], float, list[float], Gradients]:
+    """The loss by `evaluate`, by a plain `for`, by predictions, and the statistics by `update_bn`."""
+    with dl.join_world() as world:
+        model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network())
+        data: Any = own_stream(world, counts)
+        if kind == "own":
+            data = torch.tensor(data.numbers, dtype=torch.int64), rows_of(data.numbers)
+        elif kind == "local":
+            data = torch.arange(sum(counts)), rows_of(list(range(sum(counts))))
+        partition = "own" if kind == "own" else "local"
+        batches = dl.Batches(data, size, world, partition=partition, shuffle=False)
+        found = dl.evaluate(model, batches, forward=of_rows, loss=lambda output, rows: output.square().mean(1))
+        own = [model.eval()(rows).detach().square().sum() for _, rows in batches]
+        total = world.sum(torch.stack([torch.zeros((), dtype=torch.float64), *own]).sum()).item()
+        predicted = [] if kind == "stream" else dl.predict(model, batches, forward=of_rows).flatten().tolist()
+        dl.update_bn(model, batches, forward=of_rows)
+        return found, total, predicted, model.state_dict()
+
+
+@pytest.mark.parametrize(("counts", "kind"), [([8, 2], "stream"), ([8, 2], "own"), ([6, 5, 5], "local")])
+def test_evaluation_reads_each_sample_once(counts: list[int], kind: str, on_ranks: OnRanks) -> None:
+    number, size = sum(counts), 4 if len(counts) == 2 else 9
+    results = on_ranks(len(counts), evaluated, counts, kind, size)
+    rows = rows_of(list(range(number)))
+    expected = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network()).eval()(rows)
+    for found, total, predicted, state in results:
+        assert found["samples"] == number
+        assert found["loss"] == pytest.approx(expected.square().mean().item(), rel=1e-12)
+        assert total == pytest.approx(expected.square().sum().item(), rel=1e-12)
+        assert kind == "stream" or predicted == pytest.approx(expected.flatten().tolist(), rel=1e-12)
+        piece = dl.split_sizes(size, len(counts))
+        begin = [sum(counts[:rank]) for rank in range(len(counts))]
+        if kind != "stream":  # its order is shuffled
+            means = []
+            for step in range(-(-max(counts) // piece[0])):
+                pieces = [
+                    range(start + min(step * one, count), start + min((step + 1) * one, count))
+                    for start, one, count in zip(begin, piece, counts, strict=True)
+                ]
+                means.append(rows[[number for part in pieces for number in part]].mean(0))
+            assert state["0.running_mean"].tolist() == pytest.approx(torch.stack(means).mean(0).tolist(), rel=1e-11)
+        assert all(torch.equal(one, results[0][3][name]) for name, one in state.items())

@@ -1,0 +1,126 @@
+"""One data set cut into a part for each shard: the same bits on any number of ranks, resuming included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from tests.support.comparing import Tensors, is_same, same_on_all, values_of
+from tests.support.harness import OnRanks
+from tests.support.own_data import of_rows, row_of, rows_of
+from tests.support.refusals import Refused, network
+
+pytestmark = pytest.mark.covers("A11", "A12")
+
+
+def parts_of(shards: int | None, epochs: int, **options: Any) -> list[list[tuple[int, int, list[int]]]]:
+    """For each epoch (position, shard, sample numbers) of this rank."""
+    with dl.join_world(seed=5) as world:
+        batches = dl.Batches(torch.arange(10), 3, world, shards=shards, partition="local", **options)
+        return [
+            [
+                (loaded.mini_batch.position, shard.number, loaded.data(number).tolist())
+                for loaded in batches.epoch(epoch + 1)
+                for number, shard in enumerate(loaded.mini_batch.shards)
+            ]
+            for epoch in range(epochs)
+        ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ten_samples_over_three_shards_are_parts_of_4_3_3_shuffled_inside(ranks: int, on_ranks: OnRanks) -> None:
+    results = on_ranks(ranks, parts_of, 3, 3)
+    orders = []
+    for epoch in range(3):
+        whole = sorted(one for result in results for one in result[epoch])
+        order = [[number for _, shard, numbers in whole if shard == part for number in numbers] for part in range(3)]
+        assert [sorted(part) for part in order] == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+        assert [position for position, _, _ in whole] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+        orders.append(order)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert orders == parts_on_three_ranks(on_ranks)
+
+
+def parts_on_three_ranks(on_ranks: OnRanks) -> list[list[list[int]]]:
+    results = on_ranks(3, parts_of, None, 3)
+    return [[[n for _, _, numbers in result[epoch] for n in numbers] for result in results] for epoch in range(3)]
+
+
+def test_parts_without_shuffling_until_the_first_ends_and_without_small_pieces(on_ranks: OnRanks) -> None:
+    def numbers(**options: Any) -> list[list[int]]:
+        results = on_ranks(3, parts_of, None, 1, shuffle=False, **options)
+        return [[n for _, _, part in result[0] for n in part] for result in results]
+
+    assert numbers() == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert numbers(until="first") == [[0, 1, 2], [4, 5, 6], [7, 8, 9]]
+    assert numbers(until="first", drop_last=True) == numbers(until="first")
+
+
+class Numbered:
+    """A map-style data set whose samples have their index."""
+
+    def __len__(self) -> int:
+        return 17
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, row_of(index) + torch.rand(())
+
+
+def trained(
+    folder: str, shards: int | None, *, as_tensors: bool = True, stop_at: int = 0, until: str = "all", epochs: int = 3
+) -> tuple[Tensors, list[Any]]:
+    with dl.join_world(seed=2) as world:
+        model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network(), nn.Dropout(0.3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        data: Any = (torch.arange(17), rows_of(list(range(17)))) if as_tensors else Numbered()
+        batches = dl.Batches(data, 9, world, shards=shards, partition="local", until=until)
+        loop = dl.Loop(
+            batches, epochs, state={"model": model, "optimizer": optimizer}, progress=False,
+            run_dir=folder or None, allow_single_sample_shards=True, save_every=stop_at or None,
+        )  # fmt: skip
+        began = loop.iteration
+        for step in loop:
+            for _, rows in step:
+                step.backward(model(rows).square().mean())
+            step.fold()
+            optimizer.step()
+            if stop_at and step.iteration == stop_at + 1:
+                break
+        losses = dl.evaluate(model, batches, forward=of_rows, loss=lambda output, *_: output.square().mean(1))
+        return values_of(model), [losses, began]
+
+
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
+@pytest.mark.parametrize("as_tensors", [True, False])
+def test_with_fixed_shards_parts_give_the_same_bits_on_any_number_of_ranks(as_tensors: bool, on_ranks: OnRanks) -> None:
+    expected, said = on_ranks(1, trained, "", 3, as_tensors=as_tensors)[0]
+    for ranks in (2, 3, 4):
+        results = on_ranks(ranks, trained, "", 3, as_tensors=as_tensors)
+        assert is_same(same_on_all([tensors for tensors, _ in results]), expected)
+        assert all(told == said for _, told in results)
+
+
+def test_a_run_on_parts_resumes_inside_an_epoch_on_another_number_of_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
+    expected, _ = on_ranks(2, trained, "", 3)[0]
+    on_ranks(2, trained, str(tmp_path), 3, stop_at=3)
+    results = on_ranks(3, trained, str(tmp_path), 3)
+    assert is_same(same_on_all([tensors for tensors, _ in results]), expected)
+    assert [began for _, (_, began) in results] == [3] * 3
+
+
+def resumed(world: dl.World, folder: str, run: str) -> None:
+    data = torch.arange(17), rows_of(list(range(17)))
+    batches = dl.Batches(data, 9, world, partition="local")
+    dl.Loop(batches, 3, state={"model": network()}, run_dir=run, progress=False)
+
+
+def test_a_run_with_other_parts_is_refused(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(2, trained, str(tmp_path), None, stop_at=1)
+    refuse = Refused(on_ranks, tmp_path / "none")
+    refuse(3, resumed, str(tmp_path), kind="ValueError", said=r"parts: was 2, is 3")

@@ -1,0 +1,206 @@
+"""Ranks with own data of unequal length: exact weights, the end of the shorter ones, unused samples."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import ddp_loop as dl
+from tests.support.documents import fenced_blocks
+from tests.support.harness import OnRanks
+from tests.support.own_data import own_stream, rows_of
+from tests.support.paths import DOCS
+from tests.support.refusals import network
+
+pytestmark = pytest.mark.covers("A11", "A12")
+
+BOUND = 1e-12
+
+Gradients = dict[str, torch.Tensor]
+
+
+class Record:
+    """The steps of a rank: epoch, own samples, R, whether it is the epoch's last, loss and gradients."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, list[int], int, bool, float, Gradients]] = []
+        self.unused: list[tuple[int, ...] | None] = []
+
+
+def train(
+    counts: list[int], size: int, until: str, epochs: int, *, layer: bool = False, sized: bool = False, **options: Any
+) -> Record:
+    """Train over the ranks' own data."""
+    with dl.join_world() as world:
+        model: nn.Module = network()
+        if layer:
+            model = dl.sync_batch_norm(nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network()), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        data: Any = own_stream(world, counts)
+        if sized:
+            numbers = data.numbers
+            data = torch.tensor(numbers, dtype=torch.int64), rows_of(numbers)
+        batches = dl.Batches(data, size, world, partition="own" if sized else "local", until=until, **options)
+        loop = dl.Loop(
+            batches, epochs, state={"model": model, "optimizer": optimizer}, progress=False,
+            allow_single_sample_shards=True,
+        )  # fmt: skip
+        record = Record()
+        for epoch in loop.epochs():
+            for step in epoch:
+                seen: list[int] = []
+                for numbers, rows in step:
+                    seen += numbers.tolist()
+                    step.backward(mse_loss(model(rows), rows.sum(1, keepdim=True)))
+                result = step.fold()
+                gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+                place = step.epoch, seen, step.samples, step.is_last_of_epoch
+                record.steps.append((*place, result.loss.item(), gradients))
+                assert result.samples == step.samples
+                optimizer.step()
+            record.unused.append(None if batches.unused is None else tuple(batches.unused))
+        return record
+
+
+def assert_exact(results: list[Record], layer: bool = False) -> list[list[int]]:
+    """Compare each step with one process on the union of the ranks' samples; returns the numbers of these."""
+    assert len({len(record.steps) for record in results}) == 1
+    model: nn.Module = network()
+    if layer:
+        model = nn.Sequential(nn.BatchNorm1d(4, dtype=torch.float64), *network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    unions = []
+    for steps in zip(*(record.steps for record in results), strict=True):
+        union = [number for step in steps for number in step[1]]
+        unions.append(union)
+        rows = rows_of(union)
+        loss = mse_loss(model(rows), rows.sum(1, keepdim=True))
+        optimizer.zero_grad()
+        loss.backward()
+        for _, _, count, _, found, gradients in steps:
+            assert count == len(union)
+            assert found == pytest.approx(loss.item(), rel=1e-12)
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                bound = BOUND * max(1.0, parameter.grad.abs().max().item())
+                assert (gradients[name] - parameter.grad).abs().max() <= bound
+        optimizer.step()
+    return unions
+
+
+COUNTS = [[7, 3], [1000, 0], [0, 5], [8, 8], [13, 1, 0, 6]]
+
+
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("sized", [False, True])
+def test_own_data_of_unequal_length_train_as_one_process_on_their_union(
+    counts: list[int], sized: bool, on_ranks: OnRanks
+) -> None:
+    size = 64 if 1000 in counts else 2 * len(counts)
+    results = on_ranks(len(counts), train, counts, size, "all", 2, sized=sized)
+    unions = assert_exact(results)
+    steps = len(unions) // 2
+    piece = size // len(counts)
+    assert steps == -(-max(counts) // piece)
+    for epoch in range(2):
+        seen = Counter(number for union in unions[epoch * steps :][:steps] for number in union)
+        assert seen == Counter(range(sum(counts)))
+    for record in results:
+        assert [is_last for _, _, _, is_last, _, _ in record.steps] == ([False] * (steps - 1) + [True]) * 2
+        assert record.unused == [(0, True)] * 2
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_until_first_ends_with_the_first_rank_and_counts_the_unused(sized: bool, on_ranks: OnRanks) -> None:
+    results = on_ranks(2, train, [7, 3], 4, "first", 2, sized=sized)
+    unions = assert_exact(results)
+    assert [len(union) for union in unions] == [4, 3] * 2
+    for record in results:
+        assert record.unused == [(3, True)] * 2
+    if sized:
+        return
+    for record in on_ranks(2, train, [1000, 3], 4, "first", 1):
+        assert record.unused == [(6, False)]  # rank 0 had read three pieces of its other 996
+
+
+@pytest.mark.slow
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
+@pytest.mark.parametrize("seed", range(6))
+def test_streams_of_random_lengths_on_four_ranks(seed: int, on_ranks: OnRanks) -> None:
+    draw = random.Random(seed)
+    counts = [draw.choice([0, 1, draw.randrange(40)]) for _ in range(4)]
+    counts[draw.randrange(4)] += 5
+    size, drop_last = draw.randrange(4, 20), bool(seed % 2)
+    piece = dl.split_sizes(size, 4)
+    made = [count // one if drop_last else -(-count // one) for count, one in zip(counts, piece, strict=True)]
+    left = [count % one if drop_last else 0 for count, one in zip(counts, piece, strict=True)]
+    results = on_ranks(4, train, counts, size, "all", 2, drop_last=drop_last)
+    unions = assert_exact(results)
+    assert len(unions) == 2 * max(made)
+    assert sum(map(len, unions)) == 2 * (sum(counts) - sum(left))
+    assert results[0].unused == [(sum(left), True)] * 2
+
+
+@pytest.mark.parametrize(("counts", "sized"), [([9, 3], False), ([9, 2], True)])
+def test_synced_batch_norm_continues_where_a_rank_has_no_samples_left(
+    counts: list[int], sized: bool, on_ranks: OnRanks
+) -> None:
+    assert_exact(on_ranks(2, train, counts, 6, "all", 2, layer=True, sized=sized), layer=True)
+
+
+def reported(folder: str, counts: list[int], until: str) -> Any:
+    with dl.join_world() as world:
+        model = network()
+        batches = dl.Batches(own_stream(world, counts), 4, world, partition="local", until=until)
+        assert batches.unused is None
+        loop = dl.Loop(batches, 2, state={"model": model}, run_dir=folder)
+        for step in loop:
+            for _, rows in step:
+                step.backward(model(rows).square().mean())
+            step.fold()
+        return str(batches.unused)
+
+
+@pytest.mark.both_modes
+@pytest.mark.parametrize(
+    ("counts", "until", "key", "said"),
+    [
+        ([7, 3], "first", "unused_samples", "3 samples"),
+        ([1000, 2], "first", "unused_samples_at_least", "at least 6 samples"),
+        ([7, 3], "all", "unused_samples", "0 samples"),
+    ],
+)
+def test_unused_samples_are_reported(
+    counts: list[int], until: str, key: str, said: str, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    assert on_ranks(2, reported, str(tmp_path), counts, until) == [said] * 2
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["samples"] for row in rows][: len(rows) // 2] == [row["samples"] for row in rows][len(rows) // 2 :]
+    last = [row for row in rows if key in row]
+    assert [row["epoch"] for row in last] == [1, 2]
+    assert {row[key] for row in last} == {float(said.removeprefix("at least ").split()[0])}
+
+
+def documented(code: str) -> tuple[int, str]:
+    with dl.join_world() as world:
+        names: dict[str, Any] = {"dl": dl, "torch": torch, "world": world}
+        exec(code, names)
+        return len(names["batches"]), str(names["batches"].unused)
+
+
+def test_the_example_of_the_document_is_true(on_ranks: OnRanks) -> None:
+    blocks = fenced_blocks((DOCS / "migrate.md").read_text(), "python")
+    (code,) = (block for block in blocks if 'partition="own"' in block)
+    steps, unused = on_ranks(2, documented, code)[0]
+    assert f"# {steps} mini-batches; {unused} are not used" in code
