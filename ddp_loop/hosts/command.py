@@ -13,10 +13,10 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -25,6 +25,7 @@ from ddp_loop.hosts.facts import Facts, SharedFolder, facts_of
 from ddp_loop.hosts.links import Link, Listener, connect_all, measure_rounds
 from ddp_loop.hosts.verdict import Bounds, Findings, table, verdict
 
+_Kind = TypeVar("_Kind", Facts, Link)
 _LOOK_S = 0.02
 _PHASE_S = 30.0  # for what takes a rank some seconds
 _ROUND_S = 40.0  # for a measurement: two directions, and the round trips
@@ -129,7 +130,7 @@ def find(ranks: Ranks, place: RankEnv, options: HostsOptions) -> Findings:
             ending.callback(folder.remove)
         words = ranks.gather("facts", {**asdict(facts), "folder": problem}, options.timeout_s)
         problem = next(iter([word.pop("folder") for word in words.values()]), "")
-        every = {rank: Facts(**{**word, "address": tuple(word["address"])}) for rank, word in words.items()}
+        every = {rank: _read(Facts, {**word, "address": tuple(word["address"])}) for rank, word in words.items()}
         found = Findings(place.size, every, problem=problem, timeout_s=options.timeout_s)
         return _connected(ranks, place, found, folder, token)
 
@@ -160,8 +161,14 @@ def _connected(ranks: Ranks, place: RankEnv, found: Findings, folder: SharedFold
         found,
         unreachable={(rank, int(other)): text for rank, word in words.items() for other, text in word["why"].items()},
         no_run_folder=[rank for rank, word in words.items() if not word["sees"]],
-        links={(rank, int(other)): Link(**link) for rank, word in measured.items() for other, link in word.items()},
+        links={(rank, int(to)): _read(Link, link) for rank, word in measured.items() for to, link in word.items()},
     )
+
+
+def _read(kind: type[_Kind], word: dict[str, Any]) -> _Kind:
+    """What another rank sent, without what only another version of ddp_loop knows."""
+    known = {one.name for one in fields(kind)}
+    return kind(**{name: value for name, value in word.items() if name in known})
 
 
 def _sees(folder: SharedFolder) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import time
@@ -49,6 +50,7 @@ def planted(fault: str) -> Iterator[None]:
     others = {**facts.versions(), "torch": "1.0"}
     faults: dict[str, AbstractContextManager[Any]] = {
         "version": mock.patch.object(facts, "versions", return_value=others),
+        "words": mock.patch.object(command, "asdict", lambda one: {**dataclasses.asdict(one), "of another version": 1}),
         "port": mock.patch("ddp_loop.hosts.command.Listener", Blocked),
         "clock": mock.patch.object(links, "time", ahead),
         "interface": mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "none0"}),
@@ -93,6 +95,12 @@ def test_ranks_without_a_fault_are_ready_and_leave_nothing(on_ranks: OnRanks, fo
     assert said[-1] == "READY: 3 hosts are ready for 3 ranks."
     assert len([line for line in said if "Gbit/s" in line]) == 3  # each pair of hosts
     assert sorted(os.listdir(folder)) == ["own", "shared"]
+
+
+def test_a_rank_of_a_version_that_says_more_is_understood(on_ranks: OnRanks, folder: str) -> None:
+    found = on_ranks(2, check, "words", 0, folder)
+    assert [good for good, _, _ in found] == [True] * 2
+    assert found[0][1][-1] == "READY: 2 hosts are ready for 2 ranks."
 
 
 @pytest.mark.parametrize(
