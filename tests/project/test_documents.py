@@ -207,6 +207,7 @@ def test_phrases_that_are_no_english_are_found(tmp_path: Path) -> None:
     assert phrases_in(prose_of(tmp_path / "a.md")) == ["are told", "behind the"]
 
 
+@pytest.mark.slow
 def test_the_prose_is_plain_english() -> None:
     here = Path(__file__).resolve()  # has the phrases
     paths = [path for scope in SCOPES for path in ROOT.glob(scope) if path.is_file() and path.resolve() != here]

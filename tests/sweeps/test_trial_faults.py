@@ -430,6 +430,7 @@ def test_workers_ignore_a_stop_request_for_earlier_ones(tmp_path: Path) -> None:
     forget_stop(folder)
 
 
+@pytest.mark.slow
 def test_the_processes_of_a_pool_are_listed_while_it_ends() -> None:
     with Pool(1) as pool:
         pool.run(os.getpid, 1)

@@ -63,13 +63,14 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
 
 
 def train(job: str, optimizer_name: str, memory_format: torch.memory_format, dtype: torch.dtype,
-          bucket_cap_mib: float = 8.0) -> tuple[list[float], list[torch.Tensor], list[tuple[int, ...]]]:  # fmt: skip
+          bucket_cap_mib: float = 8.0, steps: int = STEPS,
+          ) -> tuple[list[float], list[torch.Tensor], list[tuple[int, ...]]]:  # fmt: skip
     with dl.join_world(seed=0) as world:
         model, optimizer, criterion, inputs, targets = set_up(job, optimizer_name, memory_format, dtype)
         batches = dl.Batches((inputs, targets), BATCH, world)
         losses, strides = [], []
         state = {"model": model, "optimizer": optimizer}
-        for step in dl.Loop(batches, steps=STEPS, state=state, progress=False, bucket_cap_mib=bucket_cap_mib):
+        for step in dl.Loop(batches, steps=steps, state=state, progress=False, bucket_cap_mib=bucket_cap_mib):
             for images, wanted in step:
                 step.backward(criterion(model(images.to(memory_format=memory_format)), wanted))
             losses.append(float(step.fold().loss))
@@ -125,7 +126,7 @@ def test_one_rank_gives_the_bits_of_the_plain_loop_over_50_steps(
 @pytest.mark.parametrize("bucket_cap_mib", [8.0, 0.01])
 @pytest.mark.quick_in_both_modes
 def test_gradients_have_their_parameters_strides(bucket_cap_mib: float, on_ranks: OnRanks) -> None:
-    _, _, strides = on_ranks(2, train, "digits", "SGD", torch.channels_last, torch.float32, bucket_cap_mib)[0]
+    _, _, strides = on_ranks(2, train, "digits", "SGD", torch.channels_last, torch.float32, bucket_cap_mib, 3)[0]
     model = networks.digit_classifier().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     assert strides == [p.stride() for p in model.parameters()]
     assert any(not p.is_contiguous() for p in model.parameters())

@@ -266,7 +266,7 @@ def tensors_by_shard() -> tuple[int, list[int]]:
         return len(sizes), alive
 
 
-@pytest.mark.quick_in_both_modes
+@pytest.mark.slow
 def test_a_long_run_keeps_no_tensor_of_its_earlier_steps(on_ranks: OnRanks) -> None:
     for sizes, alive in on_ranks(2, tensors_by_shard):
         assert sizes > 60
