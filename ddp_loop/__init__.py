@@ -1,5 +1,7 @@
 """Custom data-parallel training loops in PyTorch: one device's loop on N devices, with exact weights."""
 
+from typing import TYPE_CHECKING, Any
+
 from ddp_loop import datasets, networks, plots, sinks
 from ddp_loop.batch_norm import local_batch_norm, pool_statistics, sync_batch_norm
 from ddp_loop.data import Batches, Draws, SequenceBatches, SequenceChunk, batchify, split_range, split_sizes
@@ -20,8 +22,10 @@ from ddp_loop.evaluation import confusion_matrix, evaluate, predict
 from ddp_loop.graphs import capture
 from ddp_loop.kernels import compile_model, use_bfloat16
 from ddp_loop.recalibration import update_bn
-from ddp_loop.sweeps import TrialResult, sweep
 from ddp_loop.training import Epoch, Fold, Loop, Step, StepResult, Sum
+
+if TYPE_CHECKING:
+    from ddp_loop.sweeps import TrialResult, sweep
 
 __all__ = [
     "Batches",
@@ -68,3 +72,12 @@ __all__ = [
     "use_bfloat16",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import `ddp_loop.sweeps` when it is first used: a rank that trains never needs it."""
+    if name not in ("TrialResult", "sweep"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ddp_loop import sweeps
+
+    return getattr(sweeps, name)

@@ -193,6 +193,7 @@ after = state()
 print(json.dumps({
     "changed": [name for name in before if before[name] != after[name]],
     "modules": sorted({name.partition(".")[0] for name in set(sys.modules) - modules}),
+    "rooms": sorted({name.split(".")[1] for name in sys.modules if name.startswith("ddp_loop.")}),
     "seconds": seconds,
 }))
 """
@@ -221,6 +222,11 @@ def test_importing_the_package_changes_nothing_around_it(fresh_import: dict[str,
 
 def test_importing_the_package_imports_nothing_optional(fresh_import: dict[str, Any]) -> None:
     assert set(fresh_import["modules"]) & OPTIONAL == set()
+
+
+def test_importing_the_package_leaves_out_what_no_rank_needs(fresh_import: dict[str, Any]) -> None:
+    assert {"training", "distributed"} <= set(fresh_import["rooms"])
+    assert set(fresh_import["rooms"]) & {"sweeps", "hosts", "monitor", "cli"} == set()
 
 
 def test_importing_the_package_is_quick(fresh_import: dict[str, Any]) -> None:

@@ -386,7 +386,10 @@ def train_over(machines: tuple[int, ...], exchange: str) -> str:
 
 @pytest.mark.covers("J13")
 @pytest.mark.one_mode(ASYNCHRONOUS, "compares with the other mode")
-@pytest.mark.parametrize("machines", [(4,), *(pytest.param(one, marks=pytest.mark.slow) for one in ((2, 2), (1, 2, 1)))])
+@pytest.mark.parametrize(
+    "machines",
+    [(4,), pytest.param((2, 2), marks=pytest.mark.slow), pytest.param((1, 2, 1), marks=pytest.mark.slow)],
+)
 def test_words_are_read_in_one_order_over_every_exchange(machines: tuple[int, ...], on_ranks: OnRanks) -> None:
     late = on_ranks(4, train_over, machines, "memory")
     with device_mode_of(SYNCHRONOUS):
