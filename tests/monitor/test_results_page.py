@@ -382,7 +382,8 @@ def test_500_trials_stay_smooth(visit: Any, tmp_path: Path) -> None:
         until(lambda: one.page.locator(".trial").count() == 500, "all are there")
         times = one.page.evaluate(SMOOTH)
         middle = {name: sorted(all_of)[len(all_of) // 2] for name, all_of in times.items()}
-        assert max(middle.values()) < 100, times  # milliseconds
+        # In milliseconds: 20 on an idle machine, and far more if each trial were compared with each other one.
+        assert max(middle.values()) < 250, times
 
 
 def test_names_and_values_of_users_are_only_text(visit: Any, tmp_path: Path) -> None:
