@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +14,21 @@ import ddp_loop as dl
 from ddp_loop.checkpoint import serialization
 from ddp_loop.checkpoint.checkpointer import Checkpointer
 from tests.support.harness import FAULT_S, OnRanks, caught, until
+from tests.support.memory import living_tensors, only_new_objects
 from tests.support.refusals import loss_of, network
 from tests.support.runs import checkpoints_of
 
 WIDTH = 1009  # a size that no other tensor has
 
 
-@pytest.fixture
-def only_new_objects() -> Iterator[None]:
-    """Hide what the process holds already from the collector: it would be walked at each count."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def copies() -> int:
     """The pieces of memory that hold a tensor of this size."""
-    gc.collect()
-    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter) and one.numel() == WIDTH]
-    return len({one.untyped_storage().data_ptr() for one in found})
+    return len({one.untyped_storage().data_ptr() for one in living_tensors() if one.numel() == WIDTH})
 
 
 def steps_and_copies(folder: Path, **options: Any) -> list[int]:
     """The copies that are in memory in each step of two epochs, once its save has ended, and at the end."""
-    with dl.join_world() as world:
+    with only_new_objects(), dl.join_world() as world:
         model = nn.Linear(WIDTH, 1, bias=False)
         batches = dl.Batches(torch.randn(8, WIDTH), 2, world)
         loop = dl.Loop(batches, 2, state={"model": model}, run_dir=folder, progress=False, **options)
@@ -58,7 +46,6 @@ def steps_and_copies(folder: Path, **options: Any) -> list[int]:
         return [*counted, copies()]
 
 
-@pytest.mark.usefixtures("only_new_objects")
 @pytest.mark.both_modes
 @pytest.mark.parametrize("options", [{"save_every": 1}, {"save_every": 100}, {}])
 def test_a_large_state_is_in_memory_once_after_a_save(
@@ -73,7 +60,6 @@ def test_a_large_state_is_in_memory_once_after_a_save(
     )  # the loop's bucket is freed with it
 
 
-@pytest.mark.usefixtures("only_new_objects")
 @pytest.mark.both_modes
 @pytest.mark.quick_in_both_modes
 def test_a_small_state_keeps_its_memory_until_the_end(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ recurrent network, in which only the order of sums differs.
 
 from __future__ import annotations
 
-import gc
 import random
 from contextlib import suppress
 from functools import cache
@@ -21,6 +20,7 @@ from torch.nn.functional import cross_entropy
 import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, gradients_of, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
+from tests.support.memory import living_tensors, only_new_objects
 from tests.support.sequences import CLASSES, LENGTHS, RATE, WIDTH, Recurrent, by_hand, make_sequences
 
 pytestmark = pytest.mark.both_modes
@@ -248,7 +248,7 @@ def test_a_second_pass_over_a_step_begins_with_the_state_before_the_step(on_rank
 def tensors_by_shard() -> tuple[int, list[int]]:
     """The number of different sizes of shards in a run, and the tensors, (S,), that are there after each epoch."""
     alive, sizes, draw = [], set[tuple[int, ...]](), random.Random(1)
-    with dl.join_world(seed=0) as world:
+    with only_new_objects(), dl.join_world(seed=0) as world:
         model = Recurrent("GRU")
         sequences = make_sequences([draw.randrange(1, 40) for _ in range(150)])
         batches = dl.SequenceBatches(sequences, 12, 9, world, shards=7)
@@ -260,9 +260,8 @@ def tensors_by_shard() -> tuple[int, list[int]]:
                     step.backward(chunk.unpad(outputs).square().mean())
                 step.fold()
             sizes |= {batches.mini_batch(epoch.number, position).sizes for position in range(len(batches))}
-            gc.collect()
-            tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-            alive.append(sum(one.shape == (batches.shards,) and one.is_floating_point() for one in tensors))
+            same = (one for one in living_tensors() if one.shape == (batches.shards,) and one.is_floating_point())
+            alive.append(sum(1 for _ in same))
         return len(sizes), alive
 
 
