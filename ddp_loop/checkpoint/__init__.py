@@ -15,7 +15,11 @@ from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, OnS
 from ddp_loop.checkpoint.config import Config, flatten_config
 from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
 from ddp_loop.checkpoint.run_folder import (
+    CONSOLE,
     EVALUATIONS,
+    IMAGE_FOLDER,
+    IMAGES,
+    LOGGED,
     MOST_WHY,
     NOTE,
     PICTURES,
@@ -28,6 +32,8 @@ from ddp_loop.checkpoint.run_folder import (
     STOP,
     TABLE,
     TABLES,
+    TEXTS,
+    USAGE,
     RunFolder,
     ask_to_stop,
     is_running,
@@ -39,7 +45,11 @@ from ddp_loop.checkpoint.storage import CHECKPOINTS, NAME, CheckpointInfo, Check
 
 __all__ = [
     "CHECKPOINTS",
+    "CONSOLE",
     "EVALUATIONS",
+    "IMAGES",
+    "IMAGE_FOLDER",
+    "LOGGED",
     "MOST_WHY",
     "NAME",
     "NOTE",
@@ -54,6 +64,8 @@ __all__ = [
     "STOP",
     "TABLE",
     "TABLES",
+    "TEXTS",
+    "USAGE",
     "CheckpointInfo",
     "CheckpointPolicy",
     "CheckpointStore",

@@ -23,7 +23,18 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 ROOMS = {
     *("training", "batch_norm", "data", "datasets", "distributed"),
-    *("checkpoint", "reporting", "monitor", "determinism", "graphs", "profiling", "sweeps", "tracing", "hosts"),
+    *(
+        "checkpoint",
+        "reporting",
+        "monitor",
+        "determinism",
+        "graphs",
+        "profiling",
+        "sweeps",
+        "tracing",
+        "hosts",
+        "sinks",
+    ),
 }
 BESIDE_THE_ROOMS = {"examples", "launch", "project", "support", "faults"}  # folders of the tests
 
