@@ -72,8 +72,7 @@ def make_environment(pair: Pair, python: str) -> Path:
     torch = "torch" if pair.torch == NEWEST else f"torch=={pair.torch}"
     pip = [str(interpreter), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
     subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
-    subprocess.run([*pip, torch], check=True)
-    subprocess.run([*pip, *requirements(needed)], check=True)
+    subprocess.run([*pip, torch, *requirements(needed)], check=True)  # at once, so that nothing else chooses the torch
     subprocess.run([*pip, "--no-deps", "--no-build-isolation", "-e", str(ROOT)], check=True)
     ready.write_text(needed)
     return interpreter
