@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_loop import datasets, networks, plots, sinks
 from ddp_loop.batch_norm import local_batch_norm, pool_statistics, sync_batch_norm
+from ddp_loop.checkpoint import load
 from ddp_loop.data import Batches, Draws, SequenceBatches, SequenceChunk, batchify, split_range, split_sizes
 from ddp_loop.determinism import deterministic, seed_shard, seed_step
 from ddp_loop.distributed import (
@@ -55,6 +56,7 @@ __all__ = [
     "evaluate",
     "join_world",
     "launch",
+    "load",
     "local_batch_norm",
     "networks",
     "plots",
