@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -253,17 +252,16 @@ def _stop(options: argparse.Namespace) -> bool:
 
 
 def _export(options: argparse.Namespace) -> bool:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", RuntimeWarning)
-        try:
-            done = export_weights(
-                options.run, options.output, options.part, best=options.best, checkpoint=options.checkpoint
-            )
-        except OSError as error:
-            raise ValueError(error.strerror or str(error)) from error
-    for one in caught:
-        print(f"ddp_loop export: {one.message}", file=sys.stderr)
+    what = options.run, options.output, options.part
+    try:
+        done = export_weights(*what, say=_complain, best=options.best, checkpoint=options.checkpoint)
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from error
     return _show(True, [str(done)])
+
+
+def _complain(line: str) -> None:
+    print(f"ddp_loop export: {line}", file=sys.stderr)
 
 
 def _list_runs(options: argparse.Namespace) -> bool:

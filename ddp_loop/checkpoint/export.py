@@ -6,7 +6,7 @@ import errno
 import math
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,13 @@ class Exported:
 
 
 def export_weights(
-    run: Path, file: Path, part: str = "model", *, best: bool = False, checkpoint: str | None = None
+    run: Path,
+    file: Path,
+    part: str = "model",
+    *,
+    say: Callable[[str], None],
+    best: bool = False,
+    checkpoint: str | None = None,
 ) -> Exported:
     """Write a part of a run's state to a safetensors file, at once: a reader finds the old file or the new one.
 
@@ -58,12 +64,13 @@ def export_weights(
     Args:
         run, part, best, checkpoint: as in `load`.
         file: to write; an older one is replaced.
+        say: is given a line about each damaged checkpoint that was passed over.
 
     Raises:
         ValueError: as `load`, or the part has other values than tensors.
         OSError: the checkpoint cannot be read, or the file not be written.
     """
-    found = read_checkpoint(run, best=best, name=checkpoint)
+    found = read_checkpoint(run, say=say, best=best, name=checkpoint)
     tensors = tensors_of(part_of(found, part), found, part)
     facts = _facts_of(found, part)
     _write(file, tensors, facts)

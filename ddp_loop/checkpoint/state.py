@@ -161,7 +161,7 @@ def restore(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:
         )
     for name, value in state.items():
         try:
-            _restore(value, kept[name])
+            restore_part(value, kept[name])
         except Exception as error:
             raise ValueError(
                 f"state[{name!r}] does not fit the checkpoint ({type(error).__name__}: {error}). Build it as before, "
@@ -169,7 +169,8 @@ def restore(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:
             ) from error
 
 
-def _restore(value: Any, kept: Any) -> None:
+def restore_part(value: Any, kept: Any) -> None:
+    """Restore one live object, to the bit."""
     if isinstance(value, Optimizer):
         needed = set(value.defaults)
         value.load_state_dict(kept)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def load(
         ValueError: no run folder, no such checkpoint or part, no score, or the checkpoint asked for is damaged.
         OSError: it cannot be read now.
     """
-    return part_of(read_checkpoint(run, best=best, name=checkpoint), part)
+    return part_of(read_checkpoint(run, best=best, name=checkpoint, say=_warn), part)
 
 
 def part_of(found: Checkpoint, part: str) -> Any:
@@ -81,11 +81,14 @@ def plain_names(value: Any) -> Any:
     return named if len(named) == len(value) else value
 
 
-def read_checkpoint(run: str | os.PathLike[str], *, best: bool = False, name: str | None = None) -> Checkpoint:
+def read_checkpoint(
+    run: str | os.PathLike[str], *, say: Callable[[str], None], best: bool = False, name: str | None = None
+) -> Checkpoint:
     """Read a checkpoint from outside of its run, which may be training, and verify every bit of it.
 
     Args:
         run: a run folder, or the folder of one of its checkpoints.
+        say: is given a line about each damaged checkpoint that was passed over.
         best: take the one with the lowest score.
         name: take the one of this name.
 
@@ -100,7 +103,7 @@ def read_checkpoint(run: str | os.PathLike[str], *, best: bool = False, name: st
         raise ValueError(f"{run} is itself a checkpoint, and not {name}. Pass the run folder, or no name.")
     if chosen := name or own:
         return _read_named(store, folder, chosen)
-    return _read_first(store, folder, best=best)
+    return _read_first(store, folder, say, best=best)
 
 
 def _store_of(path: Path) -> tuple[CheckpointStore, Path, str | None]:
@@ -126,7 +129,7 @@ def _read_named(store: CheckpointStore, folder: Path, name: str) -> Checkpoint:
     raise ValueError(f"{folder} has no checkpoint {name}. Name one of {_names_in(store)}.")
 
 
-def _read_first(store: CheckpointStore, folder: Path, *, best: bool) -> Checkpoint:
+def _read_first(store: CheckpointStore, folder: Path, say: Callable[[str], None], *, best: bool) -> Checkpoint:
     """Read the newest checkpoint that is whole, or the best one."""
     damaged: dict[Path, CorruptCheckpoint] = {}
     for _ in range(_TRIES):
@@ -139,7 +142,8 @@ def _read_first(store: CheckpointStore, folder: Path, *, best: bool) -> Checkpoi
                     break
                 damaged[path] = error
                 continue
-            _warn(damaged, found.path)
+            for one in damaged.values():
+                say(f"{one.path} {one.what}. {found.path.name} is used instead.")
             return found
         if not is_changed:
             break
@@ -170,9 +174,8 @@ def _read(store: CheckpointStore, path: Path) -> Checkpoint:
         return store.read(path)
 
 
-def _warn(damaged: Mapping[Path, CorruptCheckpoint], used: Path) -> None:
-    for error in damaged.values():
-        warnings.warn(f"{error.path} {error.what}. {used.name} is used instead.", RuntimeWarning, stacklevel=5)
+def _warn(line: str) -> None:
+    warnings.warn(line, RuntimeWarning, stacklevel=5)  # where `load` was called
 
 
 def _names_in(store: CheckpointStore) -> str:

@@ -48,6 +48,8 @@ class Loop:
             rows.jsonl with a line per update, and for status.json.
         resume: whether to resume the run in the folder: None if its data, shards and seed are the same, else raise;
             True also with other shards or another seed; False to start over, which moves the old files to `before/`.
+        resume_from: another run's folder, or a checkpoint in one, with whose weights and optimizer states a new run
+            begins, at step 1; ignored where the run in `run_dir` resumes. See docs/checkpoints.md.
         save_every: checkpoint every N steps (default: every epoch), and always on stop and at the end.
         save_every_s: also checkpoint when this many seconds have passed since the last one.
         keep_last: the number of newest checkpoints that stay, beside the best (see `save`).
@@ -97,6 +99,7 @@ class Loop:
         steps: int | None = None,
         run_dir: str | Path | None = None,
         resume: bool | None = None,
+        resume_from: str | Path | None = None,
         save_every: int | None = None,
         save_every_s: float = 600.0,
         keep_last: int = 3,
@@ -143,8 +146,9 @@ class Loop:
             try:
                 self.world.raise_if_any_failed(problem)
                 facts = epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir is None
-                self.world.require_equal(SAME, (*facts, resume, save_every, trace, profile, flat))
-                self._begin(resume, flat, Reporting(on_row, progress, monitor and watched is None))
+                source = None if resume_from is None else str(resume_from)
+                self.world.require_equal(SAME, (*facts, resume, source, save_every, trace, profile, flat))
+                self._begin(resume, source, flat, Reporting(on_row, progress, monitor and watched is None))
             except BaseException:
                 self._leave()
                 raise
@@ -166,10 +170,12 @@ class Loop:
         watch = None if self._recorder.tracer is None else self._recorder.tracer.backward
         return self._job.make_fold(self, self._guard, watch, former)
 
-    def _begin(self, resume: bool | None, config: Config | None, reporting: Reporting) -> None:
-        """Make the replicas equal, and resume the run in the folder."""
+    def _begin(self, resume: bool | None, source: str | None, config: Config | None, reporting: Reporting) -> None:
+        """Make the replicas equal, and resume the run in the folder, or begin with the weights of another one."""
         self._job.make_equal()
-        if (position := self._recorder.open(self.batches.facts, resume, config, self.batches.shares)) is not None:
+        origin = self._recorder.warm_start(source, self._job.state, resume)
+        facts = self.batches.facts, resume, config, self.batches.shares, origin
+        if (position := self._recorder.open(*facts)) is not None:
             self.load_state_dict(position)
         self._use_measured_shares()
         self._recorder.open_trace_files()

@@ -72,7 +72,7 @@ def test_the_newest_and_a_named_checkpoint_are_exported(
 
 
 def test_tensors_that_share_memory_are_there_under_each_name(run: Path, file: Path) -> None:
-    export_weights(run, file)
+    export_weights(run, file, say=print)
     found = load_file(file)
     assert torch.equal(found["first.weight"], found["last.weight"])
     assert sorted(found) == sorted(Tied().state_dict())
@@ -83,7 +83,7 @@ def test_dtypes_and_strides_survive(tmp_path: Path, file: Path) -> None:
     model[0].register_buffer("wide", torch.arange(16.0).reshape(1, 4, 2, 2).to(memory_format=torch.channels_last))
     model.forward = lambda rows: model[1](model[0](rows.bfloat16()).float())  # type: ignore[method-assign]
     train_run(tmp_path / "run", 1, model=model)
-    export_weights(tmp_path / "run", file)
+    export_weights(tmp_path / "run", file, say=print)
     found = load_file(file)
     assert found["0.weight"].dtype == torch.bfloat16
     assert found["1.num_batches_tracked"].dtype == torch.int64
@@ -93,7 +93,7 @@ def test_dtypes_and_strides_survive(tmp_path: Path, file: Path) -> None:
 def test_an_older_file_is_replaced_at_once_and_others_may_read_it(run: Path, file: Path) -> None:
     file.write_text("old")
     before = file.open()
-    export_weights(run, file)
+    export_weights(run, file, say=print)
     assert before.read() == "old"
     before.close()
     usual = file.with_name("usual")
@@ -170,17 +170,17 @@ def test_dtypes_that_the_format_does_not_have_are_refused(
 
     monkeypatch.setattr("ddp_loop.checkpoint.export.part_of", other)
     with pytest.raises(ValueError, match=r"A safetensors file cannot have tensors of torch\.complex128\. Cast them"):
-        export_weights(run, file)
+        export_weights(run, file, say=print)
 
 
 def test_nested_tensors_have_dotted_names_and_a_part_without_any_is_refused(
     run: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert read_checkpoint(run).path.name == "step-00000012"
+    assert read_checkpoint(run, say=print).path.name == "step-00000012"
     values: dict[str, object] = {"a": {"b": torch.ones(2), 3: {"c": torch.zeros(1)}}}
     monkeypatch.setattr("ddp_loop.checkpoint.export.part_of", lambda *_: values)
-    export_weights(run, file)
+    export_weights(run, file, say=print)
     assert {name: one.tolist() for name, one in load_file(file).items()} == {"a.3.c": [0.0], "a.b": [1.0, 1.0]}
     values.clear()
     with pytest.raises(ValueError, match=r"'model' in .* has no tensor\. Name another part"):
-        export_weights(run, file)
+        export_weights(run, file, say=print)

@@ -99,7 +99,7 @@ def test_each_part_has_memory_of_its_own(run: Path) -> None:
 
 def test_names_that_torch_compile_made_longer_are_the_models(tmp_path: Path) -> None:
     kept, _ = train_run(tmp_path, 1, compiled=True)
-    assert any("_orig_mod." in name for name in weights.job_of(weights.read_checkpoint(tmp_path))["model"])
+    assert any("_orig_mod." in name for name in weights.job_of(weights.read_checkpoint(tmp_path, say=print))["model"])
     loaded = dl.load(tmp_path)
     assert list(loaded) == list(kept[0])
     assert loaded._metadata.keys() == Tied().state_dict()._metadata.keys()  # type: ignore[attr-defined]
@@ -204,7 +204,7 @@ def test_a_named_checkpoint_that_the_run_removes_meanwhile_is_refused_as_missing
 def test_weights_can_be_loaded_while_the_run_writes_and_removes_checkpoints(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom tests.support.trained_runs import train_run\n"
-        "train_run(sys.argv[1], 60, tuple(range(60, 0, -1)), keep_last=1, save_every=1)\n"
+        "train_run(sys.argv[1], 20, tuple(range(20, 0, -1)), keep_last=1, save_every=1)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "run")], cwd=ROOT) as training:
         loads, refused = 0, []
