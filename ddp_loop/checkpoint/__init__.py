@@ -16,7 +16,11 @@ from ddp_loop.checkpoint.config import Config, flatten_config
 from ddp_loop.checkpoint.export import Exported, export_weights
 from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
 from ddp_loop.checkpoint.run_folder import (
+    CONSOLE,
     EVALUATIONS,
+    IMAGE_FOLDER,
+    IMAGES,
+    LOGGED,
     MOST_WHY,
     NOTE,
     PICTURES,
@@ -29,6 +33,8 @@ from ddp_loop.checkpoint.run_folder import (
     STOP,
     TABLE,
     TABLES,
+    TEXTS,
+    USAGE,
     RunFolder,
     ask_to_stop,
     is_running,
@@ -42,7 +48,11 @@ from ddp_loop.checkpoint.weights import load
 
 __all__ = [
     "CHECKPOINTS",
+    "CONSOLE",
     "EVALUATIONS",
+    "IMAGES",
+    "IMAGE_FOLDER",
+    "LOGGED",
     "MOST_WHY",
     "NAME",
     "NOTE",
@@ -57,6 +67,8 @@ __all__ = [
     "STOP",
     "TABLE",
     "TABLES",
+    "TEXTS",
+    "USAGE",
     "CheckpointInfo",
     "CheckpointPolicy",
     "CheckpointStore",

@@ -1,10 +1,12 @@
 """Reports of a run: rows, throughput, the terminal, pictures at the end."""
 
 from ddp_loop.reporting.exports import export
+from ddp_loop.reporting.images import as_pixels
 from ddp_loop.reporting.jsonl import append_whole
 from ddp_loop.reporting.jsonl_tail import JsonlTail, TailUpdate
-from ddp_loop.reporting.reporter import Receivers, Reporter, all_of
-from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, OnRow, WeightedMeans, is_averaged
+from ddp_loop.reporting.logged_values import LoggedValues, as_logged
+from ddp_loop.reporting.reporter import Reporter
+from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, WeightedMeans, is_averaged
 from ddp_loop.reporting.run_commands import RunQuery, best_run, list_runs
 from ddp_loop.reporting.run_records import (
     NO_RUNS_BELOW,
@@ -17,6 +19,7 @@ from ddp_loop.reporting.run_records import (
     state_of,
     total_steps,
 )
+from ddp_loop.reporting.sink_calls import OnRow, Receivers, RunStart, all_of
 from ddp_loop.reporting.sweep_files import (
     AGAIN,
     FAILED_TRIAL,
@@ -48,16 +51,20 @@ __all__ = [
     "WORKERS",
     "JsonlTail",
     "Labels",
+    "LoggedValues",
     "OnRow",
     "Receivers",
     "Reporter",
     "RunQuery",
     "RunRecord",
+    "RunStart",
     "TailUpdate",
     "ValueSummary",
     "WeightedMeans",
     "all_of",
     "append_whole",
+    "as_logged",
+    "as_pixels",
     "ask_for",
     "ask_sweep_to_stop",
     "best_run",

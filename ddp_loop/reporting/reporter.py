@@ -1,115 +1,29 @@
-"""Reports on rank 0 while a loop runs: rows, evaluations, the ranks' timings; pictures when the world is left.
-
-[Note: Again] A run that resumes from an epoch's end repeats what the script does after that epoch. An evaluation with
-the results of an earlier one of its iteration is therefore not written again.
-"""
+"""Reports on rank 0 while a loop runs: rows, evaluations, the ranks' timings; pictures when the world is left."""
 
 from __future__ import annotations
 
 import json
 import secrets
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from math import isclose, isfinite
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddp_loop.checkpoint import EVALUATIONS, RANKS, ROWS, Checkpointer, is_running
+from ddp_loop.checkpoint import EVALUATIONS, RANKS, ROWS, RUN, Checkpointer, read_json
 from ddp_loop.data import LoopPosition, MiniBatch
 from ddp_loop.distributed import World
+from ddp_loop.reporting.evaluations import EvaluationLog, EvaluationRecorder
 from ddp_loop.reporting.exports import export_if_small
 from ddp_loop.reporting.jsonl import JsonlWriter, OnFull
-from ddp_loop.reporting.jsonl_tail import read_lines
-from ddp_loop.reporting.rows import EpochMeans, OnRow, RowDispatcher
+from ddp_loop.reporting.logged_values import LoggedValues
+from ddp_loop.reporting.rows import EpochMeans, RowDispatcher
+from ddp_loop.reporting.sink_calls import OnRow, RunStart, SinkCalls
 from ddp_loop.reporting.terminal import Terminal, open_display
 from ddp_loop.reporting.throughput import RankTimings, TrainingLength
-
-_REDONE = 1e-6  # the rounding of float32, by which sums on different numbers of ranks differ
-
-
-def finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Replace values that are not finite by None, for JSON."""
-    return {name: value if isfinite(value) else None for name, value in values.items()}
-
-
-class EvaluationLog:
-    """The evaluations of a run: {epoch, iteration, <metrics>, samples, elapsed_s} each; see [Note: Again].
-
-    Args:
-        path: of the file.
-        after: the iteration that the run resumes from.
-        warn: called with a message when the file cannot be written.
-
-    Attributes:
-        file: the writer.
-    """
-
-    def __init__(self, path: Path, after: int, warn: Callable[[str], None]) -> None:
-        self.file = JsonlWriter(path, after, warn, "drop")
-        self._known = [line for line in read_lines(path) if line["iteration"] == after]  # of the last iteration
-
-    def record(self, epoch: int, iteration: int, result: Mapping[str, float], elapsed_s: float) -> None:
-        """Record an evaluation that was made after this iteration."""
-        place = {"epoch": epoch, "iteration": iteration}
-        line = place | finite(result) | place | {"elapsed_s": round(elapsed_s, 4)}  # metrics cannot replace the place
-        self._known = [one for one in self._known if one["iteration"] == iteration]
-        if not any(_is_same(one, line) for one in self._known):
-            self._known.append(line)
-            self.file.add(json.dumps(line) + "\n")
-            self.file.flush()
-
-
-def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two evaluations have the same results, up to the rounding on different numbers of ranks."""
-    return tuple(one) == tuple(other) and all(
-        name == "elapsed_s" or one[name] == other[name] or _is_close(one[name], other[name]) for name in one
-    )
-
-
-def _is_close(one: float | None, other: float | None) -> bool:
-    return one is not None and other is not None and isclose(one, other, rel_tol=_REDONE, abs_tol=_REDONE**2)
-
-
-class EvaluationRecorder:
-    """Records the evaluations of a loop, also after its end; it keeps the loop's position alive, and not its state.
-
-    Args:
-        log: to write to; None without a run folder, and on other ranks than 0.
-        folder: of the run.
-        where: the loop's position.
-        began: when the run began, by the monotonic clock.
-    """
-
-    def __init__(self, log: EvaluationLog | None, folder: Path | None, where: LoopPosition, began: float) -> None:
-        self._log, self._folder, self._where, self._began = log, folder, where, began
-        self.has_ended = False
-
-    def __call__(self, result: Mapping[str, float]) -> None:
-        """Record an evaluation; after the loop's end only if no other process runs in the folder."""
-        if self._log is None or self._folder is None or (self.has_ended and is_running(self._folder)):
-            return
-        self._log.record(self._where.epoch, self._where.iteration, result, time.monotonic() - self._began)
-
-
-Receivers = OnRow | Sequence[OnRow] | None
-
-
-def all_of(receivers: Receivers) -> list[OnRow]:
-    """Return receivers as a list.
-
-    Raises:
-        TypeError: one cannot be called.
-    """
-    given = [] if receivers is None else list(receivers) if isinstance(receivers, Sequence) else [receivers]
-    for one in given:
-        if not callable(one):
-            raise TypeError(
-                f"on_row must be a callable that takes a row, or a list of callables. Got {type(one).__name__}. Pass "
-                "on_row=print, or on_row=[csv_sink(path), tensorboard_sink(folder)]."
-            )
-    return given
 
 
 class FinalPictures:
@@ -138,6 +52,23 @@ class FinalPictures:
             self._world.print(f"ddp_loop: {folder} was not drawn. {error!r}")
 
 
+def _start_of(folder: Path | None, config: Mapping[str, Any], after: int) -> RunStart:
+    """What sinks learn before the first row; a resumed run without a config has the one before."""
+    if folder is not None:
+        kept = (read_json(folder / RUN) or {}).get("config")
+        config = kept if isinstance(kept, dict) else config
+        return RunStart(folder, config, after, folder.name)
+    script = getattr(sys.modules.get("__main__"), "__file__", None) or "run"
+    return RunStart(None, config, after, Path(script).stem)
+
+
+def _close(logged: LoggedValues, sinks: SinkCalls) -> None:
+    try:
+        logged.close()
+    finally:
+        sinks.close()
+
+
 class Reporter:
     """Reports a loop: opens its files and its terminal, and decides what a row, a timing, an evaluation become.
 
@@ -148,12 +79,15 @@ class Reporter:
 
     Attributes:
         rows: takes and hands on the rows, on rank 0; None where there are none.
+        logged: takes what the script logs, on rank 0, also after the loop; None where nothing takes it.
     """
 
     def __init__(self, world: World, where: LoopPosition, checkpointer: Checkpointer | None) -> None:
         self._world, self._where, self._checkpointer = world, where, checkpointer
         self._began = time.monotonic()
         self.rows: RowDispatcher | None = None
+        self.logged: LoggedValues | None = None
+        self._sinks = SinkCalls((), world.print)
         self._terminal: Terminal | None = None
         self._timings: RankTimings | None = None
         self._evaluations: EvaluationLog | None = None
@@ -162,8 +96,13 @@ class Reporter:
         self._pictures = FinalPictures(world)
         self._draws = self._must_gather = False
 
-    def begin(self, receivers: list[OnRow], *, progress: bool) -> str | None:
-        """Open the files and the terminal on rank 0; new rows are appended to those already there.
+    def begin(self, receivers: list[OnRow], config: Mapping[str, Any], *, progress: bool) -> str | None:
+        """Open the files, the sinks and the terminal on rank 0; new rows are appended to those already there.
+
+        Args:
+            receivers: of the rows.
+            config: the script's hyper-parameters, flat.
+            progress: whether the terminal shows the run.
 
         Returns:
             The key that `open` needs on every rank; None where there are no rows.
@@ -181,7 +120,16 @@ class Reporter:
                 world.print(world)
             extent = TrainingLength(**self._where.extent, after=after, ranks=world.size, device=str(world.device))
             self._terminal = Terminal(world.print, extent, self._began, open_display(), epoch)
-        self.rows = RowDispatcher(file, receivers, self._terminal, self._began)
+        self._sinks = SinkCalls(receivers, world.print)
+        folder = None if self._checkpointer is None else self._checkpointer.folder
+        self._sinks.call("begin", _start_of(folder, config, after))
+        show = None if self._terminal is None else self._terminal.take_logged
+        warn = world.print if self._checkpointer is None else self._checkpointer.say
+        self.logged = LoggedValues(folder, after, self._sinks, warn, self._began, show)
+        world.on_leaving(partial(_close, self.logged, self._sinks))
+        if self._evaluations is None:
+            self._evaluations = EvaluationLog(None, after, warn)
+        self.rows = RowDispatcher(file, self._sinks, self.logged, self._terminal, self._began)
         self._draws = progress and file is not None
         return secrets.token_hex(4)
 
@@ -191,7 +139,8 @@ class Reporter:
         if key is not None:
             self._timings = RankTimings(world.store, key, world.rank, world.size, world.device)
         folder = None if self._checkpointer is None else self._checkpointer.folder
-        world.on_evaluated = self._evaluated = EvaluationRecorder(self._evaluations, folder, self._where, self._began)
+        self._evaluated = EvaluationRecorder(self._evaluations, self._sinks, folder, self._where, self._began)
+        world.on_evaluated = self._evaluated
 
     def _open_files(self, checkpointer: Checkpointer, after: int, epoch: EpochMeans) -> JsonlWriter:
         folder, say = checkpointer.folder, checkpointer.say
@@ -200,7 +149,7 @@ class Reporter:
         on_full: OnFull = "keep" if checkpointer.continues else "raise"
         rows = JsonlWriter(folder / ROWS, after, say, on_full, epoch.begin, once=True)
         for file in (self._evaluations.file, self._ranks, rows):
-            if file.notice:
+            if file is not None and file.notice:
                 continues = file is rows and not self._where.has_no_step_left
                 say(f"{folder}: {file.notice}" + (f"; training continues at step {after + 1}" if continues else ""))
         self._began -= rows.elapsed_s

@@ -15,6 +15,8 @@ import torch
 
 from ddp_loop.accelerators import HostCopy
 from ddp_loop.reporting.jsonl import JsonlWriter
+from ddp_loop.reporting.logged_values import LoggedValues
+from ddp_loop.reporting.sink_calls import SinkCalls
 from ddp_loop.reporting.throughput import Throughput
 
 NORM, RATE = "gradient_norm", "learning_rate"
@@ -108,8 +110,6 @@ class EpochMeans:
 FLUSH_S = 0.5  # between two flushes of rows.jsonl
 BATCH_S = 0.05  # between two dispatches: several rows at once cost less each
 
-OnRow = Callable[[dict[str, Any]], None]
-
 
 class RowMeta(NamedTuple):
     """A row's place and time; epoch and iteration are counted from 1."""
@@ -201,7 +201,8 @@ class RowDispatcher:
 
     Args:
         lines: the writer of rows.jsonl; None writes nothing.
-        receivers: called with each row, a dict, soon after its update; see `sinks`.
+        sinks: get each row, a dict, soon after its update; see `sinks`.
+        logged: what the script logs beside the rows.
         terminal: shows the rows; None shows nothing.
         began: when the run began, on the monotonic clock, less the time of earlier processes.
 
@@ -210,9 +211,14 @@ class RowDispatcher:
     """
 
     def __init__(
-        self, lines: JsonlWriter | None, receivers: Sequence[OnRow], terminal: RowDisplay | None, began: float
+        self,
+        lines: JsonlWriter | None,
+        sinks: SinkCalls,
+        logged: LoggedValues,
+        terminal: RowDisplay | None,
+        began: float,
     ) -> None:
-        self._lines, self._receivers, self._terminal, self._began = lines, receivers, terminal, began
+        self._lines, self._sinks, self._logged, self._terminal, self._began = lines, sinks, logged, terminal, began
         self._arrivals = DeviceToHostQueue()
         self._flushed = self._due = time.monotonic()
         self._rate = Throughput(self._flushed - began)
@@ -235,11 +241,13 @@ class RowDispatcher:
         elapsed_s = round(time.monotonic() - self._began, 4)
         self._arrivals.send(RowMeta(epoch, iteration, samples, elapsed_s, is_last_of_epoch), names, values, known)
         if is_last_of_epoch:
+            self._logged.end_line()
             self.flush_ready()
 
     def flush_ready(self) -> None:
         """Hand on the rows that have arrived."""
         self._due = time.monotonic() + BATCH_S
+        self._logged.flush_ready()
         self._dispatch(self._arrivals.take(wait=False))
         if self._terminal is not None:
             self._terminal.refresh()
@@ -248,20 +256,20 @@ class RowDispatcher:
 
     def flush_all(self) -> None:
         """Wait for all rows, hand them on and write them, as a checkpoint requires."""
+        self._logged.flush_all()
         self._dispatch(self._arrivals.take(wait=True))
         self._flush()
-        for receiver in self._receivers:
-            getattr(receiver, "flush", _nothing)()
+        self._sinks.flush()
 
     def close(self, last_words: str | None = None) -> None:
         """Wait for all rows, hand them on, and close the file, the receivers and the terminal."""
         with ExitStack() as ending:
             if self._terminal is not None:
                 ending.callback(self._terminal.close, last_words)
-            for receiver in self._receivers:
-                ending.callback(getattr(receiver, "close", _nothing))
+            ending.callback(self._sinks.end_loop)
             if self._lines is not None:
                 ending.callback(self._lines.close)
+            self._logged.flush_all()
             self._dispatch(self._arrivals.take(wait=True))
 
     def _dispatch(self, rows: Sequence[tuple[RowMeta, dict[str, float]]]) -> None:
@@ -270,7 +278,7 @@ class RowDispatcher:
             for moment, values in rows:
                 self._lines.add(jsonl_line(moment, values))
         for moment, values in rows:
-            if self._receivers:
+            if self._sinks:
                 self._give(moment, values)
             if self._terminal is not None:
                 self._terminal.take(moment, values)
@@ -284,14 +292,10 @@ class RowDispatcher:
             "samples_per_s": round(self._rate.take(moment.elapsed_s, moment.samples), 1),
             "elapsed_s": moment.elapsed_s,
         }
-        for receiver in self._receivers:
-            receiver(row.copy())
+        self._sinks.row(row)
 
     def _flush(self) -> None:
         self._flushed = time.monotonic()
+        self._logged.write()
         if self._lines is not None:
             self._lines.flush()
-
-
-def _nothing() -> None:
-    """The `flush` and `close` of a receiver that has none."""

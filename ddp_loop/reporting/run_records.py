@@ -23,7 +23,20 @@ from ddp_loop.reporting.rows import is_averaged
 TRIAL = "trial.json"
 ENDED = ("done", "stopped", "left", "failed")
 NO_RUNS_BELOW = frozenset(  # names of folders
-    {"checkpoints", "before", "tables", "trace", "profile", "pictures", "again", "node_modules", "__pycache__"}
+    {
+        "checkpoints",
+        "before",
+        "tables",
+        "trace",
+        "profile",
+        "pictures",
+        "images",
+        "console",
+        "usage",
+        "again",
+        "node_modules",
+        "__pycache__",
+    }
 )
 _TRIAL_STATES = ("waiting", "done", "pruned", "failed", "killed", "not finite", "timed out", "stopped", "interrupted")
 _LOWER = re.compile(r"loss|error|perplexity|(?<![a-z])(rmse|mse|mae|nll|wer|cer)(?![a-z])", re.IGNORECASE)

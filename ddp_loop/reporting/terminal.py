@@ -139,6 +139,7 @@ class Terminal:
         self._values: Mapping[str, float] = {}
         self._rate, self._curve = Throughput(self._opened - began), LossCurve()
         self._slow: int | None = None
+        self._logged: dict[str, float] = {}  # since the last line of an epoch
         self._view: ProgressView | None = None
         self._drawn = self._opened
         self._lock, self._ended = threading.RLock(), threading.Event()
@@ -179,6 +180,15 @@ class Terminal:
                 with _drawing:
                     hand_on()
                     self._show(self._display)
+
+    def take_logged(self, values: Mapping[str, float], epoch: int) -> None:
+        """Take values that the script logged: for the epoch's line, or a line of their own after it."""
+        with self._lock:
+            is_over = self._last is not None and self._last.is_last_of_epoch and self._last.epoch == epoch
+            if not is_over:
+                self._logged.update(values)
+        if is_over:
+            self._say(", ".join([f"Epoch: {epoch}", *(f"{name}: {one:.4f}" for name, one in values.items())]))
 
     def take_ranks(self, ranks: Sequence[RankTiming]) -> None:
         """Take the ranks' timings."""
@@ -240,7 +250,7 @@ class Terminal:
             self._extent,
             moment.epoch,
             moment.iteration,
-            means | beside,
+            means | self._logged | beside,
             self._rate.take(moment.elapsed_s, late.samples),
             moment.elapsed_s,
             self._extent.left_s(moment.iteration, time.monotonic() - self._opened),
@@ -251,6 +261,8 @@ class Terminal:
     def _epoch_line(self, epoch: int) -> str:
         means = self._epoch.means
         parts = [f"Epoch: {epoch}", *(f"{name.capitalize()}: {mean:.4f}" for name, mean in means.means().items())]
+        parts += [f"{name}: {value:.4f}" for name, value in self._logged.items()]
+        self._logged = {}
         if means.skipped:
             parts.append(f"{means.skipped} steps skipped, not finite")
         for name, said in ((UNUSED, ""), (UNUSED_AT_LEAST, "at least ")):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, Config, OnSaveError, Stateful, flatten_config
+from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful, flatten_config
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
 from ddp_loop.determinism import as_int, seed_step
 from ddp_loop.distributed import FrozenParameters, ReplicaCheck
-from ddp_loop.reporting import Labels, Receivers
+from ddp_loop.reporting import Receivers
 from ddp_loop.tracing import current_trace_request
 from ddp_loop.training.buffers import BufferReduction
 from ddp_loop.training.control import NO_REQUEST, ControlRequest
@@ -54,8 +53,8 @@ class Loop:
         save_every_s: also checkpoint when this many seconds have passed since the last one.
         keep_last: the number of newest checkpoints that stay, beside the best (see `save`).
         on_save_error: "raise" on all ranks where a checkpoint cannot be written, or "warn" and continue.
-        on_row: called on rank 0 with each update's row, a dict of numbers, that of a step's first pass; or several
-            such callables (see `sinks`).
+        on_row: called on rank 0 with each update's row, a dict of numbers, or several such callables and sinks (see
+            `sinks`). Further passes of a step add theirs: `loss_2`.
         progress: show progress in the terminal, from rank 0, and draw curves in the run folder at the end.
         monitor: serve a page of the run folder from another process; needs `pip install 'ddp_loop[monitor]'`.
         buffer_reduction: rules for single buffers, such as "model.0.counter": "mean", "same" (all shards change it
@@ -77,6 +76,7 @@ class Loop:
 
     Attributes:
         batches, world: as given, and theirs. `len(loop)` counts the whole run's steps, `len(loop.batches)` an epoch's.
+        log, log_text, log_image, log_table: log what belongs to the current step; see `RunLog`.
         fold: reduces this loop's steps over the ranks; a new one after parameters are replaced.
 
     Raises:
@@ -146,9 +146,8 @@ class Loop:
             try:
                 self.world.raise_if_any_failed(problem)
                 facts = epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir is None
-                source = None if resume_from is None else str(resume_from)
-                self.world.require_equal(SAME, (*facts, resume, source, save_every, trace, profile, flat))
-                self._begin(resume, source, flat, Reporting(on_row, progress, monitor and watched is None))
+                self.world.require_equal(SAME, (*facts, resume, str(resume_from), save_every, trace, profile, flat))
+                self._begin(resume, resume_from, Reporting(on_row, progress, monitor and watched is None, flat))
             except BaseException:
                 self._leave()
                 raise
@@ -164,17 +163,20 @@ class Loop:
         parts |= self.batches.checkpointed(skips=rule == "skip")
         if folder is not None:
             checkpointer = Checkpointer(folder, self.world, state, policy, local, parts, self._state_check.check)
-        return RunRecorder(self.world, self._where, checkpointer, state)
+        recorder = RunRecorder(self.world, self._where, checkpointer, state)
+        log = recorder.run_log
+        self.log, self.log_text, self.log_image, self.log_table = log.log, log.log_text, log.log_image, log.log_table
+        return recorder
 
     def _make_fold(self, former: Fold | None = None) -> Fold:
         watch = None if self._recorder.tracer is None else self._recorder.tracer.backward
         return self._job.make_fold(self, self._guard, watch, former)
 
-    def _begin(self, resume: bool | None, source: str | None, config: Config | None, reporting: Reporting) -> None:
+    def _begin(self, resume: bool | None, source: str | Path | None, reporting: Reporting) -> None:
         """Make the replicas equal, and resume the run in the folder, or begin with the weights of another one."""
         self._job.make_equal()
         origin = self._recorder.warm_start(source, self._job.state, resume)
-        facts = self.batches.facts, resume, config, self.batches.shares, origin
+        facts = self.batches.facts, resume, reporting.config, self.batches.shares, origin
         if (position := self._recorder.open(*facts)) is not None:
             self.load_state_dict(position)
         self._use_measured_shares()
@@ -215,19 +217,6 @@ class Loop:
             score: the lower the better, such as a validation loss; the checkpoint with the lowest one stays.
         """
         self._recorder.save(None if score is None else float(score))
-
-    def log_table(self, name: str, values: Any, rows: Labels = None, columns: Labels = None) -> None:
-        """Write a table of numbers to tables/NAME.json of the run folder, if there is one. Every rank may call this.
-
-        Args:
-            name: a plain word, such as "confusion"; a later table of the same name replaces it.
-            values: shape (rows, columns): nested sequences, an array or a tensor.
-            rows, columns: a label for each; by default they are numbered from 0.
-
-        Raises:
-            ValueError: another name, other values, or other numbers of labels; nothing is written.
-        """
-        self._recorder.log_table(name, values, rows, columns)
 
     def __len__(self) -> int:
         """The number of steps of the whole run, those before a resume too: the last step's `iteration`.
@@ -334,6 +323,8 @@ class Loop:
             raise
         if step.passes == 0 or self.fold.opened_by is not None:
             step.require_folded()
+        if self._recorder.has_rows:
+            self._recorder.end_row()
         if self._recorder.tracer is not None and step.passes:
             self._recorder.end_trace(iteration)
         decision = self.fold.decision
@@ -400,9 +391,11 @@ class Loop:
             result, mini_batch, passes: of the step; the number of its folded passes before this one.
         """
         self._where.is_folded = True
-        if passes == 0 and self._recorder.has_rows:
+        if passes and self._recorder.has_rows:
+            self._recorder.extend_row(result, passes + 1)
+        elif self._recorder.has_rows:
             unused = self.batches.unused if mini_batch.is_last and self.batches.partition != "global" else None
-            self._recorder.add_row(mini_batch, result, self.fold, skips=self._guard.skips, unused=unused)
+            self._recorder.begin_row(mini_batch, result, self.fold, skips=self._guard.skips, unused=unused)
         if self._guard.pending is not None or self._guard.bad is not False:
             self._guard.raise_or_count(result.iteration, mini_batch, result.values[0], result.losses, result.shares)
         if passes == 0:

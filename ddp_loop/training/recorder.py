@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,25 +14,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_loop.accelerators import is_asynchronous
-from ddp_loop.checkpoint import REPAIR, Checkpointer, Config, Snapshot, explained, is_running, warm_start
+from ddp_loop.checkpoint import Checkpointer, Config, Snapshot, warm_start
 from ddp_loop.data import Batches, LoopPosition, MiniBatch, Unused
-from ddp_loop.distributed import World, format_error
+from ddp_loop.distributed import World
 from ddp_loop.reporting import (
     NORM,
     RATE,
     UNUSED,
     UNUSED_AT_LEAST,
-    Labels,
     Receivers,
     Reporter,
     all_of,
-    make_table,
-    write_table,
 )
 from ddp_loop.tracing import TRACE as FOLDER
 from ddp_loop.tracing import Tracer, TraceRequest
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.payload import StepResult
+from ddp_loop.training.run_log import RunLog
 
 
 def _nothing() -> None:
@@ -89,6 +86,7 @@ class Reporting:
     receivers: Receivers
     progress: bool
     monitor: bool
+    config: Config | None = None
 
 
 class RunRecorder:
@@ -106,6 +104,7 @@ class RunRecorder:
         holds: whether the script may do something between two epochs, which a stop can cut off.
         keeps: whether there is a run folder.
         has_rows: whether rows are made.
+        run_log: what the script logs.
     """
 
     def __init__(
@@ -116,10 +115,11 @@ class RunRecorder:
         self._optimizer = next((one for one in state.values() if isinstance(one, Optimizer)), None)
         self._has_optimizer = any(map(_is_optimizer, state.values()))
         self._extent: dict[str, object] = {}  # in status.json
+        self._row: tuple[MiniBatch, tuple[str, ...], torch.Tensor, dict[str, float]] | None = None
         self.tracer: Tracer | None = None
         self.stopped: str | None = None
         self.holds, self.keeps, self.has_rows = True, checkpointer is not None, False
-        self._has_ended = False  # another run may have taken the folder
+        self.run_log = RunLog(world, where, checkpointer, self._report)
         self._saved = -1  # the iteration of the last checkpoint
         self._held: Snapshot | None = None  # a copy of the last step's state, which could become one
         self._ending: Callable[[], None] = _nothing  # called when the world is left
@@ -156,7 +156,7 @@ class RunRecorder:
             self._saved = there["iteration"]
         return there
 
-    def warm_start(self, source: str | None, state: Mapping[str, object], resume: bool | None) -> str | None:
+    def warm_start(self, source: str | Path | None, state: Mapping[str, object], resume: bool | None) -> str | None:
         """Begin with another run's weights, unless this one resumes; returns their place. Every rank must call this."""
         folder = None if self.checkpointer is None else self.checkpointer.folder
         return None if source is None else warm_start(source, self._world, state, folder, resume=resume)
@@ -200,7 +200,7 @@ class RunRecorder:
             from ddp_loop.monitor import start_page  # 20 ms that others need not spend
 
             start_page(self.checkpointer.folder, self._world.print)
-        return self._report.begin(receivers, progress=reporting.progress)
+        return self._report.begin(receivers, reporting.config or {}, progress=reporting.progress)
 
     # -- a step --------------------------------------------------------------------------------------------
 
@@ -221,16 +221,29 @@ class RunRecorder:
             with self._world.in_stage("rows"):
                 rows.flush_ready()
 
-    def add_row(
+    def begin_row(
         self, mini_batch: MiniBatch, result: StepResult, fold: Fold, *, skips: bool, unused: Unused | None = None
     ) -> None:
-        """Make the row of a step that was folded; at the end of an epoch perhaps with its `unused` samples."""
+        """Begin the row of a step whose first pass was folded; at the end of an epoch perhaps with `unused` samples."""
         if self._report.record_wait(fold.waited_s):
+            names, values, known = self._values_of(result, fold, skips=skips)
+            if unused is not None:
+                known[UNUSED if unused.is_exact else UNUSED_AT_LEAST] = unused.samples
+            self._row = mini_batch, names, values, known
+
+    def extend_row(self, result: StepResult, number: int) -> None:
+        """Add the loss and the metrics of the step's pass `number`, counted from 1: as `loss_2` if `loss` is there."""
+        if self._row is not None:
+            mini_batch, names, values, known = self._row
+            new = tuple(f"{name}_{number}" if name in names else name for name in ("loss", *result.names))
+            self._row = mini_batch, (*names, *new), torch.cat([values, result.values]), known
+
+    def end_row(self) -> None:
+        """Hand on the row of a step that is over."""
+        if self._row is not None:
+            row, self._row = self._row, None
             with self._world.in_stage("rows"):
-                names, values, known = self._values_of(result, fold, skips=skips)
-                if unused is not None:
-                    known[UNUSED if unused.is_exact else UNUSED_AT_LEAST] = unused.samples
-                self._report.add(mini_batch, names, values, known)
+                self._report.add(*row)
 
     def _values_of(
         self, result: StepResult, fold: Fold, *, skips: bool
@@ -276,19 +289,6 @@ class RunRecorder:
         """Write the trace of a step."""
         if self.tracer is not None:
             self.tracer.end(iteration)
-
-    def log_table(self, name: str, values: Any, rows: Labels, columns: Labels) -> None:
-        """Write a table of numbers into the run folder, on rank 0; see `Loop.log_table`."""
-        table, checkpointer = make_table(name, values, rows, columns, self._where.iteration), self.checkpointer
-        if checkpointer is None or self._world.rank != 0 or (self._has_ended and is_running(checkpointer.folder)):
-            return
-        try:
-            with explained(f"The table {name} in {checkpointer.folder} cannot be written", REPAIR):
-                write_table(checkpointer.folder, table)
-        except OSError as error:
-            if not checkpointer.continues:
-                raise
-            checkpointer.say(f"{format_error(error)} Training continues.")
 
     def end_step(self, *, stops: bool, ends: bool, saves: bool, is_last_of_epoch: bool) -> None:
         """Write a checkpoint where one is due, and stop where all ranks do. Every rank must call this.
@@ -352,6 +352,7 @@ class RunRecorder:
             self.checkpointer.save(position)
 
     def _flush_all(self) -> None:
+        self.end_row()
         if self._report.rows is not None:
             with self._world.in_stage("rows"):
                 self._report.rows.flush_all()
@@ -384,13 +385,14 @@ class RunRecorder:
             if tracer is not None:
                 ending.callback(tracer.close)
             ending.callback(self._report.close, self._last_words())
+            self.end_row()
 
     def end(self, *, later: bool = False) -> None:
         """Write how the run ended, and release its folder; if `later`, when the world is left, which gives the reason.
 
         What waits until then keeps neither the state nor a copy of it alive.
         """
-        self._has_ended = True
+        self.run_log.has_ended = True
         self._world.forget(self._ending)
         self._ending = partial(_end, self._world, self._where, self.checkpointer, self._report, self.stopped)
         if later and self.checkpointer is not None:

@@ -52,7 +52,7 @@ html_additional_pages = {"index": "index.html"}  # leads to the home page
 GIVEN = {
     *("ddp_loop.Epoch", "ddp_loop.PeerFailed", "ddp_loop.RankFailed"),
     *("ddp_loop.SequenceChunk", "ddp_loop.Step", "ddp_loop.StepResult", "ddp_loop.Stopped", "ddp_loop.TrialResult"),
-    "ddp_loop.World",
+    *("ddp_loop.World", "ddp_loop.sinks.Sink"),
 }
 
 CONTENTS = """

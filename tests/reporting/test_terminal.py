@@ -24,7 +24,9 @@ import torch
 
 import ddp_loop as dl
 from ddp_loop.reporting import WeightedMeans, terminal
+from ddp_loop.reporting.logged_values import LoggedValues
 from ddp_loop.reporting.rows import RowDispatcher, RowMeta
+from ddp_loop.reporting.sink_calls import SinkCalls
 from ddp_loop.reporting.terminal import LossCurve, ProgressView, Terminal, flowed, open_display, sparkline
 from ddp_loop.reporting.throughput import TrainingLength
 from tests.support.device_modes import ASYNCHRONOUS
@@ -355,7 +357,9 @@ class Looked:
 @pytest.mark.quick_in_both_modes
 def test_the_display_is_never_older_than_a_second_although_no_step_ends(device_mode: str) -> None:
     display, began = Looked(), time.monotonic()
-    rows = RowDispatcher(None, [], Terminal(print, TrainingLength(), began, display), began)
+    sinks = SinkCalls([], print)
+    logged = LoggedValues(None, 0, sinks, print, began)
+    rows = RowDispatcher(None, sinks, logged, Terminal(print, TrainingLength(), began, display), began)
     for iteration in range(1, 5):  # a slow device completes the copies of the first ones
         rows.add(1, iteration, 4, False, ("loss",), torch.ones(1), {})
     until(lambda: len(display.views) > 1, "it is drawn again")

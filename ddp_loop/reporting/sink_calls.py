@@ -1,0 +1,114 @@
+"""The calls of a loop's sinks and other receivers of rows; what a sink is: `ddp_loop.sinks.Sink`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_loop.distributed import format_error
+
+OnRow = Callable[[dict[str, Any]], None]
+Receivers = OnRow | Sequence[OnRow] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """What a sink learns before the first row.
+
+    Attributes:
+        folder: of the run; None without one.
+        config: the hyper-parameters, flat, by name.
+        iteration: the step after which the run resumes; 0 for a new run.
+        name: of the run: its folder's, else the script's.
+    """
+
+    folder: Path | None
+    config: Mapping[str, Any]
+    iteration: int
+    name: str
+
+
+def all_of(receivers: Receivers) -> list[OnRow]:
+    """Return receivers as a list.
+
+    Raises:
+        TypeError: one cannot be called.
+    """
+    given = [] if receivers is None else list(receivers) if isinstance(receivers, Sequence) else [receivers]
+    for one in given:
+        if not callable(one):
+            raise TypeError(
+                f"on_row must be a callable that takes a row, or a list of callables. Got {type(one).__name__}. Pass "
+                "on_row=print, or on_row=[csv_sink(path), tensorboard_sink(folder)]."
+            )
+    return given
+
+
+def _nothing(*_: object) -> None:
+    """The method of a receiver that has none."""
+
+
+class SinkCalls:
+    """Calls the receivers of a loop, in order, on rank 0.
+
+    Args:
+        receivers: sinks and plain callables.
+        say: prints a line.
+    """
+
+    def __init__(self, receivers: Sequence[OnRow], say: Callable[[str], None]) -> None:
+        self._plain = [one for one in receivers if not hasattr(one, "begin")]
+        self._sinks = [one for one in receivers if hasattr(one, "begin")]
+        self._order, self._say = list(receivers), say
+
+    def __bool__(self) -> bool:
+        return bool(self._order)
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Give every receiver a row."""
+        for one in tuple(self._order):
+            if one in self._sinks:
+                self._call(one, "__call__", row.copy())
+            else:
+                one(row.copy())
+
+    def call(self, method: str, *arguments: object) -> None:
+        """Call a method of all sinks that have it."""
+        for one in tuple(self._sinks):
+            self._call(one, method, *arguments)
+
+    def flush(self) -> None:
+        """Let all receivers write what they have."""
+        for one in self._plain:
+            getattr(one, "flush", _nothing)()
+        self.call("flush")
+
+    def end_loop(self) -> None:
+        """Close plain receivers; sinks get what follows the loop, too."""
+        with ExitStack() as ending:
+            ending.callback(self.call, "flush")
+            for one in self._plain:
+                ending.callback(getattr(one, "close", _nothing))
+
+    def close(self) -> None:
+        """Close the sinks."""
+        self.call("close")
+        self._sinks.clear()
+
+    def _call(self, sink: OnRow, method: str, *arguments: object) -> None:
+        try:
+            getattr(sink, method, _nothing)(*arguments)
+        except Exception as error:  # a record elsewhere is not worth a run
+            self._sinks.remove(sink)
+            self._order.remove(sink)
+            name = type(sink).__name__.lstrip("_")
+            what = " ".join(format_error(error).split())[:500]
+            self._say(f"ddp_loop: {name} gets nothing more, since it failed: {what} Training continues.")
+            if method != "close":
+                try:
+                    getattr(sink, "close", _nothing)()
+                except Exception:  # the first error says it
+                    return

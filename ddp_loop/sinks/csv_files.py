@@ -1,0 +1,157 @@
+"""Rows, evaluations and logged values as CSV files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_loop.reporting import RunStart, append_whole
+
+if TYPE_CHECKING:
+    from io import FileIO
+
+Row = Mapping[str, Any]
+_FLUSH_S = 1.0
+
+
+class _CsvFile:
+    """A CSV file that grows by lines, under a header of names."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+        self._names: tuple[str, ...] = ()
+        self._lines: list[str] = []
+        self._flushed = -math.inf
+
+    def begin(self, after: int) -> None:
+        """Keep the lines up to an iteration; a file that is not there comes with its first line."""
+        self.close()
+        if self._path.exists():
+            self._open(after + 1)
+
+    def add(self, row: Row) -> None:
+        """Add a line."""
+        if self._file is None:
+            self._open(int(row["iteration"]))
+        line = ",".join(map(_cell, row.values())) if tuple(row) == self._names else self._other(row)
+        self._lines.append(line)
+        if time.monotonic() - self._flushed > _FLUSH_S:
+            self.flush()
+
+    def _open(self, first: int) -> None:
+        """Keep the rows of earlier steps."""
+        rows = [row for row in read_csv(self._path) if float(row["iteration"]) < first] if first > 1 else []
+        self._rewrite(tuple(rows[0]) if rows else (), rows)
+
+    def _other(self, row: Row) -> str:
+        """Format a row whose names differ from the header's; new names are added to the header."""
+        new = [name for name in row if name not in self._names]
+        if new:
+            self.flush()
+            self._rewrite((*self._names, *new), read_csv(self._path))
+        return ",".join([_cell(row[name]) if name in row else "" for name in self._names])
+
+    def _rewrite(self, names: tuple[str, ...], rows: list[dict[str, str]]) -> None:
+        self._close_file()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        whole = io.StringIO()
+        writer = csv.DictWriter(whole, names, restval="", lineterminator="\n")
+        if names:
+            writer.writeheader()
+        writer.writerows(rows)
+        temporary = self._path.with_name(f".{self._path.name}-{os.getpid()}")
+        temporary.write_text(whole.getvalue(), encoding="utf-8")
+        temporary.replace(self._path)
+        self._file, self._names = self._path.open("ab", buffering=0), names
+
+    def flush(self) -> None:
+        """Write the rows so far."""
+        self._flushed = time.monotonic()
+        if self._file is not None and self._lines:
+            append_whole(self._file, ("\n".join(self._lines) + "\n").encode(), self._file.seek(0, os.SEEK_END))
+            self._lines = []
+
+    def close(self) -> None:
+        """Write the rows so far, and close the file."""
+        try:
+            self.flush()
+        finally:
+            self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _cell(value: object) -> str:
+    """A number as CSV; null, a value that is not finite, is nan."""
+    return "nan" if value is None else repr(value)
+
+
+class _Csv:
+    """See `csv_sink`."""
+
+    def __init__(self, path: Path) -> None:
+        self._rows = _CsvFile(path)
+        self._evaluations = _CsvFile(path.with_suffix(f".evaluations{path.suffix}"))
+        self._logged = _CsvFile(path.with_suffix(f".logged{path.suffix}"))
+        self._files = (self._rows, self._evaluations, self._logged)
+
+    def begin(self, run: RunStart) -> None:
+        for file in self._files:
+            file.begin(run.iteration)
+
+    def __call__(self, row: Row) -> None:
+        self._rows.add(row)
+
+    def evaluated(self, line: Row) -> None:
+        self._evaluations.add(line)
+        self._evaluations.flush()
+
+    def logged(self, line: Row) -> None:
+        self._logged.add(line)
+
+    def flush(self) -> None:
+        """Write the lines so far."""
+        for file in self._files:
+            file.flush()
+
+    def close(self) -> None:
+        """Write the lines so far, and close the files."""
+        with ExitStack() as ending:
+            for file in self._files:
+                ending.callback(file.close)
+
+
+def csv_sink(path: str | os.PathLike[str]) -> _Csv:
+    """Write each row as a line of CSV under a header of names; missing values are empty.
+
+    Evaluations and the values of `Loop.log` get files beside it: for rows.csv these are rows.evaluations.csv and
+    rows.logged.csv. A resumed run appends to its own files. A new run replaces existing files.
+
+    Args:
+        path: of the file; its folder is created.
+    """
+    return _Csv(Path(path))
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Read the whole lines of such a file, by name; none if it is missing.
+
+    Args:
+        path: of a file that `csv_sink` wrote.
+    """
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    rows = list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1])))
+    return [row for row in rows if row.get("iteration") and None not in row.values()]

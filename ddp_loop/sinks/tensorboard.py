@@ -1,0 +1,143 @@
+"""Rows, evaluations, logged values, texts, images and tables for TensorBoard."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_loop.reporting import RunStart, WeightedMeans, is_averaged
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch.utils.tensorboard import SummaryWriter
+
+Row = Mapping[str, Any]
+BESIDE = ("epoch", "iteration", "samples", "weight", "skipped", "elapsed_s")  # of a line: its place, no values
+
+
+class RowMeans:
+    """Points of curves: each is the mean of the rows since the last point.
+
+    Args:
+        write: called with the values of a point, by name, and its iteration.
+        every_s: seconds between two points, at least.
+    """
+
+    def __init__(self, write: Callable[[dict[str, float], int], None], every_s: float) -> None:
+        self._write, self._every_s = write, every_s
+        self._means, self._last = WeightedMeans(), dict[str, float]()
+        self._written = -math.inf  # the clock counts from the machine's start, which may be a moment ago
+
+    def add(self, row: Row) -> None:
+        """Add a row, and perhaps write a point."""
+        self._means.add(int(row["samples"]), row)
+        self._last = dict(row)
+        if time.monotonic() - self._written >= self._every_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the point of the rows so far."""
+        if not self._means.rows:
+            return
+        values = {name: value for name, value in self._last.items() if not is_averaged(name)} | self._means.means()
+        for name in BESIDE:
+            values.pop(name, None)
+        self._means, self._written = WeightedMeans(), time.monotonic()
+        self._write(values, int(self._last["iteration"]))
+
+
+def values_of(line: Row) -> dict[str, float]:
+    """The values of an evaluation or of logged values, by name; null is NaN."""
+    return {name: math.nan if one is None else one for name, one in line.items() if name not in BESIDE}
+
+
+def as_markdown(table: Mapping[str, Any]) -> str:
+    """A table as Markdown."""
+    head = ["", *table["columns"]]
+    lines = [head, ["---"] * len(head)]
+    lines += [[name, *row] for name, row in zip(table["rows"], table["values"], strict=True)]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+class _TensorBoard:
+    """See `tensorboard_sink`."""
+
+    def __init__(self, folder: Path, every_s: float) -> None:
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+        self._points = RowMeans(self._add_all, every_s)
+
+    def begin(self, run: RunStart) -> None:
+        self.close()
+        self._open(run.iteration + 1)
+
+    def _open(self, first: int) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._folder), purge_step=first)
+        return self._writer
+
+    def _at(self, iteration: int) -> SummaryWriter:
+        return self._open(iteration) if self._writer is None else self._writer
+
+    def _add_all(self, values: Mapping[str, float], iteration: int) -> None:
+        writer = self._at(iteration)
+        for name, value in values.items():
+            writer.add_scalar(name, value, iteration)
+
+    def __call__(self, row: Row) -> None:
+        self._at(int(row["iteration"]))
+        self._points.add(row)
+
+    def evaluated(self, line: Row) -> None:
+        values = {f"evaluation/{name}": one for name, one in values_of(line).items()}
+        self._add_all(values, int(line["iteration"]))
+        self.flush()
+
+    def logged(self, line: Row) -> None:
+        self._add_all(values_of(line), int(line["iteration"]))
+
+    def log_text(self, name: str, text: str, iteration: int) -> None:
+        self._at(iteration).add_text(name, text, iteration)
+
+    def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
+        self._at(iteration).add_image(name, pixels, iteration, dataformats="HWC")
+
+    def log_table(self, name: str, table: Mapping[str, Any], iteration: int) -> None:
+        self._at(iteration).add_text(name, as_markdown(table), iteration)
+
+    def flush(self) -> None:
+        """Write the points so far."""
+        if self._writer is not None:
+            self._points.flush()
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Write the points so far, and close the file."""
+        if self._writer is not None:
+            self._points.flush()
+            self._writer.close()
+            self._writer = None
+
+
+def tensorboard_sink(folder: str | os.PathLike[str], every_s: float = 1.0) -> _TensorBoard:
+    """Write points for TensorBoard: of rows the mean since the last point, of everything else each one.
+
+    Evaluations are tags below `evaluation/`; the values, texts and images of `Loop.log` keep their names, and tables
+    are texts.
+
+    Args:
+        folder: the `--logdir` of tensorboard, or a folder in it.
+        every_s: seconds between two points of rows, at least; 0 writes a point for each row, which takes some 0.2 ms.
+
+    Raises:
+        ImportError: tensorboard is missing.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ImportError('tensorboard_sink needs tensorboard. Run pip install "ddp_loop[tensorboard]"')
+    return _TensorBoard(Path(folder), every_s)
