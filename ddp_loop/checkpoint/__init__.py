@@ -43,7 +43,7 @@ from ddp_loop.checkpoint.run_folder import (
 )
 from ddp_loop.checkpoint.state import Stateful
 from ddp_loop.checkpoint.storage import CHECKPOINTS, NAME, CheckpointInfo, CheckpointStore, best_of, run_id_of
-from ddp_loop.checkpoint.warm_start import warm_start
+from ddp_loop.checkpoint.warm_starts import warm_start
 from ddp_loop.checkpoint.weights import load
 
 __all__ = [

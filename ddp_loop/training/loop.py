@@ -126,7 +126,6 @@ class Loop:
         is_ordered = batches.fixed_shards if ordered is None else ordered
         self._job = Job(state, batches, ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}))
         self._recorder = self._make_recorder(folder if watched is None else None, policy, on_nonfinite)
-        self.world.on_leaving(self._leave)
         with self.world.in_stage("start"):
             problem: Exception | None = None
             try:
@@ -164,6 +163,7 @@ class Loop:
         if folder is not None:
             checkpointer = Checkpointer(folder, self.world, state, policy, local, parts, self._state_check.check)
         recorder = RunRecorder(self.world, self._where, checkpointer, state)
+        self.world.on_leaving(self._leave)
         log = recorder.run_log
         self.log, self.log_text, self.log_image, self.log_table = log.log, log.log_text, log.log_image, log.log_table
         return recorder
