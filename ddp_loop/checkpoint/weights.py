@@ -49,7 +49,8 @@ def load(
         ValueError: no run folder, no such checkpoint or part, no score, or the checkpoint asked for is damaged.
         OSError: it cannot be read now.
     """
-    return part_of(read_checkpoint(run, best=best, name=checkpoint, say=_warn), part)
+    values: dict[str, Any] = part_of(read_checkpoint(run, best=best, name=checkpoint, say=_warn), part)
+    return values
 
 
 def part_of(found: Checkpoint, part: str) -> Any:

@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(run: Path) -> None:
     flip_tensors(run / "checkpoints" / NAMES[1])
     for arguments in ((run, "model", NAMES[1]), (run / "checkpoints" / NAMES[1], "model", None)):
         with pytest.raises(ValueError, match=rf"{NAMES[1]}/tensors\.safetensors does not have the SHA-256.* Name ano"):
-            dl.load(*arguments[:2], checkpoint=arguments[2])  # type: ignore[arg-type]
+            dl.load(*arguments[:2], checkpoint=arguments[2])
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused(run: Path) -> None:
