@@ -60,8 +60,10 @@ CONTENTS = """
 :hidden:
 :caption: Guides
 
+docs/tutorial
 docs/migrate
 docs/faults
+docs/checkpoints
 docs/watching
 docs/cluster
 docs/slurm
