@@ -61,9 +61,15 @@ CONTENTS = """
 :caption: Guides
 
 docs/tutorial
+docs/when_to_use
+docs/faq
 docs/migrate
-docs/faults
 docs/checkpoints
+docs/batch_norm
+docs/gradient_accumulation
+docs/compile
+docs/larger_models
+docs/faults
 docs/watching
 docs/cluster
 docs/slurm

@@ -28,10 +28,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a block printed on this rank, and the weights of its `model` at the end, as one list."""
+    """What blocks printed on this rank, and after each block the weights of `model` as one list, where it has some."""
 
     printed: str
-    weights: list[float]
+    weights: list[list[float]]
 
 
 def blocks_of(document: str) -> list[Block]:
@@ -43,14 +43,21 @@ def blocks_of(document: str) -> list[Block]:
 def run_python(folder: str, *texts: str) -> Ran:
     """Run blocks one after the other with the same names, in a folder, on this rank."""
     names: dict[str, object] = {"__name__": "snippet"}
-    printed = io.StringIO()
+    printed, weights = io.StringIO(), list[list[float]]()
     Path(folder).mkdir(parents=True, exist_ok=True)
     with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
         for text in texts:
             exec(compile(text, "snippet", "exec"), names)
-    model = names.get("model")
-    values = [one.detach().double().flatten() for one in model.parameters()] if isinstance(model, nn.Module) else []
-    return Ran(printed.getvalue(), torch.cat(values).tolist() if values else [])
+            weights.append(_weights_of(names.get("model")))
+    return Ran(printed.getvalue(), weights)
+
+
+def _weights_of(model: object) -> list[float]:
+    tensors = [one.detach() for one in model.state_dict().values()] if isinstance(model, nn.Module) else []
+    if not tensors or any(hasattr(one, "full_tensor") for one in tensors):  # they are divided over the ranks
+        return []
+    values: list[float] = torch.cat([one.double().flatten() for one in tensors]).tolist()
+    return values
 
 
 def run_shell(folder: Path, text: str) -> str:
