@@ -22,6 +22,7 @@ from ddp_loop.distributed import World
 from ddp_loop.reporting.exports import export_if_small
 from ddp_loop.reporting.jsonl import JsonlWriter, OnFull
 from ddp_loop.reporting.jsonl_tail import read_lines
+from ddp_loop.reporting.notebook_display import open_notebook
 from ddp_loop.reporting.rows import EpochMeans, OnRow, RowDispatcher
 from ddp_loop.reporting.terminal import Terminal, open_display
 from ddp_loop.reporting.throughput import RankTimings, TrainingLength
@@ -180,7 +181,7 @@ class Reporter:
             if world.size > 1:
                 world.print(world)
             extent = TrainingLength(**self._where.extent, after=after, ranks=world.size, device=str(world.device))
-            self._terminal = Terminal(world.print, extent, self._began, open_display(), epoch)
+            self._terminal = Terminal(world.print, extent, self._began, open_notebook() or open_display(), epoch)
         self.rows = RowDispatcher(file, receivers, self._terminal, self._began)
         self._draws = progress and file is not None
         return secrets.token_hex(4)
