@@ -341,7 +341,7 @@ class LiveDisplay:
         bar = self._bar(view, width)
         curve = self._curve(view.losses, width)
         place = [] if bar is not None else flowed([view.place, view.left] if view.left else [view.place], width)
-        lines = [*place, *flowed(_cells(view), width), *([curve] if curve else [])]
+        lines = [*place, *flowed(cells(view), width), *([curve] if curve else [])]
         texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
         return Group(*([] if bar is None else [bar]), *texts)
 
@@ -368,7 +368,8 @@ class LiveDisplay:
         return first + sparkline(losses, min(width - len(first) - len(last), _MOST_CURVE), blocks) + last
 
 
-def _cells(view: ProgressView) -> list[str]:
+def cells(view: ProgressView) -> list[str]:
+    """Return the values of a view and its speed, time and ranks, each as a short text."""
     cells = [
         f"{name.replace('_', ' ')} {value:.3g}" if _is_beside(name) else f"{name} {value:.4f}"
         for name, value in view.values.items()
