@@ -211,7 +211,7 @@ def test_a_stream_that_is_missing_closed_or_takes_no_attributes_is_no_obstacle(
                 with pytest.raises(ValueError, match="closed file"):
                     print("not lost")
             else:
-                print("to nobody")
+                print("to no reader")
         assert one.warnings == []
     assert "not lost" in one.text
 
