@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Protocol, cast
 
+from ddp_loop.reporting.console import Unrecorded, follow_instead
 from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, EpochMeans, RowMeta, WeightedMeans
 from ddp_loop.reporting.throughput import RankTiming, Throughput, TrainingLength, as_clock, slowest
 
@@ -297,7 +298,7 @@ def open_display() -> LiveDisplay | None:
         from rich.console import Console
     except ImportError:
         return None
-    return LiveDisplay(Console(file=sys.stdout, highlight=False))
+    return LiveDisplay(Console(file=cast(IO[str], Unrecorded(sys.stdout)), highlight=False))
 
 
 class LiveDisplay:
@@ -320,7 +321,10 @@ class LiveDisplay:
         """Show the newest view, now and whenever something is printed."""
         self._newest = newest
         if not self._live.is_started:
+            before = sys.stdout, sys.stderr
             self._live.start()
+            follow_instead(before[0], sys.stdout)  # what is printed above the display
+            follow_instead(before[1], sys.stderr)
             self._console.show_cursor(True)  # a killed process could not show it again
         self._live.refresh()
 
