@@ -147,6 +147,7 @@ class RunRecorder:
             self._extent = {**self._where.extent, **({} if shares is None else {"shares": list(shares)})}
             self._extent |= {} if origin is None else {"resumed_from": origin}
             there = self.checkpointer.open(facts, resume, self._extent, config)
+            self._report.open_console(self.checkpointer.folder)
         if self.checkpointer is not None and not self._has_optimizer:
             self.checkpointer.say(
                 "state has no optimizer, so checkpoints keep none and a resumed run begins with a new one. Pass "
