@@ -13,11 +13,14 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 
-from ddp_loop.distributed.failures import format_error
+from ddp_loop.distributed.failures import PeerFailed, RankStatus, format_error
 
 PEER_FAILED_EXIT = 75  # of a process that was ended because another rank failed, or another host was ended
 _PR_SET_PDEATHSIG = 1
+_START = "DDP_LOOP_START"  # set by `run` (elastic/command.py)
+_REPORTED = "_ddp_loop_is_reported"  # of an exception
 _TRACE_LETTERS = 8000
 _DAEMON_END_S = 5.0  # for a daemon that was terminated; then it is killed
 
@@ -36,15 +39,49 @@ def end_with_torchrun(environment: Mapping[str, str]) -> None:
         os._exit(PEER_FAILED_EXIT)  # torchrun died meanwhile
 
 
-def report_to_torchrun(error: BaseException) -> None:
-    """Have torchrun show the error of this rank in its summary, which is the last that it prints."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None or not isinstance(error, Exception):
+def leave_errors_to_launcher(environment: Mapping[str, str]) -> None:
+    """Leave it to `python -m ddp_loop run`, if that started this process, to print what this rank reports.
+
+    It prints a failure once for all ranks. A script with a `sys.excepthook` of its own keeps that.
+    """
+    with suppress(KeyError, ValueError, TypeError):
+        is_child = json.loads(environment[_START])["process"] == os.getppid()
+        if is_child and sys.excepthook is sys.__excepthook__:
+            sys.excepthook = show_unless_reported
+            show_unless_reported.is_used = True  # type: ignore[attr-defined]
+
+
+def show_unless_reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception, unless the launcher does; a `sys.excepthook`."""
+    if not is_reported(error):
+        sys.__excepthook__(kind, error, trace)
+
+
+def is_reported(error: BaseException) -> bool:
+    """Whether the launcher prints this exception."""
+    return getattr(error, _REPORTED, False)
+
+
+def report_to_launcher(error: BaseException, where: RankStatus) -> None:
+    """Have the launcher show the error of this rank: torchrun in its summary, `run` alone and once.
+
+    A `PeerFailed` is reported to `run` alone: torchrun would take it for the culprit's.
+    """
+    path, is_peer = os.environ.get("TORCHELASTIC_ERROR_FILE"), isinstance(error, PeerFailed)
+    leaves = getattr(show_unless_reported, "is_used", False)
+    if not path or not isinstance(error, Exception) or (is_peer and not leaves):
         return
-    text = "".join(traceback.format_exception(error))[-_TRACE_LETTERS:]
-    facts = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": format_error(error)[-_TRACE_LETTERS:], "extraInfo": facts}}, file)
+    text = error.summary if isinstance(error, PeerFailed) else "".join(traceback.format_exception(error))
+    line, now = error.summary if isinstance(error, PeerFailed) else format_error(error), time.time()
+    facts: dict[str, object] = {"py_callstack": text[-_TRACE_LETTERS:], "timestamp": str(int(now))}
+    if leaves:
+        facts |= {"at": now, "where": str(where), "is_peer": is_peer, "is_shown": False}
+    with suppress(OSError):
+        with open(f"{path}.new", "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": line[-_TRACE_LETTERS:], "extraInfo": facts}}, file)
+        os.replace(f"{path}.new", path)  # a rank that is killed meanwhile leaves no half
+        if leaves:
+            setattr(error, _REPORTED, True)
 
 
 def children_except(known: set[BaseProcess]) -> set[BaseProcess]:
