@@ -88,10 +88,6 @@ def _fraction(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ddp_loop.elastic import add_run
-    from ddp_loop.hosts import add_hosts
-    from ddp_loop.sweeps import add_sweep
-
     parser = argparse.ArgumentParser(prog="python -m ddp_loop", description="Custom data-parallel training loops.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -100,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(call=call)
         return command
 
-    add_run(add)
+    _add_launches(add)
     add("devices", _devices, "show the devices of this machine")
     one = add(
         "verify",
@@ -116,8 +112,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--timeout-s", type=_count, default=600, metavar="S", help="seconds for each run (default: 600)")
     one.add_argument("--tolerance", type=_fraction, metavar="T", help="relative, for all values (default: by dtype)")
     _add_profile(add)
-    add_sweep(add, _count, _say)
-    add_hosts(add, _say)
     two = add(
         "diff",
         _diff,
@@ -148,6 +142,16 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run_dir=...)")
     _add_runs(add)
     return parser
+
+
+def _add_launches(add: Callable[..., Any]) -> None:
+    from ddp_loop.elastic import add_run
+    from ddp_loop.hosts import add_hosts
+    from ddp_loop.sweeps import add_sweep
+
+    add_run(add)
+    add_sweep(add, _count, _say)
+    add_hosts(add, _say)
 
 
 def _devices(options: argparse.Namespace) -> bool:

@@ -19,7 +19,7 @@ from ddp_loop.determinism import as_int
 from ddp_loop.distributed.devices import RankEnv, choose_device, read_rank_env
 from ddp_loop.distributed.failures import PeerFailed, PeerFailureHook
 from ddp_loop.distributed.process_group import raise_on_all
-from ddp_loop.distributed.processes import end_with_torchrun, is_reported, leave_errors_to_launcher
+from ddp_loop.distributed.processes import follow_launcher, is_reported
 from ddp_loop.distributed.world import World
 
 EXCHANGES = ("auto", "memory", "gloo")
@@ -79,8 +79,7 @@ def join_world(
         every = ", ".join(map(repr, EXCHANGES))
         raise ValueError(f"exchange, and {_EXCHANGE} in the environment, must be one of {every}. Got {exchange!r}.")
     place = read_rank_env(dict(os.environ))
-    end_with_torchrun(os.environ)
-    leave_errors_to_launcher(os.environ)
+    follow_launcher(os.environ)
     place = replace(place, shares_gpu=share_gpus or _sharing.get())
     chosen = _device_of(place, device, timeout_s)
     accelerator_of(chosen).activate()

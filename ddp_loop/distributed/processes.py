@@ -32,6 +32,12 @@ def end_with_parent() -> bool:
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0)
 
 
+def follow_launcher(environment: Mapping[str, str]) -> None:
+    """End this process when its launcher is killed, and leave errors to a launcher that prints them."""
+    end_with_torchrun(environment)
+    leave_errors_to_launcher(environment)
+
+
 def end_with_torchrun(environment: Mapping[str, str]) -> None:
     """End this process when torchrun is killed, which starts its workers from its main thread."""
     parent = os.getppid()  # 1 does not mean orphaned: in a container torchrun may be the first process
