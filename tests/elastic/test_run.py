@@ -41,7 +41,7 @@ with dl.join_world(device="cpu") as world:
     batches = dl.Batches((inputs, labels), 7, world)
     epochs = 10**6 if mode == "endless" else 2
     state = dict(model=model, optimizer=optimizer)
-    for step in dl.Loop(batches, epochs, state=state, run_dir=run, progress=False):
+    for step in dl.Loop(batches, epochs, state=state, run_dir=run, progress=mode == "endless"):
         for images, classes in step:
             if step.iteration == 3 and world.rank == 1:
                 if mode == "raise":
@@ -56,7 +56,7 @@ with dl.join_world(device="cpu") as world:
         step.fold()
         optimizer.step()
         if mode == "endless" and step.iteration == 5:
-            sys.stdout.write("begun\\n")
+            open("begun-" + os.environ["RANK"], "w").close()
     digest = hashlib.sha1(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     sys.stdout.write(digest + "\\n")
 """
@@ -94,15 +94,10 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, errors
 
 
-def begun(process: subprocess.Popen[str]) -> None:
-    """Wait until both ranks have made some steps."""
-    assert process.stdout is not None
-    found = 0
-    for line in process.stdout:
-        found += line == "begun\n"
-        if found == 2:
-            return
-    raise AssertionError(process.communicate())
+def begun(process: subprocess.Popen[str], folder: Path, mark: str = "begun") -> None:
+    """Wait until both ranks have made some steps, or got a signal."""
+    files = [folder / f"{mark}-{rank}" for rank in range(2)]
+    until(lambda: all(map(Path.exists, files)) or process.poll() is not None, "the ranks have begun", RUN_S)
 
 
 def test_the_bits_are_those_of_torchrun_and_nothing_is_said(
@@ -144,7 +139,7 @@ def test_a_signal_stops_the_run_with_code_0_and_its_start_goes_on(
 ) -> None:
     run = tmp_path / "run"
     process = start(*RUN, script, "endless", str(run))
-    begun(process)
+    begun(process, tmp_path)
     process.send_signal(number)
     code, out, errors = ended(process)
     assert code == 0, errors
@@ -161,14 +156,15 @@ def test_a_signal_stops_the_run_with_code_0_and_its_start_goes_on(
 def test_a_second_ctrl_c_ends_at_once(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     stubborn = tmp_path / "stubborn.py"
     stubborn.write_text(
-        "import signal, sys, threading\n"
-        "signal.signal(signal.SIGINT, lambda *_: sys.stdout.write('begun\\n'))\n"
-        "sys.stdout.write('begun\\n')\n"
+        "import os, signal, threading\n"
+        "def mark(name): open(name + '-' + os.environ['RANK'], 'w').close()\n"
+        "signal.signal(signal.SIGINT, lambda *_: mark('asked'))\n"
+        "mark('begun')\n"
         "while True:\n    threading.Event().wait(1.0)\n"
     )
     process = start(*RUN, str(stubborn))
-    for _ in range(2):
-        begun(process)
+    for mark in ("begun", "asked"):
+        begun(process, tmp_path, mark)
         process.send_signal(signal.SIGINT)
     code, _, errors = ended(process)
     assert code == 1
