@@ -12,6 +12,7 @@ not: the other hosts go on without this one.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -32,11 +33,15 @@ from torch.distributed.launcher.api import LaunchConfig
 from ddp_loop.elastic.failures import Ending, describe, read_ending
 
 _SECOND_S = 2.0  # from the second Ctrl-C to the end of the ranks
-_QUIET = ("torch.distributed.elastic.agent", "torch.distributed.elastic.multiprocessing")
+_QUIET = "torch.distributed.elastic."
 
 
 class Agent(LocalElasticAgent):
-    """The agent of one host. See [Note: Signals of a launcher]."""
+    """The agent of one host. See [Note: Signals of a launcher].
+
+    Attributes:
+        leaves_others: whether this host was ended alone, and the rendezvous stays open for the others.
+    """
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig) -> None:
         more = {"shutdown_timeout": config.shutdown_timeout} if hasattr(config, "shutdown_timeout") else {}
@@ -48,7 +53,7 @@ class Agent(LocalElasticAgent):
             **more,
         )
         self._ignores_hangups = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        self._stops_to_restart = self._has_met = False
+        self._stops_to_restart = self._has_met = self.leaves_others = False
 
     def exit_code(self) -> int:
         """Run the ranks until they have ended, and return the exit code of the launcher."""
@@ -59,6 +64,7 @@ class Agent(LocalElasticAgent):
         return 1 if result is not None and result.is_failed() else 0
 
     def _code_after(self, number: signal.Signals) -> int:
+        self.leaves_others = number != signal.SIGINT
         if self._pcontext is None:  # no rank was started
             return 128 + number
         if self._monitor_workers(self._worker_group).state != WorkerState.SUCCEEDED:
@@ -135,6 +141,7 @@ def run_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, argume
     with _quiet():
         try:
             handler = registry.get_rendezvous_handler(parameters)
+            atexit.register(getattr, handler, "shutdown")  # keeps it: its thread would stop itself, with a traceback
             spec = WorkerSpec(
                 local_world_size=config.nproc_per_node,
                 entrypoint=entrypoint,
@@ -150,10 +157,10 @@ def run_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, argume
         except RendezvousError as error:
             sys.stderr.write(f"ddp_loop: The hosts did not meet at {config.rdzv_endpoint}: {error}\n")
             return 1
-        succeeded = code == 0
-        events.record(
-            agent.get_event_succeeded() if succeeded else agent.get_event_failed(), config.event_log_handler or "null"
-        )
+        if not agent.leaves_others:
+            handler.shutdown()
+        event = agent.get_event_failed() if code else agent.get_event_succeeded()
+        events.record(event, config.event_log_handler or "null")
         return code
 
 

@@ -63,6 +63,7 @@ CONTENTS = """
 docs/migrate
 docs/faults
 docs/watching
+docs/launching
 docs/cluster
 docs/slurm
 docs/kubernetes
