@@ -140,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     five.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="another name of this server")
     for command in (three, four, _add_plot(add)):
         command.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run_dir=...)")
+    _add_export(add)
     _add_runs(add)
     return parser
 
@@ -170,6 +171,20 @@ def _plot(options: argparse.Namespace) -> bool:
     from ddp_loop.reporting import export
 
     return _show(True, map(str, export(options.run)))
+
+
+def _add_export(add: Callable[..., Any]) -> None:
+    command = add(
+        "export",
+        _export,
+        "write the weights of a run's newest or best checkpoint to a safetensors file",
+        f"{EQUAL} written, {FAILED} there is no such checkpoint or part, or the file cannot be written",
+    )
+    command.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run_dir=...), or of a checkpoint")
+    command.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="such as model.safetensors")
+    command.add_argument("--best", action="store_true", help="the checkpoint with the lowest score, not the newest")
+    command.add_argument("--checkpoint", metavar="NAME", help="the checkpoint of this name, such as step-00000120")
+    command.add_argument("--part", default="model", metavar="NAME", help="of Loop(state=...) (default: model)")
 
 
 def _add_plot(add: Callable[..., Any]) -> Any:
@@ -297,6 +312,21 @@ def _stop(options: argparse.Namespace) -> bool:
 
     stop = stop_sweep if is_sweep(options.run) else stop_and_wait
     return stop(options.run, options.timeout_s, _say)
+
+
+def _export(options: argparse.Namespace) -> bool:
+    from ddp_loop.checkpoint import export_weights
+
+    what = options.run, options.output, options.part
+    try:
+        done = export_weights(*what, say=_complain, best=options.best, checkpoint=options.checkpoint)
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from error
+    return _show(True, [str(done)])
+
+
+def _complain(line: str) -> None:
+    print(f"ddp_loop export: {line}", file=sys.stderr)
 
 
 def _list_runs(options: argparse.Namespace) -> bool:

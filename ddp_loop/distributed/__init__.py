@@ -1,6 +1,7 @@
 """The ranks: how a process joins, sums and leaves, who failed, and whether the replicas are the same."""
 
 from ddp_loop.distributed.backend import Work
+from ddp_loop.distributed.cells import Cell, open_cell
 from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_env, scale_batch_size
 from ddp_loop.distributed.encoding import as_real, assemble, columns, decode, encode
 from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error
@@ -39,6 +40,7 @@ from ddp_loop.distributed.world import World
 __all__ = [
     "IDENTITY",
     "MOST_LETTERS",
+    "Cell",
     "FrozenParameters",
     "PeerFailed",
     "Pool",
@@ -78,6 +80,7 @@ __all__ = [
     "machine_of",
     "make_equal",
     "merge",
+    "open_cell",
     "own_names",
     "padded",
     "read_rank_env",

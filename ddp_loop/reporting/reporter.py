@@ -16,14 +16,17 @@ import torch
 from ddp_loop.checkpoint import EVALUATIONS, RANKS, ROWS, RUN, Checkpointer, read_json
 from ddp_loop.data import LoopPosition, MiniBatch
 from ddp_loop.distributed import World
+from ddp_loop.reporting.console import ConsoleLog
 from ddp_loop.reporting.evaluations import EvaluationLog, EvaluationRecorder
 from ddp_loop.reporting.exports import export_if_small
 from ddp_loop.reporting.jsonl import JsonlWriter, OnFull
 from ddp_loop.reporting.logged_values import LoggedValues
+from ddp_loop.reporting.notebook_display import open_notebook
 from ddp_loop.reporting.rows import EpochMeans, RowDispatcher
 from ddp_loop.reporting.sink_calls import OnRow, RunStart, SinkCalls
 from ddp_loop.reporting.terminal import Terminal, open_display
 from ddp_loop.reporting.throughput import RankTimings, TrainingLength
+from ddp_loop.reporting.usage import UsageLog
 
 
 class FinalPictures:
@@ -62,6 +65,11 @@ def _start_of(folder: Path | None, config: Mapping[str, Any], after: int) -> Run
     return RunStart(None, config, after, Path(script).stem)
 
 
+def _end_console(console: ConsoleLog, world: World) -> None:
+    """When the world is left; nothing of the loop is kept until then."""
+    console.close(world.ended_by)
+
+
 def _close(logged: LoggedValues, sinks: SinkCalls) -> None:
     try:
         logged.close()
@@ -93,8 +101,15 @@ class Reporter:
         self._evaluations: EvaluationLog | None = None
         self._evaluated: EvaluationRecorder | None = None
         self._ranks: JsonlWriter | None = None
+        self._console = ConsoleLog(world.print)
+        self._usage: UsageLog | None = None
+        world.on_leaving(partial(_end_console, self._console, world))  # as the last one, with what others print
         self._pictures = FinalPictures(world)
         self._draws = self._must_gather = False
+
+    def open_console(self, folder: Path) -> None:
+        """Keep what this process prints in the run folder from now on, until the world is left."""
+        self._console.open(folder, self._world.rank)
 
     def begin(self, receivers: list[OnRow], config: Mapping[str, Any], *, progress: bool) -> str | None:
         """Open the files, the sinks and the terminal on rank 0; new rows are appended to those already there.
@@ -119,7 +134,7 @@ class Reporter:
             if world.size > 1:
                 world.print(world)
             extent = TrainingLength(**self._where.extent, after=after, ranks=world.size, device=str(world.device))
-            self._terminal = Terminal(world.print, extent, self._began, open_display(), epoch)
+            self._terminal = Terminal(world.print, extent, self._began, open_notebook() or open_display(), epoch)
         self._sinks = SinkCalls(receivers, world.print)
         folder = None if self._checkpointer is None else self._checkpointer.folder
         self._sinks.call("begin", _start_of(folder, config, after))
@@ -141,6 +156,11 @@ class Reporter:
         folder = None if self._checkpointer is None else self._checkpointer.folder
         self._evaluated = EvaluationRecorder(self._evaluations, self._sinks, folder, self._where, self._began)
         world.on_evaluated = self._evaluated
+        if folder is not None:
+            began = time.monotonic() - world.gather(time.monotonic() - self._began, "the run's time so far")[0]
+            where = self._where
+            facts = world.rank, world.device, lambda: where.iteration, began, world.print
+            self._usage = UsageLog(folder, *facts)
 
     def _open_files(self, checkpointer: Checkpointer, after: int, epoch: EpochMeans) -> JsonlWriter:
         folder, say = checkpointer.folder, checkpointer.say
@@ -202,6 +222,9 @@ class Reporter:
 
     def close(self, last_words: str | None) -> None:
         """Hand on the last rows, and close everything that takes rows."""
+        usage, self._usage = self._usage, None
+        if usage is not None:
+            usage.close()
         rows, self.rows = self.rows, None
         if rows is None:
             return
@@ -214,5 +237,6 @@ class Reporter:
 
     def end(self) -> None:
         """Note that the loop has ended; others may run in its folder."""
+        self._console.has_ended = True
         if self._evaluated is not None:
             self._evaluated.has_ended = True

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING, Protocol, cast
 
+from ddp_loop.reporting.console import Unrecorded, follow_instead
 from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, EpochMeans, RowMeta, WeightedMeans
 from ddp_loop.reporting.throughput import RankTiming, Throughput, TrainingLength, as_clock, slowest
 
@@ -297,7 +298,7 @@ def open_display() -> LiveDisplay | None:
         from rich.console import Console
     except ImportError:
         return None
-    return LiveDisplay(Console(file=sys.stdout, highlight=False))
+    return LiveDisplay(Console(file=cast(IO[str], Unrecorded(sys.stdout)), highlight=False))
 
 
 class LiveDisplay:
@@ -320,7 +321,10 @@ class LiveDisplay:
         """Show the newest view, now and whenever something is printed."""
         self._newest = newest
         if not self._live.is_started:
+            before = sys.stdout, sys.stderr
             self._live.start()
+            follow_instead(before[0], sys.stdout)  # what is printed above the display
+            follow_instead(before[1], sys.stderr)
             self._console.show_cursor(True)  # a killed process could not show it again
         self._live.refresh()
 
@@ -341,7 +345,7 @@ class LiveDisplay:
         bar = self._bar(view, width)
         curve = self._curve(view.losses, width)
         place = [] if bar is not None else flowed([view.place, view.left] if view.left else [view.place], width)
-        lines = [*place, *flowed(_cells(view), width), *([curve] if curve else [])]
+        lines = [*place, *flowed(cells(view), width), *([curve] if curve else [])]
         texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
         return Group(*([] if bar is None else [bar]), *texts)
 
@@ -368,7 +372,8 @@ class LiveDisplay:
         return first + sparkline(losses, min(width - len(first) - len(last), _MOST_CURVE), blocks) + last
 
 
-def _cells(view: ProgressView) -> list[str]:
+def cells(view: ProgressView) -> list[str]:
+    """Return the values of a view and its speed, time and ranks, each as a short text."""
     cells = [
         f"{name.replace('_', ' ')} {value:.3g}" if _is_beside(name) else f"{name} {value:.4f}"
         for name, value in view.values.items()

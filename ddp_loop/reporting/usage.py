@@ -1,0 +1,137 @@
+"""What a rank uses of its machine, every 5 s: processor, memory, GPU. In the run folder: usage/rank-R.jsonl."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from ddp_loop.accelerators import accelerator_of
+from ddp_loop.checkpoint import RUN, USAGE
+from ddp_loop.reporting.jsonl import JsonlWriter
+
+EVERY_S = 5.0
+_LEAST_S = 1.0  # between the last line but one and the one at the end
+_MIB = 2**20
+_PROCESSES = Path("/proc")  # of Linux; elsewhere children count only when they have ended
+
+
+def _descendants(process: str) -> Iterator[str]:
+    """The processes below a process that live."""
+    for children in _PROCESSES.glob(f"{process}/task/*/children"):
+        with suppress(OSError):  # the thread has ended since
+            for child in children.read_text().split():
+                yield child
+                yield from _descendants(child)
+
+
+def processor_s() -> float:
+    """Return the processor time of this process and all below it, in seconds; those that ended count too."""
+    own = os.times()
+    ticks = 0
+    for process in _descendants("self"):
+        with suppress(OSError, ValueError, IndexError):  # it has ended since
+            fields = (_PROCESSES / process / "stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))  # its own, and that of its children that ended
+    return sum(own[:4]) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+class _Gpu:
+    """The load and the memory of a rank's GPU; None where it has none, or cannot say."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._accelerator = device, accelerator_of(device)
+        self._says_load = not self._accelerator.is_host
+
+    def percent(self) -> float | None:
+        """How much of the last moment the GPU was busy, if the driver's library can be asked (nvidia-ml-py)."""
+        if self._says_load:
+            try:
+                return float(torch.get_device_module(self._device).utilization(self._device))
+            except Exception:  # the library is missing, or refuses; then it will again
+                self._says_load = False
+        return None
+
+    def memory_mib(self) -> float | None:
+        """What this process holds of its memory."""
+        return None if self._accelerator.is_host else round(self._accelerator.memory_held() / _MIB, 1)
+
+
+class UsageLog:
+    """A thread that writes what this process uses, until `close`.
+
+    Its file loses lines rather than to hold up training. The thread holds no lock that a forked process could need.
+
+    Args:
+        folder: of the run; a machine that does not have it gets no file.
+        rank: of this process.
+        device: of this rank.
+        iteration: returns the step that the loop is in.
+        began: when the run began, on the monotonic clock, less the time of earlier processes.
+        warn: shows the user a line.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        device: torch.device,
+        iteration: Callable[[], int],
+        began: float,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._iteration, self._began, self._gpu = iteration, began, _Gpu(device)
+        self._file: JsonlWriter | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ddp_loop usage", daemon=True)
+        if not (folder / RUN).is_file():
+            return
+        try:
+            (folder / USAGE).mkdir(exist_ok=True)
+            self._file = JsonlWriter(folder / USAGE / f"rank-{rank}.jsonl", iteration(), warn, "drop")
+        except OSError as error:
+            warn(f"{error} The usage of rank {rank} is not recorded; training continues.")
+            return
+        self._lines = 0
+        self._last_s, self._last_processor_s = time.monotonic(), processor_s()
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(EVERY_S):
+            self._write()
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        now, used = time.monotonic(), processor_s()
+        spent, gone = max(used - self._last_processor_s, 0.0), max(now - self._last_s, 1e-3)
+        self._last_s, self._last_processor_s = now, used
+        line = {
+            "time": round(time.time(), 3),
+            "elapsed_s": round(now - self._began, 3),
+            "iteration": self._iteration(),
+            "processor_percent": round(100 * spent / gone, 1),
+            "memory_mib": round(accelerator_of(torch.device("cpu")).memory_held() / _MIB, 1),
+            "gpu_percent": self._gpu.percent(),
+            "gpu_memory_mib": self._gpu.memory_mib(),
+        }
+        self._lines += 1
+        self._file.add(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """End the thread, after a last line."""
+        if self._file is None or self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join()
+        if not self._lines or time.monotonic() - self._last_s >= _LEAST_S:
+            self._write()
+        self._file.close()
+        self._file = None

@@ -1,0 +1,161 @@
+"""What each rank uses of its machine, in the run folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop.reporting import usage
+from ddp_loop.reporting.usage import UsageLog, processor_s
+from tests.support.harness import OnRanks, until
+from tests.support.runs import lines_of
+
+FIELDS = [
+    *("time", "elapsed_s", "iteration", "processor_percent", "memory_mib", "gpu_percent", "gpu_memory_mib"),
+]
+CPU = torch.device("cpu")
+
+
+def train(run: str | None, steps: int, every_s: float = 5.0) -> tuple[list[str], list[str]]:
+    """The names of the threads of usage during and after the loop."""
+    with pytest.MonkeyPatch.context() as patch, dl.join_world(seed=0) as world:
+        patch.setattr(usage, "EVERY_S", every_s)
+        model, names = nn.Linear(3, 1), []
+        batches = dl.Batches(torch.ones(8, 3), 4, world)
+        for step in dl.Loop(batches, steps=steps, state={"m": model}, run_dir=run, progress=False):
+            for rows in step:
+                step.backward(model(rows).mean())
+            step.fold()
+            names = usage_threads()
+        return names, usage_threads()
+
+
+def usage_threads() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name == "ddp_loop usage"]
+
+
+def usage_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return lines_of(run / "usage" / f"rank-{rank}.jsonl")
+
+
+@pytest.mark.covers("J17")
+def test_each_rank_records_its_usage_until_the_loop_ends(on_ranks: OnRanks, tmp_path: Path) -> None:
+    assert on_ranks(2, train, str(tmp_path), 2) == [(["ddp_loop usage"], [])] * 2
+    for rank in range(2):
+        (line,) = usage_of(tmp_path, rank)  # a run that is shorter than 5 s has its last line
+        assert list(line) == FIELDS
+        assert line["iteration"] == 2
+        assert abs(time.time() - line["time"]) < 60
+        assert 50 < line["memory_mib"] < 1e6
+        assert line["processor_percent"] >= 0
+        assert (line["gpu_percent"], line["gpu_memory_mib"]) == (None, None)
+
+
+def test_a_run_without_a_folder_has_no_thread(on_ranks: OnRanks) -> None:
+    assert on_ranks(2, train, None, 2) == [([], [])] * 2
+
+
+def test_lines_come_while_it_runs_and_those_after_the_checkpoint_are_cut_on_resume(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    on_ranks(2, train, str(tmp_path), 2)
+    path = tmp_path / "usage" / "rank-1.jsonl"
+    kept = usage_of(tmp_path, 1)
+    path.write_text(path.read_text() + json.dumps({**kept[0], "iteration": 3}) + "\n")
+    rows = tmp_path / "rows.jsonl"  # the run has lasted 1,000 s; all ranks know it from rank 0
+    rows.write_text("".join(json.dumps({**one, "elapsed_s": 1000.0}) + "\n" for one in lines_of(rows)))
+    on_ranks(2, train, str(tmp_path), 4)
+    lines = usage_of(tmp_path, 1)
+    assert [one["iteration"] for one in lines] == [2, 4]
+    assert lines[0] == kept[0]
+    assert [1000 <= usage_of(tmp_path, rank)[-1]["elapsed_s"] < 1100 for rank in range(2)] == [True, True]
+
+
+def burn(seconds: float) -> None:
+    while time.process_time() < seconds:
+        math.sqrt(2.0)
+
+
+def test_the_time_of_children_counts_while_they_live_and_when_they_have_ended() -> None:
+    before, barrier = processor_s(), multiprocessing.get_context("fork").Event()
+    child = multiprocessing.get_context("fork").Process(target=_burn_and_wait, args=(barrier,))
+    child.start()
+    try:
+        until(lambda: processor_s() - before > 0.2, "the time of a child that lives")
+    finally:
+        barrier.set()
+        child.join()
+        child.close()
+    assert processor_s() - before > 0.2
+
+
+def _burn_and_wait(barrier: Any) -> None:
+    burn(time.process_time() + 0.3)
+    barrier.wait(20)
+
+
+def log_of(folder: Path, warnings: list[str], device: torch.device = CPU) -> UsageLog:
+    return UsageLog(folder, 0, device, lambda: 7, time.monotonic(), warnings.append)
+
+
+def test_a_line_comes_every_few_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "EVERY_S", 0.01)
+    (tmp_path / "run.json").write_text("{}")
+    log = log_of(tmp_path, [])
+    path = tmp_path / "usage" / "rank-0.jsonl"
+    until(lambda: path.exists() and len(path.read_text().splitlines()) >= 3, "three lines")
+    log.close()
+    log.close()
+    lines = usage_of(tmp_path)
+    assert [one["time"] for one in lines] == sorted(one["time"] for one in lines)
+    assert {one["iteration"] for one in lines} == {7}
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "usage").write_text("a file")
+    warnings: list[str] = []
+    log_of(tmp_path, warnings).close()
+    assert len(warnings) == 1
+    assert "training continues" in warnings[0]
+
+
+def test_a_machine_without_the_run_folder_gets_no_file(tmp_path: Path) -> None:
+    log_of(tmp_path, []).close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_gpu_that_cannot_say_its_load_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Module:
+        def utilization(self, device: torch.device) -> int:
+            asked.append(device)
+            raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module())
+    gpu = usage._Gpu(torch.device("cuda", 0))
+    assert [gpu.percent(), gpu.percent(), len(asked)] == [None, None, 1]
+    monkeypatch.setattr(Module, "utilization", lambda self, device: 83)
+    assert usage._Gpu(torch.device("cuda", 0)).percent() == 83.0
+    assert usage._Gpu(CPU).percent() is None
+    assert usage._Gpu(CPU).memory_mib() is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_its_load_and_its_memory() -> None:
+    tensor = torch.ones(2**20, device="cuda")
+    gpu = usage._Gpu(tensor.device)
+    assert (gpu.memory_mib() or 0) >= 4
+    assert gpu.percent() is None or 0 <= (gpu.percent() or 0) <= 100
