@@ -25,14 +25,14 @@ from typing import Any
 from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddp_loop.elastic.failures import Ending, describe, read_ending
 
-_SECOND_S = 2.0  # from the second Ctrl-C to the end of the ranks
+_SECOND_S = 2  # from the second Ctrl-C to the end of the ranks
 _QUIET = "torch.distributed.elastic."
 
 
@@ -44,10 +44,10 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig) -> None:
-        more = {"shutdown_timeout": config.shutdown_timeout} if hasattr(config, "shutdown_timeout") else {}
+        more: dict[str, Any] = {"shutdown_timeout": config.shutdown_timeout} if hasattr(config, "shutdown_timeout") else {}
         super().__init__(
             spec=spec,
-            logs_specs=config.logs_specs,
+            logs_specs=config.logs_specs or DefaultLogsSpecs(),
             start_method=config.start_method,
             log_line_prefix_template=config.log_line_prefix_template,
             **more,
@@ -80,7 +80,7 @@ class Agent(LocalElasticAgent):
         return found
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             ranks = [worker.global_rank for worker in worker_group.workers]
             endings = [read_ending(rank, result.failures[rank]) for rank in sorted(result.failures)]
@@ -115,7 +115,7 @@ class Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         self._has_met = True
-        super()._exit_barrier()
+        super()._exit_barrier()  # type: ignore[no-untyped-call]
 
 
 def run_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, arguments: Sequence[str]) -> int:

@@ -44,13 +44,13 @@ def read_ending(rank: int, failure: ProcessFailure) -> Ending:
         is_peer = failure.exitcode == _PEER_FAILED_EXIT
         return Ending(rank, failure.exitcode, float(failure.timestamp), is_peer=is_peer)
     facts = found.get("extraInfo") or {}
-    at = failure.timestamp
+    at = float(failure.timestamp)
     with suppress(TypeError, ValueError):
         at = float(facts["at"]) if "at" in facts else float(facts.get("timestamp", at))
     return Ending(
         rank,
         failure.exitcode,
-        float(at),
+        at,
         error=str(facts.get("py_callstack", "")),
         line=str(found.get("message", "")),
         where=str(facts.get("where", "")),
