@@ -58,7 +58,9 @@ def leave_errors_to_launcher(environment: Mapping[str, str]) -> None:
 
 
 def show_unless_reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught exception, unless the launcher does; a `sys.excepthook`."""
+    """Report an uncaught exception to the launcher, or print it if that is not possible; a `sys.excepthook`."""
+    if not is_reported(error):  # it was raised outside of the world
+        report_to_launcher(error, RankStatus())
     if not is_reported(error):
         sys.__excepthook__(kind, error, trace)
 

@@ -44,7 +44,9 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig) -> None:
-        more: dict[str, Any] = {"shutdown_timeout": config.shutdown_timeout} if hasattr(config, "shutdown_timeout") else {}
+        more: dict[str, Any] = (
+            {"shutdown_timeout": config.shutdown_timeout} if hasattr(config, "shutdown_timeout") else {}
+        )
         super().__init__(
             spec=spec,
             logs_specs=config.logs_specs or DefaultLogsSpecs(),

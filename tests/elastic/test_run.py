@@ -59,6 +59,8 @@ with dl.join_world(device="cpu") as world:
             open("begun-" + os.environ["RANK"], "w").close()
     digest = hashlib.sha1(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     sys.stdout.write(digest + "\\n")
+if mode == "after":
+    raise KeyError("after the world")
 """
 
 
@@ -193,6 +195,15 @@ def test_the_culprit_is_printed_once_and_the_others_in_a_line(
     assert (out + errors).count("the labels are bad") == 2 * traces  # the line of the source, and the error
     assert len(lines) == 2 + 5 * traces or sys.version_info < (3, 13)
     assert "torchrun" not in errors
+
+
+def test_an_error_of_all_ranks_outside_of_the_world_is_printed_once(
+    start: Callable[..., subprocess.Popen[str]], script: str, tmp_path: Path
+) -> None:
+    code, out, errors = ended(start(*RUN, script, "after", str(tmp_path / "run")))
+    assert code == 1
+    assert (out + errors).count("Traceback") == 1
+    assert re.match(r"ddp_loop: rank \d failed:\nTraceback", errors)
 
 
 def test_a_failure_is_followed_by_a_restart_where_one_is_left(
