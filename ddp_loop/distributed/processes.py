@@ -73,15 +73,18 @@ def is_reported(error: BaseException) -> bool:
 def report_to_launcher(error: BaseException, where: RankStatus) -> None:
     """Have the launcher show the error of this rank: torchrun in its summary, `run` alone and once.
 
-    A `PeerFailed` is reported to `run` alone: torchrun would take it for the culprit's.
+    A `PeerFailed` and a `sys.exit` are reported to `run` alone: torchrun would take the former for the culprit's.
     """
     path, is_peer = os.environ.get("TORCHELASTIC_ERROR_FILE"), isinstance(error, PeerFailed)
     leaves = getattr(show_unless_reported, "is_used", False)
-    if not path or not isinstance(error, Exception) or (is_peer and not leaves):
+    is_exit = isinstance(error, SystemExit) and error.code not in (None, 0)
+    if not path or not (isinstance(error, Exception) or is_exit) or ((is_peer or is_exit) and not leaves):
         return
     text = error.summary if isinstance(error, PeerFailed) else "".join(traceback.format_exception(error))
     line, now = error.summary if isinstance(error, PeerFailed) else format_error(error), time.time()
     facts: dict[str, object] = {"py_callstack": text[-_TRACE_LETTERS:], "timestamp": str(int(now))}
+    if isinstance(error, SystemExit):  # the launcher may end this process before its code is seen
+        facts["py_callstack"], line = "", f"ended with exit code {error.code if isinstance(error.code, int) else 1}"
     if leaves:
         facts |= {"at": now, "where": str(where), "is_peer": is_peer, "is_shown": False}
     with suppress(OSError):

@@ -60,9 +60,13 @@ def read_ending(rank: int, failure: ProcessFailure) -> Ending:
 
 
 def find_first(endings: Sequence[Ending]) -> Ending:
-    """The culprit: who failed by itself, before one that was ended, before one that another rank's failure ended."""
+    """The culprit: who failed by itself, before one that another rank's failure ended.
+
+    The agent ends all ranks when the first has ended, and that may be another one than the culprit. What it ended before
+    they left a word is the least likely to be it.
+    """
     failed = [one for one in endings if one.exit_code != 0]
-    return min(failed, key=lambda one: (one.is_peer, one.exit_code == -signal.SIGTERM, not one.error, one.at, one.rank))
+    return min(failed, key=lambda one: (_was_ended(one), one.is_peer, not one.error, one.at, one.rank))
 
 
 def describe(endings: Sequence[Ending], again: str, *, is_coloured: bool) -> str:
@@ -81,6 +85,10 @@ def describe(endings: Sequence[Ending], again: str, *, is_coloured: bool) -> str
     return "\n".join(lines) + "\n"
 
 
+def _was_ended(one: Ending) -> bool:
+    return one.exit_code == -signal.SIGTERM and not one.line
+
+
 def _by_rank(one: Ending) -> int:
     return one.rank
 
@@ -91,13 +99,14 @@ def _of_first(one: Ending) -> str:
         return f"ddp_loop: rank {one.rank} was ended{one.where}{why}"
     if one.error and not one.is_shown:
         return f"ddp_loop: rank {one.rank} failed{one.where}:\n{one.error.rstrip()}"
-    return f"ddp_loop: rank {one.rank} {_of_code(one)}{one.where}"
+    said = one.line if one.line and not one.is_shown else _of_code(one)
+    return f"ddp_loop: rank {one.rank} {said}{one.where}"
 
 
 def _of_other(one: Ending) -> str:
     if one.is_peer:
         return f"was ended{one.where}"
-    if one.line and not one.is_shown:
+    if one.line and not one.is_shown and one.error:
         return f"failed{one.where} too: {one.line.splitlines()[0]}"
     return _of_code(one) + one.where
 

@@ -178,7 +178,7 @@ def test_a_second_ctrl_c_ends_at_once(start: Callable[..., subprocess.Popen[str]
     ("mode", "first"),
     [
         ("raise", "ddp_loop: rank 1 failed in forward of step 3:"),
-        ("exit", "ddp_loop: rank 1 ended with exit code 3"),
+        ("exit", "ddp_loop: rank 1 ended with exit code 3 in forward of step 3"),
         ("kill", "ddp_loop: rank 1 was killed by SIGKILL, by a user or for lack of memory"),
     ],
 )
