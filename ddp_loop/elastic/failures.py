@@ -62,8 +62,8 @@ def read_ending(rank: int, failure: ProcessFailure) -> Ending:
 def find_first(endings: Sequence[Ending]) -> Ending:
     """The culprit: who failed by itself, before one that another rank's failure ended.
 
-    The agent ends all ranks when the first has ended, and that may be another one than the culprit. What it ended before
-    they left a word is the least likely to be it.
+    The agent ends all ranks when the first has ended, and that may be another one than the culprit. A rank that was
+    ended before it left a word is the least likely to be it.
     """
     failed = [one for one in endings if one.exit_code != 0]
     return min(failed, key=lambda one: (_was_ended(one), one.is_peer, not one.error, one.at, one.rank))
