@@ -20,7 +20,7 @@ help:  ## list the targets
 setup: $(READY)  ## make .venv and install into it; the other targets do this themselves
 
 train: $(READY)  ## train the digit network on all GPUs, else on 2 CPU ranks (RANKS=, KERNELS=, ARGS=)
-	$(BIN)/torchrun --standalone --nproc-per-node=$(RANKS) examples/digits/train.py $(KERNELS) $(ARGS)
+	$(BIN)/python -m ddp_loop run --ranks $(RANKS) examples/digits/train.py $(KERNELS) $(ARGS)
 
 test: $(READY)  ## run the quick tests (ARGS=), in JOBS= processes, 0 for this one
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not full" $(ARGS)

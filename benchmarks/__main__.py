@@ -20,6 +20,7 @@ from benchmarks import (
     faults,
     gpu,
     job,
+    launching,
     mutants,
     order,
     payload,
@@ -67,8 +68,9 @@ TOPICS = {
     "mutants": Topic(mutants.report),
     "accuracy": Topic(accuracy.report, accuracy.SETTINGS),
     "job": Topic(job.report, job.WAYS),
+    "launching": Topic(launching.report, launching.PARTS),
 }
-ASKED_FOR = ("gpu", "versions", "mutants", "accuracy", "scaling", "job", "suggest")
+ASKED_FOR = ("gpu", "versions", "mutants", "accuracy", "scaling", "job", "suggest", "launching")
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""The command line: `python -m ddp_loop COMMAND`; `--help` lists the commands."""
+"""The command line: `python -m ddp_loop COMMAND`; `--help` lists the commands.
+
+A room is imported by the command that needs it, so that `run` starts a script's ranks as soon as torchrun would.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ddp_loop.accelerators import gpu_count
-from ddp_loop.checkpoint import CheckpointInfo, CheckpointStore, best_of, export_weights, run_id_of, stop_and_wait
-from ddp_loop.distributed import describe_devices
-from ddp_loop.hosts import add_hosts
-from ddp_loop.monitor import serve
-from ddp_loop.profiling import CannotProfile, ProfileJob, profile
-from ddp_loop.reporting import RunQuery, best_run, export, is_sweep, list_runs
-from ddp_loop.sweeps import add_sweep, stop_sweep
-from ddp_loop.tracing import CannotVerify, VerifyJob, compare_runs, verify
+if TYPE_CHECKING:
+    from ddp_loop.checkpoint import CheckpointInfo
 
 HEAD = ("checkpoint", "MiB", "written", "score", "state")
 
@@ -31,6 +27,8 @@ def list_checkpoints(run: Path) -> tuple[bool, list[str]]:
     Raises:
         ValueError: `run` is not a run folder.
     """
+    from ddp_loop.checkpoint import CheckpointStore, best_of, run_id_of
+
     run_id = run_id_of(run)
     if run_id is None:
         what = "has no run.json with an id" if run.is_dir() else "is not a folder"
@@ -98,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(call=call)
         return command
 
-    add("devices", lambda options: _show(True, [describe_devices()]), "show the devices of this machine")
+    _add_launches(add)
+    add("devices", _devices, "show the devices of this machine")
     one = add(
         "verify",
         _verify,
@@ -113,11 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--timeout-s", type=_count, default=600, metavar="S", help="seconds for each run (default: 600)")
     one.add_argument("--tolerance", type=_fraction, metavar="T", help="relative, for all values (default: by dtype)")
     _add_profile(add)
-    add_sweep(add, _count, _say)
-    add_hosts(add, _say)
     two = add(
         "diff",
-        lambda options: _show(*compare_runs(*options.runs)),
+        _diff,
         "show the first step and tensor in which two runs differ",
         f"{EQUAL} the same bits, {UNEQUAL} different bits, {FAILED} the runs cannot be compared",
     )
@@ -148,6 +145,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_launches(add: Callable[..., Any]) -> None:
+    from ddp_loop.elastic import add_run
+    from ddp_loop.hosts import add_hosts
+    from ddp_loop.sweeps import add_sweep
+
+    add_run(add)
+    add_sweep(add, _count, _say)
+    add_hosts(add, _say)
+
+
+def _devices(options: argparse.Namespace) -> bool:
+    from ddp_loop.distributed import describe_devices
+
+    return _show(True, [describe_devices()])
+
+
+def _diff(options: argparse.Namespace) -> bool:
+    from ddp_loop.tracing import compare_runs
+
+    return _show(*compare_runs(*options.runs))
+
+
+def _plot(options: argparse.Namespace) -> bool:
+    from ddp_loop.reporting import export
+
+    return _show(True, map(str, export(options.run)))
+
+
 def _add_export(add: Callable[..., Any]) -> None:
     command = add(
         "export",
@@ -165,7 +190,7 @@ def _add_export(add: Callable[..., Any]) -> None:
 def _add_plot(add: Callable[..., Any]) -> Any:
     return add(
         "plot",
-        lambda options: _show(True, map(str, export(options.run))),
+        _plot,
         "draw a run's loss and metrics as PNG and SVG, and write its rows as CSV",
         f"{EQUAL} drawn, {FAILED} there are no rows, or matplotlib is missing",
     )
@@ -201,7 +226,7 @@ def _add_runs(add: Callable[..., Any]) -> None:
     one.add_argument("--watch", action="store_true", help="show the table anew each second, until Ctrl-C")
     two = add(
         "best",
-        lambda options: best_run(options.folder, _say, by=options.by, highest=options.highest),
+        _best,
         "show the best run below a folder, or the best trial of a sweep, with its checkpoint",
         f"{EQUAL} found, {UNEQUAL} there is none, {FAILED} no folder, no run in it, or an unknown value",
     )
@@ -220,18 +245,49 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: of the command line, without the program; by default those of this process.
     """
     given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["run"]:
+        return _run(given[1:], None if arguments is not None else sys.orig_argv)
     end = given.index("--") if "--" in given else len(given)  # the rest belongs to the script
     options = _parser().parse_args(given[:end], argparse.Namespace(arguments=given[end + 1 :]))
     try:
         return EQUAL if options.call(options) else UNEQUAL
-    except (CannotVerify, CannotProfile, ValueError, ImportError) as error:
+    except _refusals() as error:
         print(f"ddp_loop {options.command}: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
+def _refusals() -> tuple[type[Exception], ...]:
+    """The exceptions that are the user's to mend, after one was raised."""
+    from ddp_loop.profiling import CannotProfile
+    from ddp_loop.tracing import CannotVerify
+
+    return (CannotVerify, CannotProfile, ValueError, ImportError)
+
+
+def _run(arguments: list[str], typed: list[str] | None) -> int:
+    """`run` apart from the others, since all that follows its SCRIPT belongs to the script."""
+    try:
+        from ddp_loop.elastic import run_command
+
+        return run_command(arguments, typed)
+    except (ValueError, ImportError) as error:
+        print(f"ddp_loop run: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _best(options: argparse.Namespace) -> bool:
+    from ddp_loop.reporting import best_run
+
+    return best_run(options.folder, _say, by=options.by, highest=options.highest)
+
+
 def _verify(options: argparse.Namespace) -> bool:
+    from ddp_loop.tracing import CannotVerify, VerifyJob, verify
+
     if not options.script.is_file():
         raise CannotVerify(f"SCRIPT must be a Python file. {options.script} does not exist. Check its path.")
     job = VerifyJob(options.script, options.arguments, options.steps, options.timeout_s, options.tolerance)
@@ -239,6 +295,9 @@ def _verify(options: argparse.Namespace) -> bool:
 
 
 def _profile(options: argparse.Namespace) -> bool:
+    from ddp_loop.accelerators import gpu_count
+    from ddp_loop.profiling import CannotProfile, ProfileJob, profile
+
     if not options.script.is_file():
         raise CannotProfile(f"SCRIPT must be a Python file. {options.script} does not exist. Check its path.")
     ranks = options.ranks or gpu_count() or 2
@@ -247,11 +306,17 @@ def _profile(options: argparse.Namespace) -> bool:
 
 
 def _stop(options: argparse.Namespace) -> bool:
+    from ddp_loop.checkpoint import stop_and_wait
+    from ddp_loop.reporting import is_sweep
+    from ddp_loop.sweeps import stop_sweep
+
     stop = stop_sweep if is_sweep(options.run) else stop_and_wait
     return stop(options.run, options.timeout_s, _say)
 
 
 def _export(options: argparse.Namespace) -> bool:
+    from ddp_loop.checkpoint import export_weights
+
     what = options.run, options.output, options.part
     try:
         done = export_weights(*what, say=_complain, best=options.best, checkpoint=options.checkpoint)
@@ -265,12 +330,16 @@ def _complain(line: str) -> None:
 
 
 def _list_runs(options: argparse.Namespace) -> bool:
+    from ddp_loop.reporting import RunQuery, list_runs
+
     query = RunQuery(options.folder, options.sort, options.descending, options.where)
     list_runs(query, _say, file=options.csv, watch=options.watch)
     return True
 
 
 def _monitor(options: argparse.Namespace) -> bool:
+    from ddp_loop.monitor import serve
+
     if not options.runs and not options.demo:
         raise ValueError("monitor needs at least one FOLDER, of Loop(run_dir=...) or with runs below it, or --demo.")
     serve(options.runs, _say, host=options.host, port=options.port, also=options.allow_host, demo=options.demo)

@@ -41,6 +41,7 @@ from ddp_loop.checkpoint.run_folder import (
     read_json,
     stop_and_wait,
 )
+from ddp_loop.checkpoint.starting import Start, start_command, way_on
 from ddp_loop.checkpoint.state import Stateful
 from ddp_loop.checkpoint.storage import CHECKPOINTS, NAME, CheckpointInfo, CheckpointStore, best_of, run_id_of
 from ddp_loop.checkpoint.warm_starts import warm_start
@@ -80,6 +81,7 @@ __all__ = [
     "OnSaveError",
     "RunFolder",
     "Snapshot",
+    "Start",
     "Stateful",
     "ask_to_stop",
     "best_of",
@@ -95,9 +97,11 @@ __all__ = [
     "read_json",
     "read_text",
     "run_id_of",
+    "start_command",
     "stop_and_wait",
     "sync_folder",
     "warm_start",
+    "way_on",
     "write_atomic",
     "write_text_atomic",
 ]

@@ -31,6 +31,7 @@ from ddp_loop.checkpoint.atomic_files import (
 )
 from ddp_loop.checkpoint.config import Config, changes_between
 from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
+from ddp_loop.checkpoint.starting import start_command, way_on
 from ddp_loop.distributed import MOST_LETTERS
 
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
@@ -128,9 +129,10 @@ class RunFolder:
         config: Config | None = None,
     ) -> None:
         self.folder, self.news, self.changed = folder.absolute(), list[str](), list[str]()
-        self._directory: str | None = None
+        directory: str | None = None
         with suppress(OSError):  # the directory was removed
-            self._directory = os.getcwd()
+            directory = os.getcwd()
+        self._start = start_command(os.environ, directory)
         self._lock = self._take_lock()
         try:
             before = self._read_run()
@@ -255,7 +257,7 @@ class RunFolder:
         Raises:
             OSError: a file cannot be written.
         """
-        line = {"at": time.time(), **facts, "process": os.getpid(), "command": sys.argv, "directory": self._directory}
+        line = {"at": time.time(), **facts, **self._process()}
         line |= {"changed": self.changed, "fingerprint": self._run["fingerprint"]}
         line |= {"config": self._run.get("config", {})}
         path = self.folder / STARTS
@@ -285,8 +287,11 @@ class RunFolder:
         """
         if (read_json(self.folder / RUN) or {}).get("id") != self.id:
             raise FileNotFoundError(errno.ENOENT, f"{self.folder} is no longer the folder of this run")
-        began = {"process": os.getpid(), "command": sys.argv, "directory": self._directory}
-        write_atomic(self.folder / STATUS, {"status": status, "at": time.time(), **began, **facts})
+        write_atomic(self.folder / STATUS, {"status": status, "at": time.time(), **self._process(), **facts})
+
+    def _process(self) -> dict[str, object]:
+        began = {"command": sys.argv, "start": self._start.words, "directory": self._start.directory}
+        return {"process": os.getpid(), **began}
 
     def asked_to_stop(self) -> str | None:
         """Why the file `stop` asks the run to stop; None if there is no such file."""
@@ -364,4 +369,6 @@ def stop_and_wait(run: Path, timeout_s: float, say: Callable[[str], None]) -> bo
     at = f" at step {end['iteration']}" if "iteration" in end else ""
     kept = f", checkpoint {end['checkpoint']}" if end.get("checkpoint") else ", no checkpoint"
     say(f"{run}: {end.get('status', 'ended without a status')}{at}{kept}")
+    if end.get("status") == "stopped" and (command := way_on(end)):
+        say(f"to go on: {command}")
     return end.get("status") in ("stopped", "done")

@@ -144,12 +144,12 @@ def _index_of(one: str, wish: str, gpus: int, uuids: Callable[[], Sequence[str]]
 
 
 def describe_devices() -> str:
-    """The devices of this machine, one a line, and the torchrun command that uses them."""
+    """The devices of this machine, one a line, and the command that uses them."""
     gpus = all_gpus()
     lines = [str(accelerator_of(torch.device("cpu"))), *(f"{gpu}, {gpu.uuid()}" for gpu in gpus)]
     ranks = len(gpus) or 2
     why = "one rank per GPU" if gpus else "no GPU: ranks on the CPU"
-    return "\n".join([*lines, f"torchrun --nproc_per_node={ranks} train.py   # {why}"])
+    return "\n".join([*lines, f"python -m ddp_loop run --ranks {ranks} train.py   # {why}"])
 
 
 class HasRanks(Protocol):

@@ -76,7 +76,7 @@ class PeerGone(RuntimeError):
         self.rank, self.where = rank, where
 
 
-def shorten(error: PeerFailed) -> None:
+def shorten(error: PeerFailed) -> PeerFailed:
     """Leave the script's own lines in the traceback of a rank whose peer failed, and nothing that gloo raised."""
     error.__cause__, error.__suppress_context__ = None, True
     trace = error.__traceback__
@@ -84,6 +84,7 @@ def shorten(error: PeerFailed) -> None:
         if trace.tb_next.tb_frame.f_globals.get("__name__", "").startswith("ddp_loop."):
             trace.tb_next = None
         trace = trace.tb_next
+    return error
 
 
 class Stopped(SystemExit):

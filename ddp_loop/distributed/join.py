@@ -19,7 +19,7 @@ from ddp_loop.determinism import as_int
 from ddp_loop.distributed.devices import RankEnv, choose_device, read_rank_env
 from ddp_loop.distributed.failures import PeerFailed, PeerFailureHook
 from ddp_loop.distributed.process_group import raise_on_all
-from ddp_loop.distributed.processes import end_with_torchrun
+from ddp_loop.distributed.processes import follow_launcher, is_reported
 from ddp_loop.distributed.world import World
 
 EXCHANGES = ("auto", "memory", "gloo")
@@ -79,7 +79,7 @@ def join_world(
         every = ", ".join(map(repr, EXCHANGES))
         raise ValueError(f"exchange, and {_EXCHANGE} in the environment, must be one of {every}. Got {exchange!r}.")
     place = read_rank_env(dict(os.environ))
-    end_with_torchrun(os.environ)
+    follow_launcher(os.environ)
     place = replace(place, shares_gpu=share_gpus or _sharing.get())
     chosen = _device_of(place, device, timeout_s)
     accelerator_of(chosen).activate()
@@ -118,7 +118,8 @@ def _leave_at_exit(world: World) -> None:
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not world.is_left:
             world.__exit__(kind, error, trace)
-        PeerFailureHook(usual, world.rank, world.where)(kind, error, trace)
+        if not is_reported(error):
+            PeerFailureHook(usual, world.rank, world.where)(kind, error, trace)
 
     def end() -> None:
         if not world.is_left:
@@ -128,7 +129,7 @@ def _leave_at_exit(world: World) -> None:
         atexit.unregister(end)
         _open.remove(world)
         if sys.excepthook is tell:
-            failed = isinstance(world.ended_by, PeerFailed)  # and is not caught yet
+            failed = isinstance(world.ended_by, PeerFailed) and not is_reported(world.ended_by)  # and is not caught yet
             sys.excepthook = PeerFailureHook(usual, world.rank, world.where) if failed else usual
 
     sys.excepthook = tell

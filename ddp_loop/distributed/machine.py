@@ -90,7 +90,7 @@ def _refusal_of_devices(every: list[dict[str, Any]]) -> str:
             if shares_a_gpu(one["identity"], before["identity"]) and not (one["shares"] and before["shares"]):
                 return (
                     f"Each rank must have a GPU of its own. Ranks {other} and {rank}{one['host']} both have "
-                    f"{one['identity']}. Start no more ranks on a machine than GPUs (torchrun --nproc_per_node=gpu), "
+                    f"{one['identity']}. Start no more ranks on a machine than GPUs (--ranks gpu), "
                     "let CUDA_VISIBLE_DEVICES show each rank another one, or pass join_world share_gpus=True: sums "
                     "then go over gloo."
                 )

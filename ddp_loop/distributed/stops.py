@@ -123,7 +123,7 @@ class Stops:
         if self._place.local_rank == 0:
             sys.stderr.write(
                 f"ddp_loop: Another host was ended ({self._why}), and this one was not. The work is saved. Rank "
-                f"{self._place.rank} ends with exit code {PEER_FAILED_EXIT}, so that torchrun --max-restarts goes on.\n"
+                f"{self._place.rank} ends with exit code {PEER_FAILED_EXIT}, so that --max-restarts goes on.\n"
             )
         return Stopped(PEER_FAILED_EXIT)
 

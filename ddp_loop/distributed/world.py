@@ -19,7 +19,7 @@ from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.encoding import check_plain
 from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error, shorten
 from ddp_loop.distributed.process_group import ProcessGroups
-from ddp_loop.distributed.processes import report_to_torchrun
+from ddp_loop.distributed.processes import report_to_launcher
 from ddp_loop.distributed.stops import Stops
 from ddp_loop.distributed.store import RankStore
 from ddp_loop.distributed.watchdog import Watchdog
@@ -362,10 +362,10 @@ class World:
             self._watchdog.leaving(failed=error is not None)
         if error is not None and not isinstance(error, PeerFailed):
             self.explain(error)
-            report_to_torchrun(error)
+            report_to_launcher(error, self.where)
             self._store.set_failure(error, self.where)
         elif error is not None:
-            shorten(error)
+            report_to_launcher(shorten(error), self.where)
         try:
             if error is None:
                 self._run_deferred()

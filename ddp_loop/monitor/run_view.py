@@ -21,6 +21,7 @@ from ddp_loop.checkpoint import (
     ROWS,
     ask_to_stop,
     read_json,
+    way_on,
 )
 from ddp_loop.monitor.run_state import RunState, count, finite, text_of
 from ddp_loop.monitor.series import MetricSeries, extremes, nothing_for_nan, places_of, smooth, thin_out
@@ -28,7 +29,7 @@ from ddp_loop.reporting import JsonlTail, TailUpdate
 
 READ_S = 0.5  # for one poll; a long file takes several
 RECENT = 100  # rows over which speed is measured
-MOST_MARKS, MOST_RANKS, MOST_COMMAND, MOST_PHASES, MOST_HINTS = 60, 64, 20_000, 16, 3
+MOST_MARKS, MOST_RANKS, MOST_COMMAND, MOST_SHOWN, MOST_PHASES, MOST_HINTS = 60, 64, 20_000, 200, 16, 3
 
 
 class RunView:
@@ -181,6 +182,9 @@ class RunView:
         """Return the command that resumes the run, from status.json."""
         if self._run.state not in ("stopped", "failed", "left", "lost"):
             return None
+        if whole := way_on(self._run.status):
+            return whole if len(whole) < MOST_COMMAND else f"{whole[:MOST_SHOWN]} ... (too long to be shown)"
+        # A folder of an older version, which does not say how its run was started.
         words, directory = self._run.status.get("command"), text_of(self._run.status.get("directory"))
         command = [str(word) for word in words] if isinstance(words, list) and words else ["SCRIPT.py"]
         ranks = count(self._run.status.get("ranks")) or 1

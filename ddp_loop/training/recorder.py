@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_loop.accelerators import is_asynchronous
-from ddp_loop.checkpoint import Checkpointer, Config, Snapshot, warm_start
+from ddp_loop.checkpoint import Checkpointer, Config, Snapshot, start_command, warm_start, way_on
 from ddp_loop.data import Batches, LoopPosition, MiniBatch, Unused
 from ddp_loop.distributed import World
 from ddp_loop.reporting import (
@@ -409,4 +410,7 @@ class RunRecorder:
             return None
         newest = "" if self.checkpointer is None else self.checkpointer.newest
         kept = f"checkpoint {newest}" if newest else "no checkpoint"
-        return f"stopped after step {self._where.iteration}, {kept}: {self.stopped}"
+        words = f"stopped after step {self._where.iteration}, {kept}: {self.stopped}"
+        start = start_command(directory=os.getcwd())
+        command = way_on({"start": [*start.words], "directory": start.directory}, here=os.getcwd())
+        return f"{words}\nto go on: {command}" if newest else words

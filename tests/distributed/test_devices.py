@@ -186,7 +186,7 @@ def test_a_world_is_what_scale_batch_size_takes() -> None:
 def test_without_gpus_the_cpu_is_described_and_two_ranks_are_proposed() -> None:
     cpu, command = describe_devices().splitlines()
     assert cpu == f"cpu: {torch.get_num_threads()} threads"
-    assert command.split("#")[0].split() == ["torchrun", "--nproc_per_node=2", "train.py"]
+    assert command.split("#")[0].split() == ["python", "-m", "ddp_loop", "run", "--ranks", "2", "train.py"]
 
 
 @pytest.mark.covers("C1")

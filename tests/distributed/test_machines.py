@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,17 +33,19 @@ REPORT_S = 15.0  # added to the timeout: a roll call takes 2 s, and other proces
 
 @dataclass
 class Hosts:
-    """Runs a job under one torchrun on each host, with the c10d rendezvous.
+    """Runs a job under one launcher on each host, with the c10d rendezvous.
 
     Attributes:
         wires: between the hosts.
         folder: of the logs.
         started: the launchers by host, the newest last.
+        module: of the launcher; torchrun by default.
     """
 
     wires: Wired
     folder: Path
     started: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    module: Sequence[str] = ("torch.distributed.run",)
 
     def start(self, job: Job, host: int, nodes: str, restarts: int = 3) -> None:
         """Start the job's launcher on a host."""
@@ -58,7 +60,7 @@ class Hosts:
         variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE}
         if ":" in nodes:
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as in launch/elastic.sh, which explains it
-        command = [sys.executable, "-m", "torch.distributed.run", *launcher, *script, *options]
+        command = [sys.executable, "-m", *self.module, *launcher, *script, *options]
         with self._log(host).open("ab") as log:
             self.started[host] = subprocess.Popen(
                 ["ip", "netns", "exec", self.wires.names[host], *command],
@@ -191,6 +193,23 @@ def test_hosts_that_join_and_leave_keep_the_bits(
     assert "Another host was ended (SIGTERM at rank" in hosts.text(0)
     assert ranks_of(job) == 1
     require_whole(job, expected)
+
+
+@pytest.mark.covers("J6")
+@pytest.mark.parametrize("asked", [0, 1])
+def test_ctrl_c_on_one_host_ends_the_launchers_of_both_with_code_0(
+    make_hosts: Callable[[int], Hosts], asked: int, tmp_path: Path
+) -> None:
+    hosts = make_hosts(2)
+    hosts.module = ("ddp_loop", "run")
+    job = make_job(tmp_path, "hosts", epochs=10**6)
+    for host in range(2):
+        hosts.start(job, host, "2", restarts=0)
+    hosts.until(lambda: rows_of(job) >= BEGUN and ranks_of(job) == 2, "both hosts have begun")
+    hosts.started[asked].send_signal(signal.SIGINT)
+    # torch's agent of the other host would wait 300 s for the one that was asked.
+    assert [hosts.wait(host) for host in range(2)] == [0, 0], hosts.text(0)[-3000:]
+    assert "Traceback" not in hosts.text(0) + hosts.text(1)
 
 
 def test_a_job_continues_when_a_host_is_lost(make_hosts: Callable[[int], Hosts], pool: Pool, tmp_path: Path) -> None:

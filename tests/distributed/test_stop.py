@@ -294,11 +294,12 @@ def test_the_command_stops_a_run_and_says_where(
 ) -> None:
     (at, _), (also, said) = on_ranks(2, stop_by_command, str(tmp_path))
     assert at == also == status_of(tmp_path)["iteration"]
-    assert said == [
+    assert said[:2] == [
         f"{tmp_path}: stopping after the current step",
         f"{tmp_path}: stopped at step {at}, checkpoint step-{at:08d}",
-        "True",
     ]
+    assert said[2].startswith("to go on: cd ")
+    assert said[3:] == ["True"]
     for folder, why in ((tmp_path, " (status: stopped)."), (tmp_path / "other", "has no run.json")):
         assert main(["stop", str(folder)]) == 2
         assert why in capsys.readouterr().err

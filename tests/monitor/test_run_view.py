@@ -127,6 +127,16 @@ def test_the_end_of_a_run_is_described_in_words(tmp_path: Path, status: dict[str
     assert said["continue"] == (goes_on if state in ("stopped", "left", "failed", "lost") else None)
 
 
+@pytest.mark.covers("J6")
+def test_the_way_on_is_the_command_that_started_the_run(tmp_path: Path) -> None:
+    start = ["python", "-m", "ddp_loop", "run", "--ranks", "2", "train.py", "--run", "the one"]
+    run = write_run(tmp_path / "one", [row(1)], status="stopped", start=start, directory="/home/my lab")
+    way = "cd '/home/my lab' && python -m ddp_loop run --ranks 2 train.py --run 'the one'"
+    assert RunView("one", run).summary()["continue"] == way
+    long = write_run(tmp_path / "two", [row(1)], status="stopped", start=[*start, "x" * 30_000], directory="/lab")
+    assert len(RunView("two", long).summary()["continue"]) < 300
+
+
 def test_how_far_a_run_is_and_how_long_it_takes(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "one", {}, None)
     try:

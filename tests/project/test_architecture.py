@@ -32,6 +32,7 @@ ROOMS = {
         "profiling",
         "sweeps",
         "tracing",
+        "elastic",
         "hosts",
         "sinks",
     ),

@@ -1,0 +1,68 @@
+"""How a run was started, as the words of a command that starts it again.
+
+[Note: Started by] `python -m ddp_loop run` leaves its own words in the environment of its ranks. torchrun leaves none,
+so its command is made from the number of ranks of this machine; of a run on several machines its options of the
+rendezvous are missing. Without either, a run was started by Python, which also starts the ranks of `launch`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+_START = "DDP_LOOP_START"  # `run` sets it (elastic/command.py)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A command and the folder that it was typed in; None if that folder is gone."""
+
+    words: tuple[str, ...]
+    directory: str | None
+
+
+def start_command(environment: Mapping[str, str] | None = None, directory: str | None = None) -> Start:
+    """The command that starts this run again. See [Note: Started by].
+
+    Args:
+        environment: of this process, by default.
+        directory: in which the script was started, where the launcher does not say it.
+    """
+    variables = os.environ if environment is None else environment
+    with suppress(KeyError, ValueError, TypeError):
+        left = json.loads(variables[_START])
+        return Start(tuple(map(str, left["argv"])), str(left["directory"]))
+    if "TORCHELASTIC_RUN_ID" in variables:
+        hosts = variables.get("GROUP_WORLD_SIZE", "1")
+        several = [f"--nnodes={hosts}"] if hosts != "1" else []
+        ranks = variables.get("LOCAL_WORLD_SIZE", "1")
+        return Start(("torchrun", *several, f"--nproc_per_node={ranks}", *_script()), directory)
+    return Start(("python", *_script()), directory)
+
+
+def _script() -> list[str]:
+    """The script or the module, and its arguments."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None and sys.argv and sys.argv[0] == spec.origin:
+        return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+    return list(sys.argv)
+
+
+def way_on(status: Mapping[str, Any], here: str | None = None) -> str:
+    """The line for a shell that starts a run again, from its status.json; empty if that does not say it.
+
+    Args:
+        status: of the run.
+        here: the folder that the shell is in, if that is known.
+    """
+    words, directory = status.get("start"), status.get("directory")
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+        return ""
+    change = f"cd {shlex.quote(directory)} && " if isinstance(directory, str) and directory != here else ""
+    return change + shlex.join(words)

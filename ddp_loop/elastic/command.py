@@ -1,0 +1,122 @@
+"""The command `run`: its options, which are torchrun's and `--ranks`, and what is wrong with them in one line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+START = "DDP_LOOP_START"  # in the ranks' environment: how the run was started (checkpoint/starting.py reads it)
+_USAGE = "python -m ddp_loop run [--ranks N|gpu] [torchrun's options] SCRIPT [SCRIPT'S ARGUMENTS]"
+
+
+def add_run(add: Callable[..., Any]) -> None:
+    """List the command in the help of all commands; `run_command` reads what follows it."""
+    add("run", lambda options: False, "start a script on several ranks of this machine, or of several", add_help=False)
+
+
+def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) -> int:
+    """Start the ranks of a script, wait until they have ended, and return the exit code.
+
+    Args:
+        arguments: of the command line, after `run`.
+        typed: the whole command, as it starts the run again; by default one made of `arguments`.
+
+    Raises:
+        ValueError: an option has no such value, or the script does not exist.
+    """
+    options = _parse(arguments)
+    _check_script(options)
+    options.nproc_per_node = _ranks_of(options.nproc_per_node)
+    _meet_here(options)
+    if "OMP_NUM_THREADS" not in os.environ and options.nproc_per_node != "1":
+        os.environ["OMP_NUM_THREADS"] = "1"  # torchrun does the same, with a warning
+    start = {"argv": [*(typed or [sys.executable, "-m", "ddp_loop", "run", *arguments])], "process": os.getpid()}
+    os.environ[START] = json.dumps({**start, "directory": os.getcwd()})
+
+    from torch.distributed.run import config_from_args
+
+    from ddp_loop.elastic.agent import run_agent
+
+    with tempfile.TemporaryDirectory(prefix="ddp_loop_", ignore_cleanup_errors=True) as scratch:
+        if not options.log_dir:
+            options.log_dir = scratch  # of the ranks' errors; torchrun leaves its own behind
+        try:
+            config, entrypoint, words = config_from_args(options)
+        except AssertionError as error:  # torch's checks of numbers
+            raise ValueError(f"{error}. Correct the option.") from None
+        return run_agent(config, entrypoint, words)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog, parser.usage = "python -m ddp_loop run", _USAGE
+    parser.description = "Start a script on several ranks; the options are those of torchrun."
+    # What follows SCRIPT is the script's. torchrun takes its `--run` for the start of one of its own options.
+    parser.allow_abbrev = False
+    parser.add_argument(
+        "--ranks",
+        dest="nproc_per_node",
+        default=argparse.SUPPRESS,
+        metavar="N|gpu",
+        help="number of ranks on this machine (default: its GPUs, or 1); the same as --nproc-per-node",
+    )
+    if "PET_NPROC_PER_NODE" not in os.environ:
+        parser.set_defaults(nproc_per_node=None)
+    options: argparse.Namespace = parser.parse_args(list(arguments))
+    options.default_port = parser.get_default("master_port")
+    return options
+
+
+def _check_script(options: argparse.Namespace) -> None:
+    script = options.training_script
+    if options.module:
+        if importlib.util.find_spec(script.partition(".")[0]) is None:
+            raise ValueError(f"There must be a module {script}. None is found. Check its name and PYTHONPATH.")
+    elif not options.no_python and not Path(script).exists():
+        raise ValueError(f"SCRIPT must be a Python file. {script} does not exist. Check its path.")
+
+
+def _ranks_of(given: str | None) -> str:
+    """The number of ranks on this machine, or a word that torch reads.
+
+    Raises:
+        ValueError: it is neither a number above 0 nor such a word, or there is no GPU.
+    """
+    from ddp_loop.accelerators import gpu_count
+
+    gpus = gpu_count()
+    if given is None:
+        return str(gpus or 1)
+    if given == "gpu" and not gpus:
+        raise ValueError("--ranks gpu needs a GPU that torch can see. There is none. Pass a number for CPU ranks.")
+    if given in ("gpu", "cpu", "auto", "xpu"):
+        return str(gpus) if given == "gpu" else given
+    if not given.isdecimal() or int(given) < 1:
+        raise ValueError(f"--ranks must be a whole number, 1 or more, or gpu. Got {given!r}.")
+    if 0 < gpus < int(given):
+        sys.stderr.write(
+            f"ddp_loop: --ranks {given} is more than the GPUs of this machine, {gpus}. Each rank needs one of its own: "
+            'pass --ranks gpu, unless the script passes join_world device="cpu" or share_gpus=True.\n'
+        )
+    return str(int(given))
+
+
+def _meet_here(options: argparse.Namespace) -> None:
+    """Let one machine's ranks meet at a free port, so that two runs do not collide."""
+    has_own_port = options.master_port not in (None, options.default_port)
+    is_alone = options.nnodes in ("1", "1:1") and options.rdzv_backend == "static" and not options.rdzv_endpoint
+    if options.standalone or (is_alone and not has_own_port):
+        options.rdzv_backend, options.rdzv_endpoint = "c10d", "localhost:0"
+        options.rdzv_id = str(uuid.uuid4())
+    if options.master_port is None:
+        options.master_port = 29500  # as torchrun

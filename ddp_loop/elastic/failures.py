@@ -1,0 +1,123 @@
+"""How a launcher's ranks ended, in words: the culprit's error once, and a line for each of the others."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_RED, _PLAIN = "\x1b[31m", "\x1b[0m"
+_PEER_FAILED_EXIT = 75  # as in distributed/processes.py
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a rank ended.
+
+    Attributes:
+        rank, exit_code: negative for a signal.
+        at: the time, in seconds since 1970.
+        error: the traceback that the rank left for the launcher; empty if it left none.
+        line: the error in one line.
+        where: the rank's stage, such as " in forward of step 12".
+        is_peer: whether it ended since another rank failed.
+        is_shown: whether the rank printed its error itself.
+    """
+
+    rank: int
+    exit_code: int
+    at: float = 0.0
+    error: str = ""
+    line: str = ""
+    where: str = ""
+    is_peer: bool = False
+    is_shown: bool = True
+
+
+def read_ending(rank: int, failure: ProcessFailure) -> Ending:
+    """What a failed rank left in its error file, which `report_to_launcher` or torch's own `record` wrote."""
+    found = failure.error_file_data.get("message")
+    if not isinstance(found, dict):
+        is_peer = failure.exitcode == _PEER_FAILED_EXIT
+        return Ending(rank, failure.exitcode, float(failure.timestamp), is_peer=is_peer)
+    facts = found.get("extraInfo") or {}
+    at = float(failure.timestamp)
+    with suppress(TypeError, ValueError):
+        at = float(facts["at"]) if "at" in facts else float(facts.get("timestamp", at))
+    return Ending(
+        rank,
+        failure.exitcode,
+        at,
+        error=str(facts.get("py_callstack", "")),
+        line=str(found.get("message", "")),
+        where=str(facts.get("where", "")),
+        is_peer=bool(facts.get("is_peer")),
+        is_shown=bool(facts.get("is_shown", True)),
+    )
+
+
+def find_first(endings: Sequence[Ending]) -> Ending:
+    """The culprit: who failed by itself, before one that another rank's failure ended.
+
+    The agent ends all ranks when the first has ended, and that may be another one than the culprit. A rank that was
+    ended before it left a word is the least likely to be it.
+    """
+    failed = [one for one in endings if one.exit_code != 0]
+    return min(failed, key=lambda one: (_was_ended(one), one.is_peer, not one.error, one.at, one.rank))
+
+
+def describe(endings: Sequence[Ending], again: str, *, is_coloured: bool) -> str:
+    """The lines about a failure.
+
+    Args:
+        endings: of this host's ranks, of which one failed at least.
+        again: what follows; empty if nothing does.
+        is_coloured: whether the culprit is red, on a terminal.
+    """
+    first = find_first(endings)
+    head = _of_first(first)
+    lines = [f"{_RED}{head}{_PLAIN}" if is_coloured else head]
+    lines += [f"ddp_loop: rank {one.rank} {_of_other(one)}" for one in sorted(endings, key=_by_rank) if one != first]
+    lines += [f"ddp_loop: {again}"] if again else []
+    return "\n".join(lines) + "\n"
+
+
+def _was_ended(one: Ending) -> bool:
+    return one.exit_code == -signal.SIGTERM and not one.line
+
+
+def _by_rank(one: Ending) -> int:
+    return one.rank
+
+
+def _of_first(one: Ending) -> str:
+    if one.is_peer:
+        why = f": {one.line}" if one.line else ", since another host was ended or a rank there failed"
+        return f"ddp_loop: rank {one.rank} was ended{one.where}{why}"
+    if one.error and not one.is_shown:
+        return f"ddp_loop: rank {one.rank} failed{one.where}:\n{one.error.rstrip()}"
+    said = one.line if one.line and not one.is_shown else _of_code(one)
+    return f"ddp_loop: rank {one.rank} {said}{one.where}"
+
+
+def _of_other(one: Ending) -> str:
+    if one.is_peer:
+        return f"was ended{one.where}"
+    if one.line and not one.is_shown and one.error:
+        return f"failed{one.where} too: {one.line.splitlines()[0]}"
+    return _of_code(one) + one.where
+
+
+def _of_code(one: Ending) -> str:
+    if one.exit_code >= 0:
+        return f"ended with exit code {one.exit_code}"
+    name = str(-one.exit_code)
+    with suppress(ValueError):
+        name = signal.Signals(-one.exit_code).name
+    if one.exit_code == -signal.SIGTERM:
+        return "was ended by SIGTERM"
+    why = ", by a user or for lack of memory" if one.exit_code == -signal.SIGKILL else ""
+    return f"was killed by {name}{why}"

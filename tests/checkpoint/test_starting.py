@@ -1,0 +1,66 @@
+"""The command that starts a run again, as its launcher was called."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from ddp_loop.checkpoint import Start, start_command, way_on
+
+pytestmark = pytest.mark.covers("J6")
+
+
+@pytest.fixture(autouse=True)
+def script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lab/train.py", "--run", "the one"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, ["python", "lab/train.py"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, ["python", "lab/train.py"]),  # of `launch`
+        (
+            {"TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"},
+            ["torchrun", "--nproc_per_node=2", "lab/train.py"],
+        ),
+        (
+            {"TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "3"},
+            ["torchrun", "--nnodes=3", "--nproc_per_node=4", "lab/train.py"],
+        ),
+        ({"DDP_LOOP_START": "no JSON"}, ["python", "lab/train.py"]),
+        ({"DDP_LOOP_START": '{"argv": 3}'}, ["python", "lab/train.py"]),
+    ],
+)
+def test_the_start_is_that_of_the_launcher(variables: dict[str, str], words: list[str]) -> None:
+    assert start_command(variables, "/home/me") == Start((*words, "--run", "the one"), "/home/me")
+
+
+def test_the_launcher_s_own_words_and_folder_count_most() -> None:
+    words = ["python", "-m", "ddp_loop", "run", "--ranks", "2", "train.py"]
+    left = json.dumps({"argv": words, "directory": "/home/me", "process": 1})
+    variables = {"DDP_LOOP_START": left, "TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2"}
+    assert start_command(variables, "/elsewhere") == Start(tuple(words), "/home/me")
+
+
+@pytest.mark.parametrize(("name", "module"), [("lab.train", "lab.train"), ("lab.__main__", "lab")])
+def test_a_module_is_started_as_one(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = SimpleNamespace(__spec__=SimpleNamespace(name=name, origin="lab/train.py"))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert start_command({}, None).words == ("python", "-m", module, "--run", "the one")
+
+
+def test_the_way_on_can_be_pasted() -> None:
+    status = {"start": ["python", "train.py", "--run", "the one; rm -r x"], "directory": "/home/me/my lab"}
+    command = "python train.py --run 'the one; rm -r x'"
+    assert way_on(status) == f"cd '/home/me/my lab' && {command}"
+    assert way_on(status, here="/home/me/my lab") == command
+    assert way_on({**status, "directory": None}) == command
+
+
+@pytest.mark.parametrize("start", [None, [], "python train.py", ["python", 3], {"argv": []}])
+def test_a_status_without_a_start_has_no_way_on(start: object) -> None:
+    assert way_on({"start": start, "directory": "/home/me"}) == ""

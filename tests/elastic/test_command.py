@@ -1,0 +1,93 @@
+"""What `python -m ddp_loop run` refuses in one line, and what belongs to the script."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ddp_loop.cli import main
+from ddp_loop.elastic import command
+from ddp_loop.elastic.command import _meet_here, _parse, _ranks_of
+
+pytestmark = pytest.mark.covers("J6")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["none.py"], "SCRIPT must be a Python file. none.py does not exist. Check its path."),
+        (["-m", "no_such_module.train"], "There must be a module no_such_module.train. None is found."),
+        (["--ranks", "0", __file__], "--ranks must be a whole number, 1 or more, or gpu. Got '0'."),
+        (["--ranks=many", __file__], "--ranks must be a whole number, 1 or more, or gpu. Got 'many'."),
+        (["--nproc-per-node", "-1", __file__], "--ranks must be a whole number, 1 or more, or gpu. Got '-1'."),
+        (["--max-restarts=-1", __file__], "max_restarts must be >= 0. Correct the option."),
+        (["--nnodes=2:1", __file__], "min_nodes must be > 0 and <= max_nodes"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_in_one_line(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    assert main(["run", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"ddp_loop run: {line}")
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["--rank", "2", __file__], ["--ranks"]])
+def test_no_script_and_half_an_option_are_refused_with_the_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["run", *arguments])
+    assert refused.value.code == 2
+    assert "usage: python -m ddp_loop run [--ranks N|gpu]" in capsys.readouterr().err
+
+
+def test_what_follows_the_script_belongs_to_it() -> None:
+    words = ["--run", "x", "--ranks", "9", "--role", "cook", "-m", "--", "-h"]
+    options = _parse(["--ranks", "2", "train.py", *words])
+    assert (options.training_script, options.training_script_args) == ("train.py", words)
+    assert (options.nproc_per_node, options.role, options.module) == ("2", "default", False)
+
+
+def test_ranks_are_the_gpus_by_default_or_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus = [0]
+    monkeypatch.setattr("ddp_loop.accelerators.gpu_count", lambda: gpus[0])
+    assert (_parse(["train.py"]).nproc_per_node, _ranks_of(None), _ranks_of("3")) == (None, "1", "3")
+    with pytest.raises(ValueError, match="--ranks gpu needs a GPU that torch can see"):
+        _ranks_of("gpu")
+    gpus[0] = 4
+    assert (_ranks_of(None), _ranks_of("gpu"), _ranks_of("4")) == ("4", "4", "4")
+    assert capsys.readouterr().err == ""
+    assert _ranks_of("5") == "5"  # a script may compute on the CPU, or share GPUs
+    assert capsys.readouterr().err.startswith("ddp_loop: --ranks 5 is more than the GPUs of this machine, 4.")
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "endpoint"),
+    [
+        ([], "c10d", "localhost:0"),
+        (["--standalone", "--nnodes=1"], "c10d", "localhost:0"),
+        (["--master-port=29600"], "static", ""),
+        (["--nnodes=2", "--master-addr=10.0.0.1"], "static", ""),
+        (["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1"], "c10d", "a:1"),
+    ],
+)
+def test_ranks_of_one_machine_meet_at_a_free_port(options: list[str], backend: str, endpoint: str) -> None:
+    parsed = _parse([*options, "train.py"])
+    _meet_here(parsed)
+    assert (parsed.rdzv_backend, parsed.rdzv_endpoint) == (backend, endpoint)
+    assert parsed.master_port == (29600 if "--master-port=29600" in options else 29500)
+
+
+def test_the_variable_of_the_start_has_one_name(tmp_path: Path) -> None:
+    from ddp_loop.checkpoint import starting
+    from ddp_loop.distributed import processes
+
+    assert command.START == starting._START == processes._START

@@ -1,0 +1,95 @@
+"""What a launcher says of a failure: the culprit's error once, and a line for each other rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from ddp_loop.elastic.failures import Ending, describe, find_first, read_ending
+
+pytestmark = pytest.mark.covers("J6")
+
+TRACE = "Traceback (most recent call last):\n  File x\nValueError: the labels are bad\n"
+CULPRIT = Ending(2, 1, 5.0, TRACE, "ValueError: the labels are bad", " in forward of step 3", is_shown=False)
+PEER = Ending(0, 1, 4.0, "rank 2 failed", "rank 2 failed", " in fold of step 3", is_peer=True, is_shown=False)
+
+
+def left(folder: Path, **facts: object) -> str:
+    """An error file, as a rank leaves it."""
+    path = folder / "error.json"
+    extra = {"py_callstack": TRACE, "timestamp": "7", **facts}
+    path.write_text(json.dumps({"message": {"message": "ValueError: the labels are bad", "extraInfo": extra}}))
+    return str(path)
+
+
+def test_the_culprit_comes_first_with_its_traceback_and_the_others_have_a_line() -> None:
+    endings = [PEER, CULPRIT, Ending(1, -15), Ending(3, 0)]
+    assert describe(endings, "", is_coloured=False).splitlines() == [
+        "ddp_loop: rank 2 failed in forward of step 3:",
+        *TRACE.splitlines(),
+        "ddp_loop: rank 0 was ended in fold of step 3",
+        "ddp_loop: rank 1 was ended by SIGTERM",
+        "ddp_loop: rank 3 ended with exit code 0",
+    ]
+
+
+def test_the_culprit_is_red_on_a_terminal_and_the_rest_is_not() -> None:
+    said = describe([PEER, CULPRIT], "the ranks start again (restart 1 of 3)", is_coloured=True)
+    red, _, rest = said.partition("\x1b[0m")
+    assert red.startswith("\x1b[31mddp_loop: rank 2 failed")
+    assert red.endswith("ValueError: the labels are bad")
+    assert rest == (
+        "\nddp_loop: rank 0 was ended in fold of step 3\nddp_loop: the ranks start again (restart 1 of 3)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("endings", "first", "words"),
+    [
+        ([PEER, Ending(1, -9, 9.0)], 1, "rank 1 was killed by SIGKILL, by a user or for lack of memory"),
+        ([PEER, Ending(1, 3, 9.0)], 1, "rank 1 ended with exit code 3"),
+        ([Ending(0, -15, 1.0), Ending(1, 2, 9.0)], 1, "rank 1 ended with exit code 2"),
+        ([Ending(0, 1, 1.0), CULPRIT], 2, "rank 2 failed in forward of step 3"),
+        ([Ending(0, 0), PEER], 0, "rank 0 was ended in fold of step 3: rank 2 failed"),
+        ([Ending(0, 75, 1.0, is_peer=True)], 0, "rank 0 was ended, since another host was ended or a rank there"),
+        ([Ending(0, 1, 1.0, TRACE, "x", " in fold of step 2")], 0, "rank 0 ended with exit code 1 in fold of step 2"),
+        ([PEER, Ending(1, -15, 1.0)], 0, "rank 0 was ended in fold of step 3: rank 2 failed"),
+        (
+            [PEER, Ending(1, -15, 1.0, "", "ended with exit code 3", " in data of step 1", is_shown=False)],
+            1,
+            "rank 1 ended with exit code 3 in data of step 1",
+        ),
+        ([Ending(0, -64, 1.0)], 0, "rank 0 was killed by "),
+    ],
+)
+def test_the_culprit_is_who_failed_by_itself(endings: list[Ending], first: int, words: str) -> None:
+    assert find_first(endings).rank == first
+    assert describe(endings, "", is_coloured=False).startswith(f"ddp_loop: {words}")
+
+
+def test_a_second_error_is_one_line() -> None:
+    later = Ending(3, 1, 6.0, TRACE, "KeyError: 'x'\nmore", " in data of step 3", is_shown=False)
+    assert describe([CULPRIT, later], "", is_coloured=False).endswith(
+        "ddp_loop: rank 3 failed in data of step 3 too: KeyError: 'x'\n"
+    )
+
+
+def test_an_ending_is_read_from_the_rank_s_file(tmp_path: Path) -> None:
+    file = left(tmp_path, at=7.5, where=" in fold of step 2", is_peer=True, is_shown=False)
+    assert read_ending(4, ProcessFailure(0, 1, 1, file)) == Ending(
+        4, 1, 7.5, TRACE, "ValueError: the labels are bad", " in fold of step 2", True, False
+    )
+
+
+def test_a_file_of_torch_s_own_is_of_an_error_that_the_rank_printed(tmp_path: Path) -> None:
+    found = read_ending(4, ProcessFailure(0, 1, 1, left(tmp_path)))
+    assert (found.is_shown, found.is_peer, found.at) == (True, False, 7.0)
+
+
+def test_a_rank_without_a_file_has_its_exit_code_alone() -> None:
+    found = read_ending(1, ProcessFailure(1, 1, -9, "none"))
+    assert (found.exit_code, found.error, found.is_peer) == (-9, "", False)
+    assert read_ending(1, ProcessFailure(1, 1, 75, "none")).is_peer

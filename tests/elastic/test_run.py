@@ -1,0 +1,255 @@
+"""`python -m ddp_loop run` beside torchrun: the same bits and variables; how it ends after signals and failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.harness import until
+from tests.support.paths import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.covers("J6")]
+
+RUN_S = 120.0  # two ranks take 6 s on two idle cores
+RUN, TORCHRUN = ("-m", "ddp_loop", "run", "--ranks=2"), ("-m", "torch.distributed.run", "--nproc-per-node=2")
+
+SCRIPT = """
+import hashlib, json, os, sys, threading
+import torch
+import ddp_loop as dl
+
+mode, run = sys.argv[1], sys.argv[2]
+if mode == "environment":
+    with open(os.path.join(run, "variables-" + os.environ["RANK"]), "w") as file:
+        json.dump(dict(os.environ), file)
+    sys.exit()
+with dl.join_world(device="cpu") as world:
+    inputs, labels = torch.randn(64, 8), torch.randint(0, 3, (64,))
+    model = torch.nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = dl.Batches((inputs, labels), 7, world)
+    epochs = 10**6 if mode == "endless" else 2
+    state = dict(model=model, optimizer=optimizer)
+    for step in dl.Loop(batches, epochs, state=state, run_dir=run, progress=mode == "endless"):
+        for images, classes in step:
+            if step.iteration == 3 and world.rank == 1:
+                if mode == "raise":
+                    raise ValueError("the labels are bad")
+                if mode == "exit":
+                    sys.exit(3)
+                if mode == "kill":
+                    os.kill(os.getpid(), 9)
+                if mode == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                    raise ValueError("the first time")
+            step.backward(torch.nn.functional.cross_entropy(model(images), classes))
+        step.fold()
+        optimizer.step()
+        if mode == "endless" and step.iteration == 5:
+            open("begun-" + os.environ["RANK"], "w").close()
+    digest = hashlib.sha1(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    sys.stdout.write(digest + "\\n")
+if mode == "after":
+    raise KeyError("after the world")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "the script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start Python in the test's folder; what still runs is killed, and its ranks end with it."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
+        variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=tmp_path, env={**variables, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE, stderr=stderr, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, errors = process.communicate(timeout=RUN_S)
+    return process.returncode, out, errors
+
+
+def begun(process: subprocess.Popen[str], folder: Path, mark: str = "begun") -> None:
+    """Wait until both ranks have made some steps, or got a signal."""
+    files = [folder / f"{mark}-{rank}" for rank in range(2)]
+    until(lambda: all(map(Path.exists, files)) or process.poll() is not None, "the ranks have begun", RUN_S)
+
+
+def test_the_bits_are_those_of_torchrun_and_nothing_is_said(
+    start: Callable[..., subprocess.Popen[str]], script: str, tmp_path: Path
+) -> None:
+    both = [start(*launcher, script, "train", str(tmp_path / name)) for launcher, name in ((RUN, "a"), (TORCHRUN, "b"))]
+    (code, out, errors), (_, reference, warned) = (ended(one) for one in both)
+    assert (code, errors) == (0, "")
+    assert "OMP_NUM_THREADS" in warned
+    digests = [line for line in out.splitlines() if re.fullmatch("[0-9a-f]{40}", line)]
+    assert len(digests) == 2
+    assert digests == [line for line in reference.splitlines() if re.fullmatch("[0-9a-f]{40}", line)]
+    status = json.loads((tmp_path / "a" / "status.json").read_text())
+    assert status["start"] == [sys.executable, *RUN, script, "train", str(tmp_path / "a")]
+    assert status["directory"] == str(tmp_path)
+    assert json.loads((tmp_path / "b" / "status.json").read_text())["start"][:2] == ["torchrun", "--nproc_per_node=2"]
+
+
+OF_EACH_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+
+
+def test_the_variables_are_those_of_torchrun(
+    start: Callable[..., subprocess.Popen[str]], script: str, tmp_path: Path
+) -> None:
+    found = {}
+    for launcher in (RUN, TORCHRUN):
+        assert ended(start(*launcher, script, "environment", str(tmp_path)))[0] == 0
+        found[launcher] = [json.loads((tmp_path / f"variables-{rank}").read_text()) for rank in range(2)]
+    for ours, theirs in zip(found[RUN], found[TORCHRUN], strict=True):
+        assert ours.keys() - theirs.keys() == {"DDP_LOOP_START"}
+        assert theirs.keys() - ours.keys() == set()
+        assert {name for name in theirs if ours[name] != theirs[name]} <= OF_EACH_LAUNCH
+        assert ours["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_the_run_with_code_0_and_its_start_goes_on(
+    number: signal.Signals, start: Callable[..., subprocess.Popen[str]], script: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start(*RUN, script, "endless", str(run))
+    begun(process, tmp_path)
+    process.send_signal(number)
+    code, out, errors = ended(process)
+    assert code == 0, errors
+    assert "Traceback" not in out + errors
+    assert "death signal" not in errors
+    status = json.loads((run / "status.json").read_text())
+    assert status["status"] == "stopped"
+    assert status["checkpoint"]
+    said = [line for line in (out + errors).splitlines() if line.startswith("to go on: ")]
+    assert len(said) == 1
+    assert said[0].removeprefix("to go on: ").startswith(sys.executable)
+
+
+def test_a_second_ctrl_c_ends_at_once(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    stubborn = tmp_path / "stubborn.py"
+    stubborn.write_text(
+        "import os, signal, threading\n"
+        "def mark(name): open(name + '-' + os.environ['RANK'], 'w').close()\n"
+        "signal.signal(signal.SIGINT, lambda *_: mark('asked'))\n"
+        "mark('begun')\n"
+        "while True:\n    threading.Event().wait(1.0)\n"
+    )
+    process = start(*RUN, str(stubborn))
+    for mark in ("begun", "asked"):
+        begun(process, tmp_path, mark)
+        process.send_signal(signal.SIGINT)
+    code, _, errors = ended(process)
+    assert code == 1
+    assert "Traceback" not in errors
+    assert errors.count("was killed by SIGKILL") == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "first"),
+    [
+        ("raise", "ddp_loop: rank 1 failed in forward of step 3:"),
+        ("exit", "ddp_loop: rank 1 ended with exit code 3 in forward of step 3"),
+        ("kill", "ddp_loop: rank 1 was killed by SIGKILL, by a user or for lack of memory"),
+    ],
+)
+def test_the_culprit_is_printed_once_and_the_others_in_a_line(
+    mode: str, first: str, start: Callable[..., subprocess.Popen[str]], script: str, tmp_path: Path
+) -> None:
+    code, out, errors = ended(start(*RUN, script, mode, str(tmp_path / "run")))
+    assert code == 1
+    lines = [line for line in errors.splitlines() if line]
+    assert lines[0] == first
+    assert re.fullmatch(r"ddp_loop: rank 0 was ended in (fold|forward|data) of step \d", lines[-1])
+    traces = 1 if mode == "raise" else 0
+    assert (out + errors).count("Traceback") == traces
+    assert (out + errors).count("the labels are bad") == 2 * traces  # the line of the source, and the error
+    assert len(lines) == 2 + 5 * traces or sys.version_info < (3, 13)
+    assert "torchrun" not in errors
+
+
+def test_an_error_of_all_ranks_outside_of_the_world_is_printed_once(
+    start: Callable[..., subprocess.Popen[str]], script: str, tmp_path: Path
+) -> None:
+    code, out, errors = ended(start(*RUN, script, "after", str(tmp_path / "run")))
+    assert code == 1
+    assert (out + errors).count("Traceback") == 1
+    assert re.match(r"ddp_loop: rank \d failed:\nTraceback", errors)
+
+
+def test_a_failure_is_followed_by_a_restart_where_one_is_left(
+    start: Callable[..., subprocess.Popen[str]], script: str, tmp_path: Path
+) -> None:
+    code, _, errors = ended(start(*RUN, "--max-restarts=2", script, "once", str(tmp_path / "run")))
+    assert code == 0
+    assert errors.count("ValueError: the first time") == 1
+    assert errors.rstrip().splitlines()[-1] == "ddp_loop: the ranks start again (restart 1 of 2)"
+
+
+def test_a_module_is_run_as_one_and_its_arguments_are_its_own(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "__init__.py").write_text("")
+    (tmp_path / "lab" / "job.py").write_text(
+        "import sys\nsys.stdout.write(repr((__package__, sys.argv[1:])) + '\\n')\n"
+    )
+    code, out, errors = ended(start("-m", "ddp_loop", "run", "-m", "lab.job", "--run", "x", "--", "--ranks=3"))
+    assert (code, out, errors) == (0, "('lab', ['--run', 'x', '--', '--ranks=3'])\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a terminal")
+def test_the_culprit_is_red_on_a_terminal(
+    start: Callable[..., subprocess.Popen[str]], script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screen, end = pty.openpty()
+    said: list[bytes] = []
+
+    def read() -> None:
+        with suppress(OSError):  # of a terminal whose other end is closed
+            while some := os.read(screen, 4096):
+                said.append(some)
+
+    reader = threading.Thread(target=read)
+    process = start(*RUN, script, "raise", str(tmp_path / "run"), stderr=end)
+    os.close(end)
+    reader.start()
+    try:
+        process.communicate(timeout=RUN_S)
+    finally:
+        until(lambda: not reader.is_alive(), "the terminal is read")
+        os.close(screen)
+    text = b"".join(said).decode()
+    assert "\x1b[31mddp_loop: rank 1 failed in forward of step 3:" in text
+    assert text.count("ValueError: the labels are bad") == 1
