@@ -7,6 +7,7 @@ from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, for
 from ddp_loop.distributed.join import join_world, sharing_gpus
 from ddp_loop.distributed.launcher import Pool, RankFailed, check_call, launch, run_script
 from ddp_loop.distributed.machine import machine_of
+from ddp_loop.distributed.notebook_cell import CellOutput, cell_output
 from ddp_loop.distributed.piece_sums import IDENTITY, fill_identity, merge, padded
 from ddp_loop.distributed.process_group import launcher_store
 from ddp_loop.distributed.processes import children_except, end_daemons
@@ -39,6 +40,7 @@ from ddp_loop.distributed.world import World
 __all__ = [
     "IDENTITY",
     "MOST_LETTERS",
+    "CellOutput",
     "FrozenParameters",
     "PeerFailed",
     "Pool",
@@ -53,6 +55,7 @@ __all__ = [
     "World",
     "as_real",
     "assemble",
+    "cell_output",
     "check_call",
     "check_layout",
     "check_structure",

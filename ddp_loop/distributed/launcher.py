@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
+from ddp_loop.distributed.notebook_cell import CellRelay
 from ddp_loop.distributed.worker import (
     Answer,
     Failure,
@@ -176,14 +177,17 @@ class Pool:
                 raise RuntimeError("A closed pool cannot run tasks. Create a new Pool.")
             self._start(ranks)
             store = _host_store()  # a new one for each task, without the keys of the last
+            relay = CellRelay()
             try:
                 for rank in range(ranks):
-                    environment = _environment(rank, ranks, store.port) | self._variables
+                    environment = _environment(rank, ranks, store.port) | self._variables | relay.environment
                     self._workers[rank].send(Task(call, environment, os.getcwd(), sys.path))
-                answers = self._collect(range(ranks), timeout_s)
+                answers = self._collect(range(ranks), timeout_s, relay.show)
             except BaseException:
                 self._interrupt(range(ranks))
                 raise
+            finally:
+                relay.close()
         return _results(answers)
 
     def _start(self, ranks: int) -> None:
@@ -200,14 +204,17 @@ class Pool:
             self._end([rank for rank, worker in self._workers.items() if not worker.ready])
             raise
 
-    def _collect(self, ranks: Iterable[int], timeout_s: float | None) -> dict[int, Answer]:
-        """The answers of these ranks; a failure for each rank that did not answer."""
+    def _collect(
+        self, ranks: Iterable[int], timeout_s: float | None, show: Callable[[], None] = lambda: None
+    ) -> dict[int, Answer]:
+        """The answers of these ranks; a failure for each rank that did not answer. `show` is called meanwhile."""
         answers: dict[int, Answer] = {}
         late = f"did not return within {timeout_s} s"
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         waiting = set(ranks)
         while waiting and (left := deadline - time.monotonic()) > 0:
             wait_for_any([self._workers[rank] for rank in waiting], left)
+            show()
             for rank in sorted(waiting):
                 answer = self._workers[rank].answer()
                 if answer is None:

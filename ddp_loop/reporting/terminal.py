@@ -17,7 +17,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import IO, TYPE_CHECKING, Protocol, cast
 
+from ddp_loop.distributed import cell_output
 from ddp_loop.reporting.console import Unrecorded, follow_instead
+from ddp_loop.reporting.notebook_display import NotebookDisplay
 from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, EpochMeans, RowMeta, WeightedMeans
 from ddp_loop.reporting.throughput import RankTiming, Throughput, TrainingLength, as_clock, slowest
 
@@ -290,8 +292,10 @@ _LEAST_BAR, _MOST_CURVE = 8, 100  # columns
 _BETWEEN = "   "
 
 
-def open_display() -> LiveDisplay | None:
-    """Return a display if stdout is a terminal that can move its cursor and rich is installed; else None."""
+def open_display() -> Display | None:
+    """Return a notebook's display, or a terminal's that can move its cursor if rich is installed; else None."""
+    if (cell := cell_output()) is not None:
+        return NotebookDisplay(cell)
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown", ""):
         return None
     try:
