@@ -60,7 +60,7 @@ def as_html(view: ProgressView, ending: str = "") -> str:
     head = [view.place, *([f"{share:.0f} %"] if share is not None else []), time, *([ending] if ending else [])]
     foot = [view.speed, where, *slow]
     cells = "".join(
-        f'<td style="{_CELL}"><span style="opacity:.7">{escape(name.replace("_", " "))}</span><br>'
+        f'<td style="{_CELL}"><span style="opacity:.7">{escape(name.replace("_", " "))}</span><br/>'
         f"<b>{value:.4g}</b></td>"
         for name, value in view.values.items()
     )
