@@ -12,7 +12,7 @@ KERNELS ?= --channels-last --precision bf16
 RANKS ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-rest test-all check docs format bench gpu clean
+.PHONY: help setup train test test-rest test-all matrix dist check docs format bench gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-11s%s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ test-rest: $(READY)  ## run what make test leaves out
 test-all: JOBS := 3  # its tests wait more than those of make test
 test-all: $(READY)  ## run all tests, in three processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+matrix: $(READY)  ## run the quick tests on the oldest and the newest Python and torch (ARGS=); downloads some GB
+	$(BIN)/python -m tests.matrix $(ARGS)
 
 check: $(READY)  ## format, lint, types, the tests of the architecture, and the documentation; changes nothing
 	$(BIN)/python -m ruff format --check .

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddp_loop import datasets, networks, plots, sinks
     from ddp_loop.batch_norm import local_batch_norm, pool_statistics, sync_batch_norm
+    from ddp_loop.checkpoint import load
     from ddp_loop.data import Batches, Draws, SequenceBatches, SequenceChunk, batchify, split_range, split_sizes
     from ddp_loop.determinism import deterministic, seed_shard, seed_step
     from ddp_loop.distributed import (
@@ -59,6 +60,7 @@ __all__ = [
     "evaluate",
     "join_world",
     "launch",
+    "load",
     "local_batch_norm",
     "networks",
     "plots",
@@ -78,6 +80,7 @@ __all__ = [
 __version__ = "0.1.0"
 _ROOMS = {
     "batch_norm": ("local_batch_norm", "pool_statistics", "sync_batch_norm"),
+    "checkpoint": ("load",),
     "data": ("Batches", "Draws", "SequenceBatches", "SequenceChunk", "batchify", "split_range", "split_sizes"),
     "determinism": ("deterministic", "seed_shard", "seed_step"),
     "distributed": (

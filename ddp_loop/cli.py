@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.accelerators import gpu_count
-from ddp_loop.checkpoint import CheckpointInfo, CheckpointStore, best_of, run_id_of, stop_and_wait
+from ddp_loop.checkpoint import CheckpointInfo, CheckpointStore, best_of, export_weights, run_id_of, stop_and_wait
 from ddp_loop.distributed import describe_devices
 from ddp_loop.hosts import add_hosts
 from ddp_loop.monitor import serve
@@ -143,8 +143,23 @@ def _parser() -> argparse.ArgumentParser:
     five.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="another name of this server")
     for command in (three, four, _add_plot(add)):
         command.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run_dir=...)")
+    _add_export(add)
     _add_runs(add)
     return parser
+
+
+def _add_export(add: Callable[..., Any]) -> None:
+    command = add(
+        "export",
+        _export,
+        "write the weights of a run's newest or best checkpoint to a safetensors file",
+        f"{EQUAL} written, {FAILED} there is no such checkpoint or part, or the file cannot be written",
+    )
+    command.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run_dir=...), or of a checkpoint")
+    command.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help="such as model.safetensors")
+    command.add_argument("--best", action="store_true", help="the checkpoint with the lowest score, not the newest")
+    command.add_argument("--checkpoint", metavar="NAME", help="the checkpoint of this name, such as step-00000120")
+    command.add_argument("--part", default="model", metavar="NAME", help="of Loop(state=...) (default: model)")
 
 
 def _add_plot(add: Callable[..., Any]) -> Any:
@@ -234,6 +249,19 @@ def _profile(options: argparse.Namespace) -> bool:
 def _stop(options: argparse.Namespace) -> bool:
     stop = stop_sweep if is_sweep(options.run) else stop_and_wait
     return stop(options.run, options.timeout_s, _say)
+
+
+def _export(options: argparse.Namespace) -> bool:
+    what = options.run, options.output, options.part
+    try:
+        done = export_weights(*what, say=_complain, best=options.best, checkpoint=options.checkpoint)
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from error
+    return _show(True, [str(done)])
+
+
+def _complain(line: str) -> None:
+    print(f"ddp_loop export: {line}", file=sys.stderr)
 
 
 def _list_runs(options: argparse.Namespace) -> bool:

@@ -13,6 +13,7 @@ from ddp_loop.checkpoint.atomic_files import (
 )
 from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, OnSaveError, Snapshot
 from ddp_loop.checkpoint.config import Config, flatten_config
+from ddp_loop.checkpoint.export import Exported, export_weights
 from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
 from ddp_loop.checkpoint.run_folder import (
     CONSOLE,
@@ -42,6 +43,8 @@ from ddp_loop.checkpoint.run_folder import (
 )
 from ddp_loop.checkpoint.state import Stateful
 from ddp_loop.checkpoint.storage import CHECKPOINTS, NAME, CheckpointInfo, CheckpointStore, best_of, run_id_of
+from ddp_loop.checkpoint.warm_starts import warm_start
+from ddp_loop.checkpoint.weights import load
 
 __all__ = [
     "CHECKPOINTS",
@@ -71,6 +74,7 @@ __all__ = [
     "CheckpointStore",
     "Checkpointer",
     "Config",
+    "Exported",
     "FileLock",
     "Locked",
     "OnSaveError",
@@ -81,16 +85,19 @@ __all__ = [
     "best_of",
     "bytes_of",
     "explained",
+    "export_weights",
     "flatten_config",
     "identity",
     "is_locked",
     "is_running",
+    "load",
     "opened",
     "read_json",
     "read_text",
     "run_id_of",
     "stop_and_wait",
     "sync_folder",
+    "warm_start",
     "write_atomic",
     "write_text_atomic",
 ]

@@ -18,7 +18,7 @@ from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tre
 from ddp_loop.determinism import checksum_all, leaves
 from ddp_loop.distributed import ReplicaMismatch, ends_of_copies, find_modules, own_names
 
-_JOB, _GENERATORS, _PARTS = "job", "generators", "parts"
+JOB, _GENERATORS, _PARTS = "job", "generators", "parts"
 _MOST_SETTINGS, _LETTERS = 200, 80
 
 
@@ -61,16 +61,16 @@ class JobState:
         """
         job = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in self._state.items()}
         parts = {name: one.state_dict() for name, one in self._parts.items()}
-        return to_tree({_JOB: job, _GENERATORS: random_state(self._device), _PARTS: parts})
+        return to_tree({JOB: job, _GENERATORS: random_state(self._device), _PARTS: parts})
 
     def checksums(self, serialized: SerializedState) -> tuple[list[str], torch.Tensor]:
         """Return the names and the checksums of the tensors that must be equal on all ranks."""
-        names = [name for name in serialized.tensors if name.startswith(f"{_JOB}.") and not self._is_local(name)]
+        names = [name for name in serialized.tensors if name.startswith(f"{JOB}.") and not self._is_local(name)]
         return names, checksum_all([serialized.tensors[name] for name in names]).cpu()
 
     def _is_local(self, name: str) -> bool:
         """Whether a tensor is a buffer that differs between ranks, or a copy of one."""
-        name = name.removeprefix(f"{_JOB}.")
+        name = name.removeprefix(f"{JOB}.")
         is_in_module = name.partition(".")[0] in self._modules
         return name in self._local or (not is_in_module and name.endswith(self._local_endings))
 
@@ -86,7 +86,7 @@ class JobState:
             ReplicaMismatch: an object changed the values that it restored.
         """
         kept = from_tree(serialized)
-        restore(self._state, kept[_JOB])
+        restore(self._state, kept[JOB])
         for name, part in self._parts.items():
             part.load_state_dict(kept[_PARTS][name])
         names, sums = self.checksums(self.serialize())
@@ -161,7 +161,7 @@ def restore(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:
         )
     for name, value in state.items():
         try:
-            _restore(value, kept[name])
+            restore_part(value, kept[name])
         except Exception as error:
             raise ValueError(
                 f"state[{name!r}] does not fit the checkpoint ({type(error).__name__}: {error}). Build it as before, "
@@ -169,7 +169,8 @@ def restore(state: Mapping[str, object], kept: Mapping[str, Any]) -> None:
             ) from error
 
 
-def _restore(value: Any, kept: Any) -> None:
+def restore_part(value: Any, kept: Any) -> None:
+    """Restore one live object, to the bit."""
     if isinstance(value, Optimizer):
         needed = set(value.defaults)
         value.load_state_dict(kept)

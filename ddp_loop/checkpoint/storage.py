@@ -321,8 +321,13 @@ def run_id_of(run: Path) -> str | None:
 
 def best_of(entries: list[CheckpointInfo]) -> CheckpointInfo | None:
     """Return the intact checkpoint with the lowest finite score, the oldest one of equals; None without a score."""
-    scored = [one for one in entries if one.problem is None and one.score is not None and math.isfinite(one.score)]
-    return min(reversed(scored), key=lambda one: one.score or 0.0, default=None)
+    return next(iter(by_score(entries)), None)
+
+
+def by_score(entries: list[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Return the intact checkpoints with a finite score, the lowest first, of equals the oldest."""
+    scored = [one for one in entries[::-1] if one.problem is None and one.score is not None]
+    return sorted((one for one in scored if math.isfinite(one.score or 0.0)), key=lambda one: one.score or 0.0)
 
 
 def _numbers_in(name: str) -> tuple[int, int]:

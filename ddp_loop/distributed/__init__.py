@@ -1,13 +1,13 @@
 """The ranks: how a process joins, sums and leaves, who failed, and whether the replicas are the same."""
 
 from ddp_loop.distributed.backend import Work
+from ddp_loop.distributed.cells import Cell, open_cell
 from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_env, scale_batch_size
 from ddp_loop.distributed.encoding import as_real, assemble, columns, decode, encode
 from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error
 from ddp_loop.distributed.join import join_world, sharing_gpus
 from ddp_loop.distributed.launcher import Pool, RankFailed, check_call, launch, run_script
 from ddp_loop.distributed.machine import machine_of
-from ddp_loop.distributed.notebook_cell import CellOutput, cell_output
 from ddp_loop.distributed.piece_sums import IDENTITY, fill_identity, merge, padded
 from ddp_loop.distributed.process_group import launcher_store
 from ddp_loop.distributed.processes import children_except, end_daemons
@@ -40,7 +40,7 @@ from ddp_loop.distributed.world import World
 __all__ = [
     "IDENTITY",
     "MOST_LETTERS",
-    "CellOutput",
+    "Cell",
     "FrozenParameters",
     "PeerFailed",
     "Pool",
@@ -55,7 +55,6 @@ __all__ = [
     "World",
     "as_real",
     "assemble",
-    "cell_output",
     "check_call",
     "check_layout",
     "check_structure",
@@ -81,6 +80,7 @@ __all__ = [
     "machine_of",
     "make_equal",
     "merge",
+    "open_cell",
     "own_names",
     "padded",
     "read_rank_env",

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
-from ddp_loop.distributed.notebook_cell import CellRelay
+from ddp_loop.distributed.cells import LaunchedCells, shows_ranks
 from ddp_loop.distributed.worker import (
     Answer,
     Failure,
@@ -177,17 +177,17 @@ class Pool:
                 raise RuntimeError("A closed pool cannot run tasks. Create a new Pool.")
             self._start(ranks)
             store = _host_store()  # a new one for each task, without the keys of the last
-            relay = CellRelay()
+            cells = LaunchedCells(shows=shows_ranks())
             try:
                 for rank in range(ranks):
-                    environment = _environment(rank, ranks, store.port) | self._variables | relay.environment
-                    self._workers[rank].send(Task(call, environment, os.getcwd(), sys.path))
-                answers = self._collect(range(ranks), timeout_s, relay.show)
+                    environment = _environment(rank, ranks, store.port) | self._variables
+                    self._workers[rank].send(Task(call, environment, os.getcwd(), sys.path, cells.shows))
+                answers = self._collect(range(ranks), timeout_s, cells)
             except BaseException:
-                self._interrupt(range(ranks))
+                self._interrupt(range(ranks), cells)
                 raise
             finally:
-                relay.close()
+                cells.end()
         return _results(answers)
 
     def _start(self, ranks: int) -> None:
@@ -204,19 +204,17 @@ class Pool:
             self._end([rank for rank, worker in self._workers.items() if not worker.ready])
             raise
 
-    def _collect(
-        self, ranks: Iterable[int], timeout_s: float | None, show: Callable[[], None] = lambda: None
-    ) -> dict[int, Answer]:
-        """The answers of these ranks; a failure for each rank that did not answer. `show` is called meanwhile."""
+    def _collect(self, ranks: Iterable[int], timeout_s: float | None, cells: LaunchedCells) -> dict[int, Answer]:
+        """The answers of these ranks; a failure for each rank that did not answer. Shows meanwhile what they show."""
         answers: dict[int, Answer] = {}
         late = f"did not return within {timeout_s} s"
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         waiting = set(ranks)
         while waiting and (left := deadline - time.monotonic()) > 0:
             wait_for_any([self._workers[rank] for rank in waiting], left)
-            show()
             for rank in sorted(waiting):
                 answer = self._workers[rank].answer()
+                cells.take(self._workers[rank].shown)  # after the answer, before which all was sent
                 if answer is None:
                     continue
                 waiting.discard(rank)
@@ -228,13 +226,13 @@ class Pool:
         self._end(waiting)
         return answers
 
-    def _interrupt(self, ranks: Iterable[int]) -> None:
+    def _interrupt(self, ranks: Iterable[int], cells: LaunchedCells) -> None:
         """Pass Ctrl-C on to the working ranks and let them end; a second Ctrl-C kills them."""
         working = [rank for rank in ranks if rank in self._workers and self._workers[rank].working]
         try:
             for rank in working:
                 self._workers[rank].send_signal(signal.SIGINT)
-            self._collect(working, _STOP_S)
+            self._collect(working, _STOP_S, cells)
         finally:
             self._end([rank for rank in working if rank in self._workers and self._workers[rank].working])
 

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_loop.distributed.cells import CELL, cell_sockets
 from ddp_loop.distributed.failures import PeerFailed, Stopped
 from ddp_loop.distributed.gloo import keeps_a_group
 from ddp_loop.distributed.join import leave_open_worlds
@@ -50,12 +52,16 @@ class FailurePriority(IntEnum):
 
 @dataclass(frozen=True)
 class Task:
-    """One call, and its environment: the parent's at the time of the call, plus the rank's variables."""
+    """One call, and its environment: the parent's at the time of the call, plus the rank's variables.
+
+    `has_cell` is whether the parent shows in a notebook what the rank shows.
+    """
 
     call: bytes
     environment: dict[str, str]
     folder: str
     path: list[str]
+    has_cell: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,15 +134,17 @@ class Worker:
         spawn = multiprocessing.get_context("spawn")  # threads of torch and gloo do not survive a fork
         self._tasks, tasks = spawn.Pipe()
         self._stacks, stacks = spawn.Pipe(duplex=False)
+        self.shown, cells = cell_sockets()
         self.ready = self.working = self.spent = False
         main_thread = threading.current_thread() is threading.main_thread()
         self._process: SpawnProcess = spawn.Process(
-            target=serve, args=(tasks, stacks, os.getpid(), main_thread), name="ddp_loop rank"
+            target=serve, args=(tasks, stacks, cells, os.getpid(), main_thread), name="ddp_loop rank"
         )
         self._process.start()
         self._id = self._process.pid or 0
         tasks.close()
         stacks.close()
+        cells.close()
 
     @property
     def process_id(self) -> int:
@@ -227,11 +235,12 @@ class Worker:
         self._process.close()
         self._tasks.close()
         self._stacks.close()
+        self.shown.close()
 
 
 def wait_for_any(workers: Iterable[Worker], timeout_s: float) -> None:
     """Wait until one of the workers may have answered or died, for `timeout_s` or less."""
-    sources = [source for worker in workers for source in (worker._tasks, worker._process.sentinel)]
+    sources = [source for worker in workers for source in (worker._tasks, worker._process.sentinel, worker.shown)]
     wait(sources, min(max(timeout_s, 0.0), _LOOK_S))
 
 
@@ -242,12 +251,13 @@ def _cause_of_death(exit_code: int | None) -> str:
     return f"died by signal {-exit_code} ({known.get(-exit_code, 'unnamed')})"
 
 
-def serve(tasks: Connection, stacks: Connection, parent: int, main_thread: bool) -> None:
+def serve(tasks: Connection, stacks: Connection, cells: socket.socket, parent: int, main_thread: bool) -> None:
     """Run tasks until None arrives or the parent closes or dies. This is the target of a worker process.
 
     Args:
         tasks: receives each `Task`, then None; sends `Ready`, then a `Returned` or `Failure` for each task.
         stacks: SIGUSR1 writes the Python stacks of all threads to it, even of a stuck process.
+        cells: sends what tasks show in a notebook.
         parent: the process id of the parent.
         main_thread: whether the parent's main thread started this process.
     """
@@ -262,7 +272,7 @@ def serve(tasks: Connection, stacks: Connection, parent: int, main_thread: bool)
     tasks.send(Ready())
     with suppress(EOFError, ConnectionError):
         while (task := tasks.recv()) is not None:
-            answer = _run(task, threads)
+            answer = _run(task, threads, cells)
             tasks.send(answer)
             if answer.last:
                 break
@@ -302,11 +312,13 @@ def _watch(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _surround(task: Task, threads: int) -> None:
+def _surround(task: Task, threads: int, cells: socket.socket) -> None:
     """Set the environment of the task, whatever an earlier one left."""
     for name in os.environ.keys() - task.environment.keys():
         del os.environ[name]
     os.environ.update(task.environment)
+    if task.has_cell:
+        os.environ[CELL] = f"{os.getpid()}:{cells.fileno()}"
     sys.path[:] = task.path
     os.chdir(task.folder)
     # torch reads OMP_NUM_THREADS only at import, and a worker runs many tasks.
@@ -314,11 +326,11 @@ def _surround(task: Task, threads: int) -> None:
     torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) else threads)
 
 
-def _run(task: Task, threads: int) -> Answer:
+def _run(task: Task, threads: int, cells: socket.socket) -> Answer:
     answer: Answer
     children = children_except(set())
     try:
-        _surround(task, threads)
+        _surround(task, threads, cells)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         function, arguments, keywords = pickle.loads(task.call)
         result = None

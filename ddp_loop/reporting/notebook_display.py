@@ -1,95 +1,114 @@
-"""The progress of a run in a notebook's cell: a bar, the values, the curve of the loss, in place of the last ones."""
+"""The display of a run in a notebook: HTML in the output of a cell, redrawn in its place."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
-from ddp_loop.distributed import CellOutput
-from ddp_loop.reporting.throughput import as_clock
+from ddp_loop.distributed import Cell, open_cell
+from ddp_loop.reporting.terminal import ProgressView, cells
 
-if TYPE_CHECKING:
-    from ddp_loop.reporting.terminal import ProgressView
+_WIDTH, _HEIGHT, _MOST_POINTS = 320, 40, 80  # of the curve
+_MOST_CELLS, _MOST_LETTERS, _MOST_TEXT = (
+    60,
+    200,
+    4000,
+)  # a view of thousands of metrics would not fit into a message of a rank
 
-_BLUE, _GREEN, _AMBER = "#1f77b4", "#2ca02c", "#b8860b"
-_WIDTH, _HEIGHT = 240, 36  # of the curve, in pixels
-_CELL = "padding:2px 12px 2px 0;text-align:left;border:0;background:none"
+_BOX = "font: 13px/1.6 var(--jp-ui-font-family, system-ui, sans-serif); max-width: 60em; padding: 2px 0"
+_ROW = "display: flex; flex-wrap: wrap; align-items: center; gap: 0 1.2em; font-variant-numeric: tabular-nums"
+
+
+def open_notebook() -> NotebookDisplay | None:
+    """Return a display if this process is the kernel of a notebook, or a rank that `launch` started from one."""
+    cell = open_cell()
+    return None if cell is None else NotebookDisplay(cell)
 
 
 class NotebookDisplay:
-    """Shows a run's progress in a cell.
+    """Shows each view in the place of the last one; what is printed comes below it.
 
     Args:
-        output: of the cell.
+        cell: of the notebook.
     """
 
-    def __init__(self, output: CellOutput) -> None:
-        self._output = output
-        self._view: ProgressView | None = None
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+        self._newest: Callable[[], ProgressView | None] = lambda: None
 
     def draw(self, newest: Callable[[], ProgressView | None]) -> None:
         """Show the newest view."""
-        if (view := newest()) is not None:
-            self._view = view
-            self._output.show({"text/html": as_html(view), "text/plain": view.line()})
+        self._newest = newest
+        self._show(last=False)
 
     def close(self) -> None:
-        """Show that the run has ended, and where."""
-        if (view := self._view) is not None:
-            ending = "done" if view.iteration == view.extent.whole else "ended"
-            html, line = as_html(view, ending), f"{view.line()} ({ending})"
-            self._output.show({"text/html": html, "text/plain": line})
+        """Show the last view, which stays visible."""
+        self._show(last=True)
+
+    def _show(self, *, last: bool) -> None:
+        if (view := self._newest()) is not None:
+            self._cell.show(as_html(view, has_ended=last), view.line()[:_MOST_TEXT], last=last)
 
 
-def as_html(view: ProgressView, ending: str = "") -> str:
-    """Return a view as a piece of HTML without scripts and outside files.
+def as_html(view: ProgressView, *, has_ended: bool = False) -> str:
+    """Return a view as HTML that loads nothing; names of metrics are escaped.
 
     Args:
-        view: the progress.
-        ending: "done" or "ended"; empty while the run is under way.
+        view: of the run.
+        has_ended: whether no further step follows.
     """
+    values = [_text(cell) for cell in _shortened(cells(view))]
+    rows = [_place(view, has_ended=has_ended), _row([f"<span>{value}</span>" for value in values]), _curve(view.losses)]
+    return f'<div style="{_BOX}">{"".join(rows)}</div>'
+
+
+def _place(view: ProgressView, *, has_ended: bool) -> str:
     whole = view.extent.whole
-    share = min(100 * view.iteration / whole, 100.0) if whole else None
-    colour = {"": _BLUE, "done": _GREEN}.get(ending, _AMBER)
-    time = f"{as_clock(view.gone_s)} gone" + (f", {view.left}" if view.left and not ending else "")
-    ranks = view.extent.ranks
-    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {view.extent.device}"
-    slow = [] if view.slow_rank is None or ending else [f"rank {view.slow_rank} is slowest"]
-    head = [view.place, *([f"{share:.0f} %"] if share is not None else []), time, *([ending] if ending else [])]
-    foot = [view.speed, where, *slow]
-    cells = "".join(
-        f'<td style="{_CELL}"><span style="opacity:.7">{escape(name.replace("_", " "))}</span><br/>'
-        f"<b>{value:.4g}</b></td>"
-        for name, value in view.values.items()
-    )
-    bar = "" if share is None else _bar(share, colour)
-    return (
-        '<div style="font-family:sans-serif;font-size:13px;max-width:720px">'
-        f"<div>{escape(' · '.join(head))}</div>{bar}"
-        f'<table style="border:0;margin:2px 0;border-collapse:collapse"><tr>{cells}'
-        f'<td style="{_CELL}">{curve(view.losses, colour)}</td></tr></table>'
-        f'<div style="opacity:.7">{escape(" · ".join(foot))}</div></div>'
-    )
+    parts = [f"<b>{_text(view.place)}</b>"]
+    if whole:
+        share = f"{100 * view.iteration // whole} %"
+        bar = (
+            f'<progress style="flex: 1 1 12em" max="{whole}" value="{view.iteration}" aria-label="progress of the run">'
+        )
+        parts += [f"{bar}{share}</progress>", f"<span>{share}</span>"]
+    if has_ended:
+        parts.append("<span>done</span>" if whole and view.iteration >= whole else "<span>ended</span>")
+    elif view.left:
+        parts.append(f"<span>{_text(view.left)}</span>")
+    return _row(parts)
 
 
-def _bar(share: float, colour: str) -> str:
-    return (
-        '<div style="height:8px;margin:4px 0;border-radius:4px;background:rgba(128,128,128,.25)">'
-        f'<div style="height:8px;border-radius:4px;width:{share:.1f}%;background:{colour}"></div></div>'
-    )
+def _row(parts: Sequence[str]) -> str:
+    return f'<div style="{_ROW}">{"".join(parts)}</div>'
 
 
-def curve(losses: Sequence[float], colour: str = _BLUE) -> str:
-    """Return the losses as a line in an SVG picture; what is not finite is left out, and empty for fewer than two."""
-    points = [(place, value) for place, value in enumerate(losses) if math.isfinite(value)]
-    if len(points) < 2:
+def _text(text: str) -> str:
+    return escape(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}...")
+
+
+def _shortened(values: list[str]) -> list[str]:
+    """The first values, and the number of the others."""
+    more = len(values) - _MOST_CELLS
+    return values if more <= 0 else [*values[:_MOST_CELLS], f"and {more} more"]
+
+
+def _curve(losses: Sequence[float]) -> str:
+    """The losses as a line; it has a gap where one is not finite."""
+    every = max(1, math.ceil(len(losses) / _MOST_POINTS))
+    points = losses[::every]
+    known = [value for value in points if math.isfinite(value)]
+    if len(known) < 2:
         return ""
-    least, most = min(value for _, value in points), max(value for _, value in points)
-    across, up = (_WIDTH - 4) / max(points[-1][0], 1), (_HEIGHT - 4) / ((most - least) or 1.0)
-    line = " ".join(f"{2 + place * across:.1f},{_HEIGHT - 2 - (value - least) * up:.1f}" for place, value in points)
-    return (
-        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="loss">'
-        f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/></svg>'
-    )
+    least, span = min(known), (max(known) - min(known)) or 1.0
+    path, pen = "", "M"
+    for number, value in enumerate(points):
+        if not math.isfinite(value):
+            pen = "M"
+            continue
+        x, y = _WIDTH * number / (len(points) - 1), _HEIGHT - 2 - (_HEIGHT - 4) * ((value - least) / span)
+        path, pen = f"{path}{pen}{x:.0f} {y:.1f}", "L"
+    ends = f"loss {losses[0]:.4g} to {losses[-1]:.4g}"
+    line = f'<path d="{path}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
+    size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+    return _row([f'<svg {size} role="img" aria-label="{ends}">{line}</svg>', f"<span>{ends}</span>"])

@@ -21,6 +21,7 @@ from ddp_loop.reporting.evaluations import EvaluationLog, EvaluationRecorder
 from ddp_loop.reporting.exports import export_if_small
 from ddp_loop.reporting.jsonl import JsonlWriter, OnFull
 from ddp_loop.reporting.logged_values import LoggedValues
+from ddp_loop.reporting.notebook_display import open_notebook
 from ddp_loop.reporting.rows import EpochMeans, RowDispatcher
 from ddp_loop.reporting.sink_calls import OnRow, RunStart, SinkCalls
 from ddp_loop.reporting.terminal import Terminal, open_display
@@ -133,7 +134,7 @@ class Reporter:
             if world.size > 1:
                 world.print(world)
             extent = TrainingLength(**self._where.extent, after=after, ranks=world.size, device=str(world.device))
-            self._terminal = Terminal(world.print, extent, self._began, open_display(), epoch)
+            self._terminal = Terminal(world.print, extent, self._began, open_notebook() or open_display(), epoch)
         self._sinks = SinkCalls(receivers, world.print)
         folder = None if self._checkpointer is None else self._checkpointer.folder
         self._sinks.call("begin", _start_of(folder, config, after))

@@ -17,9 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import IO, TYPE_CHECKING, Protocol, cast
 
-from ddp_loop.distributed import cell_output
 from ddp_loop.reporting.console import Unrecorded, follow_instead
-from ddp_loop.reporting.notebook_display import NotebookDisplay
 from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, EpochMeans, RowMeta, WeightedMeans
 from ddp_loop.reporting.throughput import RankTiming, Throughput, TrainingLength, as_clock, slowest
 
@@ -292,10 +290,8 @@ _LEAST_BAR, _MOST_CURVE = 8, 100  # columns
 _BETWEEN = "   "
 
 
-def open_display() -> Display | None:
-    """Return a notebook's display, or a terminal's that can move its cursor if rich is installed; else None."""
-    if (cell := cell_output()) is not None:
-        return NotebookDisplay(cell)
+def open_display() -> LiveDisplay | None:
+    """Return a display if stdout is a terminal that can move its cursor and rich is installed; else None."""
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown", ""):
         return None
     try:
@@ -349,7 +345,7 @@ class LiveDisplay:
         bar = self._bar(view, width)
         curve = self._curve(view.losses, width)
         place = [] if bar is not None else flowed([view.place, view.left] if view.left else [view.place], width)
-        lines = [*place, *flowed(_cells(view), width), *([curve] if curve else [])]
+        lines = [*place, *flowed(cells(view), width), *([curve] if curve else [])]
         texts = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
         return Group(*([] if bar is None else [bar]), *texts)
 
@@ -376,7 +372,8 @@ class LiveDisplay:
         return first + sparkline(losses, min(width - len(first) - len(last), _MOST_CURVE), blocks) + last
 
 
-def _cells(view: ProgressView) -> list[str]:
+def cells(view: ProgressView) -> list[str]:
+    """Return the values of a view and its speed, time and ranks, each as a short text."""
     cells = [
         f"{name.replace('_', ' ')} {value:.3g}" if _is_beside(name) else f"{name} {value:.4f}"
         for name, value in view.values.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, Config, OnSaveError, Stateful, flatten_config
+from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful, flatten_config
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
 from ddp_loop.determinism import as_int, seed_step
 from ddp_loop.distributed import FrozenParameters, ReplicaCheck
@@ -47,6 +47,8 @@ class Loop:
             rows.jsonl with a line per update, and for status.json.
         resume: whether to resume the run in the folder: None if its data, shards and seed are the same, else raise;
             True also with other shards or another seed; False to start over, which moves the old files to `before/`.
+        resume_from: another run's folder, or a checkpoint in one, with whose weights and optimizer states a new run
+            begins, at step 1; ignored where the run in `run_dir` resumes. See docs/checkpoints.md.
         save_every: checkpoint every N steps (default: every epoch), and always on stop and at the end.
         save_every_s: also checkpoint when this many seconds have passed since the last one.
         keep_last: the number of newest checkpoints that stay, beside the best (see `save`).
@@ -97,6 +99,7 @@ class Loop:
         steps: int | None = None,
         run_dir: str | Path | None = None,
         resume: bool | None = None,
+        resume_from: str | Path | None = None,
         save_every: int | None = None,
         save_every_s: float = 600.0,
         keep_last: int = 3,
@@ -123,7 +126,6 @@ class Loop:
         is_ordered = batches.fixed_shards if ordered is None else ordered
         self._job = Job(state, batches, ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}))
         self._recorder = self._make_recorder(folder if watched is None else None, policy, on_nonfinite)
-        self.world.on_leaving(self._leave)
         with self.world.in_stage("start"):
             problem: Exception | None = None
             try:
@@ -143,8 +145,8 @@ class Loop:
             try:
                 self.world.raise_if_any_failed(problem)
                 facts = epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir is None
-                self.world.require_equal(SAME, (*facts, resume, save_every, trace, profile, flat))
-                self._begin(resume, flat, Reporting(on_row, progress, monitor and watched is None, flat))
+                self.world.require_equal(SAME, (*facts, resume, str(resume_from), save_every, trace, profile, flat))
+                self._begin(resume, resume_from, Reporting(on_row, progress, monitor and watched is None, flat))
             except BaseException:
                 self._leave()
                 raise
@@ -161,6 +163,7 @@ class Loop:
         if folder is not None:
             checkpointer = Checkpointer(folder, self.world, state, policy, local, parts, self._state_check.check)
         recorder = RunRecorder(self.world, self._where, checkpointer, state)
+        self.world.on_leaving(self._leave)
         log = recorder.run_log
         self.log, self.log_text, self.log_image, self.log_table = log.log, log.log_text, log.log_image, log.log_table
         return recorder
@@ -169,10 +172,12 @@ class Loop:
         watch = None if self._recorder.tracer is None else self._recorder.tracer.backward
         return self._job.make_fold(self, self._guard, watch, former)
 
-    def _begin(self, resume: bool | None, config: Config | None, reporting: Reporting) -> None:
-        """Make the replicas equal, and resume the run in the folder."""
+    def _begin(self, resume: bool | None, source: str | Path | None, reporting: Reporting) -> None:
+        """Make the replicas equal, and resume the run in the folder, or begin with the weights of another one."""
         self._job.make_equal()
-        if (position := self._recorder.open(self.batches.facts, resume, config, self.batches.shares)) is not None:
+        origin = self._recorder.warm_start(source, self._job.state, resume)
+        facts = self.batches.facts, resume, reporting.config, self.batches.shares, origin
+        if (position := self._recorder.open(*facts)) is not None:
             self.load_state_dict(position)
         self._use_measured_shares()
         self._recorder.open_trace_files()

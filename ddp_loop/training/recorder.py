@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_loop.accelerators import is_asynchronous
-from ddp_loop.checkpoint import Checkpointer, Config, Snapshot
+from ddp_loop.checkpoint import Checkpointer, Config, Snapshot, warm_start
 from ddp_loop.data import Batches, LoopPosition, MiniBatch, Unused
 from ddp_loop.distributed import World
 from ddp_loop.reporting import (
@@ -130,8 +130,14 @@ class RunRecorder:
         resume: bool | None,
         config: Config | None,
         shares: Sequence[float] | None = None,
+        origin: str | None = None,
     ) -> dict[str, int] | None:
         """Take the run folder, and restore the newest checkpoint's state. Every rank must call this.
+
+        Args:
+            facts, resume, config: as `Checkpointer.open`.
+            shares: of the ranks.
+            origin: the checkpoint of another run whose values it begins with.
 
         Returns:
             The position to resume from; None for a new run.
@@ -139,6 +145,7 @@ class RunRecorder:
         there = None
         if self.checkpointer is not None:
             self._extent = {**self._where.extent, **({} if shares is None else {"shares": list(shares)})}
+            self._extent |= {} if origin is None else {"resumed_from": origin}
             there = self.checkpointer.open(facts, resume, self._extent, config)
             self._report.open_console(self.checkpointer.folder)
         if self.checkpointer is not None and not self._has_optimizer:
@@ -149,6 +156,11 @@ class RunRecorder:
         if there is not None:
             self._saved = there["iteration"]
         return there
+
+    def warm_start(self, source: str | Path | None, state: Mapping[str, object], resume: bool | None) -> str | None:
+        """Begin with another run's weights, unless this one resumes; returns their place. Every rank must call this."""
+        folder = None if self.checkpointer is None else self.checkpointer.folder
+        return None if source is None else warm_start(source, self._world, state, folder, resume=resume)
 
     def record_shares(self, shares: Sequence[float]) -> None:
         """Write the ranks' shares into status.json."""

@@ -23,8 +23,8 @@ from ddp_loop.distributed import each_module, find_modules, format_error
 from ddp_loop.training.nonfinite import ON_NONFINITE
 
 SAME = (  # arguments of a Loop that must be the same on all ranks
-    "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, save_every, trace, "
-    "profile, config"
+    "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, resume_from, "
+    "save_every, trace, profile, config"
 )
 _OF_DATA = (TypeError, AttributeError, ValueError, LookupError)  # raised by a list of shards in place of tensors
 _OF_STEPS = re.compile(r"values to unpack|(not|got) Step\b|'Step'")

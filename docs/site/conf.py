@@ -60,7 +60,15 @@ CONTENTS = """
 :hidden:
 :caption: Guides
 
+docs/tutorial
+docs/when_to_use
+docs/faq
 docs/migrate
+docs/checkpoints
+docs/batch_norm
+docs/gradient_accumulation
+docs/compile
+docs/larger_models
 docs/faults
 docs/watching
 docs/cluster

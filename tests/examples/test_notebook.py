@@ -54,9 +54,9 @@ def test_the_example_notebook_runs_and_shows_its_progress(tmp_path: Path, monkey
     for name, ranks in (("train", "1 rank on"), ("launch", "2 ranks on")):
         ((html, text),) = progress_of(outputs[name])  # one display, in the place of all earlier ones
         assert "Epoch 2 of 2, step 4 of 4" in html
-        assert "done" in html
+        assert "<span>done</span>" in html
         assert ranks in html
-        assert text.endswith("(done)")
+        assert text.startswith("Epoch 2 of 2, step 4 of 4")
     assert "image/png" in outputs["picture"][0]["data"]
     assert "Epoch: 2" in outputs["console"][0]["text"]
     keep = tmp_path / "progress.html"
@@ -81,13 +81,38 @@ except Exception as error:
 """
 
 
+KILLED = """
+import os, signal, threading
+def train():
+    with dl.join_world(seed=0) as world:
+        model = torch.nn.Linear(3, 1)
+        for step in dl.Loop(dl.Batches(torch.ones(8, 3), 4, world), 10**6, state={"m": model}):
+            for rows in step:
+                step.backward(model(rows).mean())
+            step.fold()
+            if step.iteration == 2000:
+                os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dl.launch(train, 1)
+except dl.RankFailed as error:
+    print(str(error).splitlines()[0])
+print(dl.launch(abs, 1, -3))
+"""
+
+
 @pytest.mark.slow
-def test_a_loop_that_fails_ends_its_display_and_names_are_escaped(
+def test_a_loop_that_fails_or_is_killed_ends_its_display_and_names_are_escaped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells = [FAILS.replace("CALL", call) for call in ("train()", "dl.launch(train, 2)")]
-    for outputs in execute(cells, tmp_path, monkeypatch):
-        ((html, text),) = progress_of(outputs)
-        assert text.endswith("(ended)")
+    *failed, killed = execute([*cells, KILLED], tmp_path, monkeypatch)
+    ((html, _),) = progress_of(killed)
+    assert "The ranks ended here." in html
+    said = "".join(one["text"] for one in killed if one["output_type"] == "stream")
+    assert "rank 0 died by signal 9 (SIGKILL)" in said
+    assert "[3]" in said
+    for outputs in failed:
+        ((html, _),) = progress_of(outputs)
+        assert "<span>ended</span>" in html
         assert "&lt;b&gt;x&lt;/b&gt;" in html
         assert "<b>x" not in html

@@ -140,3 +140,80 @@ def test_what_a_receiver_does_to_its_row_the_next_one_does_not_see() -> None:
                 step.backward(model(rows).mean())
             step.fold()
     assert [one["iteration"] for one in seen] == [1, 2]
+
+
+def log_all(folder: str, stop_at: int = 0) -> None:
+    """A run with evaluations, logged values, texts, images and tables, in both sinks."""
+    with dl.join_world(seed=0) as world:
+        torch.manual_seed(1)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.randn(20, 2, generator=torch.Generator().manual_seed(3))
+        sinks = [csv_sink(f"{folder}/rows.csv"), tensorboard_sink(f"{folder}/board", 0.0)]
+        options: dict[str, Any] = {"run_dir": f"{folder}/run", "on_row": sinks, "progress": False}
+        state = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(dl.Batches(data, 7, world), 3, state=state, **options)
+        with suppress(dl.Stopped):
+            for epoch in loop.epochs():
+                for step in epoch:
+                    for inputs in step:
+                        step.backward(model(inputs).square().mean())
+                    if step.iteration == stop_at:
+                        loop.stop()
+                    step.fold()
+                    optimizer.step()
+                    loop.log(second=step.iteration / 2)
+                dl.evaluate(model, dl.Batches(data, 10, world, shuffle=False), size=lambda out, _: out.squeeze(1))
+                loop.log(score=epoch.number)
+                loop.log_text("words", f"epoch {epoch.number}")
+                loop.log_image("picture", torch.rand(3, 4, 5))
+                loop.log_table("counts", [[1, epoch.number]], rows=["a|b"])
+        if not loop.stopped:
+            dl.evaluate(model, dl.Batches(data[:10], 10, world, shuffle=False), after=lambda out, _: out.squeeze(1))
+
+
+@pytest.mark.covers("J7")
+@pytest.mark.parametrize("stop_at", [0, 3, 5])
+def test_evaluations_and_logged_values_reach_csv_and_tensorboard_once(
+    stop_at: int, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    if stop_at:
+        on_ranks(2, log_all, str(tmp_path), stop_at)
+    on_ranks(2, log_all, str(tmp_path))
+    points = points_of(tmp_path / "board")
+    assert points["second"] == [(n, n / 2) for n in range(1, 10)]
+    assert points["score"] == [(3, 1.0), (6, 2.0), (9, 3.0)]
+    assert [step for step, _ in points["evaluation/size"]] == [3, 6, 9]
+    assert [step for step, _ in points["evaluation/after"]] == [9]
+    assert [step for step, _ in points["loss"]] == list(range(1, 10))
+    evaluated = read_csv(tmp_path / "rows.evaluations.csv")
+    assert [(one["iteration"], bool(one["size"]), bool(one["after"])) for one in evaluated] == [
+        *(("3", True, False), ("6", True, False), ("9", True, False)),
+        ("9", False, True),
+    ]
+    logged = read_csv(tmp_path / "rows.logged.csv")
+    assert [(int(one["iteration"]), float(one["second"])) for one in logged if one["second"]] == points["second"]
+    assert [(int(one["iteration"]), float(one["score"])) for one in logged if one["score"]] == points["score"]
+
+
+def test_texts_images_and_tables_reach_tensorboard(on_ranks: OnRanks, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    on_ranks(1, log_all, str(tmp_path))
+    events = EventAccumulator(str(tmp_path / "board"), size_guidance={"tensors": 0, "images": 0})
+    events.Reload()
+    texts = {
+        name: [(one.step, one.tensor_proto.string_val[0].decode()) for one in events.Tensors(name)]
+        for name in events.Tags()["tensors"]
+    }
+    assert texts["words/text_summary"] == [(3 * n, f"epoch {n}") for n in (1, 2, 3)]
+    assert texts["counts/text_summary"][2] == (9, "|  | 0 | 1 |\n| --- | --- | --- |\n| a\\|b | 1 | 3 |")
+    assert [(one.step, one.width, one.height) for one in events.Images("picture")] == [(n, 5, 4) for n in (3, 6, 9)]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.logged.csv", "rows.evaluations.csv"])
+def test_a_csv_file_that_cannot_be_written_is_a_warning(name: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    on_ranks(2, log_all, str(tmp_path))
+    assert len((tmp_path / "run" / "rows.jsonl").read_text().splitlines()) == 9
+    assert [step for step, _ in points_of(tmp_path / "board")["second"]] == list(range(1, 10))

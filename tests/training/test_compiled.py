@@ -6,14 +6,10 @@ default torch compiles a second size for all sizes, so a shard's last bits depen
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +19,7 @@ from torch.nn.functional import cross_entropy
 import ddp_loop as dl
 from tests.support.cases import CLASSES, make_data
 from tests.support.comparing import Tensors, distance, is_same, same_on_all
+from tests.support.compiling import compiling
 from tests.support.harness import OnRanks
 
 HAS_COMPILER = shutil.which("g++") is not None
@@ -43,19 +40,6 @@ def network(dropout: float = 0.0) -> nn.Module:
         nn.Conv1d(2, 4, 2), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 4, 2), nn.BatchNorm1d(4), nn.Flatten(),
         nn.Dropout(dropout), nn.Linear(8, CLASSES),
     ).double()  # fmt: skip
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """As in a process of its own, which has compiled nothing; leaves no process, thread or variable of the compiler."""
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(compile_threads=1), patch.dict(os.environ):
-        yield
-    torch._dynamo.reset()
-    tqdm: Any = sys.modules.get("tqdm")
-    if tqdm is not None and tqdm.tqdm.monitor is not None:
-        tqdm.tqdm.monitor.exit()
-        tqdm.tqdm.monitor = None
 
 
 def train(

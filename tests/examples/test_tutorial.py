@@ -1,0 +1,69 @@
+"""Every script of docs/tutorial.md, on one rank and on two: they run, and give the same weights."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import ddp_loop as dl
+from tests.support.harness import OnRanks
+from tests.support.runs import lines_of, rows_of, status_of
+from tests.support.snippets import blocks_of, run_python
+
+PARTS, *SCRIPTS = (block.text for block in blocks_of("docs/tutorial.md"))
+*LESSONS, WHOLE, AFTERWARDS = SCRIPTS
+ALIKE = 1e-4  # float32, a shard per rank
+DRAWS = {1, 2}  # pictures at the end of a run, which take a second
+
+
+def run_lesson(folder: str, text: str) -> list[float]:
+    """The weights at the end of a script, which has `parts.py` beside it."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, "parts.py").write_text(PARTS)
+    sys.path.insert(0, folder)
+    try:
+        return run_python(folder, text).weights[-1]
+    finally:
+        sys.path.remove(folder)
+        sys.modules.pop("parts", None)
+
+
+@pytest.mark.covers("J17")
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.slow) if n in DRAWS else n for n in range(len(LESSONS))]
+)
+def test_a_script_of_the_tutorial_gives_the_same_weights_on_one_and_two_ranks(
+    number: int, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    script = LESSONS[number]
+    (one,) = on_ranks(1, run_lesson, str(tmp_path / "one"), script)
+    two, other = on_ranks(2, run_lesson, str(tmp_path / "two"), script)
+    assert two == other
+    assert len(one) == 2 * 32 + 32 + 32 * 2 + 2
+    if "shards=" in script:
+        assert one == two
+    else:
+        assert one == pytest.approx(two, abs=ALIKE, rel=ALIKE)
+
+
+@pytest.mark.covers("J17")
+def test_the_whole_script_keeps_the_best_average_and_leaves_its_weights(on_ranks: OnRanks, tmp_path: Path) -> None:
+    (first, second) = on_ranks(2, run_lesson, str(tmp_path), WHOLE.replace('"__main__"', '"snippet"'))
+    assert first == second
+    folder = tmp_path / "runs" / "eight"
+    assert rows_of(folder) == list(range(1, len(rows_of(folder)) + 1))
+    assert status_of(folder)["status"] in ("left", "done")
+    logged = lines_of(folder / "logged.jsonl")
+    assert [one["iteration"] for one in logged] == rows_of(folder)
+    assert lines_of(folder / "evaluations.jsonl")[-1]["accuracy"] > 0.9
+    weights = dl.load(folder, "average", best=True)
+    assert [float(x) for one in weights.values() for x in one.flatten()] == pytest.approx(first)
+    run_python(str(tmp_path), AFTERWARDS)
+
+
+def test_each_lesson_of_the_tutorial_has_a_script() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text()
+    heads = [line for line in text.splitlines() if line.startswith("## ")]
+    assert [int(head.split()[1].rstrip(".")) for head in heads] == list(range(1, len(LESSONS) + 2))

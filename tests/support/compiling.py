@@ -1,0 +1,27 @@
+"""Compiling in a worker that others use after it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._dynamo
+import torch._inductor.config
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """As in a process of its own, which has compiled nothing; leaves no process, thread or variable of the compiler."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(compile_threads=1), patch.dict(os.environ):
+        yield
+    torch._dynamo.reset()
+    tqdm: Any = sys.modules.get("tqdm")
+    if tqdm is not None and tqdm.tqdm.monitor is not None:
+        tqdm.tqdm.monitor.exit()
+        tqdm.tqdm.monitor = None

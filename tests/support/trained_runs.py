@@ -1,0 +1,64 @@
+"""A small trained run, whose weights are taken out of its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ddp_loop as dl
+
+
+class Tied(nn.Module):
+    """A network with two names for one tensor, batch norm, and a buffer of whole numbers."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(width, width, bias=False), nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, width)
+        self.last.weight = self.first.weight
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.norm(self.first(rows)).relu())
+        return out
+
+
+def rows(number: int = 24, width: int = 4) -> torch.Tensor:
+    return torch.randn(number, width, generator=torch.Generator().manual_seed(5))
+
+
+def train_run(
+    folder: Path | str | None, epochs: int = 4, scores: tuple[float, ...] = (3.0, 1.0, 2.0, 4.0), *,
+    width: int = 4, seed: int = 3, lr: float = 0.05, model: nn.Module | None = None, compiled: bool = False,
+    keep_last: int = 9, **keywords: Any,
+) -> tuple[list[dict[str, torch.Tensor]], dl.Loop]:  # fmt: skip
+    """Train, with a score for each epoch; returns the model's state after each epoch, and the loop."""
+    with dl.join_world(seed=seed) as world:
+        model = model or Tied(width)
+        used = torch.compile(model, backend="eager") if compiled else model
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        state: dict[str, object] = {"model": used, "optimizer": optimizer, "schedule": schedule, "notes": {"rows": 0}}
+        kept = []
+        data = dl.Batches(rows(width=width), 8, world, shards=2)
+        loop = dl.Loop(data, epochs, state=state, run_dir=folder, progress=False, keep_last=keep_last, **keywords)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for some in step:
+                    step.backward(model(some).square().mean())
+                step.fold()
+                optimizer.step()
+            kept.append({name: one.clone() for name, one in model.state_dict().items()})
+            if scores:
+                loop.save(scores[epoch.number - 1])
+        return kept, loop
+
+
+def flip_tensors(checkpoint: Path) -> None:
+    """Flip a bit in the last byte of a checkpoint's tensors."""
+    file = checkpoint / "tensors.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
