@@ -33,8 +33,8 @@ class Shown:
         self.shown.append((html, text, last))
 
 
-def view_of(iteration: int, extent: TrainingLength = LENGTH, **values: float) -> ProgressView:
-    return ProgressView(extent, 1, iteration, values or {"loss": 0.25}, 512.0, 61.0, 30.0, [2.0, float("nan"), 0.5], 1)
+def view_of(iteration: int, **values: float) -> ProgressView:
+    return ProgressView(LENGTH, 1, iteration, values or {"loss": 0.25}, 512.0, 61.0, 30.0, [2.0, float("nan"), 0.5], 1)
 
 
 def text_of(html: str) -> str:
@@ -74,7 +74,7 @@ def test_names_are_escaped_and_thousands_of_them_are_cut() -> None:
 
 
 def test_a_run_of_unknown_length_has_no_bar_and_one_value_no_curve() -> None:
-    view = replace(view_of(3, TrainingLength()), losses=[1.0])
+    view = replace(view_of(3), extent=TrainingLength(), losses=[1.0])
     assert not {"<progress", "<svg"} & set(re.findall(r"<\w+", as_html(view)))
 
 
