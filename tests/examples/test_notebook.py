@@ -43,6 +43,7 @@ def progress_of(outputs: list[Any]) -> list[tuple[str, str]]:
     return [(one["text/html"], one["text/plain"]) for one in shown]
 
 
+@pytest.mark.covers("J17")
 @pytest.mark.slow
 def test_the_example_notebook_runs_and_shows_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())

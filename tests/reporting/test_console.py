@@ -83,7 +83,6 @@ def log_of(folder: Path, rank: int = 0) -> str:
     return (folder / "console" / f"rank-{rank}.log").read_text()
 
 
-@pytest.mark.covers("J17")
 def test_each_rank_keeps_what_it_prints_while_the_loop_has_its_folder(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert on_ranks(2, train, str(tmp_path / "run"), 2, 0, "evaluated") == [[False, True, False]] * 2
     for rank in range(2):
@@ -229,7 +228,6 @@ def test_the_file_ends_at_its_limit_with_a_line(tmp_path: Path, monkeypatch: pyt
     assert console.__dict__["_CUT"].count(b"8 MiB") == 1
 
 
-@pytest.mark.covers("J17")
 def test_a_full_disk_is_one_warning_and_the_output_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,6 @@ def usage_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
     return lines_of(run / "usage" / f"rank-{rank}.jsonl")
 
 
-@pytest.mark.covers("J17")
 def test_each_rank_records_its_usage_until_the_loop_ends(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert on_ranks(2, train, str(tmp_path), 2) == [(["ddp_loop usage"], [])] * 2
     for rank in range(2):
