@@ -18,6 +18,7 @@ from ddp_loop.torch_metrics import MetricStates
 from ddp_loop.training import Sum, refuse_wrapped
 
 Forward = Callable[[nn.Module, Any], Any]
+Named = Mapping[str, Any] | None
 Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float | Sum]
 
 
@@ -92,12 +93,7 @@ def _shards(batches: Batches, key: int) -> Generator[tuple[MiniBatch, Shard, Any
 
 
 def evaluate(
-    model: nn.Module,
-    batches: Batches,
-    *,
-    forward: Forward | None = None,
-    metrics: Mapping[str, Any] | None = None,
-    **functions: Metric,
+    model: nn.Module, batches: Batches, *, forward: Forward | None = None, metrics: Named = None, **functions: Metric
 ) -> dict[str, float]:
     """The mean of each metric over all samples, exact on any number of ranks. Every rank must call this.
 
@@ -131,28 +127,19 @@ def evaluate(
         PeerFailed: another rank failed.
     """
     world, states = batches.world, MetricStates(metrics or {}, batches.world.device)
-    names = [*functions, *states.names]
-    if "samples" in names or len(set(names)) < len(names):
-        raise ValueError(
-            'A metric must have a name of its own, and not be named "samples", since the result has their number '
-            f"there. Got {names}. Rename it."
-        )
+    _check_names([*functions, *states.names])
     world.stops.raise_if_stopped()
-    world.require_equal("the names of the metrics", names)
+    world.require_equal("the names of the metrics", [*functions, *states.names])
     rows = dict[int, torch.Tensor]()  # by the shard's number in the epoch
     kinds: set[tuple[str, bool]] = set()  # which metrics are sums
     with _going_through(model, batches, "evaluate") as shards:
         for mini_batch, shard, data in shards:
-            output = (forward or forward_first)(model, data)
-            row = torch.empty(1 + len(functions), dtype=torch.float64, device=world.device)
-            row[0] = shard.samples
-            for column, (name, metric) in enumerate(functions.items(), 1):
-                value = metric(output, *_split(data)[1])
-                kinds.add((name, isinstance(value, Sum)))
-                row[column] = _total(name, value, shard.samples)
+            output, others = (forward or forward_first)(model, data), _split(data)[1]
             place = mini_batch.position * batches.shards + shard.number
-            rows[place] = row
-            states.update(place, output, _split(data)[1])
+            values = {name: function(output, *others) for name, function in functions.items()}
+            kinds |= {(name, isinstance(value, Sum)) for name, value in values.items()}
+            rows[place] = _row(values, shard.samples, world.device)
+            states.update(place, output, others)
             if world.stops.breaks_off:
                 break
     with world.in_stage("evaluate"):
@@ -160,11 +147,27 @@ def evaluate(
         sums = _require_one_kind(set().union(*world.gather(kinds, "which metrics are sums")))
         samples, *totals = _added_up(rows, 1 + len(functions), world).tolist()
         merged = states.compute(world)
-    over = {name: 1 if name in sums else samples for name in functions}
-    values = {name: total / over[name] for name, total in zip(functions, totals, strict=True)}
-    result = {**values, **merged, "samples": int(samples)}
+    means = {n: total / (1 if n in sums else samples) for n, total in zip(functions, totals, strict=True)}
+    result = {**means, **merged, "samples": int(samples)}
     world.on_evaluated(result)
     return result
+
+
+def _row(values: Mapping[str, Any], samples: int, device: torch.device) -> torch.Tensor:
+    """A shard's samples and the totals of its metrics, (1 + metrics,)."""
+    row = torch.empty(1 + len(values), dtype=torch.float64, device=device)
+    row[0] = samples
+    for column, (name, value) in enumerate(values.items(), 1):
+        row[column] = _total(name, value, samples)
+    return row
+
+
+def _check_names(names: list[str]) -> None:
+    if "samples" in names or len(set(names)) < len(names):
+        raise ValueError(
+            'A metric must have a name of its own, and not be named "samples", since the result has their number '
+            f"there. Got {names}. Rename it."
+        )
 
 
 def _added_up(rows: dict[int, torch.Tensor], width: int, world: World) -> torch.Tensor:

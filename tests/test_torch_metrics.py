@@ -130,6 +130,8 @@ def test_ranks_without_samples_add_nothing(on_ranks: OnRanks) -> None:
 
 
 class Custom(Metric):
+    total: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.add_state("total", torch.zeros(()), dist_reduce_fx=lambda one: one.sum() / 2)
