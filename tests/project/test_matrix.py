@@ -29,9 +29,9 @@ def test_the_readme_names_the_pairs() -> None:
     assert matrix.PAIRS[0].torch.startswith(found[2])
 
 
-def test_a_pair_gets_all_packages_but_torch() -> None:
-    text = "# a line\ntorch==2.13.0\nnumpy==2.4.6  # fast\ntorchmetrics==1.9.0\n"
-    assert matrix.requirements(text) == ["numpy==2.4.6", "torchmetrics==1.9.0"]
+def test_a_pair_gets_all_packages_but_torch_and_what_torch_limits() -> None:
+    text = "# a line\nsetuptools==84.2.1\ntorch==2.13.0\nnumpy==2.4.6  # fast\ntorchmetrics==1.9.0\n"
+    assert matrix.requirements(text) == ["numpy==2.4.6", "torchmetrics==1.9.0", "setuptools>=77"]
 
 
 def test_a_python_is_found_by_its_version() -> None:
