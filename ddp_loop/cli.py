@@ -138,7 +138,8 @@ def _parser() -> argparse.ArgumentParser:
     five.add_argument("--port", type=_count, default=0, metavar="P", help="port of the page (default: a free one)")
     five.add_argument("--host", default="127.0.0.1", metavar="A", help="address that serves other machines too")
     five.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="another name of this server")
-    for command in (three, four, _add_plot(add)):
+    _add_plot(add)
+    for command in (three, four):
         command.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run_dir=...)")
     _add_export(add)
     _add_runs(add)
@@ -168,9 +169,12 @@ def _diff(options: argparse.Namespace) -> bool:
 
 
 def _plot(options: argparse.Namespace) -> bool:
-    from ddp_loop.reporting import export
+    from ddp_loop.reporting import PictureStyle, compare, export
 
-    return _show(True, map(str, export(options.run)))
+    style = PictureStyle(options.title, options.smooth, True if options.log else None)
+    if len(options.runs) == 1 and options.output is None:
+        return _show(True, map(str, export(options.runs[0], style)))
+    return _show(True, map(str, compare(options.runs, options.output or Path("pictures"), style)))
 
 
 def _add_export(add: Callable[..., Any]) -> None:
@@ -187,13 +191,22 @@ def _add_export(add: Callable[..., Any]) -> None:
     command.add_argument("--part", default="model", metavar="NAME", help="of Loop(state=...) (default: model)")
 
 
-def _add_plot(add: Callable[..., Any]) -> Any:
-    return add(
+def _add_plot(add: Callable[..., Any]) -> None:
+    command = add(
         "plot",
         _plot,
-        "draw a run's loss and metrics as PNG and SVG, and write its rows as CSV",
+        "draw the loss and metrics of a run, or of several over each other, as PNG and SVG",
         f"{EQUAL} drawn, {FAILED} there are no rows, or matplotlib is missing",
     )
+    command.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of Loop(run_dir=...)")
+    command.add_argument(
+        "-o", "--output", type=Path, metavar="FOLDER", help="for pictures (default: in the run, of several pictures/)"
+    )
+    command.add_argument("--title", metavar="TEXT", help="above the curves (default: the run's name)")
+    command.add_argument(
+        "--smooth", type=_count, default=0, metavar="STEPS", help="draw means over so many steps, and the rows pale"
+    )
+    command.add_argument("--log", action="store_true", help="logarithmic scale (default: where values span much)")
 
 
 def _add_profile(add: Callable[..., Any]) -> None:

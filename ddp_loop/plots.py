@@ -17,9 +17,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Values = npt.NDArray[np.float64]
+
 _PAIRS_ACROSS = 4
 _POINTS = 300  # of a curve; more are drawn as means with their range
 _TICKS = 6  # values of a parameter that are all named on its axis
+_FEW_RUNS = 10  # for which ten colors are enough
+_LEGEND_DOWN = 8  # runs in a column of the legend
+_MOST_LETTERS = 60  # of a name or a title
 _WIDE = 100.0  # largest / smallest value above which the scale is logarithmic
 
 
@@ -150,48 +155,106 @@ class Panel:
     evaluated: Sequence[float] = ()
 
 
-def curves(panels: Mapping[str, Panel], path: str | os.PathLike[str], *, title: str = "") -> Path:
-    """Draw each value of a run in a panel of its own, one below the other.
+def curves(
+    panels: Mapping[str, Panel | Mapping[str, Panel]],
+    path: str | os.PathLike[str],
+    *,
+    title: str = "",
+    smoothing: float = 0.0,
+    log: bool | None = None,
+) -> Path:
+    """Draw each value of a run, or of several runs, in a panel of its own, one below the other.
 
-    Of more than 300 rows, neighbors are averaged, and a band shows their smallest and largest value.
+    Of more than 300 rows, neighbors are averaged, and a band shows their smallest and largest value. With `smoothing`
+    the curve is the mean with weights exp(-(s - i) / smoothing) of the steps i up to s, and the rows are pale below it.
 
     Args:
-        panels: by name.
+        panels: by name; of several runs by the names of the runs, which have the same color in all panels.
         path: of the file, .svg or .png; its folder is created.
         title: of the picture.
+        smoothing: in steps; 0 for none.
+        log: whether values are on a logarithmic scale; by default if they span more than a factor of 100.
 
     Returns:
         The path.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: there are no panels.
+        ValueError: there are no panels, or the smoothing is negative.
     """
     if not panels:
         raise ValueError("There are no curves to draw. Pass {name: Panel(iterations, values)}.")
+    if not smoothing >= 0:
+        raise ValueError(f"The smoothing must be a number of steps, 0 or more. Got {smoothing}.")
     figure = _make_figure(width=8, height=3.2 * len(panels) + 0.3)
-    figure.suptitle(title)
-    for number, (name, panel) in enumerate(panels.items(), 1):
+    figure.suptitle(_plain(title))
+    several = {name: {"": panel} if isinstance(panel, Panel) else dict(panel) for name, panel in panels.items()}
+    colors = _run_colors([run for runs in several.values() for run in runs])
+    for number, (name, runs) in enumerate(several.items(), 1):
         axes = figure.add_subplot(len(panels), 1, number)
-        _draw_panel(axes, panel)
-        axes.set_ylabel(name.replace("_", " "))
+        for run, panel in runs.items():
+            _draw_panel(axes, panel, run, colors[run], smoothing)
+        _scale(axes, [one for panel in runs.values() for one in (*panel.values, *panel.evaluated)], log)
+        axes.set_ylabel(_plain(name.replace("_", " ")))
         axes.grid(visible=True, alpha=0.3)
+        if len(axes.get_legend_handles_labels()[1]) > 1 or any(runs):
+            axes.legend(fontsize="small", framealpha=0.8, ncols=1 + (len(runs) > _LEGEND_DOWN))
     axes.set_xlabel("step")
     return _write(figure, path)
 
 
-def _draw_panel(axes: Axes, panel: Panel) -> None:
+def _plain(text: str) -> str:
+    """A text that matplotlib does not take for a formula; a long one is cut."""
+    return (text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}\N{HORIZONTAL ELLIPSIS}").replace(
+        "$", r"\$"
+    )
+
+
+def _run_colors(runs: Sequence[str]) -> dict[str, Any]:
+    """A color for each run; of more than 20 the colors repeat."""
+    from matplotlib import colormaps
+
+    names = list(dict.fromkeys(runs))
+    table = colormaps["tab10" if len(names) <= _FEW_RUNS else "tab20"]
+    return {name: table(place % table.N) for place, name in enumerate(names)}
+
+
+def _draw_panel(axes: Axes, panel: Panel, run: str, color: Any, smoothing: float) -> None:
+    training, evaluated = (run, f"{run}, evaluated") if run else ("training", "evaluated")
     if len(panel.values):
-        at, means, least, most = _thinned(np.asarray(panel.iterations), np.asarray(panel.values, dtype=np.float64))
-        if len(at) < len(panel.values):
-            axes.fill_between(at, least, most, alpha=0.25, linewidth=0)
-        axes.plot(at, means, linewidth=1.2, label="training")
+        at, values = np.asarray(panel.iterations), np.asarray(panel.values, dtype=np.float64)
+        places, means, least, most = _thinned(at, values)
+        if smoothing:
+            axes.plot(places, means, linewidth=0.8, alpha=0.3, color=color)
+            places, means, _, _ = _thinned(at, _smoothed(at, values, smoothing))
+        elif len(places) < len(values):
+            axes.fill_between(places, least, most, alpha=0.25, linewidth=0, color=color)
+        is_alone = len(places) == 1
+        axes.plot(places, means, "o" if is_alone else "-", linewidth=1.2, label=_plain(training), color=color)
     if len(panel.evaluated):
-        axes.plot(panel.evaluated_at, panel.evaluated, "o", markersize=4, label="evaluated")
-        axes.legend()
-    known = [value for value in (*panel.values, *panel.evaluated) if math.isfinite(value)]
-    if known and min(known) > 0 and max(known) > _WIDE * min(known):
-        axes.set_yscale("log")
+        shade = color if run else "tab:orange"
+        axes.plot(
+            panel.evaluated_at, panel.evaluated, "o--", markersize=4, linewidth=1, label=_plain(evaluated), color=shade
+        )
+
+
+def _smoothed(at: Values, values: Values, steps: float) -> Values:
+    """The mean of the values so far with weights exp(-distance / steps); what is not finite is left out."""
+    result, total, weight, before = np.full_like(values, math.nan), 0.0, 0.0, at[0]
+    for place, (here, value) in enumerate(zip(at.tolist(), values.tolist(), strict=True)):
+        share = math.exp(-(here - before) / steps)
+        total, weight, before = total * share, weight * share, here
+        if math.isfinite(value):
+            total, weight = total + value, weight + 1.0
+            result[place] = total / weight
+    return result
+
+
+def _scale(axes: Axes, values: Sequence[float], log: bool | None) -> None:
+    known = [value for value in values if math.isfinite(value)]
+    is_wide = bool(known) and min(known) > 0 and max(known) > _WIDE * min(known)
+    if log or (log is None and is_wide):
+        axes.set_yscale("log", nonpositive="mask")
 
 
 @dataclass(frozen=True)
@@ -312,9 +375,6 @@ def _is_logarithmic(numbers: Sequence[float]) -> bool:
 
 def _short(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-Values = npt.NDArray[np.float64]
 
 
 def _thinned(at: Values, values: Values) -> tuple[Values, Values, Values, Values]:

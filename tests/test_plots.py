@@ -104,7 +104,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'Pictures need matplotlib\. Run pip install "ddp_loop\[digits\]"'):
+    with pytest.raises(ImportError, match=r'Pictures need matplotlib\. Run pip install "ddp_loop\[plots\]"'):
         plots.differences(torch.ones(3), tmp_path / "bars.png")
 
 

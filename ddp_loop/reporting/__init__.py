@@ -1,6 +1,6 @@
 """Reports of a run: rows, throughput, the terminal, pictures at the end."""
 
-from ddp_loop.reporting.exports import export
+from ddp_loop.reporting.exports import PictureStyle, compare, export
 from ddp_loop.reporting.images import as_pixels, png
 from ddp_loop.reporting.jsonl import append_whole
 from ddp_loop.reporting.jsonl_tail import JsonlTail, TailUpdate
@@ -53,6 +53,7 @@ __all__ = [
     "Labels",
     "LoggedValues",
     "OnRow",
+    "PictureStyle",
     "Receivers",
     "Reporter",
     "RunQuery",
@@ -68,6 +69,7 @@ __all__ = [
     "ask_for",
     "ask_sweep_to_stop",
     "best_run",
+    "compare",
     "export",
     "find_runs",
     "has_workers",

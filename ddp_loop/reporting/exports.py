@@ -1,16 +1,17 @@
-"""Exports of a run: curves as PNG and SVG, rows as CSV; `python -m ddp_loop plot RUN`."""
+"""Exports of runs: curves as PNG and SVG, rows as CSV; `python -m ddp_loop plot RUN ...`."""
 
 from __future__ import annotations
 
 import csv
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddp_loop import plots
-from ddp_loop.checkpoint import EVALUATIONS, PICTURES, ROWS, TABLE
+from ddp_loop.checkpoint import EVALUATIONS, LOGGED, PICTURES, ROWS, TABLE
 from ddp_loop.plots import Panel
 from ddp_loop.reporting.jsonl_tail import read_lines
 from ddp_loop.reporting.rows import NORM, RATE, is_metric
@@ -27,11 +28,27 @@ def export_if_small(run: Path) -> None:
         export(run)
 
 
-def export(run: Path) -> list[Path]:
+@dataclass(frozen=True)
+class PictureStyle:
+    """How curves are drawn.
+
+    Attributes:
+        title: of the pictures; None for the run's name, and for none above several runs.
+        smoothing: in steps; see `plots.curves`.
+        log: whether values are on a logarithmic scale; None decides by the values.
+    """
+
+    title: str | None = None
+    smoothing: float = 0.0
+    log: bool | None = None
+
+
+def export(run: Path, style: PictureStyle = PictureStyle()) -> list[Path]:
     """Draw the loss and the metrics of a run, each as PNG and SVG, and write its rows as CSV.
 
     Args:
         run: the folder of Loop(run_dir=...); pictures are written to its folder `pictures`.
+        style: of the pictures.
 
     Returns:
         The files.
@@ -41,34 +58,87 @@ def export(run: Path) -> list[Path]:
         OSError: a file cannot be written.
         ValueError: there are no rows.
     """
-    found = {row["iteration"]: row for row in read_lines(run / ROWS)}
-    rows = [found[iteration] for iteration in sorted(found)]
-    if not rows:
-        raise ValueError(f"{run} has no {ROWS} with rows to draw. Pass the folder of Loop(run_dir=...).")
+    rows = _rows_of(run)
     table = _write_table(rows, run / TABLE)
-    panels = _panels(rows, read_lines(run / EVALUATIONS))
+    title = run.absolute().name if style.title is None else style.title
+    return [*_draw(_panels(rows, *_beside_rows(run)), run / PICTURES, title, style), table]
+
+
+def compare(runs: Sequence[Path], folder: Path, style: PictureStyle = PictureStyle()) -> list[Path]:
+    """Draw the loss and the metrics of several runs over each other, each as PNG and SVG.
+
+    Args:
+        runs: their folders.
+        folder: for the pictures.
+        style: of the pictures.
+
+    Returns:
+        The files.
+
+    Raises:
+        ImportError, OSError: as `export`.
+        ValueError: a run has no rows; nothing is drawn.
+    """
+    found = {name: _panels(_rows_of(run), *_beside_rows(run)) for name, run in _named(runs).items()}
+    names = dict.fromkeys(name for panels in found.values() for name in panels)
+    panels = {name: {run: one[name] for run, one in found.items() if name in one} for name in names}
+    return _draw(panels, folder, style.title or "", style)
+
+
+def _named(runs: Sequence[Path]) -> dict[str, Path]:
+    """The runs by as much of their paths as tells them apart."""
+    whole = list(dict.fromkeys(run.absolute() for run in runs))
+    for depth in range(1, max(len(run.parts) for run in whole) + 1):
+        named = {"/".join(run.parts[-depth:]): run for run in whole}
+        if len(named) == len(whole):
+            return named
+    return {str(run): run for run in whole}
+
+
+def _rows_of(run: Path) -> list[dict[str, Any]]:
+    found = {row["iteration"]: row for row in read_lines(run / ROWS)}
+    if not found:
+        raise ValueError(f"{run} has no {ROWS} with rows to draw. Pass the folder of Loop(run_dir=...).")
+    return [found[iteration] for iteration in sorted(found)]
+
+
+def _beside_rows(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The evaluations and the logged values of a run."""
+    return read_lines(run / EVALUATIONS), read_lines(run / LOGGED)
+
+
+def _draw(panels: Mapping[str, Any], folder: Path, title: str, style: PictureStyle) -> list[Path]:
     loss = {name: panel for name, panel in panels.items() if name == "loss"}
     others = {name: panel for name, panel in panels.items() if name != "loss"}
-    files = [
-        plots.curves(part, run / PICTURES / f"{name}.{kind}", title=run.absolute().name)
+    look: dict[str, Any] = {"title": title, "smoothing": style.smoothing, "log": style.log}
+    return [
+        plots.curves(part, folder / f"{name}.{kind}", **look)
         for name, part in (("loss", loss), ("metrics", others))
         for kind in ("png", "svg")
         if part
     ]
-    return [*files, table]
 
 
-def _panels(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> dict[str, Panel]:
-    """Return a panel for each value: loss, metrics, metrics of evaluations alone, gradient norm, rates that change."""
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in _NO_PANEL]
-    names += [name for name in dict.fromkeys(name for row in evaluations for name in row) if name not in _NO_PANEL]
-    metrics = [name for name in names if is_metric(name)]
+def _panels(
+    rows: list[dict[str, Any]], evaluations: list[dict[str, Any]], logged: Sequence[dict[str, Any]] = ()
+) -> dict[str, Panel]:
+    """Return a panel for each value: loss, metrics, metrics of evaluations, logged values, norm, changing rates."""
+    names, of_evaluations, of_script = (
+        [name for name in dict.fromkeys(name for row in lines for name in row) if name not in _NO_PANEL]
+        for lines in (rows, evaluations, logged)
+    )
+    metrics = [name for name in (*names, *of_evaluations) if is_metric(name)]
     rates = [name for name in names if name.startswith(RATE) and len({row.get(name) for row in rows}) > 1]
     beside = [*([NORM] if NORM in names else []), *rates]
-    return {
+    panels = {
         name: Panel(*_column(rows, name), *_column(evaluations, name))
         for name in dict.fromkeys(["loss", *metrics, *beside])
     }
+    for name in of_script:  # beside a curve of the same name as points
+        there = panels.get(name)
+        points = _column(logged, name)
+        panels[name] = Panel(*points) if there is None else Panel(there.iterations, there.values, *points)
+    return panels
 
 
 def _column(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:

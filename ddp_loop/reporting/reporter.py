@@ -7,13 +7,26 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddp_loop.checkpoint import EVALUATIONS, RANKS, ROWS, RUN, Checkpointer, read_json
+from ddp_loop.checkpoint import (
+    EVALUATIONS,
+    PICTURES,
+    RANKS,
+    ROWS,
+    RUN,
+    TABLE,
+    Checkpointer,
+    CheckpointStore,
+    best_of,
+    read_json,
+    run_id_of,
+)
 from ddp_loop.data import LoopPosition, MiniBatch
 from ddp_loop.distributed import World
 from ddp_loop.reporting.console import ConsoleLog
@@ -53,6 +66,20 @@ class FinalPictures:
             export_if_small(folder)
         except Exception as error:  # a picture is not worth a run
             self._world.print(f"ddp_loop: {folder} was not drawn. {error!r}")
+        if there := _results_in(folder):
+            self._world.print(f"{folder}: {', '.join(there)}")
+
+
+def _results_in(folder: Path) -> list[str]:
+    """What a run leaves for its reader: pictures, the table of rows, the best checkpoint."""
+    found = [f"curves in {PICTURES}/"] if (folder / PICTURES).is_dir() else []
+    found += [f"rows in {TABLE}"] if (folder / TABLE).is_file() else []
+    with suppress(OSError, ValueError):
+        if (run_id := run_id_of(folder)) is not None and (
+            best := best_of(CheckpointStore(folder, run_id).entries())
+        ) is not None:
+            found.append(f"best checkpoint {best.path.name} (score {best.score:.6g})")
+    return found
 
 
 def _start_of(folder: Path | None, config: Mapping[str, Any], after: int) -> RunStart:

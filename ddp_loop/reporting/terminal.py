@@ -29,6 +29,11 @@ _STALE_S = 0.7  # not more; then the thread looks whether to draw, so that no st
 _POINTS = 256  # of the curve, at most
 
 
+def as_number(value: float) -> str:
+    """Format a value with four decimals, or as 8.29e+26 and 3.1e-05 where these would hide it."""
+    return f"{value:.4f}" if value == 0 or 1e-4 <= abs(value) < 1e6 or not math.isfinite(value) else f"{value:.3g}"
+
+
 class LossCurve:
     """The losses of a run, as at most `_POINTS` means over equal numbers of rows."""
 
@@ -93,7 +98,9 @@ class ProgressView:
 
     def line(self) -> str:
         """Return the whole view as a line of text."""
-        means = [f"{name.capitalize()}: {value:.4f}" for name, value in self.values.items() if not _is_beside(name)]
+        means = [
+            f"{name.capitalize()}: {as_number(value)}" for name, value in self.values.items() if not _is_beside(name)
+        ]
         slow = [] if self.slow_rank is None else [f"rank {self.slow_rank} is slowest"]
         parts = [*means, self.speed, *([self.left] if self.left else []), *slow]
         return f"{self.place}: {', '.join(parts)}"
@@ -189,7 +196,7 @@ class Terminal:
             if not is_over:
                 self._logged.update(values)
         if is_over:
-            self._say(", ".join([f"Epoch: {epoch}", *(f"{name}: {one:.4f}" for name, one in values.items())]))
+            self._say(", ".join([f"Epoch: {epoch}", *(f"{name}: {as_number(one)}" for name, one in values.items())]))
 
     def take_ranks(self, ranks: Sequence[RankTiming]) -> None:
         """Take the ranks' timings."""
@@ -261,8 +268,11 @@ class Terminal:
 
     def _epoch_line(self, epoch: int) -> str:
         means = self._epoch.means
-        parts = [f"Epoch: {epoch}", *(f"{name.capitalize()}: {mean:.4f}" for name, mean in means.means().items())]
-        parts += [f"{name}: {value:.4f}" for name, value in self._logged.items()]
+        parts = [
+            f"Epoch: {epoch}",
+            *(f"{name.capitalize()}: {as_number(mean)}" for name, mean in means.means().items()),
+        ]
+        parts += [f"{name}: {as_number(value)}" for name, value in self._logged.items()]
         self._logged = {}
         if means.skipped:
             parts.append(f"{means.skipped} steps skipped, not finite")
@@ -375,7 +385,7 @@ class LiveDisplay:
 def cells(view: ProgressView) -> list[str]:
     """Return the values of a view and its speed, time and ranks, each as a short text."""
     cells = [
-        f"{name.replace('_', ' ')} {value:.3g}" if _is_beside(name) else f"{name} {value:.4f}"
+        f"{name.replace('_', ' ')} {value:.3g}" if _is_beside(name) else f"{name} {as_number(value)}"
         for name, value in view.values.items()
     ]
     ranks = view.extent.ranks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import ddp_loop as dl
 from ddp_loop import plots
 from ddp_loop.cli import main
 from ddp_loop.plots import Panel
-from ddp_loop.reporting import exports
+from ddp_loop.reporting import PictureStyle, export, exports
 from tests.support.harness import OnRanks
 
 FILES = ["loss.png", "loss.svg", "metrics.png", "metrics.svg"]
@@ -144,3 +146,80 @@ def test_a_run_of_many_rows_is_left_to_the_command(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(exports, "_SMALL_MIB", 1e-3)
     train(str(tmp_path), True)
     assert not (tmp_path / "pictures").exists()
+
+
+def write_run(folder: Path, rows: int, **more: str) -> Path:
+    """A run folder with rows, an evaluation each 10 of them, and what else is given, by file name."""
+    folder.mkdir(parents=True)
+    lines = [
+        {"epoch": 1, "iteration": n, "samples": 4, "loss": 1 / n, "constructor": 0.5 + n / 1000, "elapsed_s": n / 10}
+        for n in range(1, rows + 1)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluations = [{"epoch": 1, "iteration": n, "loss": 2 / n, "samples": 4, "elapsed_s": 1.0} for n in (10, 20)]
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+    for name, text in more.items():
+        (folder / f"{name}.jsonl").write_text(text)
+    return folder
+
+
+def texts_of(picture: Path) -> str:
+    """The texts of an SVG, which matplotlib writes as comments beside their outlines."""
+    return "\n".join(re.findall(r"<!-- (.*?) -->", picture.read_text()))
+
+
+@pytest.mark.covers("E6")
+def test_several_runs_are_drawn_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / name / "run", 30) for name in ("a$x$", "b")]
+    command = ["plot", *map(str, runs), "-o", str(tmp_path / "out"), "--title", "Two $runs$", "--smooth", "5", "--log"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        str(tmp_path / "out" / f"{name}.{kind}") for name in ("loss", "metrics") for kind in ("png", "svg")
+    ]
+    said = texts_of(tmp_path / "out" / "loss.svg")
+    assert "Two" in said
+    assert "b/run, evaluated" in said
+    assert not list(tmp_path.rglob("rows.csv"))
+
+
+def test_a_run_without_rows_among_several_is_named_and_nothing_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", 3)
+    assert main(["plot", str(run), str(tmp_path / "none"), "-o", str(tmp_path / "out")]) == 2
+    assert f"{tmp_path / 'none'} has no rows.jsonl with rows to draw" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_logged_values_get_panels_or_points(tmp_path: Path) -> None:
+    logged = '{"epoch": 1, "iteration": 4, "f1": 0.5, "loss": 3.0, "elapsed_s": 0.1}\n'
+    run = write_run(tmp_path / "run", 30, logged=logged)
+    export(run, PictureStyle(title="My own"))
+    assert "f1" in texts_of(run / "pictures" / "metrics.svg")
+    assert "My own" in texts_of(run / "pictures" / "metrics.svg")
+
+
+@pytest.mark.parametrize("steps", [1.0, 7.5])
+def test_smoothing_is_a_mean_with_weights_that_fall_with_the_distance(steps: float) -> None:
+    at = np.array([1.0, 2, 5, 6, 30])
+    values = np.array([3.0, 1, math.nan, 2, 5])
+    found = plots._smoothed(at, values, steps)
+    for place in (0, 1, 3, 4):
+        known = [n for n in range(place + 1) if math.isfinite(values[n])]
+        weights = np.exp(-(at[place] - at[known]) / steps)
+        assert found[place] == pytest.approx(float((weights * values[known]).sum() / weights.sum()))
+    assert math.isnan(found[2])
+
+
+def test_twenty_runs_have_colors_of_their_own() -> None:
+    assert len(set(plots._run_colors([str(n) for n in range(20)]).values())) == 20
+
+
+def test_a_single_row_and_values_that_are_not_finite_can_be_drawn(tmp_path: Path) -> None:
+    panels = {"x" * 200: Panel([1], [math.nan]), "y": Panel([1], [2.0]), "z": Panel([], [], [3], [math.inf])}
+    assert plots.curves(panels, tmp_path / "one.png", smoothing=3, log=True).exists()
+
+
+def test_a_negative_smoothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a number of steps, 0 or more\. Got -1"):
+        plots.curves({"loss": Panel([1], [1.0])}, tmp_path / "one.png", smoothing=-1)

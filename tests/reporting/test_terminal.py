@@ -423,3 +423,22 @@ def test_a_run_that_prints_and_lives_in_a_terminal_has_the_same_rows(
         live = train()
         assert "Epoch 2 of 2" in read_until(near, "Epoch 2 of 2")
     assert live == piped
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (829310543714798908720807936.0, "8.29e+26"),
+        (-1e6, "-1e+06"),
+        (999999.0, "999999.0000"),
+        (0.12345, "0.1235"),
+        (0.0001, "0.0001"),
+        (0.000031, "3.1e-05"),
+        (1e-9, "1e-09"),
+        (0.0, "0.0000"),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+    ],
+)
+def test_large_and_tiny_numbers_are_written_with_an_exponent(value: float, text: str) -> None:
+    assert terminal.as_number(value) == text
