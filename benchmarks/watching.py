@@ -84,7 +84,7 @@ def _read_all(near: int) -> None:
         pass  # no process writes any more
 
 
-def step_of(job: Watched, world: dl.World, way: str, folder: str) -> Step:
+def step_of(job: Watched, world: dl.World, way: str, folder: str, *, logs: bool = False) -> Step:
     torch.manual_seed(0)
     model = job.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
@@ -103,7 +103,29 @@ def step_of(job: Watched, world: dl.World, way: str, folder: str) -> Step:
         on_row=sinks,
         progress=way in ("everything", "display alone"),
     )
-    return steps_of(loop, model, optimizer)
+    step, value = steps_of(loop, model, optimizer), 0.0
+
+    def step_and_log() -> None:
+        nonlocal value
+        step()
+        value += 0.5
+        loop.log(value=value)
+
+    return step_and_log if logs else step
+
+
+def measure_log(name: str) -> dict[str, Ratio]:
+    """A step whose script logs a number over one that does not, both with a run folder, on this rank."""
+    job = JOBS[name]
+    with ExitStack() as ending, dl.join_world(seed=0) as world:
+        folders = [ending.enter_context(tempfile.TemporaryDirectory()) for _ in range(2)]
+        folders = world.gather(folders)[0]
+        logged = step_of(job, world, "rows alone", folders[0], logs=True)
+        plain = step_of(job, world, "rows alone", folders[1])
+        ratio = compare(logged, plain, pairs=job.pairs, steps=job.steps)
+        lines = (Path(folders[0]) / "run" / "logged.jsonl").read_text().count("\n") if world.rank == 0 else 0
+        world.print(f"{lines} lines of logged values were written while it was measured")
+    return {"a logged number / none": ratio}
 
 
 def measure(name: str) -> dict[str, Ratio]:
@@ -181,7 +203,7 @@ def report(names: Iterable[str]) -> None:
     rows = (
         (name, what, *ratio.columns(), f"{JOBS[name].goal:.2f}" if what.startswith("everything") else "")
         for name in list(names) or JOBS
-        for function in (measure, measure_clients)
+        for function in (measure, measure_log, measure_clients)
         for what, ratio in dl.launch(function, RANKS, name)[0].items()
     )
     print_table("network | what | median | quartiles | ms | pairs | goal", rows, words=2)
