@@ -14,6 +14,7 @@ import numpy as np
 from ddp_loop.checkpoint import (
     CHECKPOINTS,
     EVALUATIONS,
+    LOGGED,
     NAME,
     PROFILE,
     PROFILE_FILE,
@@ -45,8 +46,9 @@ class RunView:
         self._turn = threading.RLock()
         self._run = RunState(self.folder)
         self._generation = 0
-        self._rows, self._evaluations = MetricSeries(), MetricSeries()
-        self._tails = [JsonlTail(self.folder / name) for name in (ROWS, EVALUATIONS, RANKS)]
+        self._lines = 0  # that were read
+        self._rows, self._evaluations, self._logged = MetricSeries(), MetricSeries(), MetricSeries()
+        self._tails = [JsonlTail(self.folder / name) for name in (ROWS, EVALUATIONS, LOGGED, RANKS)]
         self._ranks: list[dict[str, float | int | None]] = []
         self._profile: dict[str, Any] | None = None
         self._is_behind = False
@@ -61,7 +63,7 @@ class RunView:
 
     def _read(self) -> None:
         deadline, self._is_behind = time.monotonic() + READ_S, False
-        for tail, series in zip(self._tails, (self._rows, self._evaluations, None), strict=True):
+        for tail, series in zip(self._tails, (self._rows, self._evaluations, self._logged, None), strict=True):
             while True:
                 update = tail.poll()
                 if series is None:
@@ -72,6 +74,7 @@ class RunView:
                         self._generation += 1
                     for row in update.rows:
                         series.add(row)
+                    self._lines += len(update.rows)
                 if not update.more:
                     break
                 if time.monotonic() > deadline:
@@ -126,7 +129,7 @@ class RunView:
     def _version(self) -> str:
         """Return a text that changes whenever the curves do."""
         last = self._rows.last().get("iteration", 0)
-        return f"{self._generation}.{len(self._rows)}.{len(self._evaluations)}.{last}"
+        return f"{self._generation}.{self._lines}.{last}"
 
     def _times(self, iteration: int, total: int | None) -> tuple[float | None, float | None, float | None]:
         """Return elapsed and remaining seconds and recent samples per second, each None if unknown."""
@@ -230,8 +233,21 @@ class RunView:
                 "smoothed": smoothed,
                 "evaluated_x": points_of.iterations.tolist(),
                 "evaluated": {name: _listed(points_of.values(name)) for name in points_of.names if name != "elapsed_s"},
+                "logged": {
+                    name: self._logged_curve(name, points, first, last)
+                    for name in self._logged.names
+                    if name != "elapsed_s"
+                },
                 "epochs": [[int(epochs[end]), int(iterations[end])] for end in ends],
             }
+
+    def _logged_curve(self, name: str, points: int, first: int, last: int) -> list[list[Any]]:
+        """Return the steps and the values of what the script logged by this name, thinned out."""
+        values, steps = self._logged.values(name), self._logged.iterations
+        there = ~np.isnan(values) & (steps >= first) & (steps <= last)
+        values, steps = values[there], steps[there]
+        starts = thin_out(len(values), points)
+        return [steps[places_of(starts, len(values))].tolist(), _listed(extremes(values, starts))]
 
     # -- stopping ------------------------------------------------------------------------------------------
 

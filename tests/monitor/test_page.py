@@ -68,6 +68,23 @@ def test_the_curves_end_with_the_last_row_and_the_last_evaluation(visit: Any, ru
         assert one.last("loss")[0] == [401, 1 / 401]
 
 
+@pytest.mark.covers("J7")
+def test_logged_values_are_drawn_whatever_their_names(visit: Any, run: Path) -> None:
+    lines = [{"epoch": 1, "iteration": k, "constructor": k / 4, "loss": 3.0, "elapsed_s": 1.0} for k in (100, 300)]
+    write_lines(run / "logged.jsonl", [*lines, {"epoch": 1, "iteration": 400, "a": 2.5, "elapsed_s": 1.0}])
+    with served(run) as page:
+        one = visit(page)
+        assert one.last("constructor") == [[300, 75.0]]
+        assert one.last("a") == [[400, 2.5]]
+        assert one.last("loss") == [[400, 1 / 400], [400, 0.5 / 4], [300, 3.0]]
+        names = one.page.locator(".chart").evaluate_all("all => all.map((one) => one.dataset.metric)")
+        assert names == ["loss", "a", "accuracy", "constructor", "learning_rate"]
+        one.page.locator("[data-metric=constructor]").focus()
+        for key in ("Home", "+", "+", "End", "-", "ArrowLeft", "0"):
+            one.page.keyboard.press(key)
+            assert "NaN" not in one.page.locator("#groups").inner_text()
+
+
 @pytest.mark.covers("J11")
 def test_a_profile_is_a_table_with_its_hints_and_appears_while_the_page_is_open(visit: Any, run: Path) -> None:
     times = {"step_s": 0.03, "phases": {"data": 0.02, "forward": 0.01}}

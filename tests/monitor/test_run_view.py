@@ -225,3 +225,27 @@ def hold_or_look(folder: str) -> bool:
 def test_another_process_sees_that_a_run_folder_is_held(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert on_ranks(2, hold_or_look, str(tmp_path)) == [True, True]
     assert not is_running(tmp_path)
+
+
+@pytest.mark.covers("J7")
+def test_logged_values_have_their_own_steps_and_are_thinned_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", [row(k) for k in range(1, 21)])
+    lines = [{"epoch": 1, "iteration": k, "often": k / 2, "elapsed_s": 1.0} for k in range(1, 5001)]
+    lines[9] |= {"constructor": 0.5, "no number": None}
+    write_lines(run / "logged.jsonl", [{"epoch": 0, "iteration": 0, "before": 1, "elapsed_s": 0.0}, *lines])
+    view = RunView("one", run)
+    until(lambda: not view.summary()["problems"], "all lines are read")
+    logged = view.curves(points=300, smoothing=0, first=0, last=10**12)["logged"]
+    assert logged["constructor"] == [[10], [0.5]]
+    assert logged["before"] == [[0], [1.0]]
+    assert logged["no number"] == [[], []]
+    assert "elapsed_s" not in logged
+    assert len(logged["often"][0]) == len(logged["often"][1]) <= 300
+    assert [part[-1] for part in logged["often"]] == [5000, 2500.0]
+    part = view.curves(points=300, smoothing=0, first=100, last=102)["logged"]
+    assert part["often"] == [[100, 101, 102], [50.0, 50.5, 51.0]]
+    version = view.summary()["version"]
+    with (run / "logged.jsonl").open("a") as file:
+        file.write('{"epoch": 1, "iteration": 5000, "later": 3, "elapsed_s": 1.0}\n')
+    until(lambda: view.summary()["version"] != version, "the new line is read")
+    assert view.curves(points=300, smoothing=0, first=0, last=10**12)["logged"]["later"] == [[5000], [3.0]]

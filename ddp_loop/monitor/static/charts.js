@@ -16,6 +16,11 @@ export function groupOf(name) {
   return place > 0 ? named(name.slice(0, place)) : "Metrics";
 }
 
+// A value by a name from a run's files, which may be that of a property that every object has.
+function own(values, name) {
+  return values && Object.hasOwn(values, name) ? values[name] : undefined;
+}
+
 export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
@@ -52,21 +57,26 @@ export class Chart {
   // runs: [{key, name, colour, dash, curves}], curves as the monitor sends them.
   show(runs, { log, marks }) {
     this.log = log;
-    this.marks = marks ? (runs[0]?.curves.epochs ?? []) : [];
+    const marked = runs.find(({ key }) => key === this.asks.pointed()) ?? runs[0];
+    this.marks = marks ? (marked?.curves.epochs ?? []) : [];
     this.runs = runs;
     this.lines = [];
     const tables = [];
     for (const run of runs) {
-      const { x, curves, smoothed, evaluated, evaluated_x: at } = run.curves;
-      if (curves[this.name]) {
-        const smooth = smoothed[this.name];
-        tables.push([x, this.drawable(curves[this.name]), ...(smooth ? [this.drawable(smooth)] : [])]);
+      const { x, evaluated_x: at } = run.curves;
+      const [curve, smooth, evaluated, logged] = ["curves", "smoothed", "evaluated", "logged"].map((of) => own(run.curves[of], this.name));
+      if (curve) {
+        tables.push([x, this.drawable(curve), ...(smooth ? [this.drawable(smooth)] : [])]);
         this.lines.push({ run, kind: smooth ? "faint" : "line", single: x.length < 2 });
         if (smooth) this.lines.push({ run, kind: "smooth", single: x.length < 2 });
       }
-      if (evaluated[this.name]) {
-        tables.push([at, this.drawable(evaluated[this.name])]);
+      if (evaluated) {
+        tables.push([at, this.drawable(evaluated)]);
         this.lines.push({ run, kind: "evaluated" });
+      }
+      if (logged) { // beside a curve of the same name as points
+        tables.push([logged[0], this.drawable(logged[1])]);
+        this.lines.push(curve || evaluated ? { run, kind: "evaluated", logged: true } : { run, kind: "line", single: logged[0].length < 2 });
       }
     }
     const data = tables.length ? uPlot.join(tables) : [[]];
@@ -156,7 +166,8 @@ export class Chart {
     const { plot } = this;
     if (!plot || event.ctrlKey || event.metaKey || event.altKey) return;
     const x = plot.data[0];
-    const at = plot.cursor.idx ?? x.length - 1;
+    if (!x.length) return;
+    const at = Math.min(plot.cursor.idx ?? x.length - 1, x.length - 1);
     const jump = Math.max(1, Math.round(x.length / (event.shiftKey ? 10 : 100)));
     const places = { ArrowLeft: at - jump, ArrowRight: at + jump, Home: 0, End: x.length - 1 };
     const { min, max } = plot.scales.x;
@@ -214,7 +225,7 @@ export class Chart {
     const { plot } = this;
     if (!plot) return;
     const x = plot.data[0];
-    const there = plot.cursor.idx ?? null;
+    const there = plot.cursor.idx < x.length ? (plot.cursor.idx ?? null) : null; // a zoom may have left fewer steps
     const parts = [];
     let said = "";
     const many = this.runs.length > FEW;
@@ -236,7 +247,7 @@ export class Chart {
       part.className = line.kind;
       part.style.setProperty("--run", line.run.colour);
       part.textContent = many && line.kind !== "evaluated" ? `${line.run.name}: ${number(values[at])}` : number(values[at]);
-      part.title = line.kind === "evaluated" ? `${line.run.name}, evaluated` : line.run.name;
+      part.title = line.kind === "evaluated" ? `${line.run.name}, ${line.logged ? "logged" : "evaluated"}` : line.run.name;
       parts.push(part);
       said += `, ${part.title}: ${number(values[at])}`;
     });

@@ -175,7 +175,8 @@ export class Curves {
     queueMicrotask(() => { this.took = Math.min(250, performance.now() - began); }); // the charts draw in microtasks
     const style = getComputedStyle(document.documentElement);
     const shown = [...this.places.keys()].map((key) => this.runs.get(key)).filter((run) => run?.curves);
-    const names = new Set(shown.flatMap(({ curves }) => [...Object.keys(curves.curves), ...Object.keys(curves.evaluated)]));
+    const names = new Set(shown.flatMap(({ curves }) => 
+      ["curves", "evaluated", "logged"].flatMap((of) => Object.keys(curves[of]))));
     const drawn = shown.map(({ key, summary, curves }) => {
       const place = this.place(key);
       const colour = style.getPropertyValue(`--run-${place % COLOURS}`).trim();
@@ -192,7 +193,9 @@ export class Curves {
         zoom: this.zoom.bind(this), view: () => this.zoomed, point: this.point.bind(this), pointed: () => this.pointed,
       });
       this.charts.set(name, chart);
-      groupElement(groupOf(name)).querySelector(".grid").append(chart.figure);
+      const grid = groupElement(groupOf(name)).querySelector(".grid");
+      const next = [...grid.children].find((one) => one.dataset.metric > name); // one order, whichever run came first
+      grid.insertBefore(chart.figure, next ?? null);
     }
     for (const group of document.querySelectorAll(".group")) {
       if (!group.querySelector(".chart")) group.remove();
@@ -234,7 +237,8 @@ function groupElement(name) {
   grid.className = "grid";
   group.append(head, grid);
   const rank = (title) => (GROUPS.includes(title) ? GROUPS.indexOf(title) : GROUPS.length);
-  const after = [...element("groups").children].find((one) => rank(one.firstChild.textContent) > rank(name));
+  const isAfter = (title) => rank(title) > rank(name) || (rank(title) === rank(name) && title > name);
+  const after = [...element("groups").children].find((one) => isAfter(one.firstChild.textContent));
   element("groups").insertBefore(group, after ?? null);
   return group;
 }
