@@ -3,7 +3,7 @@
 from ddp_loop.reporting.exports import export
 from ddp_loop.reporting.images import as_pixels
 from ddp_loop.reporting.jsonl import append_whole
-from ddp_loop.reporting.jsonl_tail import JsonlTail, TailUpdate
+from ddp_loop.reporting.jsonl_tail import JsonlTail, TailUpdate, object_of
 from ddp_loop.reporting.logged_values import LoggedValues, as_logged
 from ddp_loop.reporting.reporter import Reporter
 from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, WeightedMeans, is_averaged
@@ -76,6 +76,7 @@ __all__ = [
     "is_sweep",
     "list_runs",
     "make_table",
+    "object_of",
     "read_run",
     "slowest",
     "state_of",
