@@ -176,9 +176,8 @@ def images_by_name(images: EntryList) -> dict[str, Any]:
     for entry in reversed(images.entries):
         number -= 1
         one = [number, entry.iteration, entry.width, entry.height]
-        if entry.name not in found and len(found) == MOST_NAMES:
-            left_out += 1
-        elif len(steps := found.setdefault(entry.name, [])) == MOST_STEPS:
+        steps = found.setdefault(entry.name, []) if entry.name in found or len(found) < MOST_NAMES else None
+        if steps is None or len(steps) == MOST_STEPS:
             left_out += 1
         elif not steps or steps[-1][1] != entry.iteration:  # of a step that was written twice, the later one
             steps.append(one)

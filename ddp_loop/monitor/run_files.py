@@ -38,7 +38,8 @@ _ESCAPES = re.compile(  # of terminals: CSI, OSC with its text, and two-letter o
     rb"|\xc2[\x80-\x9f]"
 )
 _UNFINISHED = re.compile(  # an escape or a letter that is cut in two
-    rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b\n]{0,60}|[ -/]*)|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
+    rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b\n]{0,60}|[ -/]*)"
+    rb"|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
 )
 _SIGNATURE, _HEAD = b"\x89PNG\r\n\x1a\n", struct.pack(">I", 13) + b"IHDR"
 
