@@ -35,6 +35,10 @@ test-all: $(READY)  ## run all tests, in three processes
 matrix: $(READY)  ## run the quick tests on the oldest and the newest Python and torch (ARGS=); downloads some GB
 	$(BIN)/python -m tests.matrix $(ARGS)
 
+dist: $(READY)  ## build a wheel and a source distribution into dist/, and try them (tests/project/test_distribution.py)
+	$(BIN)/python -m pytest tests/project/test_distribution.py
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
 check: $(READY)  ## format, lint, types, the tests of the architecture, and the documentation; changes nothing
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .

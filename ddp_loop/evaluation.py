@@ -14,9 +14,11 @@ from ddp_loop.batch_norm import find_sync_channels
 from ddp_loop.data import Batches, MiniBatch, Shard
 from ddp_loop.determinism import check_count, preserved_streams, seed_evaluated
 from ddp_loop.distributed import World, require_one_model
+from ddp_loop.torch_metrics import MetricStates
 from ddp_loop.training import Sum, refuse_wrapped
 
 Forward = Callable[[nn.Module, Any], Any]
+Named = Mapping[str, Any] | None
 Metric = Callable[..., torch.Tensor | np.ndarray[Any, Any] | float | Sum]
 
 
@@ -91,7 +93,7 @@ def _shards(batches: Batches, key: int) -> Generator[tuple[MiniBatch, Shard, Any
 
 
 def evaluate(
-    model: nn.Module, batches: Batches, *, forward: Forward | None = None, **metrics: Metric
+    model: nn.Module, batches: Batches, *, forward: Forward | None = None, metrics: Named = None, **functions: Metric
 ) -> dict[str, float]:
     """The mean of each metric over all samples, exact on any number of ranks. Every rank must call this.
 
@@ -108,9 +110,11 @@ def evaluate(
         batches: usually with `shuffle=False`; the shards' sizes do not change the result.
         forward: `forward(model, data)` gives the output for a shard's data; by default the model takes the data's
             first part.
-        metrics: by name, `metric(output, *other parts of the data)`, or `metric(output, data)` where data are a single
-            tensor or a dict; it returns one value per sample, shape (n,), or their mean, shape (). A `Sum` of them is
-            added up, and not divided by the number of samples.
+        metrics: metrics of torchmetrics by name, also collections of them. They get what functions get. Their states
+            are merged in the order of the shards, and the objects themselves are not changed.
+        functions: by name, `metric(output, *other parts of the data)`, or `metric(output, data)` where data are a
+            single tensor or a dict; it returns one value per sample, shape (n,), or their mean, shape (). A `Sum` of
+            them is added up, and not divided by the number of samples.
 
     Returns:
         The means and sums by name, and the number of `samples`; the same on every rank.
@@ -118,38 +122,52 @@ def evaluate(
     Raises:
         Stopped: the ranks have stopped, or are asked to between two steps of a loop or after it. It ends the script.
         ValueError: a metric of another shape, one named "samples", metrics that differ between ranks, a sum in some
-            shards alone, or data that never end.
+            shards alone, a metric of torchmetrics that cannot be merged exactly, or data that never end.
         ReplicaMismatch: the models differ; on every rank.
         PeerFailed: another rank failed.
     """
-    if "samples" in metrics:
-        raise ValueError('A metric must not be named "samples", since the result has their number there. Rename it.')
-    world = batches.world
+    world, states = batches.world, MetricStates(metrics or {}, batches.world.device)
+    _check_names([*functions, *states.names])
     world.stops.raise_if_stopped()
-    world.require_equal("the names of the metrics", list(metrics))
+    world.require_equal("the names of the metrics", [*functions, *states.names])
     rows = dict[int, torch.Tensor]()  # by the shard's number in the epoch
     kinds: set[tuple[str, bool]] = set()  # which metrics are sums
     with _going_through(model, batches, "evaluate") as shards:
         for mini_batch, shard, data in shards:
-            output = (forward or forward_first)(model, data)
-            row = torch.empty(1 + len(metrics), dtype=torch.float64, device=world.device)
-            row[0] = shard.samples
-            for place, (name, metric) in enumerate(metrics.items(), 1):
-                value = metric(output, *_split(data)[1])
-                kinds.add((name, isinstance(value, Sum)))
-                row[place] = _total(name, value, shard.samples)
-            rows[mini_batch.position * batches.shards + shard.number] = row
+            output, others = (forward or forward_first)(model, data), _split(data)[1]
+            place = mini_batch.position * batches.shards + shard.number
+            values = {name: function(output, *others) for name, function in functions.items()}
+            kinds |= {(name, isinstance(value, Sum)) for name, value in values.items()}
+            rows[place] = _row(values, shard.samples, world.device)
+            states.update(place, output, others)
             if world.stops.breaks_off:
                 break
     with world.in_stage("evaluate"):
         world.stops.agree()
         sums = _require_one_kind(set().union(*world.gather(kinds, "which metrics are sums")))
-        samples, *totals = _added_up(rows, 1 + len(metrics), world).tolist()
-    over = {name: 1 if name in sums else samples for name in metrics}
-    values = {name: total / over[name] for name, total in zip(metrics, totals, strict=True)}
-    result = {**values, "samples": int(samples)}
+        samples, *totals = _added_up(rows, 1 + len(functions), world).tolist()
+        merged = states.compute(world)
+    means = {n: total / (1 if n in sums else samples) for n, total in zip(functions, totals, strict=True)}
+    result = {**means, **merged, "samples": int(samples)}
     world.on_evaluated(result)
     return result
+
+
+def _row(values: Mapping[str, Any], samples: int, device: torch.device) -> torch.Tensor:
+    """A shard's samples and the totals of its metrics, (1 + metrics,)."""
+    row = torch.empty(1 + len(values), dtype=torch.float64, device=device)
+    row[0] = samples
+    for column, (name, value) in enumerate(values.items(), 1):
+        row[column] = _total(name, value, samples)
+    return row
+
+
+def _check_names(names: list[str]) -> None:
+    if "samples" in names or len(set(names)) < len(names):
+        raise ValueError(
+            'A metric must have a name of its own, and not be named "samples", since the result has their number '
+            f"there. Got {names}. Rename it."
+        )
 
 
 def _added_up(rows: dict[int, torch.Tensor], width: int, world: World) -> torch.Tensor:

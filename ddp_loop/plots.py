@@ -333,7 +333,7 @@ def _make_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('Pictures need matplotlib. Run pip install "ddp_loop[digits]"') from error
+        raise ImportError('Pictures need matplotlib. Run pip install "ddp_loop[plots]"') from error
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

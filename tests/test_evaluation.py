@@ -228,7 +228,7 @@ def test_a_metric_that_is_no_value_per_sample_nor_their_mean_is_refused(what: st
 
 
 def test_a_metric_does_not_take_the_name_of_the_count() -> None:
-    with dl.join_world() as world, pytest.raises(ValueError, match=r'must not be named "samples".* Rename it'):
+    with dl.join_world() as world, pytest.raises(ValueError, match=r'not be named "samples".* Rename it'):
         dl.evaluate(network(), dl.Batches(images(10), 5, world), samples=hits)
 
 

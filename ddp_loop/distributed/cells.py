@@ -70,7 +70,7 @@ class NotebookCell:
 
         update = {"update": True} if self._is_shown else {}
         try:
-            display({"text/html": html, "text/plain": text}, raw=True, display_id=self._key, **update)
+            display({"text/html": html, "text/plain": text}, raw=True, display_id=self._key, **update)  # type: ignore[no-untyped-call]
         except Exception as error:  # a view is not worth a run
             raise OSError(f"The notebook shows nothing more: {error!r}") from error
         self._is_shown = True

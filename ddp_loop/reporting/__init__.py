@@ -1,7 +1,7 @@
 """Reports of a run: rows, throughput, the terminal, pictures at the end."""
 
 from ddp_loop.reporting.exports import export
-from ddp_loop.reporting.images import as_pixels
+from ddp_loop.reporting.images import as_pixels, png
 from ddp_loop.reporting.jsonl import append_whole
 from ddp_loop.reporting.jsonl_tail import JsonlTail, TailUpdate, object_of
 from ddp_loop.reporting.logged_values import LoggedValues, as_logged
@@ -77,6 +77,7 @@ __all__ = [
     "list_runs",
     "make_table",
     "object_of",
+    "png",
     "read_run",
     "slowest",
     "state_of",

@@ -147,7 +147,7 @@ class ConsoleLog:
         if starts:
             moment = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             self._append(_START.format(number=starts + 1, time=moment).encode())
-        for stream in (sys.stdout, sys.stderr):
+        for stream in (sys.stdout, sys.stderr) if self.is_open else ():  # it may be full already
             self.follow(stream)
 
     def follow(self, stream: Any) -> None:
@@ -165,13 +165,17 @@ class ConsoleLog:
             self._append(settled.encode(errors="backslashreplace"))
 
     def _append(self, data: bytes) -> None:
+        if self._file is None:
+            return
         try:
-            if self._file is None or (size := os.fstat(self._file).st_size) > MOST_BYTES:
-                return
-            if size + len(data) > MOST_BYTES:
-                data = data[: MOST_BYTES - size].decode(errors="ignore").encode() + _CUT
+            room = MOST_BYTES - os.fstat(self._file).st_size
+            is_cut = len(data) > room
+            if is_cut:
+                data = b"" if room < 0 else data[:room].decode(errors="ignore").encode() + _CUT
             while data:  # an almost full disk accepts a part
                 data = data[os.write(self._file, data) :]
+            if is_cut:
+                self._release()  # so that further output costs nothing
         except OSError as error:
             self._give_up(error)
 

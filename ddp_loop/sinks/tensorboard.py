@@ -3,57 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_loop.reporting import RunStart, WeightedMeans, is_averaged
+from ddp_loop.reporting import RunStart
+from ddp_loop.sinks.points import RowMeans, values_of
 
 if TYPE_CHECKING:
     import numpy as np
     from torch.utils.tensorboard import SummaryWriter
 
 Row = Mapping[str, Any]
-BESIDE = ("epoch", "iteration", "samples", "weight", "skipped", "elapsed_s")  # of a line: its place, no values
-
-
-class RowMeans:
-    """Points of curves: each is the mean of the rows since the last point.
-
-    Args:
-        write: called with the values of a point, by name, and its iteration.
-        every_s: seconds between two points, at least.
-    """
-
-    def __init__(self, write: Callable[[dict[str, float], int], None], every_s: float) -> None:
-        self._write, self._every_s = write, every_s
-        self._means, self._last = WeightedMeans(), dict[str, float]()
-        self._written = -math.inf  # the clock counts from the machine's start, which may be a moment ago
-
-    def add(self, row: Row) -> None:
-        """Add a row, and perhaps write a point."""
-        self._means.add(int(row["samples"]), row)
-        self._last = dict(row)
-        if time.monotonic() - self._written >= self._every_s:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the point of the rows so far."""
-        if not self._means.rows:
-            return
-        values = {name: value for name, value in self._last.items() if not is_averaged(name)} | self._means.means()
-        for name in BESIDE:
-            values.pop(name, None)
-        self._means, self._written = WeightedMeans(), time.monotonic()
-        self._write(values, int(self._last["iteration"]))
-
-
-def values_of(line: Row) -> dict[str, float]:
-    """The values of an evaluation or of logged values, by name; null is NaN."""
-    return {name: math.nan if one is None else one for name, one in line.items() if name not in BESIDE}
 
 
 def as_markdown(table: Mapping[str, Any]) -> str:

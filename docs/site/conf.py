@@ -71,6 +71,7 @@ docs/compile
 docs/larger_models
 docs/faults
 docs/watching
+docs/logging
 docs/launching
 docs/cluster
 docs/slurm

@@ -146,7 +146,7 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks(
 
 def leave_out(name: str) -> Callable[..., Any]:
     """The usual way to put one object back, but for this one."""
-    usual = restoring._restore
+    usual = restoring.restore_part
 
     def put_back(value: Any, kept: Any) -> None:
         if type(value).__name__ != name:
@@ -164,7 +164,7 @@ MUTATIONS: dict[str, tuple[object, str, Any]] = {
     "the generators": (restoring, "restore_random_state", lambda state, device: None),
     "the position": (positions.LoopPosition, "resume_from", one_further),
     **{
-        f"the {name}": (restoring, "_restore", leave_out(name))
+        f"the {name}": (restoring, "restore_part", leave_out(name))
         for name in ("AdamW", "AveragedModel", "CosineAnnealingLR", "GradScaler", "EarlyStopping", "dict")
     },
 }

@@ -76,6 +76,8 @@ def same_moments(kept: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.covers("J10")
+@pytest.mark.both_modes
+@pytest.mark.quick_in_both_modes
 @pytest.mark.parametrize("which", ["run", "checkpoint"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_new_run_begins_with_the_weights_and_moments_of_another_on_every_rank(

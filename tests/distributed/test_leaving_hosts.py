@@ -16,7 +16,7 @@ from tests.support.exchanges import on_machines
 from tests.support.harness import OnRanks, caught
 from tests.support.runs import ask, endless
 
-pytestmark = pytest.mark.covers("C4", "H7")
+pytestmark = pytest.mark.covers("C4", "H7", "J15")
 
 
 def fail_on_last_rank(machines: tuple[int, ...]) -> str:

@@ -23,7 +23,7 @@ from tests.faults.kill_workers import make_job, rows_problem
 from tests.support.harness import until
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.covers("C4", "H7")]
+pytestmark = [pytest.mark.slow, pytest.mark.covers("C4", "H7", "J15")]
 
 EPOCHS, LONG, BEGUN = 3, 10, 8
 WAIT_S = 90.0

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import ddp_loop as dl
+from ddp_loop.cli import main
 from tests.support.harness import OnRanks
 from tests.support.runs import lines_of, rows_of, status_of
 from tests.support.snippets import blocks_of, run_python
@@ -61,6 +63,8 @@ def test_the_whole_script_keeps_the_best_average_and_leaves_its_weights(on_ranks
     weights = dl.load(folder, "average", best=True)
     assert [float(x) for one in weights.values() for x in one.flatten()] == pytest.approx(first)
     run_python(str(tmp_path), AFTERWARDS)
+    assert main(["export", str(folder), "-o", str(tmp_path / "average"), "--best", "--part", "average"]) == 0
+    assert load_file(tmp_path / "average").keys() == weights.keys()
 
 
 def test_each_lesson_of_the_tutorial_has_a_script() -> None:

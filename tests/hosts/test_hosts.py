@@ -23,7 +23,7 @@ from ddp_loop.hosts.links import Listener, connect, own_address
 from ddp_loop.hosts.verdict import Bounds
 from tests.support.harness import OnRanks
 
-pytestmark = pytest.mark.covers("C4")
+pytestmark = pytest.mark.covers("C4", "J14")
 AHEAD_S = 7.0
 SEEN_S = 0.3  # for a new file; the files are on this machine
 

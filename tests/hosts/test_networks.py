@@ -14,7 +14,7 @@ from benchmarks.hosts import DEVICE, NoHosts, address, ip, switched, torchrun, w
 from benchmarks.switch import Controls
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.covers("C4")]
+pytestmark = [pytest.mark.slow, pytest.mark.covers("C4", "J14")]
 LIMIT_S = 120.0
 OTHER = "10.78.0"  # a network without a connection
 

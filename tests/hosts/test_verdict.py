@@ -12,7 +12,7 @@ from ddp_loop.hosts.verdict import MOST_PROBLEMS, Bounds, Findings, problems, ta
 
 VERSIONS = {"Python": "3.12.3", "torch": "2.11.0", "ddp_loop": "0.1.0", "driver": "550.54.15"}
 FAST = Link(1e-4, 9.4e9, 9.3e9, 0.002)
-pytestmark = pytest.mark.covers("C4")
+pytestmark = pytest.mark.covers("C4", "J14")
 
 
 def facts(rank: int) -> Facts:

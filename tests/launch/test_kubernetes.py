@@ -85,7 +85,7 @@ def pod(folder: Path, index: int, **variables: str) -> tuple[list[str], dict[str
     return [*container["command"], *container["args"]], environment
 
 
-@pytest.mark.covers("C4")
+@pytest.mark.covers("C4", "J16")
 def test_a_pods_command_is_one_that_torchrun_understands(tmp_path: Path) -> None:
     spec = one_of("kubernetes.yaml", "Job")["spec"]
     (printer := tmp_path / "torchrun").write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
@@ -107,7 +107,7 @@ def test_a_pods_command_is_one_that_torchrun_understands(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.covers("C4")
+@pytest.mark.covers("C4", "J16")
 def test_two_pods_are_one_world(tmp_path: Path) -> None:
     [port] = free_ports(1)
     (script := tmp_path / "job.py").write_text(JOB)
@@ -125,7 +125,7 @@ def test_two_pods_are_one_world(tmp_path: Path) -> None:
     assert [(results / str(rank)).read_text() for rank in range(2)] == ["3.0 2", "3.0 2"]
 
 
-@pytest.mark.covers("C4")
+@pytest.mark.covers("C4", "J16")
 def test_torchrun_takes_the_operators_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variables are those that version 1.9 of the operator sets for an elastic policy."""
     spec = one_of("pytorchjob.yaml", "PyTorchJob")["spec"]

@@ -59,7 +59,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.covers("C4")
+@pytest.mark.covers("C4", "J16")
 @pytest.mark.parametrize("why", ["another job goes first", "its time is over"])
 def test_a_preempted_job_resumes_with_the_same_bits(why: str, slurm: Slurm, undisturbed: Path, tmp_path: Path) -> None:
     job, run, log = submit(slurm, tmp_path), tmp_path / "run", tmp_path / "job.log"

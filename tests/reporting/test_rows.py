@@ -17,7 +17,7 @@ import ddp_loop as dl
 from ddp_loop.determinism import digest
 from ddp_loop.reporting import OnRow
 from ddp_loop.reporting import throughput as paces
-from ddp_loop.reporting.reporter import EvaluationLog
+from ddp_loop.reporting.evaluations import EvaluationLog
 from ddp_loop.reporting.throughput import Throughput, TrainingLength, as_clock, slowest
 from ddp_loop.sinks import csv_sink, read_csv, tensorboard_sink
 from ddp_loop.training import gradients

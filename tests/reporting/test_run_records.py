@@ -20,7 +20,7 @@ def write_trial(folder: Path, **facts: Any) -> Path:
     return folder
 
 
-@pytest.mark.covers("E4")
+@pytest.mark.covers("E4", "J8")
 def test_runs_are_found_at_any_depth_in_the_order_of_their_paths(tmp_path: Path) -> None:
     for name in ("b", "a/deep/down", "c/trials/0001"):
         write_run(tmp_path / name, [row(1)])
@@ -140,7 +140,7 @@ def test_a_run_that_holds_its_folder_is_running_and_then_stopping(tmp_path: Path
     folder.close()
 
 
-@pytest.mark.covers("G4")
+@pytest.mark.covers("G4", "J8")
 def test_a_trial_has_its_parameters_its_number_and_its_objective(tmp_path: Path) -> None:
     run = write_run(tmp_path / "trials/0003", [row(1) | {"loss": 1.0}, row(2) | {"loss": 2.0}], status="done")
     trial = {"trial": 3, "parameters": {"rate": 0.5}, "status": "done", "value": 2.0, "why": None, "ranks": 1}

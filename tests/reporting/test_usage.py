@@ -49,7 +49,6 @@ def usage_of(run: Path, rank: int = 0) -> list[dict[str, Any]]:
     return lines_of(run / "usage" / f"rank-{rank}.jsonl")
 
 
-@pytest.mark.covers("J17")
 def test_each_rank_records_its_usage_until_the_loop_ends(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert on_ranks(2, train, str(tmp_path), 2) == [(["ddp_loop usage"], [])] * 2
     for rank in range(2):
@@ -92,7 +91,7 @@ def test_the_time_of_children_counts_while_they_live_and_when_they_have_ended() 
     child = multiprocessing.get_context("fork").Process(target=_burn_and_wait, args=(barrier,))
     child.start()
     try:
-        until(lambda: processor_s() - before > 0.2, "the time of a child that lives")
+        until(lambda: processor_s() - sum(os.times()[:4]) > 0.2, "the time of a child that lives")
     finally:
         barrier.set()
         child.join()

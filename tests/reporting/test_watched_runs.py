@@ -20,8 +20,8 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.monitor.run_list import RunList
 from ddp_loop.monitor.series import smooth
+from ddp_loop.reporting.evaluations import EvaluationLog
 from ddp_loop.reporting.jsonl import JsonlWriter
-from ddp_loop.reporting.reporter import EvaluationLog
 from ddp_loop.reporting.rows import EpochMeans, RowMeta
 from ddp_loop.reporting.terminal import ProgressView, Terminal
 from ddp_loop.reporting.throughput import TrainingLength

@@ -130,7 +130,7 @@ def config_of(folder: Path) -> Any:
     return json.loads((folder / "run.json").read_text())["config"]
 
 
-@pytest.mark.covers("G4")
+@pytest.mark.covers("G4", "J8")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_keeps_its_config(ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:
     config = Namespace(rate=0.1, data=Path("x"), name="", folder=tmp_path)  # a table of runs need not show its folder

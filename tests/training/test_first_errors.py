@@ -305,7 +305,8 @@ def name_in_another_order(world: dl.World, folder: str, what: str, culprit: int)
     if what == "state":
         dl.Loop(batches, 1, state={name: network() for name in names}, progress=False)
     else:
-        dl.evaluate(network(), batches, **dict.fromkeys(names, lambda output, rows: output.mean()))
+        functions: dict[str, Any] = dict.fromkeys(names, lambda output, rows: output.mean())
+        dl.evaluate(network(), batches, **functions)
 
 
 @pytest.mark.covers("D10")

@@ -1,0 +1,169 @@
+"""A run of the loop as a run of MLflow; https://mlflow.org."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_loop.reporting import RunStart, png
+from ddp_loop.sinks.points import RowMeans, values_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from mlflow import MlflowClient
+
+Row = Mapping[str, Any]
+KEPT = "mlflow.json"  # in the run folder: the id of MLflow's run
+_NOT_IN_A_KEY = re.compile(r"[^\w\-. :/]")
+_MOST_LETTERS, _MOST_IN_A_BATCH, _MOST_PARAMETERS = 6000, 1000, 100
+
+
+def _key(name: str) -> str:
+    """A name as MLflow takes it."""
+    return _NOT_IN_A_KEY.sub("_", name)
+
+
+class _Mlflow:
+    """See `mlflow_sink`."""
+
+    def __init__(self, experiment: str, run_name: str | None, tracking_uri: str | None, every_s: float) -> None:
+        self._experiment, self._run_name, self._uri = experiment, run_name, tracking_uri
+        self._client: MlflowClient | None = None
+        self._run = ""
+        self._sent: dict[str, int] = {}  # the last step of each metric, also of an earlier process
+        self._waiting: list[Any] = []
+        self._points = RowMeans(self._add, every_s)
+        self._every_s, self._flushed = every_s, time.monotonic()
+
+    def begin(self, run: RunStart) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self.close()
+        client = MlflowClient(tracking_uri=self._uri)
+        known = self._known(client, run)
+        if known is None:
+            found = client.get_experiment_by_name(self._experiment)
+            experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
+            known = client.create_run(experiment, run_name=self._run_name or run.name)
+            if run.folder is not None:
+                (run.folder / KEPT).write_text(json.dumps({"run": known.info.run_id}), encoding="utf-8")
+        else:
+            client.update_run(known.info.run_id, status="RUNNING")
+        self._client, self._run = client, known.info.run_id
+        # MLflow keeps every point. A resumed run repeats steps, whose points are there.
+        self._sent = {key: self._last_step(key) for key in known.data.metrics}
+        new = [
+            Param(_key(name), str(value)[:_MOST_LETTERS])
+            for name, value in run.config.items()
+            if _key(name) not in known.data.params
+        ]
+        for start in range(0, len(new), _MOST_PARAMETERS):
+            client.log_batch(self._run, params=new[start : start + _MOST_PARAMETERS])
+
+    def _known(self, client: MlflowClient, run: RunStart) -> Any:
+        """The run of MLflow that a resumed run continues; None for a new one."""
+        path = None if run.folder is None or run.iteration == 0 else run.folder / KEPT
+        if path is None or not path.exists():
+            return None
+        return client.get_run(json.loads(path.read_text(encoding="utf-8"))["run"])
+
+    def _last_step(self, key: str) -> int:
+        if self._client is None:
+            return -1
+        return max((one.step for one in self._client.get_metric_history(self._run, key)), default=-1)
+
+    def _add(self, values: Mapping[str, float], iteration: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        for name, value in values.items():
+            key = _key(name)
+            if iteration > self._sent.get(key, -1):
+                self._sent[key] = iteration
+                self._waiting.append(Metric(key, float(value), now, iteration))
+
+    def _send(self) -> None:
+        waiting, self._waiting, self._flushed = self._waiting, [], time.monotonic()
+        for start in range(0, len(waiting), _MOST_IN_A_BATCH):
+            if self._client is not None:
+                self._client.log_batch(self._run, metrics=waiting[start : start + _MOST_IN_A_BATCH])
+
+    def _send_if_time(self) -> None:
+        if time.monotonic() - self._flushed >= self._every_s:
+            self._send()
+
+    def __call__(self, row: Row) -> None:
+        self._points.add(row)
+        self._send_if_time()
+
+    def evaluated(self, line: Row) -> None:
+        self._add({f"evaluation/{name}": one for name, one in values_of(line).items()}, int(line["iteration"]))
+        self._send()
+
+    def logged(self, line: Row) -> None:
+        self._add(values_of(line), int(line["iteration"]))
+        self._send_if_time()
+
+    def log_text(self, name: str, text: str, iteration: int) -> None:
+        if self._client is not None:
+            self._client.log_text(self._run, text, f"texts/{_file(name)}-{iteration}.txt")
+
+    def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
+        if self._client is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / f"{_file(name)}-{iteration}.png"
+                path.write_bytes(png(pixels))
+                self._client.log_artifact(self._run, str(path), "images")
+
+    def log_table(self, name: str, table: Mapping[str, Any], iteration: int) -> None:
+        if self._client is not None:
+            self._client.log_dict(self._run, dict(table), f"tables/{_file(name)}.json")
+
+    def flush(self) -> None:
+        """Send the points so far."""
+        self._points.flush()
+        self._send()
+
+    def close(self) -> None:
+        """Send the points so far, and end MLflow's run."""
+        if self._client is not None:
+            self.flush()
+            client, self._client = self._client, None
+            client.set_terminated(self._run)
+
+
+def _file(name: str) -> str:
+    """A name as that of a file."""
+    return re.sub(r"[^\w\-]", "_", name)
+
+
+def mlflow_sink(
+    experiment: str = "ddp_loop",
+    run_name: str | None = None,
+    tracking_uri: str | None = None,
+    every_s: float = 1.0,
+) -> _Mlflow:
+    """Write to a run of MLflow: config as parameters, values as metrics, texts, images and tables as artifacts.
+
+    Points of rows are means of the rows since the last point; evaluations are metrics below `evaluation/`. A resumed
+    run continues its run of MLflow and sends no step again that is there.
+
+    Args:
+        experiment: of MLflow; created if it is missing.
+        run_name: by default that of the run folder.
+        tracking_uri: where MLflow keeps runs; by default what MLFLOW_TRACKING_URI says.
+        every_s: seconds between two points of rows, at least.
+
+    Raises:
+        ImportError: mlflow is missing.
+    """
+    if importlib.util.find_spec("mlflow") is None:
+        raise ImportError('mlflow_sink needs mlflow. Run pip install "ddp_loop[mlflow]"')
+    return _Mlflow(experiment, run_name, tracking_uri, every_s)

@@ -1,0 +1,135 @@
+"""A run of the loop as a run of Weights & Biases; https://docs.wandb.ai."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ddp_loop.reporting import RunStart
+from ddp_loop.sinks.points import RowMeans, values_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Row = Mapping[str, Any]
+KEPT = "wandb.json"  # in the run folder: the id of the run, and the last step of each value that was sent
+STEP = "iteration"
+
+
+class _Wandb:
+    """See `wandb_sink`."""
+
+    def __init__(
+        self, project: str, name: str | None, mode: str | None, every_s: float, options: dict[str, Any]
+    ) -> None:
+        self._project, self._name, self._options = project, name, options
+        self._mode: Any = mode
+        self._run: Any = None
+        self._kept: Path | None = None
+        self._id, self._sent = "", dict[str, int]()
+        self._points = RowMeans(self._log, every_s)
+
+    def begin(self, run: RunStart) -> None:
+        import wandb
+
+        self.close()
+        self._kept = None if run.folder is None else run.folder / KEPT
+        self._id, self._sent = secrets.token_hex(4), {}
+        if run.iteration > 0 and self._kept is not None and self._kept.exists():
+            found = json.loads(self._kept.read_text(encoding="utf-8"))
+            self._id, self._sent = found["run"], found["sent"]
+        mode: Any = self._mode or wandb.Settings().mode
+        if mode == "online" and not wandb.login(prompt=False):
+            raise RuntimeError("Weights & Biases has no login. Run wandb login, or pass mode='offline'.")
+        folder = {} if run.folder is None else {"dir": str(run.folder)}
+        self._run = wandb.init(
+            project=self._project,
+            name=self._name or run.name,
+            id=self._id,
+            resume="allow",
+            mode=mode,
+            config=dict(run.config),
+            settings=wandb.Settings(console="off", silent=True),
+            **(folder | self._options),
+        )
+        self._run.define_metric("*", step_metric=STEP)
+        self._keep()
+
+    def _keep(self) -> None:
+        if self._kept is not None:
+            self._kept.write_text(json.dumps({"run": self._id, "sent": self._sent}), encoding="utf-8")
+
+    def _log(self, values: Mapping[str, Any], iteration: int) -> None:
+        """Send values of a step that were not sent before: a resumed run repeats steps."""
+        new = {name: one for name, one in values.items() if iteration > self._sent.get(name, -1)}
+        if new and self._run is not None:
+            self._run.log({STEP: iteration, **new})
+            self._sent |= dict.fromkeys(new, iteration)
+
+    def __call__(self, row: Row) -> None:
+        self._points.add(row)
+
+    def evaluated(self, line: Row) -> None:
+        self._log({f"evaluation/{name}": one for name, one in values_of(line).items()}, int(line["iteration"]))
+        self._keep()
+
+    def logged(self, line: Row) -> None:
+        self._log(values_of(line), int(line["iteration"]))
+
+    def log_text(self, name: str, text: str, iteration: int) -> None:
+        self._log({name: text}, iteration)
+
+    def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
+        import wandb
+
+        self._log({name: wandb.Image(pixels)}, iteration)
+
+    def log_table(self, name: str, table: Mapping[str, Any], iteration: int) -> None:
+        import wandb
+
+        rows = [[label, *row] for label, row in zip(table["rows"], table["values"], strict=True)]
+        self._log({name: wandb.Table(columns=["", *table["columns"]], data=rows)}, iteration)
+
+    def flush(self) -> None:
+        """Send the points so far, and note what was sent."""
+        self._points.flush()
+        self._keep()
+
+    def close(self) -> None:
+        """Send the points so far, and end the run."""
+        if self._run is not None:
+            self.flush()
+            run, self._run = self._run, None
+            run.finish()
+
+
+def wandb_sink(
+    project: str = "ddp_loop",
+    name: str | None = None,
+    mode: Literal["online", "offline", "disabled"] | None = None,
+    every_s: float = 1.0,
+    **options: Any,
+) -> _Wandb:
+    """Write to a run of Weights & Biases: config, values, texts, images and tables, over the step `iteration`.
+
+    Points of rows are means of the rows since the last point; evaluations have names below `evaluation/`. A resumed run
+    continues its run and sends no step again that was sent. Without a login one line says so, nothing is asked, and
+    training continues.
+
+    Args:
+        project: of Weights & Biases.
+        name: of the run, by default that of the run folder.
+        mode: "offline" keeps everything in the run folder, for `wandb sync`; by default what WANDB_MODE says.
+        every_s: seconds between two points of rows, at least.
+        options: further arguments of `wandb.init`, such as `entity` and `tags`.
+
+    Raises:
+        ImportError: wandb is missing.
+    """
+    if importlib.util.find_spec("wandb") is None:
+        raise ImportError('wandb_sink needs wandb. Run pip install "ddp_loop[wandb]"')
+    return _Wandb(project, name, mode, every_s, options)

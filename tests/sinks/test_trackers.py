@@ -1,0 +1,213 @@
+"""Runs of MLflow (in a folder of files) and of Weights & Biases (offline), read back with their own tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_loop as dl
+from ddp_loop.sinks import mlflow_sink, wandb_sink
+from tests.support.harness import OnRanks
+
+STEPS = 9
+
+
+@contextmanager
+def quiet(folder: str) -> Iterator[None]:
+    """No telemetry and no messages; MLflow warns of its own folders of files, wandb of its own parts."""
+    variables = {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "WANDB_SILENT": "true",
+        "WANDB_CONFIG_DIR": folder,
+        "WANDB_CACHE_DIR": folder,
+        "WANDB_DATA_DIR": folder,
+        "WANDB_DISABLE_GIT": "true",
+        "HOME": folder,
+    }
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        for name in ("WANDB_API_KEY", "WANDB_MODE"):
+            patch.delenv(name, raising=False)
+        yield
+
+
+def make_sink(kind: str, folder: str) -> Any:
+    if kind == "mlflow":
+        return mlflow_sink("trial", tracking_uri=f"file://{folder}/mlruns", every_s=0.0)
+    return wandb_sink("trial", mode="offline" if kind == "wandb" else "online", every_s=0.0)
+
+
+def train(kind: str, folder: str, stop_at: int = 0) -> None:
+    """A run with rows, evaluations, logged values, texts, images and tables."""
+    with quiet(folder), dl.join_world(seed=0) as world:
+        torch.manual_seed(1)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.randn(20, 2, generator=torch.Generator().manual_seed(3))
+        state = {"model": model, "optimizer": optimizer}
+        options: dict[str, Any] = {"run_dir": f"{folder}/run", "on_row": make_sink(kind, folder), "progress": False}
+        config = {"rate": 0.1, "net": {"width": 3}, "text": "x" * 300}
+        loop = dl.Loop(dl.Batches(data, 7, world), 3, state=state, config=config, **options)
+        with suppress(dl.Stopped):
+            for epoch in loop.epochs():
+                for step in epoch:
+                    for inputs in step:
+                        step.backward(model(inputs).square().mean())
+                    if step.iteration == stop_at:
+                        loop.stop()
+                    step.fold()
+                    optimizer.step()
+                    loop.log({"second, of 2": step.iteration / 2})
+                dl.evaluate(model, dl.Batches(data, 10, world, shuffle=False), size=lambda out, _: out.squeeze(1))
+                loop.log(score=epoch.number)
+                loop.log_text("words/a", f"epoch {epoch.number}")
+                loop.log_image("picture", torch.rand(3, 4, 5))
+                loop.log_table("counts", [[1, epoch.number]], rows=["a"])
+
+
+def mlflow_run(folder: Path) -> tuple[Any, Any]:
+    with quiet(str(folder)):
+        from mlflow import MlflowClient
+
+        client = MlflowClient(tracking_uri=f"file://{folder}/mlruns")
+        experiment = client.get_experiment_by_name("trial")
+        assert experiment is not None
+        [run] = client.search_runs([experiment.experiment_id])
+        return client, run
+
+
+@pytest.mark.covers("J7")
+@pytest.mark.slow
+@pytest.mark.parametrize("stop_at", [0, 3, 5])
+def test_mlflow_gets_everything_once(stop_at: int, on_ranks: OnRanks, tmp_path: Path) -> None:
+    if stop_at:
+        on_ranks(2, train, "mlflow", str(tmp_path), stop_at)
+    on_ranks(2, train, "mlflow", str(tmp_path))
+    client, run = mlflow_run(tmp_path)
+    with quiet(str(tmp_path)):
+        points = {
+            name: [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)]
+            for name in run.data.metrics
+        }
+        files = {
+            one.path
+            for folder in ("texts", "images", "tables")
+            for one in client.list_artifacts(run.info.run_id, folder)
+        }
+    assert points["second_ of 2"] == [(n, n / 2) for n in range(1, STEPS + 1)]
+    assert points["score"] == [(3, 1.0), (6, 2.0), (9, 3.0)]
+    assert [step for step, _ in points["evaluation/size"]] == [3, 6, 9]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
+    assert points["loss"] == [(row["iteration"], pytest.approx(row["loss"])) for row in rows]
+    assert run.data.params == {"rate": "0.1", "net.width": "3", "text": "x" * 300}
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert files == {
+        *(f"texts/words_a-{n}.txt" for n in (3, 6, 9)),
+        *(f"images/picture-{n}.png" for n in (3, 6, 9)),
+        "tables/counts.json",
+    }
+
+
+BLOCK, HEADER = 32768, 7
+
+
+def records_of(path: Path) -> Iterator[bytes]:
+    """The records of a file of wandb: a log of blocks, as in LevelDB, after 7 bytes."""
+    data, at, whole = path.read_bytes(), HEADER, b""
+    while at + HEADER <= len(data):
+        if BLOCK - at % BLOCK < HEADER:  # the rest of a block is padding
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + HEADER])
+        whole += data[at + HEADER : at + HEADER + length]
+        at += HEADER + length
+        if kind in (1, 4):  # whole, or the last part
+            yield whole
+            whole = b""
+
+
+def wandb_history(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], set[str]]:
+    """The lines of all processes of a run, its config, and its ids."""
+    with quiet(str(folder)):
+        from wandb.proto import wandb_internal_pb2
+    lines, config, ids = [], dict[str, Any](), set[str]()
+    for path in sorted(folder.rglob("*.wandb"), key=lambda one: one.stat().st_mtime_ns):
+        for data in records_of(path):
+            record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                line: dict[str, Any] = {}
+                for one in record.history.item:
+                    name, *inner = one.nested_key or [one.key]
+                    if inner:
+                        line.setdefault(name, {})[inner[0]] = json.loads(one.value_json)
+                    else:
+                        line[name] = json.loads(one.value_json)
+                lines.append(line)
+            elif record.WhichOneof("record_type") == "run":
+                ids.add(record.run.run_id)
+                config |= {one.key: json.loads(one.value_json) for one in record.run.config.update}
+    return lines, config, ids
+
+
+@pytest.mark.covers("J7")
+@pytest.mark.slow
+@pytest.mark.parametrize("stop_at", [0, 5])
+def test_wandb_gets_everything_once(stop_at: int, tmp_path: Path) -> None:
+    # In processes of their own: the threads that wandb starts for itself last as long as its process.
+    if stop_at:
+        dl.launch(train, 2, "wandb", str(tmp_path), stop_at)
+    dl.launch(train, 2, "wandb", str(tmp_path))
+    lines, config, ids = wandb_history(tmp_path)
+
+    def points(name: str) -> list[tuple[int, Any]]:
+        return [(line["iteration"], line[name]) for line in lines if name in line]
+
+    assert points("second, of 2") == [(n, n / 2) for n in range(1, STEPS + 1)]
+    assert points("score") == [(3, 1.0), (6, 2.0), (9, 3.0)]
+    assert [step for step, _ in points("evaluation/size")] == [3, 6, 9]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
+    assert points("loss") == [(row["iteration"], pytest.approx(row["loss"])) for row in rows]
+    assert points("words/a") == [(3 * n, f"epoch {n}") for n in (1, 2, 3)]
+    assert [(step, one["height"], one["width"]) for step, one in points("picture")] == [(n, 4, 5) for n in (3, 6, 9)]
+    assert [(step, one["_type"]) for step, one in points("counts")] == [(n, "table-file") for n in (3, 6, 9)]
+    assert (config["rate"], config["net.width"]) == (0.1, 3)
+    assert len(ids) == 1
+
+
+@pytest.mark.slow
+def test_without_a_login_one_line_says_so_and_training_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dl.launch(train, 2, "wandb online", str(tmp_path))
+    assert capfd.readouterr().out.count("Weights & Biases has no login. Run wandb login, or pass mode='offline'.") == 1
+    assert len((tmp_path / "run" / "rows.jsonl").read_text().splitlines()) == STEPS
+    assert not list(tmp_path.rglob("*.wandb"))
+
+
+@pytest.mark.parametrize("make", [mlflow_sink, wandb_sink])
+def test_a_missing_package_names_its_extra(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = make.__name__.removesuffix("_sink")
+    monkeypatch.setattr("importlib.util.find_spec", lambda asked: None)
+    with pytest.raises(ImportError, match=rf'{make.__name__} needs {name}\. Run pip install "ddp_loop\[{name}\]"'):
+        make()
+
+
+def test_a_tracking_server_that_is_not_there_is_a_line(on_ranks: OnRanks, tmp_path: Path) -> None:
+    (tmp_path / "mlruns").touch()  # a file in the place of MLflow's folder
+    on_ranks(1, train, "mlflow", str(tmp_path))
+    assert len((tmp_path / "run" / "rows.jsonl").read_text().splitlines()) == STEPS
+    assert os.path.isfile(tmp_path / "mlruns")

@@ -1,0 +1,193 @@
+"""Metrics of torchmetrics in `evaluate`: the numbers of one process, on any number of ranks, also empty ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchmetrics import AUROC, Accuracy, CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric
+from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score, MulticlassPrecision
+from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
+
+import ddp_loop as dl
+from tests.support.harness import OnRanks
+from tests.support.refusals import ALL, Refused
+
+CLASSES, SAMPLES = 3, 23
+
+
+def data_and_model() -> tuple[torch.utils.data.TensorDataset, nn.Module]:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(SAMPLES, 4, generator=generator)
+    labels = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    model = nn.Linear(4, CLASSES)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(CLASSES, 4, generator=generator))
+        model.bias.zero_()
+    return torch.utils.data.TensorDataset(inputs, labels), model
+
+
+def first_output(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor]:
+    return (logits[:, 0],)
+
+
+class OfFirst(MeanMetric):
+    """The mean of the first output."""
+
+    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:  # type: ignore[override]
+        super().update(logits[:, 0])
+
+
+class Extreme(MaxMetric):
+    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:  # type: ignore[override]
+        super().update(logits)
+
+
+class Least(MinMetric):
+    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:  # type: ignore[override]
+        super().update(logits)
+
+
+class Outputs(CatMetric):
+    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:  # type: ignore[override]
+        super().update(logits[:, 1])
+
+
+def all_metrics() -> dict[str, Any]:
+    return {
+        "f1": MulticlassF1Score(CLASSES, average="macro"),
+        "per class": MulticlassPrecision(CLASSES, average=None),
+        "accuracy": Accuracy(task="multiclass", num_classes=CLASSES),
+        "auroc": AUROC(task="multiclass", num_classes=CLASSES),
+        "binned": AUROC(task="multiclass", num_classes=CLASSES, thresholds=20),
+        "mean": OfFirst(),
+        "largest": Extreme(),
+        "least": Least(),
+        "both": MetricCollection([MulticlassF1Score(CLASSES), MulticlassPrecision(CLASSES)]),
+        "outputs": Outputs(),
+    }
+
+
+def evaluate(batch_size: int, shards: int | None, samples: int = SAMPLES) -> tuple[dict[str, float], bool]:
+    """The results, and whether the caller's metrics are as they were."""
+    with dl.join_world() as world:
+        data, model = data_and_model()
+        part = torch.utils.data.TensorDataset(*(one[:samples] for one in data.tensors))
+        metrics = all_metrics()
+        metrics["f1"].update(torch.eye(CLASSES), torch.arange(CLASSES))
+        batches = dl.Batches(part, batch_size, world, shuffle=False, shards=shards)
+        found = dl.evaluate(model, batches, metrics=metrics, plain=lambda logits, labels: logits.argmax(1) == labels)
+        return found, float(metrics["f1"].compute()) == 1.0
+
+
+def expected(samples: int = SAMPLES) -> dict[str, float]:
+    """What torchmetrics gives for all data at once."""
+    data, model = data_and_model()
+    inputs, labels = (one[:samples] for one in data.tensors)
+    found: dict[str, float] = {}
+    with torch.no_grad():
+        logits = model(inputs)
+    for name, metric in all_metrics().items():
+        metric.update(logits, labels)
+        result = metric.compute()
+        if isinstance(result, dict):
+            found |= {f"{name}_{key}": float(one) for key, one in result.items()}
+        elif result.numel() > 1:
+            found |= {f"{name}_{n}": float(one) for n, one in enumerate(result)}
+        else:
+            found[name] = float(result)
+    return found
+
+
+@pytest.mark.covers("J7")
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [SAMPLES, 7, 1])
+def test_metrics_are_those_of_one_process(ranks: int, batch_size: int, on_ranks: OnRanks) -> None:
+    whole = expected()
+    for found, is_unchanged in on_ranks(ranks, evaluate, batch_size, None):
+        assert found.pop("samples") == SAMPLES
+        assert found.pop("plain") == pytest.approx(whole["accuracy"]) or "plain" not in found
+        assert found.keys() == whole.keys()
+        for name, value in found.items():
+            assert value == pytest.approx(whole[name], abs=1e-6), name
+        assert is_unchanged
+    assert len({str(found) for found, _ in on_ranks(ranks, evaluate, batch_size, None)}) == 1
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_with_fixed_shards_the_bits_do_not_depend_on_the_ranks(shards: int, on_ranks: OnRanks) -> None:
+    one, two, three = (on_ranks(ranks, evaluate, 9, shards)[0][0] for ranks in (1, 2, 3))
+    assert one == two == three
+
+
+def test_ranks_without_samples_add_nothing(on_ranks: OnRanks) -> None:
+    whole = expected(5)
+    for found, _ in on_ranks(4, evaluate, 2, None, 5):
+        assert {name: found[name] for name in whole} == pytest.approx(whole, abs=1e-6, nan_ok=True)
+
+
+class Custom(Metric):
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx=lambda one: one.sum() / 2)
+
+    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        self.total += logits.sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+
+class Averaged(Custom):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("other", torch.zeros(()), dist_reduce_fx="mean")
+        self._reductions["total"] = self._reductions["other"]
+
+
+def refuse(world: dl.World, folder: str, metrics: Any, plain: bool) -> None:
+    data, model = data_and_model()
+    functions: dict[str, Any] = {"f1": lambda logits, labels: logits[:, 0]} if plain else {}
+    dl.evaluate(model, dl.Batches(data, 7, world, shuffle=False), metrics=metrics, **functions)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "kind", "message"),
+    [
+        (
+            {"p": PearsonCorrCoef()},
+            "ValueError",
+            r"p \(PearsonCorrCoef\) has no rule for .* Compute it from dl.predict",
+        ),
+        ({"c": Custom()}, "ValueError", r"c \(Custom\) has .* for total"),
+        ({"a": Averaged()}, "ValueError", r"a \(Averaged\) has a mean of means for"),
+        ({"f": len}, "TypeError", "metrics of torchmetrics by name. Got builtin_function_or_method for 'f'"),
+        ({"m": MulticlassConfusionMatrix(CLASSES)}, "ValueError", r"m gave shape \(3, 3\)"),
+        ({"samples": MulticlassF1Score(CLASSES)}, "ValueError", 'not be named "samples"'),
+        ({"f1": MulticlassF1Score(CLASSES)}, "ValueError", "a name of its own"),
+        ({"e": MeanSquaredError()}, "RuntimeError|ValueError", "same shape|shape"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(metrics: Any, kind: str, message: str, refused: Refused) -> None:
+    refused(2, refuse, metrics, "f1" in metrics, kind=kind, said=message, by=ALL)
+
+
+def log_evaluation(folder: str) -> None:
+    with dl.join_world() as world:
+        data, model = data_and_model()
+        batches = dl.Batches(data, 7, world, shuffle=False)
+        for step in dl.Loop(batches, 1, state={"model": model}, run_dir=folder, progress=False):
+            for inputs, labels in step:
+                step.backward(nn.functional.cross_entropy(model(inputs), labels))
+            step.fold()
+        dl.evaluate(model, batches, metrics={"f1": MulticlassF1Score(CLASSES)})
+
+
+def test_metrics_are_in_the_run_folder(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(2, log_evaluation, str(tmp_path))
+    assert '"f1": 0.' in (tmp_path / "evaluations.jsonl").read_text()
