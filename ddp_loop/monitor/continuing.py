@@ -71,7 +71,7 @@ def command_of(run: Path) -> Command:
     words, directory = status.get("start"), status.get("directory")
     if not line or not isinstance(words, list) or not isinstance(directory, str):
         raise ValueError(f"{STATUS} does not have the command that started this run. Start the script by hand.")
-    if len(line) > MOST_LINE or "\0" in line or not words[0]:
+    if len(line) > MOST_LINE or "\0" in line or not words[0] or line != line.encode(errors="replace").decode():
         raise ValueError(f"The command that started this run cannot be shown whole ({len(line)} letters).")
     return Command(tuple(words), directory, line)
 
