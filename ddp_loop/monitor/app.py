@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
+from ddp_loop.monitor.panels import Panels, routes_of_panels
 from ddp_loop.monitor.run_list import ACTIONS, RunList, Snapshot
 from ddp_loop.monitor.run_view import RunView
 from ddp_loop.monitor.sweep_view import Answer, Sweeps, ask_again, read_table, stop_sweep, write_note
@@ -23,8 +24,10 @@ from ddp_loop.monitor.sweep_view import Answer, Sweeps, ask_again, read_table, s
 # and must come from no other origin. Requests for a run must also have the token in a header: a form, an image or a
 # link cannot set one, and no answer allows another origin to. The token follows the # of the address, which browsers
 # do not send. The page's own files are public and need no token. GET changes nothing. POST stops runs, writes
-# notes, and has failed trials run again. Files are looked up in a list that is made at the start, and runs and sweeps
-# in the list of those that were found, by their keys, so a request cannot name anything else.
+# notes, has failed trials run again, and starts a run's own command again ([Note: Continue]). Files are looked up in a
+# list that is made at the start, and runs and sweeps in the list of those that were found, by their keys; logged texts
+# and images are asked for by number ([Note: Foreign files]). So a request cannot name anything else. Images are fetched
+# with the token and drawn on a canvas, so the policy below allows no further source of them, such as blob: addresses.
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -161,6 +164,7 @@ class MonitorApp:
         self._turn = asyncio.Lock()
         self._made = -TICK_S
         self._sweeps = Sweeps(given)
+        self.panels = Panels(self.runs.folder_of)
         self._views: OrderedDict[str, RunView] = OrderedDict()  # the most recently used ones, by key
         self._views_turn = threading.Lock()
 
@@ -213,7 +217,10 @@ class MonitorApp:
         if key.rpartition("/")[2] in ACTIONS:
             return 405, "This needs another method."
         view = self._view(key)
-        return (404, NO_RUN) if view is None else (200, _json(view.summary()))
+        if view is None:
+            return 404, NO_RUN
+        said = view.summary()
+        return 200, _json(said | self.panels.about(view.folder, said["state"]))
 
     def curves(self, key: str, asked: Mapping[str, str]) -> tuple[int, str]:
         """Return status and body of the answer to a request for a run's curves."""
@@ -305,6 +312,7 @@ def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> A
     routes += [Route("/api/runs/{key:path}/curves", curves, methods=["GET"])]
     routes += [Route("/api/runs/{key:path}/stop", stop, methods=["POST"])]
     routes += _routes_of_results(site)
+    routes += routes_of_panels(site.panels, _sent)
     routes += [Route("/api/runs/{key:path}", card, methods=["GET"])]
     return AccessControl(Starlette(routes=routes), token, hosts, port, PATHS.keys())
 
@@ -335,7 +343,11 @@ def _routes_of_results(site: MonitorApp) -> list[Route]:
     async def again(request: Request) -> Response:
         return await with_body(request, lambda body: site.ask_sweep(request.path_params["key"], "again", body))
 
+    async def go_on(request: Request) -> Response:
+        return await with_body(request, lambda body: _answer(site.panels.go_on(request.path_params["key"], body)))
+
     return [
+        Route("/api/runs/{key:path}/continue", go_on, methods=["POST"]),
         Route("/api/runs/{key:path}/note", note, methods=["POST"]),
         Route("/api/runs/{key:path}/tables/{name}", table, methods=["GET"]),
         Route("/api/sweeps", sweeps, methods=["GET"]),

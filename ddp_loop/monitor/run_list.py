@@ -25,7 +25,9 @@ LOOK_S = 0.4  # between two looks, at least
 READ_S = 0.5  # for the rows of all runs in one look; the first look at many runs takes several
 YOUNG_NS = 2_000_000_000
 MOST_FOLDERS = 20_000
-ACTIONS = frozenset({"curves", "stop", "note", "tables", "again"})  # what follows a key in a request
+ACTIONS = frozenset(
+    {"curves", "stop", "note", "tables", "again", "console", "usage", "texts", "images", "continue"}
+)  # what follows a key in a request
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,8 @@ def serve(
         with token_file(host, number, token) as (link, path):
             if not is_here(host):
                 say(
-                    f"WARNING: other machines can connect to {host}. Whoever has the link can read and stop the runs. "
-                    "The connection is not encrypted."
+                    f"WARNING: other machines can connect to {host}. Whoever has the link can read, stop and "
+                    "continue the runs. The connection is not encrypted."
                 )
             say(f"Page: {link}")
             say(f"The link is in {path} too, readable by you only. Ctrl-C ends the page, not the run.")

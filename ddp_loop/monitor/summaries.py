@@ -9,12 +9,28 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import EVALUATIONS, NOTE, PROFILE, PROFILE_FILE, RANKS, ROWS, RUN, STATUS, STOP
+from ddp_loop.checkpoint import (
+    CONSOLE,
+    EVALUATIONS,
+    IMAGES,
+    NOTE,
+    PROFILE,
+    PROFILE_FILE,
+    RANKS,
+    ROWS,
+    RUN,
+    STATUS,
+    STOP,
+    TABLES,
+    TEXTS,
+    USAGE,
+)
 from ddp_loop.monitor.run_state import RunState, finite, text_of
 from ddp_loop.reporting import FAILED_TRIAL, TRIAL, RunRecord, read_run
 
-TABLES = "tables"
-WATCHED = frozenset({RUN, STATUS, TRIAL, NOTE, STOP, ROWS, EVALUATIONS, RANKS, TABLES, PROFILE})
+WATCHED = frozenset(
+    (RUN, STATUS, TRIAL, NOTE, STOP, ROWS, EVALUATIONS, RANKS, TABLES, PROFILE, TEXTS, IMAGES, CONSOLE, USAGE)
+)
 EVALUATION = "evaluation."  # before the name of a value that `evaluate` computes, as in a sweep's objective
 MOST_VALUES = 64
 

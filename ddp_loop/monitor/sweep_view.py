@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import NOTE, STOP, bytes_of, opened, read_json, write_text_atomic
+from ddp_loop.checkpoint import NOTE, STOP, TABLES, bytes_of, opened, read_json, write_text_atomic
 from ddp_loop.monitor.run_state import count, finite, text_of
-from ddp_loop.monitor.summaries import TABLES
 from ddp_loop.reporting import (
     FAILED_TRIAL,
     SWEEP,

@@ -3,7 +3,7 @@
 from ddp_loop.reporting.exports import PictureStyle, compare, export
 from ddp_loop.reporting.images import as_pixels, png
 from ddp_loop.reporting.jsonl import append_whole
-from ddp_loop.reporting.jsonl_tail import JsonlTail, TailUpdate
+from ddp_loop.reporting.jsonl_tail import JsonlTail, TailUpdate, object_of
 from ddp_loop.reporting.logged_values import LoggedValues, as_logged
 from ddp_loop.reporting.reporter import Reporter
 from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, WeightedMeans, is_averaged
@@ -78,6 +78,7 @@ __all__ = [
     "is_sweep",
     "list_runs",
     "make_table",
+    "object_of",
     "png",
     "read_run",
     "slowest",

@@ -36,6 +36,10 @@ class TailUpdate:
 class JsonlTail:
     """Reads a growing JSON Lines file; each poll continues where the last one ended.
 
+    Args:
+        path: of the file.
+        follow: whether it may be a link.
+
     Attributes:
         lines: the number of whole lines so far.
         unreadable: how many of them are not JSON objects.
@@ -43,8 +47,9 @@ class JsonlTail:
         half: the number of bytes after the last whole line, which is being written, or whose writer was killed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, follow: bool = True) -> None:
         self.path = path
+        self._flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
         self._forget()
 
     def _forget(self) -> None:
@@ -57,7 +62,7 @@ class JsonlTail:
     def poll(self) -> TailUpdate:
         """Read new lines, up to CHUNK bytes; a missing file has no lines."""
         try:
-            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            file = os.open(self.path, self._flags)
             try:
                 return self._poll(file)
             finally:

@@ -16,6 +16,7 @@ from ddp_loop.checkpoint import FileLock
 from ddp_loop.monitor import run_list
 from ddp_loop.monitor.app import MonitorApp, _sent
 from ddp_loop.reporting import RunQuery, best_run, list_runs
+from tests.support.logged_files import add_image, add_texts, add_usage
 from tests.support.serving import row
 from tests.support.sweep_folders import write_sweep
 
@@ -46,6 +47,9 @@ def sweep(tmp_path: Path) -> Path:
     (run / "evaluations.jsonl").write_text(json.dumps(row(10, accuracy=0.5)) + "\n")
     ranks = {"ranks": [{"rank": 0, "step_s": 0.1, "wait_s": 0.01, "memory_mib": 1.0}]}
     (run / "ranks.jsonl").write_text(json.dumps(ranks) + "\n")
+    add_texts(run, (1, "sample", "text"))
+    add_image(run, 1, "digits")
+    add_usage(run, 0, [(5.0, 100.0, 200.0)])
     (run / "profile").mkdir()
     profile = {"phases": ["a"], "ranks": [{"rank": 0, "step_s": 0.1, "phases": {"a": 1.0}}], "hints": ["b"]}
     (run / "profile" / "profile.json").write_text(json.dumps(profile | {"heading": "c"}))
@@ -63,7 +67,7 @@ NAMES = ", ".join(  # of parameters or metrics: columns of a table, attributes o
 NAMES = f"{{{NAMES}}}"
 FILES = (
     "run.json", "trial.json", "status.json", "../../sweep.json", "tables/confusion.json", "profile/profile.json",
-    "rows.jsonl", "evaluations.jsonl", "ranks.jsonl",
+    "rows.jsonl", "evaluations.jsonl", "ranks.jsonl", "texts.jsonl", "images.jsonl", "usage/rank-0.jsonl",
 )  # fmt: skip
 
 
@@ -83,6 +87,16 @@ def replaced(value: Any, at: tuple[Any, ...], mark: str) -> Any:
     return copy
 
 
+PANELS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("texts", {}), ("texts", {"number": "0"}), ("images", {}), ("usage", {}), ("console", {"name": "rank-0"}),
+)  # fmt: skip
+
+
+def panel(site: MonitorApp, what: str, **asked: str) -> tuple[int, str]:
+    status, body = site.panels.answer(KEY, what, asked)
+    return status, body if isinstance(body, str) else json.dumps(body, allow_nan=False)
+
+
 def read_all(sweep: Path, site: MonitorApp) -> None:
     """Every view of the runs returns JSON, and that of the other run is complete."""
     runs = {run["key"]: run for run in json.loads(site.look().changes(), parse_constant=pytest.fail)["runs"]}
@@ -90,11 +104,13 @@ def read_all(sweep: Path, site: MonitorApp) -> None:
     for status, body in (
         site.card(KEY), site.curves(KEY, {}), site.curves(KEY, {"smoothing": "10"}), (200, site.sweeps()),
         site.table(KEY, "confusion"), site.ask_sweep("digits", "again", b'{"trials": [0]}'),
+        *(panel(site, what, **asked) for what, asked in PANELS),
     ):  # fmt: skip
         _sent(status, body)
         assert status in (200, 409, 422) or body.startswith("There is no"), body
         if status == 200:
             json.loads(body, parse_constant=pytest.fail)
+    assert site.panels.image(KEY, "0")[0] in (200, 404, 422)
     lines: list[str] = []
     list_runs(RunQuery(sweep, sort="loss"), lines.append, file=sweep / "out.csv")
     best_run(sweep, lines.append)

@@ -1,20 +1,26 @@
 // The card of one run: its state, facts, ranks, profile, what cannot be read, and the command that resumes it.
 
+import { Continuing } from "./continuing.js";
+import { Panels } from "./panels.js";
 import { duration, grouped, memory, number, times, write } from "./words.js";
 
 const DETAILS = { why: null, remaining_s: null, samples_per_s: null, ranks: null, device: null, checkpoint: null,
-  by_rank: [], profile: null, problems: [], continue: null }; // until they are read
+  by_rank: [], profile: null, problems: [], continue: null, continuing: null,
+  console: [], usage: 0, texts: 0, images: 0, tables: [] }; // until they are read
 
 const LONG = 18; // letters of a fact that takes a line of its own
 
 export class Card {
-  // asks: wire, stop(key), close()
+  // asks: wire, stop(key), close(), notice(text)
   constructor(template, place, asks) {
     this.asks = asks;
     this.key = null;
     this.item = template.content.firstElementChild.cloneNode(true);
     this.item.hidden = true;
     place.append(this.item);
+    this.panels = new Panels(this.find(".panels"), asks);
+    const again = { wire: asks.wire, notice: asks.notice, read: () => this.key && this.read() };
+    this.continuing = new Continuing(this.find(".go-on"), this.find(".go-on-says"), again);
     this.find(".stop").addEventListener("click", () => asks.stop(this.key));
     this.find(".close").addEventListener("click", () => asks.close());
   }
@@ -26,6 +32,7 @@ export class Card {
   hide() {
     this.key = null;
     this.item.hidden = true;
+    this.panels.hide();
   }
 
   // Shows a run's summary at once, and the rest when it has come.
@@ -104,6 +111,8 @@ export class Card {
     stop.disabled = !said.can_stop;
     write(stop, said.state === "stopping" ? "Stopping…" : "Stop");
     stop.setAttribute("aria-label", `Stop ${said.name}`);
+    this.continuing.show(said);
+    this.panels.show(said);
   }
 }
 

@@ -4,13 +4,13 @@ import { html, shown } from "./trials.js";
 import { grouped } from "./words.js";
 
 export class Matrix {
-  constructor(place, asks) {
+  constructor(place, asks, closes = true) {
     this.asks = asks; // wire, notice(text)
     this.place = place;
     this.title = html("h3");
     this.choice = html("select", { hidden: true });
     this.choice.setAttribute("aria-label", "Table");
-    const close = html("button", { type: "button", className: "close", textContent: "×" });
+    const close = html("button", { type: "button", className: "close", textContent: "×", hidden: !closes });
     close.setAttribute("aria-label", "Close the table");
     this.says = html("p", { className: "picture-says" });
     this.frame = html("div", { className: "wide-frame matrix-frame", tabIndex: 0 });
@@ -19,7 +19,7 @@ export class Matrix {
     this.choice.addEventListener("change", () => this.read(this.choice.value));
   }
 
-  async open(trial) {
+  async open(trial, scrolls = true) {
     const tables = trial.summary.tables;
     this.trial = trial;
     this.summary = trial.summary;
@@ -27,7 +27,7 @@ export class Matrix {
     this.choice.replaceChildren(...tables.map((name) => html("option", { value: name, textContent: name })));
     this.choice.value = tables.includes("confusion") ? "confusion" : tables[0];
     await this.read(this.choice.value);
-    this.place.scrollIntoView({ block: "nearest" });
+    if (scrolls) this.place.scrollIntoView({ block: "nearest" });
   }
 
   close() {
@@ -59,6 +59,7 @@ export class Matrix {
     const isConfusion = rows.length > 0 && rows.length === columns.length && rows.every((label, at) => label === columns[at]);
     const title = isConfusion && name === "confusion" ? "Confusion matrix" : name;
     this.title.textContent = `${title}: ${this.trial.name}${iteration === null ? "" : `, step ${grouped(iteration)}`}`;
+    const isShaded = isConfusion || values.every((row) => row.every((value) => value === null || value >= 0));
     const sums = values.map((row) => row.reduce((sum, value) => sum + Math.max(0, value ?? 0), 0));
     const head = html("tr", {}, html("th", { textContent: isConfusion ? "truth \\ predicted" : "" }),
       ...columns.map((label) => header(label, "col")));
@@ -66,12 +67,13 @@ export class Matrix {
     const lines = rows.map((label, at) => {
       const line = html("tr", {}, header(label, "row"));
       values[at].forEach((value, column) => {
-        const share = sums[at] > 0 ? Math.max(0, value ?? 0) / sums[at] : 0;
+        const share = isShaded && sums[at] > 0 ? Math.max(0, value ?? 0) / sums[at] : 0;
         const cell = html("td", { textContent: shown(value) });
         cell.style.setProperty("--share", `${(100 * share).toFixed(1)}%`);
         cell.classList.toggle("full", share > 0.5);
         cell.classList.toggle("nothing", !value);
-        cell.title = `${label} as ${columns[column]}: ${shown(value)} (${(100 * share).toFixed(1)} % of the row)`;
+        cell.title = `${label} ${isConfusion ? "as" : "and"} ${columns[column]}: ${shown(value)}`
+          + (isShaded ? ` (${(100 * share).toFixed(1)} % of the row)` : "");
         line.append(cell);
       });
       if (isConfusion) line.append(html("td", { className: "accuracy", textContent: percent(values[at][at], sums[at]) }));
@@ -82,7 +84,7 @@ export class Matrix {
     const all = sums.reduce((sum, one) => sum + one, 0);
     this.says.textContent = isConfusion
       ? `Accuracy ${percent(right, all)}: ${shown(right)} of ${shown(all)}. Colour: the share of the row.`
-      : "Colour: the share of the row.";
+      : isShaded ? "Colour: the share of the row." : "";
   }
 }
 

@@ -16,7 +16,7 @@ let opened = null; // the key of the card, of several runs
 let stopping = null; // the key of the dialog
 let results = null;
 
-const card = new Card(element("run"), element("card"), { wire, stop: askToStop, close: () => open(null) });
+const card = new Card(element("run"), element("card"), { wire, stop: askToStop, close: () => open(null), notice });
 const curves = new Curves({ wire, template: element("chart"), changed: onChosen });
 const list = new List({
   template: element("line"), open, runs,
@@ -184,7 +184,7 @@ element("keep").addEventListener("click", closeDialog);
 element("really").addEventListener("click", reallyStop);
 element("confirm").addEventListener("cancel", () => { stopping = null; });
 addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || event.defaultPrevented || element("confirm").open) return;
+  if (event.key !== "Escape" || event.defaultPrevented || document.querySelector("dialog[open]")) return;
   if (document.body.classList.contains("unfolded")) {
     fold(false);
     element("unfold").focus();

@@ -25,6 +25,12 @@ export class Wire {
     return answer.json();
   }
 
+  async file(path) {
+    const answer = await fetch(path, { headers: this.headers });
+    if (!answer.ok) throw new Error(await answer.text());
+    return answer.blob();
+  }
+
   async post(path, body = "") {
     const answer = await fetch(path, { method: "POST", headers: this.headers, body });
     if (!answer.ok) throw new Error(await answer.text());

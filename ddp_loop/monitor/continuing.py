@@ -1,0 +1,204 @@
+"""Continue: the command that started a run is started again, from the page.
+
+[Note: Continue] Whoever can write status.json could have the page start any program. So the file must belong to the
+user of the page, must not be a link, and must not be writable by everyone. The browser shows the whole command, asks
+for confirmation, and sends the digest of what it has shown; a command that is another one by then is not started. No
+shell reads it. The process is in a session of its own, so that it outlives the page, and it gets the page's
+environment without what a launcher or a page has set there. `python` and `torchrun` are first looked for beside the
+Python that serves the page. What it prints goes to console/continued.log, as errors before the loop are in no other
+file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_loop.checkpoint import CONSOLE, STATUS, is_running, opened, way_on
+from ddp_loop.monitor.run_files import last_line
+from ddp_loop.monitor.sweep_view import Answer
+from ddp_loop.reporting import TRIAL
+
+CONTINUED = "continued.log"
+MOST_STATUS, MOST_LINE = 1 << 20, 20_000  # bytes of status.json; letters of a command that is shown whole
+ENDED = frozenset({"stopped", "failed", "left", "lost"})  # states that a run can be continued from
+_NOT_INHERITED = re.compile(  # set by launchers and pages for their own processes
+    r"DDP_LOOP_(START|CELL|MONITOR_JOB)|(TORCHELASTIC|PET|GROUP|ROLE)_.*|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE"
+    r"|MASTER_(ADDR|PORT)|TORCH_NCCL_ASYNC_ERROR_HANDLING"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What starts a run again.
+
+    Attributes:
+        words: of the command.
+        directory: in which it was typed.
+        line: both, as one types them in a shell.
+    """
+
+    words: tuple[str, ...]
+    directory: str
+    line: str
+
+    @property
+    def digest(self) -> str:
+        """Return what identifies the command."""
+        return hashlib.sha256(json.dumps([self.words, self.directory]).encode()).hexdigest()
+
+
+def command_of(run: Path) -> Command:
+    """Return the command that starts a run again; see [Note: Continue].
+
+    Raises:
+        ValueError: it is not known, or may not be started from here.
+    """
+    status = _own_status(run)
+    line = way_on(status)
+    words, directory = status.get("start"), status.get("directory")
+    if not line or not isinstance(words, list) or not isinstance(directory, str):
+        raise ValueError(f"{STATUS} does not have the command that started this run. Start the script by hand.")
+    if len(line) > MOST_LINE or "\0" in line or not words[0] or line != line.encode(errors="replace").decode():
+        raise ValueError(f"The command that started this run cannot be shown whole ({len(line)} letters).")
+    return Command(tuple(words), directory, line)
+
+
+def _own_status(run: Path) -> Mapping[str, Any]:
+    if os.path.lexists(run / TRIAL):
+        raise ValueError("This run is a trial of a sweep. Continue it by the sweep.")
+    try:
+        file = os.open(run / STATUS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise ValueError(f"{STATUS} cannot be read ({error.strerror}), so the command is not known.") from error
+    with open(file, "rb") as opened_file:
+        form = os.fstat(file)
+        if not stat.S_ISREG(form.st_mode) or form.st_size > MOST_STATUS:
+            raise ValueError(f"{STATUS} is no file of at most {MOST_STATUS} bytes, so the command is not known.")
+        if form.st_uid != os.geteuid():
+            raise ValueError(f"{STATUS} belongs to another user. The page starts only commands of its own user.")
+        if form.st_mode & stat.S_IWOTH:
+            raise ValueError(f"Everyone may write {STATUS}, so the page does not start its command. Run chmod o-w.")
+        try:
+            found = json.loads(opened_file.read(MOST_STATUS))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{STATUS} is damaged, so the command is not known.") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _check_places(command: Command) -> None:
+    """Raise ValueError if the folder or the script is gone, as far as the words show which one is the script."""
+    if not os.path.isdir(command.directory):
+        raise ValueError(f"The folder {command.directory} no longer exists. Start the script where it is now.")
+    words = command.words
+    if words[1:2] == ("-m",) and words[2:3] != ("ddp_loop",):
+        return
+    script = next((word for word in words[1:] if word.endswith(".py")), None)
+    if script is not None and not os.path.exists(os.path.join(command.directory, script)):
+        raise ValueError(f"The script {script} is no longer in {command.directory}.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    process: subprocess.Popen[bytes]
+    at: float
+
+
+class Continuations:
+    """The runs that this page continues. Several threads may use it."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._started: dict[Path, _Started] = {}
+
+    def about(self, run: Path, state: str) -> dict[str, Any]:
+        """Return what a run's card shows: whether it can be continued, the digest or why not, how a start went."""
+        failed = self._failure(run)
+        if self._is_starting(run) and state in ENDED:
+            return {"can": False, "digest": None, "why": None, "is_starting": True, "failed": None}
+        digest = why = None
+        if state in ENDED:
+            try:
+                digest = command_of(run).digest
+            except ValueError as error:
+                why = str(error)
+        return {"can": digest is not None, "digest": digest, "why": why, "is_starting": False, "failed": failed}
+
+    def _is_starting(self, run: Path) -> bool:
+        started = self._started.get(run)
+        return started is not None and started.process.poll() is None
+
+    def _failure(self, run: Path) -> str | None:
+        """Return how a command failed that ended before its run began."""
+        started = self._started.get(run)
+        if started is None or started.process.poll() in (None, 0):
+            return None
+        with suppress(OSError):
+            if (run / STATUS).stat().st_mtime > started.at:
+                return None  # the run says itself how it ended
+        said = last_line(run, CONTINUED)
+        return f"The command ended with code {started.process.returncode}{f': {said}' if said else '.'}"
+
+    def start(self, run: Path, asked: bytes) -> Answer:
+        """Start a run's command again.
+
+        Args:
+            run: its folder.
+            asked: the digest of the command that the user has confirmed.
+        """
+        with self._turn:
+            if is_running(run) or self._is_starting(run):
+                return 409, "The run is active already."
+            try:
+                command = command_of(run)
+                if asked.decode(errors="replace") != command.digest:
+                    return 409, "The command is not the one that was shown. Read it again, and then confirm it."
+                _check_places(command)
+                self._started[run] = _Started(_begin(run, command), time.time())
+            except ValueError as error:
+                return 409, str(error)
+            except OSError as error:
+                return 500, f"The command cannot be started ({error.strerror}: {error.filename or command.words[0]})."
+        return 202, {"said": "starting"}
+
+
+def _begin(run: Path, command: Command) -> subprocess.Popen[bytes]:
+    """Start a process that outlives this one.
+
+    Raises:
+        OSError: the program is missing, or the run folder cannot be written.
+    """
+    environment = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
+    path = environment.get("PATH", os.defpath)
+    environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), path])
+    (run / CONSOLE).mkdir(exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with opened(run / CONSOLE) as folder:
+        file = os.open(CONTINUED, flags, 0o644, dir_fd=folder)
+    with open(file, "wb") as output:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(22, "It is not a regular file", CONTINUED)
+        os.set_blocking(file, True)
+        process = subprocess.Popen(
+            command.words,
+            cwd=command.directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    threading.Thread(target=process.wait, name=f"waits for {process.pid}", daemon=True).start()  # leaves no zombie
+    return process

@@ -1,0 +1,214 @@
+"""The panels of a run's card: console, usage, texts, images, and Continue. See [Note: Foreign files]."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_loop.checkpoint import IMAGES, TEXTS
+from ddp_loop.monitor.continuing import Continuations
+from ddp_loop.monitor.run_files import EntryList, list_console, read_console, read_image
+from ddp_loop.monitor.sweep_view import Answer
+from ddp_loop.monitor.usage_view import UsageView
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+MOST_RUNS = 40  # whose lists are kept
+MOST_LISTED, MOST_NAMES, MOST_STEPS = 50, 200, 5000  # texts in one answer; names; images of one name
+NO_RUN = "There is no such run."
+
+
+class RunPanels:
+    """What the panels of one run are read from.
+
+    Args:
+        run: its folder.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.turn = threading.Lock()
+        self.texts = EntryList(run / TEXTS, "text")
+        self.images = EntryList(run / IMAGES, "file")
+        self.usage = UsageView(run)
+
+
+class Panels:
+    """Answers the requests of the panels. Several threads may use it.
+
+    Args:
+        folder_of: returns the folder of a run of the page, by its key.
+    """
+
+    def __init__(self, folder_of: Callable[[str], Path | None]) -> None:
+        self._folder_of = folder_of
+        self._turn = threading.Lock()
+        self._runs: OrderedDict[Path, RunPanels] = OrderedDict()  # the most recently used ones
+        self._continuations = Continuations()
+
+    def _of(self, run: Path) -> RunPanels:
+        with self._turn:
+            if run not in self._runs:
+                self._runs[run] = RunPanels(run)
+            self._runs.move_to_end(run)
+            while len(self._runs) > MOST_RUNS:
+                self._runs.popitem(last=False)
+            return self._runs[run]
+
+    def about(self, run: Path, state: str) -> dict[str, Any]:
+        """Return which panels a run's card has, as JSON values."""
+        panels = self._of(run)
+        with panels.turn:
+            panels.texts.look()
+            panels.images.look()
+            return {
+                "console": list_console(run),
+                "usage": len(panels.usage.ranks()),
+                "texts": len(panels.texts),
+                "images": len(panels.images),
+                "continuing": self._continuations.about(run, state),
+            }
+
+    def go_on(self, key: str, body: bytes) -> Answer:
+        """Start a run's command again; the body is the command's digest."""
+        run = self._folder_of(key)
+        return (404, NO_RUN) if run is None else self._continuations.start(run, body)
+
+    def answer(self, key: str, what: str, asked: Mapping[str, str]) -> Answer:
+        """Return status and body of the answer to a request for a panel.
+
+        Args:
+            key: of the run.
+            what: "console", "usage", "texts" or "images".
+            asked: the parameters of the request.
+        """
+        run = self._folder_of(key)
+        if run is None:
+            return 404, NO_RUN
+        try:
+            numbers = {name: _number(name, asked[name]) for name in ("first", "before", "number") if name in asked}
+        except ValueError as error:
+            return 400, str(error)
+        if what == "console":
+            return read_console(run, asked.get("name", ""), numbers.get("first"), numbers.get("before"))
+        panels = self._of(run)
+        with panels.turn:
+            if what == "usage":
+                return 200, panels.usage.look()
+            if what == "images":
+                panels.images.look()
+                return 200, images_by_name(panels.images)
+            panels.texts.look()
+            if "number" in numbers:
+                return one_text(panels.texts, numbers["number"])
+            return 200, newest_texts(panels.texts, asked.get("name"), numbers.get("before"))
+
+    def image(self, key: str, number: str) -> tuple[int, bytes | str]:
+        """Return status and body of the answer to a request for an image: a PNG file, or the reason of a refusal."""
+        run = self._folder_of(key)
+        if run is None:
+            return 404, NO_RUN
+        try:
+            place = _number("number", number)
+        except ValueError as error:
+            return 400, str(error)
+        panels = self._of(run)
+        with panels.turn:
+            panels.images.look()
+            entry = panels.images.entry(place)
+        return (404, "There is no such image.") if entry is None else read_image(run, entry)
+
+
+def _number(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 13):
+        raise ValueError(f"{name} must be a whole number.")
+    return int(text)
+
+
+def newest_texts(texts: EntryList, name: str | None, before: int | None) -> dict[str, Any]:
+    """Return the starts of the newest texts, the newest first.
+
+    Args:
+        texts: of the run.
+        name: of the texts; None for all.
+        before: a number; only older texts are returned.
+    """
+    many: dict[str, int] = {}
+    for entry in texts.entries:
+        many[entry.name] = many.get(entry.name, 0) + 1
+    listed: list[dict[str, Any]] = []
+    number, has_older = len(texts), False
+    for entry in reversed(texts.entries):
+        number -= 1
+        if (name is None or entry.name == name) and (before is None or number < before):
+            if len(listed) == MOST_LISTED:
+                has_older = True
+                break
+            place = {"number": number, "name": entry.name, "epoch": entry.epoch, "iteration": entry.iteration}
+            listed.append({**place, "start": entry.start, "letters": entry.letters})
+    return {
+        "names": [[one, count] for one, count in list(many.items())[:MOST_NAMES]],
+        "texts": listed,
+        "has_older": has_older,
+        "dropped": texts.dropped,
+        "is_behind": texts.is_behind,
+        "unreadable": texts.unreadable,
+    }
+
+
+def one_text(texts: EntryList, number: int) -> Answer:
+    """Return the whole of a text."""
+    entry = texts.entry(number)
+    text = None if entry is None else texts.text_of(entry)
+    return (404, "There is no such text.") if text is None else (200, {"number": number, "text": text})
+
+
+def images_by_name(images: EntryList) -> dict[str, Any]:
+    """Return the numbers, steps and sizes of the newest images, by name; the name that was logged last is first."""
+    found: dict[str, list[list[int]]] = {}
+    number, left_out = len(images), images.dropped
+    for entry in reversed(images.entries):
+        number -= 1
+        one = [number, entry.iteration, entry.width, entry.height]
+        steps = found.setdefault(entry.name, []) if entry.name in found or len(found) < MOST_NAMES else None
+        if steps is None or len(steps) == MOST_STEPS:
+            left_out += 1
+        elif not steps or steps[-1][1] != entry.iteration:  # of a step that was written twice, the later one
+            steps.append(one)
+    return {
+        "names": [{"name": name, "images": steps[::-1]} for name, steps in found.items()],
+        "left_out": left_out,
+        "is_behind": images.is_behind,
+        "unreadable": images.unreadable,
+    }
+
+
+def routes_of_panels(panels: Panels, sent: Callable[[int, str], Response]) -> list[Route]:
+    """Return the routes that read; Continue, which has a body, is elsewhere.
+
+    Args:
+        panels: answer.
+        sent: makes a response of status and body.
+    """
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    def reading(what: str) -> Route:
+        def read(request: Request) -> Response:
+            status, body = panels.answer(request.path_params["key"], what, request.query_params)
+            return sent(status, body if isinstance(body, str) else json.dumps(body, allow_nan=False))
+
+        return Route(f"/api/runs/{{key:path}}/{what}", read, methods=["GET"])
+
+    def image(request: Request) -> Response:
+        status, body = panels.image(request.path_params["key"], request.path_params["number"])
+        return sent(status, body) if isinstance(body, str) else Response(body, media_type="image/png")
+
+    routes = [reading(what) for what in ("console", "usage", "texts", "images")]
+    return [*routes, Route("/api/runs/{key:path}/images/{number}", image, methods=["GET"])]

@@ -1,0 +1,279 @@
+"""What a run has logged and printed, read from its folder: texts, images, console output.
+
+[Note: Foreign files] A run folder may come from elsewhere. Its files are opened without following links, neither of
+the file nor of the folder that the run made for it, and only if they are regular. A request names a file by a number
+or by a name of a fixed form. Of texts only places are kept, and of the console's output a piece is read, so that no
+size of a file matters. An image is sent only if it has the form that `log_image` writes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import struct
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_loop.checkpoint import CONSOLE, IMAGE_FOLDER, bytes_of, opened
+from ddp_loop.monitor.run_state import count, text_of
+from ddp_loop.monitor.sweep_view import Answer
+from ddp_loop.reporting import object_of
+
+READ_S = 0.5  # for one look; a long file takes several
+CHUNK = 1 << 20  # bytes that are read at once, and the longest line
+SEEN = 256  # bytes before the position, which change if a resumed run writes its lines again
+MOST_ENTRIES = 20_000  # the newest ones
+MOST_NAME, MOST_START, MOST_TEXT = 100, 300, 70_000  # letters: of a name, of a text in the list, of a text
+PIECE = 1 << 16  # bytes of the console's output in one answer
+MOST_IMAGE, MOST_PIXELS = 8 << 20, 1 << 24
+IMAGE_FILE = re.compile(rf"{IMAGE_FOLDER}/([0-9a-f]{{8}}-\d{{1,13}}\.png)", re.ASCII)
+CONSOLE_FILE = re.compile(r"rank-\d{1,6}|continued", re.ASCII)
+_ESCAPES = re.compile(  # of terminals: CSI, OSC with its text, and two-letter ones; C0 and C1 but for tabs and lines
+    rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]{0,4096}(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|[\x00-\x08\x0b-\x1f\x7f]"
+    rb"|\xc2[\x80-\x9f]"
+)
+_UNFINISHED = re.compile(  # an escape or a letter that is cut in two
+    rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b\n]{0,60}|[ -/]*)"
+    rb"|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
+)
+_SIGNATURE, _HEAD = b"\x89PNG\r\n\x1a\n", struct.pack(">I", 13) + b"IHDR"
+
+
+# -- lines with a name: texts and images -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of texts.jsonl or images.jsonl.
+
+    Attributes:
+        at, size: its place in the file, in bytes.
+        name: of the text or image.
+        epoch, iteration: where it was logged.
+        start: the start of a text; the file of an image.
+        letters: of the text.
+        width, height: of the image.
+    """
+
+    at: int
+    size: int
+    name: str
+    epoch: int | None
+    iteration: int
+    start: str
+    letters: int
+    width: int
+    height: int
+
+
+class EntryList:
+    """The lines of a growing file, in their order; lines of a run that was cut back are read again.
+
+    Args:
+        path: of the file.
+        part: the member of a line that has the text or the file.
+
+    Attributes:
+        entries: the newest ones.
+        dropped: the number of older ones.
+        unreadable: the number of lines that are none.
+        is_behind: whether there is more to read now.
+    """
+
+    def __init__(self, path: Path, part: str) -> None:
+        self._path, self._part = path, part
+        self._forget()
+
+    def _forget(self) -> None:
+        self.entries: deque[Entry] = deque(maxlen=MOST_ENTRIES)
+        self.dropped = self.unreadable = self._at = 0
+        self.is_behind = self._skips = False
+        self._before = b""
+        self._file: tuple[int, int] | None = None
+
+    def look(self) -> None:
+        """Read the lines that are new."""
+        try:
+            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except OSError:
+            self._forget()
+            return
+        try:
+            form = os.fstat(file)
+            if not stat.S_ISREG(form.st_mode):
+                self._forget()
+                return
+            known = os.pread(file, len(self._before), self._at - len(self._before))
+            if self._file not in (None, (form.st_dev, form.st_ino)) or known != self._before:
+                self._forget()
+            self._file = (form.st_dev, form.st_ino)
+            self._read(file, form.st_size)
+        except OSError:
+            pass  # the disk fails: the next look tries again
+        finally:
+            os.close(file)
+
+    def _read(self, file: int, size: int) -> None:
+        deadline, self.is_behind = time.monotonic() + READ_S, False
+        while self._at < size:
+            if time.monotonic() > deadline:
+                self.is_behind = True
+                return
+            data = os.pread(file, CHUNK, self._at)
+            whole = data.rfind(b"\n") + 1
+            if not whole and len(data) < CHUNK:
+                return  # this line is being written
+            if whole:
+                self._take(data[:whole])
+            else:
+                self._skips, whole = True, len(data)
+            self._before = (self._before + data[:whole])[-SEEN:]
+            self._at += whole
+
+    def _take(self, data: bytes) -> None:
+        at = self._at
+        for line in data[:-1].split(b"\n"):
+            entry = None if self._skips else self._entry(at, line)
+            self._skips = False
+            at += len(line) + 1
+            if entry is None:
+                self.unreadable += 1
+            else:
+                self.dropped += len(self.entries) == MOST_ENTRIES
+                self.entries.append(entry)
+
+    def _entry(self, at: int, line: bytes) -> Entry | None:
+        found = object_of(line) or {}
+        name, iteration, text = found.get("name"), count(found.get("iteration")), found.get(self._part)
+        if not isinstance(name, str) or not name or iteration is None or not isinstance(text, str):
+            return None
+        width, height = (count(found.get(side)) or 0 for side in ("width", "height"))
+        start, epoch = text[:MOST_START], count(found.get("epoch"))
+        return Entry(at, len(line), name[:MOST_NAME], epoch, iteration, start, len(text), width, height)
+
+    def __len__(self) -> int:
+        return self.dropped + len(self.entries)
+
+    def entry(self, number: int) -> Entry | None:
+        """Return an entry by its number, counted from 0; None for one that is not there."""
+        place = number - self.dropped
+        return self.entries[place] if 0 <= place < len(self.entries) else None
+
+    def text_of(self, entry: Entry) -> str | None:
+        """Return the whole text of an entry; None if the file is another one by now."""
+        with suppress(OSError):
+            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+            try:
+                found = object_of(os.pread(file, entry.size, entry.at)) or {}
+            finally:
+                os.close(file)
+            text = found.get(self._part)
+            if isinstance(text, str) and text[:MOST_START] == entry.start:
+                return text[:MOST_TEXT]
+        return None
+
+
+# -- images ------------------------------------------------------------------------------------------------
+
+
+def read_image(run: Path, entry: Entry) -> tuple[int, bytes | str]:
+    """Return status and the PNG file of an image, or the reason of a refusal."""
+    name = IMAGE_FILE.fullmatch(entry.start)
+    if name is None:
+        return 422, f"{entry.name}: this line of the images does not name an image of the run."
+    try:
+        with opened(run / IMAGE_FOLDER) as folder:
+            data = bytes_of(folder, name[1], MOST_IMAGE)
+        _check_png(data)
+    except OSError:
+        return 404, f"{entry.name}: the image file of step {entry.iteration} is gone."
+    except ValueError as error:
+        return 422, f"{entry.name}: the image file of step {entry.iteration} {error}, so it is not shown."
+    return 200, data
+
+
+def _check_png(data: bytes) -> None:
+    """Raise ValueError unless these are the chunks that `log_image` writes, and not too many pixels."""
+    if data[:16] != _SIGNATURE + _HEAD:
+        raise ValueError("is not a PNG file")
+    at, kinds = 8, list[bytes]()
+    while at + 12 <= len(data):
+        size = int.from_bytes(data[at : at + 4])
+        kinds.append(data[at + 4 : at + 8])
+        at += 12 + size
+    if at != len(data) or len(kinds) < 3 or kinds != [b"IHDR", *[b"IDAT"] * (len(kinds) - 2), b"IEND"]:
+        raise ValueError("is a damaged PNG file, or one that log_image did not write")
+    width, height = struct.unpack(">II", data[16:24])
+    if not 0 < width * height <= MOST_PIXELS:
+        raise ValueError(f"has {width} x {height} pixels, and the page shows at most {MOST_PIXELS}")
+
+
+# -- the console -------------------------------------------------------------------------------------------
+
+
+def list_console(run: Path) -> list[str]:
+    """Return the names of the console's files, those of ranks in their order."""
+    names = []
+    with suppress(OSError), opened(run / CONSOLE) as folder:
+        for name in os.listdir(folder):
+            stem, ending = os.path.splitext(name)
+            if ending == ".log" and CONSOLE_FILE.fullmatch(stem):
+                names.append(stem)
+    return sorted(names, key=lambda name: (name == "continued", int(name.partition("-")[2] or 0)))
+
+
+def read_console(run: Path, name: str, first: int | None = None, before: int | None = None) -> Answer:
+    """Return a piece of what a rank has printed, without the escapes of terminals.
+
+    Args:
+        run: its folder.
+        name: of the file, as `list_console` returns it.
+        first: the first byte.
+        before: the byte after the last one. Without either, the piece is the end of the file.
+    """
+    if not CONSOLE_FILE.fullmatch(name):
+        return 404, "There is no such output."
+    try:
+        with opened(run / CONSOLE) as folder:
+            file = os.open(f"{name}.log", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            form = os.fstat(file)
+            if not stat.S_ISREG(form.st_mode):
+                return 404, "There is no such output."
+            return 200, {"name": name, "file": str(form.st_ino), **_piece(file, form.st_size, first, before)}
+        finally:
+            os.close(file)
+    except OSError:
+        return 404, "There is no such output."
+
+
+def _piece(file: int, size: int, first: int | None, before: int | None) -> dict[str, Any]:
+    follows = first is not None
+    end = size if before is None else min(before, size)
+    start = min(first, size) if first is not None else max(0, end - PIECE)
+    data = os.pread(file, min(PIECE, end - start), start)
+    if not follows and start:  # from the beginning of a line, if there is one, or else of a letter
+        skipped = data.find(b"\n") + 1 or next((at for at, one in enumerate(data[:4]) if one & 0xC0 != 0x80), 0)
+        start, data = start + skipped, data[skipped:]
+    if before is None and (cut := _UNFINISHED.search(data[-80:])) and cut.end() - cut.start() < len(data):
+        data = data[: len(data) - (cut.end() - cut.start())]  # the next piece has the rest
+    return {"start": start, "end": start + len(data), "size": size, "text": clean(data)}
+
+
+def clean(data: bytes) -> str:
+    """Return printed bytes as text, without escapes and control characters; other bytes become replacement marks."""
+    return _ESCAPES.sub(b"", data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")).decode(errors="replace")
+
+
+def last_line(run: Path, file_name: str) -> str | None:
+    """Return the last line that is not empty, of a file of the console."""
+    status, found = read_console(run, file_name.removesuffix(".log"))
+    if status != 200 or isinstance(found, str):
+        return None
+    lines = [line for line in found["text"].splitlines() if line.strip()]
+    return text_of(lines[-1][:300]) if lines else None

@@ -1,0 +1,243 @@
+"""Continue: which commands the page starts, and which it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_loop.checkpoint import FileLock
+from ddp_loop.monitor import continuing
+from ddp_loop.monitor.continuing import Continuations, command_of
+from tests.support.harness import until
+from tests.support.logged_files import python_command, write_start
+from tests.support.serving import row, write_run
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+said = {"arguments": sys.argv[1:], "directory": os.getcwd(), "environment": dict(os.environ), "python": sys.executable,
+        "session": os.getsid(0) == os.getpid(), "input": sys.stdin.read()}
+Path("said.part").write_text(json.dumps(said))
+Path("said.part").rename("said.json")
+print("printed")
+sys.exit(int(os.environ.get("CODE_OF_THE_TEST", "0")))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A stopped run, and the script that began it in a folder of its own."""
+    run = write_run(tmp_path / "runs" / "one", [row(1)], status="stopped", iteration=1)
+    lab = tmp_path / "my lab"
+    lab.mkdir()
+    (lab / "train.py").write_text(SCRIPT)
+    write_start(run, python_command("train.py", "--rate", "0.1; touch broken", "$(touch broken)"), lab)
+    return run
+
+
+@pytest.fixture
+def pages() -> Iterator[Continuations]:
+    """What continues runs; its processes have ended when the test ends."""
+    pages = Continuations()
+    yield pages
+    for started in pages._started.values():
+        started.process.wait(20)
+
+
+def ended(pages: Continuations, run: Path) -> int:
+    process = pages._started[run].process
+    until(lambda: process.poll() is not None, "the command has ended")
+    return int(process.returncode)
+
+
+def start(pages: Continuations, run: Path) -> tuple[int, Any]:
+    return pages.start(run, command_of(run).digest.encode())
+
+
+@pytest.mark.covers("E4")
+def test_the_command_is_started_as_it_was_typed_without_a_shell(
+    pages: Continuations, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "1",
+               "DDP_LOOP_START": "{}", "PET_NNODES": "2"}  # fmt: skip
+    for name, value in ({"OF_THE_USER": "kept"} | foreign).items():
+        monkeypatch.setenv(name, value)
+    lab = Path(json.loads((run / "status.json").read_text())["directory"])
+    line = f"cd {shlex.quote(str(lab))} && python train.py --rate '0.1; touch broken' '$(touch broken)'"
+    assert command_of(run).line == line
+    assert pages.about(run, "stopped")["can"]
+    assert start(pages, run) == (202, {"said": "starting"})
+    assert ended(pages, run) == 0
+    said = json.loads((lab / "said.json").read_text())
+    assert said["arguments"] == ["--rate", "0.1; touch broken", "$(touch broken)"]
+    assert (said["directory"], said["session"], said["input"]) == (str(lab), True, "")
+    assert Path(said["python"]).parent == Path(sys.executable).parent
+    assert said["environment"]["OF_THE_USER"] == "kept"
+    assert not foreign.keys() & said["environment"].keys()
+    assert sorted(one.name for one in lab.iterdir()) == ["said.json", "train.py"]
+    assert (run / "console" / "continued.log").read_text() == "printed\n"
+
+
+def test_a_run_is_started_once(pages: Continuations, run: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "my lab" / "gate")
+    (tmp_path / "my lab" / "train.py").write_text('print(open("gate").read())')
+    assert start(pages, run)[0] == 202
+    try:
+        assert start(pages, run) == (409, "The run is active already.")
+        assert pages.about(run, "stopped") == {
+            "can": False, "digest": None, "why": None, "is_starting": True, "failed": None,
+        }  # fmt: skip
+    finally:
+        (tmp_path / "my lab" / "gate").write_text("go")
+    assert ended(pages, run) == 0
+    with closing(FileLock(run / "lock", "Loop")):
+        assert start(pages, run) == (409, "The run is active already.")
+
+
+@pytest.mark.parametrize("state", ["running", "stopping", "done", "waiting", "starting", "missing", "gone", "pruned"])
+def test_only_a_run_that_ended_early_offers_it(pages: Continuations, run: Path, state: str) -> None:
+    assert not pages.about(run, state)["can"]
+    for ended_early in ("stopped", "failed", "left", "lost"):
+        assert pages.about(run, ended_early)["can"]
+
+
+def test_a_command_that_has_changed_since_it_was_shown_is_not_started(pages: Continuations, run: Path) -> None:
+    shown = command_of(run).digest.encode()
+    write_start(run, python_command("-c", "open('broken', 'w')"), run)
+    for body in (shown, b"", b"\xff\xfe", b"x" * 2000, shown + b" "):
+        status, why = pages.start(run, body)
+        assert (status, why) == (409, "The command is not the one that was shown. Read it again, and then confirm it.")
+    assert not (run / "broken").exists()
+    assert not pages._started
+
+
+WRONG = {
+    "no start": ({"start": None}, "does not have the command"),
+    "an empty one": ({"start": []}, "does not have the command"),
+    "an empty program": ({"start": ["", "train.py"]}, "cannot be shown whole"),
+    "a text": ({"start": "touch broken"}, "does not have the command"),
+    "other words": ({"start": ["python", 3]}, "does not have the command"),
+    "no folder": ({"directory": None}, "does not have the command"),
+    "a zero byte": ({"start": ["python", "a\0b"]}, "cannot be shown whole"),
+    "very long": ({"start": ["python", "x" * 30_000]}, "cannot be shown whole"),
+    "a folder that is gone": ({"directory": "/nowhere/at all"}, "The folder /nowhere/at all no longer exists"),
+    "a script that is gone": ({"start": ["python", "gone.py"]}, "The script gone.py is no longer in "),
+    "of the launcher": (
+        {"start": ["python", "-m", "ddp_loop", "run", "--ranks", "2", "gone.py"]},
+        "The script gone.py is no longer in ",
+    ),
+    "half a surrogate": ({"start": ["python", "\ud800"]}, "cannot be shown whole"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_command_that_cannot_be_started_is_one_line(pages: Continuations, run: Path, case: str) -> None:
+    changes, why = WRONG[case]
+    status = json.loads((run / "status.json").read_text()) | changes
+    (run / "status.json").write_text(json.dumps(status))
+    digest = pages.about(run, "stopped")["digest"] or "unknown"
+    status_code, said = pages.start(run, digest.encode())
+    assert status_code == 409
+    assert isinstance(said, str)
+    assert "\n" not in said
+    assert why in said
+    assert not pages._started
+
+
+def test_a_missing_program_is_one_line(pages: Continuations, run: Path) -> None:
+    write_start(run, ["no-such-program", "x"], run)
+    status, said = start(pages, run)
+    assert (status, said) == (500, "The command cannot be started (No such file or directory: no-such-program).")
+    assert not pages.about(run, "stopped")["is_starting"]
+
+
+def test_a_command_that_fails_before_its_run_begins_says_why(pages: Continuations, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "my lab" / "train.py").write_text("print('first')\nraise SystemExit('no \\x1b[31msuch\\x1b[0m data')")
+    assert start(pages, run)[0] == 202
+    assert ended(pages, run) == 1
+    assert pages.about(run, "stopped")["failed"] == "The command ended with code 1: no such data"
+    (run / "console" / "continued.log").unlink()
+    assert pages.about(run, "stopped")["failed"] == "The command ended with code 1."
+    write_start(run, python_command("train.py"), tmp_path / "my lab")
+    os.utime(run / "status.json", (2e9, 2e9))  # the run began, and has its own status
+    assert pages.about(run, "stopped")["failed"] is None
+
+
+# -- whose command it is -----------------------------------------------------------------------------------
+
+
+def refusal(pages: Continuations, run: Path) -> str:
+    why = pages.about(run, "stopped")["why"]
+    assert isinstance(why, str)
+    assert pages.start(run, b"anything") == (409, why)
+    assert not pages._started
+    return why
+
+
+def test_the_command_of_another_user_is_not_started(
+    pages: Continuations, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    assert refusal(pages, run).startswith("status.json belongs to another user.")
+
+
+def test_a_command_that_everyone_may_write_is_not_started(pages: Continuations, run: Path) -> None:
+    (run / "status.json").chmod(0o666)
+    assert refusal(pages, run).startswith("Everyone may write status.json")
+
+
+def test_a_command_in_a_link_or_no_file_is_not_started(pages: Continuations, run: Path, tmp_path: Path) -> None:
+    (run / "status.json").rename(tmp_path / "elsewhere.json")
+    assert "cannot be read (No such file or directory)" in refusal(pages, run)
+    (run / "status.json").symlink_to(tmp_path / "elsewhere.json")
+    assert "status.json cannot be read" in refusal(pages, run)
+    (run / "status.json").unlink()
+    os.mkfifo(run / "status.json")
+    assert "is no file of at most" in refusal(pages, run)
+    (run / "status.json").unlink()
+    with (run / "status.json").open("wb") as file:
+        file.truncate(1 << 30)
+    assert "is no file of at most" in refusal(pages, run)
+    (run / "status.json").write_text("[" * 5000)
+    assert refusal(pages, run) == "status.json is damaged, so the command is not known."
+
+
+def test_a_trial_is_continued_by_its_sweep(pages: Continuations, run: Path) -> None:
+    (run / "trial.json").write_text("{}")
+    assert refusal(pages, run) == "This run is a trial of a sweep. Continue it by the sweep."
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe", "a folder that is a link"])
+def test_nothing_is_written_through_links(pages: Continuations, run: Path, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "precious.log").write_text("precious")
+    if kind == "a folder that is a link":
+        (tmp_path / "precious.log").rename(tmp_path / "continued.log")
+        (run / "console").symlink_to(tmp_path)
+    else:
+        (run / "console").mkdir()
+        if kind == "a pipe":
+            os.mkfifo(run / "console" / "continued.log")
+        else:
+            (run / "console" / "continued.log").symlink_to(tmp_path / "precious.log")
+    status, said = start(pages, run)
+    assert (status, str(said)[:29]) == (500, "The command cannot be started")
+    assert not (tmp_path / "my lab" / "said.json").exists()
+    assert "precious" in [one.read_text() for one in tmp_path.glob("*.log")]
+
+
+def test_the_file_of_what_it_prints_is_readable_by_its_group_at_most(pages: Continuations, run: Path) -> None:
+    assert start(pages, run)[0] == 202
+    assert ended(pages, run) == 0
+    mode = stat.S_IMODE((run / "console" / "continued.log").stat().st_mode)
+    assert mode & 0o022 == 0
+    assert continuing.CONTINUED == "continued.log"

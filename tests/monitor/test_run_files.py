@@ -1,0 +1,331 @@
+"""Texts, images and console output of a run folder, as the page reads them; also damaged, huge and foreign files."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_loop.monitor import run_files
+from ddp_loop.monitor.run_files import (
+    MOST_IMAGE,
+    MOST_PIXELS,
+    PIECE,
+    EntryList,
+    clean,
+    list_console,
+    read_console,
+    read_image,
+)
+from ddp_loop.reporting import png
+from tests.support.logged_files import add_image, add_texts, pixels_of, write_console
+
+
+def texts_of(run: Path) -> EntryList:
+    found = EntryList(run / "texts.jsonl", "text")
+    found.look()
+    return found
+
+
+def piece(run: Path, name: str = "rank-0", **asked: int) -> dict[str, Any]:
+    status, found = read_console(run, name, **asked)
+    assert status == 200
+    assert isinstance(found, dict)
+    return found
+
+
+# -- texts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("E4")
+def test_texts_are_listed_as_they_come_and_read_from_their_places(tmp_path: Path) -> None:
+    add_texts(tmp_path, (1, "sample", "é" * 1000), (2, "__proto__", "two\nlines"))
+    texts = texts_of(tmp_path)
+    assert [(one.iteration, one.name, one.letters) for one in texts.entries] == [
+        (1, "sample", 1000),
+        (2, "__proto__", 9),
+    ]
+    first = texts.entry(0)
+    assert first is not None
+    assert first.start == "é" * 300
+    assert texts.text_of(first) == "é" * 1000
+    add_texts(tmp_path, (3, "sample", "new"))
+    with (tmp_path / "texts.jsonl").open("a") as file:
+        file.write('{"iteration": 4, "name": "sample", "te')
+    texts.look()
+    assert (len(texts), texts.unreadable) == (3, 0)
+
+
+def test_texts_that_a_resumed_run_writes_again_replace_those_before(tmp_path: Path) -> None:
+    add_texts(tmp_path, *((step, "sample", f"text {step}") for step in range(1, 6)))
+    texts = texts_of(tmp_path)
+    last = texts.entry(4)
+    (tmp_path / "texts.jsonl").unlink()
+    add_texts(tmp_path, *((step, "sample", f"other {step}") for step in range(1, 6)))
+    assert last is not None
+    assert texts.text_of(last) is None
+    texts.look()
+    assert [one.start for one in texts.entries] == [f"other {step}" for step in range(1, 6)]
+    lines = (tmp_path / "texts.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "texts.jsonl").write_text("".join(lines[:2]))
+    texts.look()
+    assert len(texts) == 2
+
+
+def test_damaged_lines_are_counted_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "CHUNK", 4096)
+    with (tmp_path / "texts.jsonl").open("w") as file:
+        file.write(
+            'no line\n[]\n{"iteration": -1, "name": "a", "text": "b"}\n{"iteration": 1, "name": "", "text": ""}\n'
+        )
+        file.write('{"iteration": 1, "name": 3, "text": "b"}\n{"iteration": 1, "name": "a", "text": ["b"]}\n')
+        file.write("[" * 3000 + "\n" + "x" * 20_000 + "\n")
+    add_texts(tmp_path, (1, "whole", "text"))
+    texts = texts_of(tmp_path)
+    assert [one.name for one in texts.entries] == ["whole"]
+    assert texts.unreadable == 8
+    entry = texts.entry(0)
+    assert entry is not None
+    assert texts.text_of(entry) == "text"
+
+
+def test_of_very_many_texts_the_newest_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "MOST_ENTRIES", 100)
+    add_texts(tmp_path, *((step, "sample", f"text {step}") for step in range(1, 251)))
+    texts = texts_of(tmp_path)
+    assert (len(texts), texts.dropped, texts.entries[0].iteration) == (250, 150, 151)
+    entry = texts.entry(249)
+    assert entry is not None
+    assert texts.text_of(entry) == "text 250"
+    assert texts.entry(149) is None
+    assert texts.entry(250) is None
+
+
+def test_10_000_texts_are_read_in_a_moment_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_texts(tmp_path, *((step, f"name {step % 7}", "text " * 20) for step in range(10_000)))
+    texts = texts_of(tmp_path)
+    while texts.is_behind:
+        texts.look()
+    assert len(texts) == 10_000
+    monkeypatch.setattr(EntryList, "_take", lambda *_: pytest.fail("lines were read again"))
+    texts.look()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device"])
+def test_only_a_file_of_the_run_itself_is_read(tmp_path: Path, kind: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    add_texts(elsewhere, (1, "secret", "a secret"))
+    put_odd(run / "texts.jsonl", kind, elsewhere / "texts.jsonl")
+    assert len(texts_of(run)) == 0
+
+
+def put_odd(path: Path, kind: str, target: Path) -> None:
+    """Put something other than a regular file in a file's place."""
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+
+
+def test_a_file_of_a_gigabyte_without_lines_does_not_hold_the_page_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_files, "READ_S", 0.05)
+    with (tmp_path / "texts.jsonl").open("wb") as file:
+        file.truncate(1 << 30)
+    texts = texts_of(tmp_path)
+    assert texts.is_behind
+    assert len(texts) == 0
+
+
+# -- images ------------------------------------------------------------------------------------------------
+
+
+def image(run: Path) -> tuple[int, bytes | str]:
+    images = EntryList(run / "images.jsonl", "file")
+    images.look()
+    entry = images.entry(0)
+    assert entry is not None
+    return read_image(run, entry)
+
+
+@pytest.mark.covers("E4")
+def test_an_image_is_sent_as_it_was_written(tmp_path: Path) -> None:
+    path = add_image(tmp_path, 7, "an image / of a ∞")
+    assert image(tmp_path) == (200, path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../../etc/passwd", "/etc/passwd", "images/../run.json", "images/../../secret-7.png", "run.json",
+        "images/0123abcd-7.png/../../secret", "images/0123abcd-7.svg", "images\\0123abcd-7.png",
+        "images/0123abcd-٣.png",
+        "images//0123abcd-7.png", "http://evil.example/0123abcd-7.png", "images/0123abcd-7.png\0", "", "constructor",
+    ],
+)  # fmt: skip
+def test_a_line_names_an_image_of_its_run_or_nothing(tmp_path: Path, file: str) -> None:
+    add_image(tmp_path, 7, "one", file=file)
+    status, why = image(tmp_path)
+    assert (status, why) == (422, "one: this line of the images does not name an image of the run.")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device", "missing"])
+def test_what_is_no_file_is_no_image(tmp_path: Path, kind: str) -> None:
+    path = add_image(tmp_path, 7, "one")
+    path.rename(tmp_path / "elsewhere.png")
+    if kind != "missing":
+        put_odd(path, kind, tmp_path / "elsewhere.png")
+    status, why = image(tmp_path)
+    assert status in (404, 422)
+    assert isinstance(why, str)
+
+
+def test_a_folder_of_images_that_is_a_link_is_none(tmp_path: Path) -> None:
+    add_image(tmp_path, 7, "one")
+    (tmp_path / "images").rename(tmp_path / "elsewhere")
+    (tmp_path / "images").symlink_to(tmp_path / "elsewhere")
+    assert image(tmp_path)[0] == 404
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def head(width: int, height: int) -> bytes:
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+
+
+WHOLE = png(pixels_of(1))
+BAD_IMAGES = {
+    "is not a PNG file": [b"", b"GIF89a", b"<svg onload=alert(1)>", b"<html>", b"\x89PNG\r\n\x1a\n", WHOLE[1:]],
+    "is a damaged PNG file": [
+        WHOLE[:-1], WHOLE + b"<script>", WHOLE[:40], head(8, 8), head(8, 8) + chunk(b"IEND", b""),
+        head(8, 8) + chunk(b"zTXt", b"x") + chunk(b"IDAT", b"") + chunk(b"IEND", b""),
+        head(8, 8) + b"\xff\xff\xff\xffIDAT" + b"x" * 40,
+    ],
+    "pixels, and the page shows at most": [
+        head(width, height) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+        for width, height in ((1 << 31, 1 << 31), (MOST_PIXELS + 1, 1), (0, 8), (8192, 8192))
+    ],
+    f"instead of at most {MOST_IMAGE}": [b"\0" * (MOST_IMAGE + 1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", BAD_IMAGES)
+def test_a_browser_gets_only_images_that_log_image_wrote(tmp_path: Path, why: str) -> None:
+    for number, data in enumerate(BAD_IMAGES[why]):
+        run = tmp_path / str(number)
+        run.mkdir()
+        add_image(run, 7, "one", data)
+        status, said = image(run)
+        assert (status, why in str(said)) == (422, True), (number, said)
+
+
+def test_an_image_file_of_a_gigabyte_is_refused_unread(tmp_path: Path) -> None:
+    path = add_image(tmp_path, 7, "one")
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    assert image(tmp_path)[0] == 422
+
+
+# -- the console -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("E4")
+def test_the_console_is_read_from_its_end_back_and_onward(tmp_path: Path) -> None:
+    lines = [f"line {number}\n" for number in range(20_000)]
+    path = write_console(tmp_path, "".join(lines))
+    last = piece(tmp_path)
+    assert last["end"] == last["size"] == path.stat().st_size
+    assert len(last["text"]) <= PIECE
+    assert last["text"].startswith("line ")
+    assert last["text"].endswith("line 19999\n")
+    text, start = last["text"], last["start"]
+    while start:
+        older = piece(tmp_path, before=start)
+        assert older["end"] == start
+        text, start = older["text"] + text, older["start"]
+    assert text == "".join(lines)
+    with path.open("a") as file:
+        file.write("more")
+    more = piece(tmp_path, first=last["end"])
+    assert (more["text"], more["start"], more["end"]) == ("more", last["end"], more["size"])
+    assert piece(tmp_path, first=more["end"])["text"] == ""
+
+
+@pytest.mark.parametrize("cut", ["é", "∞", "🙂", "\x1b[38;5;9mred", "\x1b]0;title\x07x", "\x1bM"])
+def test_a_letter_or_an_escape_that_is_half_written_waits_for_its_rest(tmp_path: Path, cut: str) -> None:
+    whole = f"before {cut} after\n".encode()
+    for size in range(7, len(whole) + 1):
+        write_console(tmp_path, whole[:size])
+        first = piece(tmp_path, first=0)
+        write_console(tmp_path, whole)
+        rest = piece(tmp_path, first=first["end"])
+        assert first["text"] + rest["text"] == clean(whole)
+
+
+def test_escapes_of_terminals_are_left_out() -> None:
+    said = b"\x1b[31mred\x1b[0m \x1b]8;;http://evil.example\x1b\\link\x1b]8;;\x07 \x1b[2J"
+    said += b"\x1b(B\x00\x07\x08tab\t\xc2\x9bC1 \x7f\xff\xfe\r\nx\ry"
+    assert clean(said) == "red link tab\tC1 \ufffd\ufffd\nx\ny"
+    assert clean("é ∞ 🙂 <b>".encode()) == "é ∞ 🙂 <b>"
+
+
+def test_binary_junk_is_a_text_at_any_place(tmp_path: Path) -> None:
+    junk = bytes(range(256)) * 2000
+    write_console(tmp_path, junk)
+    for asked in ({}, {"first": 0}, {"first": 77_777}, {"before": 77_777}, {"before": 0}, {"first": 10**12}):
+        found = piece(tmp_path, **asked)
+        assert 0 <= found["start"] <= found["end"] <= found["size"] == len(junk)
+        text = json.loads(json.dumps(found["text"]))
+        assert not any(ord(letter) < 32 and letter not in "\t\n" for letter in text)
+    at = 0
+    while (found := piece(tmp_path, first=at))["end"] < len(junk) - 8:
+        assert found["end"] > at
+        at = found["end"]
+
+
+def test_a_line_of_8_mib_and_a_sparse_gigabyte_are_read_in_pieces(tmp_path: Path) -> None:
+    write_console(tmp_path, "é" * (4 << 20))
+    found = piece(tmp_path)
+    assert found["end"] - found["start"] <= PIECE
+    assert set(found["text"]) == {"é"}
+    assert set(piece(tmp_path, before=found["start"] - 1)["text"]) <= {"é", "\ufffd"}
+    with (tmp_path / "console" / "rank-0.log").open("wb") as file:
+        file.truncate(1 << 30)
+    assert (piece(tmp_path)["text"], piece(tmp_path)["size"]) == ("", 1 << 30)
+
+
+def test_only_the_files_of_ranks_are_listed_in_their_order(tmp_path: Path) -> None:
+    for name in ("rank-10", "rank-2", "rank-0", "continued", "rank-x", "other", "rank-1.log.swp", "rank-1234567"):
+        write_console(tmp_path, "text", name)
+    assert list_console(tmp_path) == ["rank-0", "rank-2", "rank-10", "continued"]
+    for name in ("other", "../rank-0", "rank-1234567", "rank-", "", "rank-٣", "rank-0.log"):
+        assert read_console(tmp_path, name) == (404, "There is no such output.")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device", "linked folder"])
+def test_a_console_that_is_elsewhere_is_not_read(tmp_path: Path, kind: str) -> None:
+    elsewhere = write_console(tmp_path, "a secret")
+    run = tmp_path / "run"
+    run.mkdir()
+    if kind == "linked folder":
+        (run / "console").symlink_to(elsewhere.parent)
+        assert list_console(run) == []
+    else:
+        (run / "console").mkdir()
+        put_odd(run / "console" / "rank-0.log", kind, elsewhere)
+    assert read_console(run, "rank-0") == (404, "There is no such output.")
