@@ -230,7 +230,9 @@ def test_another_process_sees_that_a_run_folder_is_held(on_ranks: OnRanks, tmp_p
 @pytest.mark.covers("J7")
 def test_logged_values_have_their_own_steps_and_are_thinned_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", [row(k) for k in range(1, 21)])
-    lines = [{"epoch": 1, "iteration": k, "often": k / 2, "elapsed_s": 1.0} for k in range(1, 5001)]
+    lines: list[dict[str, Any]] = [
+        {"epoch": 1, "iteration": k, "often": k / 2, "elapsed_s": 1.0} for k in range(1, 5001)
+    ]
     lines[9] |= {"constructor": 0.5, "no number": None}
     write_lines(run / "logged.jsonl", [{"epoch": 0, "iteration": 0, "before": 1, "elapsed_s": 0.0}, *lines])
     view = RunView("one", run)
