@@ -37,12 +37,12 @@ from ddp_loop.distributed import MOST_LETTERS
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
 EVALUATIONS, RANKS, PICTURES, TABLE = "evaluations.jsonl", "ranks.jsonl", "pictures", "rows.csv"
 STARTS, PROFILE, PROFILE_FILE = "starts.jsonl", "profile", "profile.json"  # the file is in the folder
-TABLES, NOTE = "tables", "note.txt"
+TABLES, NOTE, TITLE = "tables", "note.txt", "name.txt"
 LOGGED, TEXTS, IMAGES, IMAGE_FOLDER = "logged.jsonl", "texts.jsonl", "images.jsonl", "images"
 CONSOLE, USAGE = "console", "usage"  # folders with a file of each rank
 _MOVED = (
     *("checkpoints", "trace", ROWS, EVALUATIONS, RANKS, STARTS, PICTURES, PROFILE, TABLES, NOTE, TABLE, STATUS, RUN),
-    *(LOGGED, TEXTS, IMAGES, IMAGE_FOLDER, CONSOLE, USAGE),
+    *(TITLE, LOGGED, TEXTS, IMAGES, IMAGE_FOLDER, CONSOLE, USAGE),
 )
 _DAMAGED = "*.damaged*.jsonl"  # their damaged lines
 ERROR = "error.rank-{rank}.txt"  # the whole of an error's text that was too long for the ranks' messages

@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
+from ddp_loop.monitor.axes import AXES, PARTS
 from ddp_loop.monitor.panels import Panels, routes_of_panels
 from ddp_loop.monitor.run_list import ACTIONS, RunList, Snapshot
 from ddp_loop.monitor.run_view import RunView
-from ddp_loop.monitor.sweep_view import Answer, Sweeps, ask_again, read_table, stop_sweep, write_note
+from ddp_loop.monitor.sweep_view import Answer, Sweeps, ask_again, read_table, stop_sweep, write_text
 
 # [Note: The gate] Any page in a browser on this machine, and any user of the machine, can send requests to 127.0.0.1.
 # Every request must therefore name this server as its Host, which a foreign name that resolves to 127.0.0.1 does not,
 # and must come from no other origin. Requests for a run must also have the token in a header: a form, an image or a
 # link cannot set one, and no answer allows another origin to. The token follows the # of the address, which browsers
-# do not send. The page's own files are public and need no token. GET changes nothing. POST stops runs, writes
-# notes, has failed trials run again, and starts a run's own command again ([Note: Continue]). Files are looked up in a
-# list that is made at the start, and runs and sweeps in the list of those that were found, by their keys; logged texts
-# and images are asked for by number ([Note: Foreign files]). So a request cannot name anything else. Images are fetched
-# with the token and drawn on a canvas, so the policy below allows no further source of them, such as blob: addresses.
+# do not send. The page's own files are public and need no token. GET changes nothing. POST stops runs, writes notes
+# and names, has failed trials run again, and starts a run's own command again ([Note: Continue]). Files are looked up
+# in a list that is made at the start, and runs and sweeps in the list of those that were found, by their keys; logged
+# texts and images are asked for by number ([Note: Foreign files]), and a metric by its name among those that were
+# read. So a request cannot name anything else. Images are fetched with the token and drawn on a canvas, so the policy
+# below allows no further source of them, such as blob: addresses.
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -233,8 +235,20 @@ class MonitorApp:
             if not (text.isascii() and text.isdecimal() and len(text) <= 13):
                 return 400, f"{name} must be a whole number."
             numbers[name] = int(text)
-        numbers["points"] = min(MOST, max(FEWEST, numbers["points"]))
-        return 200, _json(view.curves(**numbers))
+        axis = asked.get("axis", AXES[0])
+        if axis not in AXES:
+            return 400, f"axis must be one of {', '.join(AXES)}."
+        points = min(MOST, max(FEWEST, numbers["points"]))
+        first, last = (numbers[end] / PARTS[axis] for end in ("first", "last"))
+        return 200, _json(view.curves(points, numbers["smoothing"], first, last, axis))
+
+    def values(self, key: str, name: str) -> tuple[int, str]:
+        """Return status and body of the answer to a request for all values of a metric."""
+        view = self._view(key)
+        if view is None:
+            return 404, NO_RUN
+        found = view.values(name)
+        return (404, "There is no such metric.") if found is None else (200, _json(found))
 
     def stop(self, key: str) -> tuple[int, str]:
         """Return status and body of the answer to Stop."""
@@ -249,10 +263,10 @@ class MonitorApp:
             return 500, f"The run folder cannot be written ({error.strerror})."
         return 202, _json({"said": "stopping"})
 
-    def note(self, key: str, body: bytes) -> tuple[int, str]:
-        """Return status and body of the answer to a request to write a run's note."""
+    def write(self, key: str, what: str, body: bytes) -> tuple[int, str]:
+        """Return status and body of the answer to a request to write a run's "note" or "name"."""
         folder = self.runs.folder_of(key)
-        return (404, NO_RUN) if folder is None else _answer(write_note(folder, body))
+        return (404, NO_RUN) if folder is None else _answer(write_text(folder, what, body))
 
     def table(self, key: str, name: str) -> tuple[int, str]:
         """Return status and body of the answer to a request for a run's table."""
@@ -304,12 +318,16 @@ def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> A
     def curves(request: Request) -> Response:
         return _sent(*site.curves(request.path_params["key"], request.query_params))
 
+    def values(request: Request) -> Response:
+        return _sent(*site.values(request.path_params["key"], request.query_params.get("name", "")))
+
     def stop(request: Request) -> Response:
         return _sent(*site.stop(request.path_params["key"]))
 
     routes = [Route(path, file, methods=["GET"]) for path in PATHS]
     routes += [Route("/api/runs", runs, methods=["GET"]), Route("/api/stream", stream, methods=["GET"])]
     routes += [Route("/api/runs/{key:path}/curves", curves, methods=["GET"])]
+    routes += [Route("/api/runs/{key:path}/values", values, methods=["GET"])]
     routes += [Route("/api/runs/{key:path}/stop", stop, methods=["POST"])]
     routes += _routes_of_results(site)
     routes += routes_of_panels(site.panels, _sent)
@@ -318,7 +336,7 @@ def make_app(site: MonitorApp, token: str, hosts: Sequence[str], port: int) -> A
 
 
 def _routes_of_results(site: MonitorApp) -> list[Route]:
-    """Return the routes of notes, tables and sweeps."""
+    """Return the routes of notes, names, tables and sweeps."""
     from starlette.routing import Route
 
     def table(request: Request) -> Response:
@@ -337,8 +355,11 @@ def _routes_of_results(site: MonitorApp) -> list[Route]:
             return _sent(408, f"The body did not come within {BODY_S:.0f} s.")
         return _sent(*await asyncio.to_thread(act, body))
 
-    async def note(request: Request) -> Response:
-        return await with_body(request, lambda body: site.note(request.path_params["key"], body))
+    def writing(what: str) -> Route:
+        async def write(request: Request) -> Response:
+            return await with_body(request, lambda body: site.write(request.path_params["key"], what, body))
+
+        return Route(f"/api/runs/{{key:path}}/{what}", write, methods=["POST"])
 
     async def again(request: Request) -> Response:
         return await with_body(request, lambda body: site.ask_sweep(request.path_params["key"], "again", body))
@@ -348,7 +369,8 @@ def _routes_of_results(site: MonitorApp) -> list[Route]:
 
     return [
         Route("/api/runs/{key:path}/continue", go_on, methods=["POST"]),
-        Route("/api/runs/{key:path}/note", note, methods=["POST"]),
+        writing("note"),
+        writing("name"),
         Route("/api/runs/{key:path}/tables/{name}", table, methods=["GET"]),
         Route("/api/sweeps", sweeps, methods=["GET"]),
         Route("/api/sweeps/{key}/stop", stop_sweep, methods=["POST"]),

@@ -26,7 +26,7 @@ READ_S = 0.5  # for the rows of all runs in one look; the first look at many run
 YOUNG_NS = 2_000_000_000
 MOST_FOLDERS = 20_000
 ACTIONS = frozenset(
-    {"curves", "stop", "note", "tables", "again", "console", "usage", "texts", "images", "continue"}
+    {"curves", "values", "stop", "note", "name", "tables", "again", "console", "usage", "texts", "images", "continue"}
 )  # what follows a key in a request
 
 

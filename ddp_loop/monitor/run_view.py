@@ -24,11 +24,13 @@ from ddp_loop.checkpoint import (
     read_json,
     way_on,
 )
+from ddp_loop.monitor.axes import AXES, places_on
 from ddp_loop.monitor.run_state import RunState, count, finite, text_of
-from ddp_loop.monitor.series import MetricSeries, extremes, nothing_for_nan, places_of, smooth, thin_out
+from ddp_loop.monitor.series import MetricSeries, Values, extremes, nothing_for_nan, places_of, smooth, thin_out
 from ddp_loop.reporting import JsonlTail, TailUpdate
 
 READ_S = 0.5  # for one poll; a long file takes several
+TIME = "elapsed_s"
 RECENT = 100  # rows over which speed is measured
 MOST_MARKS, MOST_RANKS, MOST_COMMAND, MOST_SHOWN, MOST_PHASES, MOST_HINTS = 60, 64, 20_000, 200, 16, 3
 
@@ -198,56 +200,86 @@ class RunView:
 
     # -- curves --------------------------------------------------------------------------------------------
 
-    def curves(self, points: int, smoothing: int, first: int, last: int) -> dict[str, Any]:
+    def curves(self, points: int, smoothing: int, first: float, last: float, axis: str = AXES[0]) -> dict[str, Any]:
         """Return the columns, thinned out to `points`, as JSON values.
 
         Args:
             points: per curve, at most; of each bucket of rows the minimum and the maximum stay, and the last row.
-            smoothing: rows of the exponential mean, which is computed before rows are thinned out; 0 for none.
-            first, last: the iterations to return; one more on either side is added.
+            smoothing: steps of the exponential mean, which is computed before rows are thinned out; 0 for none.
+            first, last: the part of the axis to return; one row more on either side is added.
+            axis: "step", "epoch" or "time".
         """
         with self._turn:
             self._poll()
-            rows = self._rows
-            iterations, epochs = rows.iterations, rows.epochs
-            low = max(0, int(np.searchsorted(iterations, first)) - 1)
-            high = min(len(rows), int(np.searchsorted(iterations, last, side="right")) + 1)
+            rows, points_of = self._rows, self._evaluations
+            iterations, epochs, places = rows.iterations, rows.epochs, self._places(axis, rows)
+            low = max(0, int(np.searchsorted(places, first)) - 1)
+            high = min(len(rows), int(np.searchsorted(places, last, side="right")) + 1)
             starts = thin_out(high - low, points)
+            kept = places_of(starts, high - low) + low
             curves, smoothed = {}, {}
             for name in rows.names:
-                if name == "elapsed_s":
+                if name == TIME:
                     continue
                 values = rows.values(name)
                 curves[name] = _listed(extremes(values[low:high], starts))
                 if smoothing > 1:
-                    smoothed[name] = _listed(extremes(smooth(values, smoothing)[low:high], starts))
+                    smoothed[name] = _listed(extremes(smooth(values, iterations, smoothing)[low:high], starts))
             ends = np.flatnonzero(np.diff(epochs))
             every = max(1, -(-len(ends) // MOST_MARKS))
             ends = ends[every - 1 :: every]
-            points_of = self._evaluations
             return {
                 "version": self._version(),
                 "is_behind": self._is_behind,
-                "x": iterations[low:high][places_of(starts, high - low)].tolist(),
+                "axis": axis,
+                "x": _places(axis, places[kept]),
+                "steps": iterations[kept].tolist(),
                 "curves": curves,
                 "smoothed": smoothed,
-                "evaluated_x": points_of.iterations.tolist(),
-                "evaluated": {name: _listed(points_of.values(name)) for name in points_of.names if name != "elapsed_s"},
-                "logged": {
-                    name: self._logged_curve(name, points, first, last)
-                    for name in self._logged.names
-                    if name != "elapsed_s"
-                },
-                "epochs": [[int(epochs[end]), int(iterations[end])] for end in ends],
+                "evaluated_x": _places(axis, self._places(axis, points_of)),
+                "evaluated_steps": points_of.iterations.tolist(),
+                "evaluated": {name: _listed(points_of.values(name)) for name in points_of.names if name != TIME},
+                "logged": self._logged_curves(axis, points, first, last),
+                "epochs": [
+                    [int(epochs[end]), place] for end, place in zip(ends, _places(axis, places[ends]), strict=True)
+                ],
             }
 
-    def _logged_curve(self, name: str, points: int, first: int, last: int) -> list[list[Any]]:
-        """Return the steps and the values of what the script logged by this name, thinned out."""
-        values, steps = self._logged.values(name), self._logged.iterations
-        there = ~np.isnan(values) & (steps >= first) & (steps <= last)
-        values, steps = values[there], steps[there]
-        starts = thin_out(len(values), points)
-        return [steps[places_of(starts, len(values))].tolist(), _listed(extremes(values, starts))]
+    def _places(self, axis: str, series: MetricSeries) -> Values:
+        return places_on(axis, series, self._rows, count(self._run.status.get("steps_per_epoch")))
+
+    def _logged_curves(self, axis: str, points: int, first: float, last: float) -> dict[str, list[list[Any]]]:
+        """Return places, values and steps of what the script logged, by name, thinned out."""
+        logged, found = self._logged, {}
+        places = self._places(axis, logged)
+        for name in logged.names:
+            if name == TIME:
+                continue
+            values = logged.values(name)
+            there = np.flatnonzero(~np.isnan(values) & (places >= first) & (places <= last))
+            starts = thin_out(len(there), points)
+            kept = there[places_of(starts, len(there))]
+            curve = _listed(extremes(values[there], starts))
+            found[name] = [_places(axis, places[kept]), curve, logged.iterations[kept].tolist()]
+        return found
+
+    def values(self, name: str) -> dict[str, Any] | None:
+        """Return all values of a metric with their steps, epochs and seconds, as JSON values; None without one."""
+        with self._turn:
+            self._poll()
+            found: dict[str, Any] = {}
+            for kind, series in (("row", self._rows), ("evaluation", self._evaluations), ("logged", self._logged)):
+                if name not in series.names or name == TIME:
+                    continue
+                values = series.values(name)
+                there = np.flatnonzero((kind == "row") | ~np.isnan(values))
+                found[kind] = {
+                    "steps": series.iterations[there].tolist(),
+                    "epochs": series.epochs[there].tolist(),
+                    "seconds": _listed(series.values(TIME)[there]) if TIME in series.names else [None] * len(there),
+                    "values": _listed(values[there]),
+                }
+            return {"is_behind": self._is_behind, "found": found} if found or self._is_behind else None
 
     # -- stopping ------------------------------------------------------------------------------------------
 
@@ -259,6 +291,11 @@ class RunView:
             OSError: the folder cannot be written.
         """
         ask_to_stop(self.folder, why)
+
+
+def _places(axis: str, places: Values) -> list[float] | list[int]:
+    found: list[float] | list[int] = (places.astype(np.int64) if axis == "step" else places).tolist()
+    return found
 
 
 def _listed(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float | None]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 MOST_COLUMNS = 64
 MOST_STEPS = 10**12
+FORGOTTEN = 1e-17  # the share of a row in a mean that no digit shows
 _KEYS = ("iteration", "epoch")
 
 Values = npt.NDArray[np.float64]
@@ -108,30 +109,29 @@ def nothing_for_nan(value: float) -> float | None:
     return None if value != value else value
 
 
-def smooth(values: Values, rows: int) -> Values:
-    """Return the exponential mean over some `rows` without bias to 0, m_t / w_t, shape (n,).
+def smooth(values: Values, iterations: npt.NDArray[np.int64], steps: int) -> Values:
+    """Return the exponential mean over some `steps` without bias to 0, m_t / w_t, shape (n,).
 
-        m_t = a m_(t-1) + x_t        w_t = a w_(t-1) + 1        a = 1 - 1 / rows
+        m_t = a^d m_(t-1) + x_t        w_t = a^d w_(t-1) + 1        a = 1 - 1 / steps
 
-    A NaN adds nothing to either sum. Both are computed in blocks: inside a block, m_t = a^t (m_0 + sum x_s a^-s).
+    where d is the number of steps between two rows, so that the mean does not depend on how often rows were written. A
+    NaN adds nothing to either sum. Both are computed by doubling: after pass k each row has the sums over 2^k rows.
     """
-    if rows <= 1 or not len(values):
+    if steps <= 1 or not len(values):
         return values
     finite = np.isfinite(values)
-    both = np.stack([np.where(finite, values, 0.0), finite.astype(np.float64)])
-    decay = 1.0 - 1.0 / rows
-    block = min(len(values), max(1, int(20 * rows)))  # a^-block is e^20: no overflow, and no digits lost
-    powers = decay ** np.arange(1, block + 1)
-    carried = np.zeros((2, 1))
-    for start in range(0, len(values), block):
-        part = both[:, start : start + block]
-        power = powers[: part.shape[1]]
-        part = power * (carried + np.cumsum(part / power, axis=1))
-        both[:, start : start + block] = part
-        carried = part[:, -1:]
+    mean, weight = np.where(finite, values, 0.0), finite.astype(np.float64)
+    decay = np.zeros(len(values))  # over the rows that the sums of a row have already
+    with np.errstate(under="ignore"):
+        decay[1:] = (1.0 - 1.0 / steps) ** np.diff(iterations)
+        reach = 1
+        while reach < len(values) and decay.max() > FORGOTTEN:
+            mean[reach:] += decay[reach:] * mean[:-reach]
+            weight[reach:] += decay[reach:] * weight[:-reach]
+            decay[reach:] *= decay[:-reach].copy()
+            reach *= 2
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean: Values = both[0] / both[1]
-    return mean
+        return mean / weight
 
 
 def thin_out(count: int, points: int) -> npt.NDArray[np.int64]:

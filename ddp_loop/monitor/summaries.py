@@ -23,16 +23,17 @@ from ddp_loop.checkpoint import (
     STOP,
     TABLES,
     TEXTS,
+    TITLE,
     USAGE,
 )
 from ddp_loop.monitor.run_state import RunState, finite, text_of
 from ddp_loop.reporting import FAILED_TRIAL, TRIAL, RunRecord, read_run
 
 WATCHED = frozenset(
-    (RUN, STATUS, TRIAL, NOTE, STOP, ROWS, EVALUATIONS, RANKS, TABLES, PROFILE, TEXTS, IMAGES, CONSOLE, USAGE)
+    (RUN, STATUS, TRIAL, NOTE, TITLE, STOP, ROWS, EVALUATIONS, RANKS, TABLES, PROFILE, TEXTS, IMAGES, CONSOLE, USAGE)
 )
 EVALUATION = "evaluation."  # before the name of a value that `evaluate` computes, as in a sweep's objective
-MOST_VALUES = 64
+MOST_VALUES, MOST_TITLE = 64, 100
 
 Form = tuple[tuple[str, int, int], ...]
 
@@ -101,7 +102,8 @@ class RunSummary:
         values = record.rows | {EVALUATION + name: value for name, value in record.evaluations.items()}
         return {
             "key": self.key,
-            "name": self.name,
+            "name": title_of(record.title) or self.name,
+            "path": self.name,
             "folder": str(self.folder),
             "version": ".".join(f"{at}-{size}" for name, at, size in self._form if name in (ROWS, EVALUATIONS)),
             "state": run.state,
@@ -151,6 +153,11 @@ class RunSummary:
         with suppress(OSError):
             return sorted(one.stem for one in (self.folder / TABLES).glob("*.json"))[:MOST_VALUES]
         return []
+
+
+def title_of(text: str) -> str:
+    """Return a name that may come from elsewhere as one line, without signs that are not seen."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())[:MOST_TITLE]
 
 
 def parameters_of(given: dict[str, Any]) -> dict[str, Any]:

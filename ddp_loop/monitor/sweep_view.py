@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import NOTE, STOP, TABLES, bytes_of, opened, read_json, write_text_atomic
+from ddp_loop.checkpoint import NOTE, STOP, TABLES, TITLE, bytes_of, opened, read_json, write_text_atomic
 from ddp_loop.monitor.run_state import count, finite, text_of
 from ddp_loop.reporting import (
     FAILED_TRIAL,
@@ -23,7 +23,7 @@ from ddp_loop.reporting import (
     trial_folder,
 )
 
-MOST_NOTE = 500  # letters
+TEXTS_OF_USER = {"note": (NOTE, 500), "name": (TITLE, 100)}  # what is written: its file, and its letters at most
 MOST_SIDE, MOST_LABEL, MOST_BYTES = 100, 60, 1 << 20  # of a table: rows and columns, letters, of its file
 MOST_ASKED = 150  # trials in one request
 TABLE_NAME = re.compile(r"[\w-][\w.,=+@ -]{0,99}")
@@ -33,23 +33,24 @@ Answer = tuple[int, dict[str, Any] | str]  # status and body; the body of a refu
 # -- notes and tables --------------------------------------------------------------------------------------
 
 
-def write_note(folder: Path, body: bytes) -> Answer:
-    """Write a run's note, or remove it if the text is empty. Control characters become spaces."""
+def write_text(folder: Path, what: str, body: bytes) -> Answer:
+    """Write a run's "note" or "name", or remove it if the text is empty. Control characters become spaces."""
+    file, most = TEXTS_OF_USER[what]
     try:
         text = body.decode()
     except UnicodeDecodeError:
-        return 400, "A note must be UTF-8 text."
+        return 400, f"A {what} must be UTF-8 text."
     text = "".join(letter if letter.isprintable() or letter == "\u200d" else " " for letter in text).strip()
-    if len(text) > MOST_NOTE:
-        return 400, f"A note has at most {MOST_NOTE} letters. This one has {len(text)}."
+    if len(text) > most:
+        return 400, f"A {what} has at most {most} letters. This one has {len(text)}."
     try:
         if text:
-            write_text_atomic(folder / NOTE, text)
+            write_text_atomic(folder / file, text)
         else:
-            (folder / NOTE).unlink(missing_ok=True)
+            (folder / file).unlink(missing_ok=True)
     except OSError as error:
         return 500, f"The run folder cannot be written ({error.strerror})."
-    return 200, {"note": text or None}
+    return 200, {what: text or None}
 
 
 def read_table(folder: Path, name: str) -> Answer:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import EVALUATIONS, NOTE, ROWS, RUN, STATUS, STOP, is_running, read_json, read_text
+from ddp_loop.checkpoint import EVALUATIONS, NOTE, ROWS, RUN, STATUS, STOP, TITLE, is_running, read_json, read_text
 from ddp_loop.reporting.jsonl_tail import JsonlTail, is_at_an_iteration, is_number
 from ddp_loop.reporting.rows import is_averaged
 
@@ -41,7 +41,7 @@ NO_RUNS_BELOW = frozenset(  # names of folders
 _TRIAL_STATES = ("waiting", "done", "pruned", "failed", "killed", "not finite", "timed out", "stopped", "interrupted")
 _LOWER = re.compile(r"loss|error|perplexity|(?<![a-z])(rmse|mse|mae|nll|wer|cer)(?![a-z])", re.IGNORECASE)
 _MOST_READERS = 20_000
-_MOST_NOTE = 500  # letters
+_MOST_TEXT = 500  # letters of a note, or of a name
 Stamp = tuple[int, int, int]
 
 
@@ -78,7 +78,7 @@ class RunRecord:
         began: when the run or the trial's first attempt began, in seconds since 1970; None if unknown.
         ranks: the number of ranks; None if unknown.
         why: why it stopped or failed; None if nothing says so.
-        note: the user's.
+        note, title: the user's note, and the name that the user gave it on the page; empty without one.
         trial: the trial's number in its sweep; None for any other run.
         objective, direction: of the trial, such as "loss" and "minimize".
         value: of the objective; None without one.
@@ -99,6 +99,7 @@ class RunRecord:
     ranks: int | None = None
     why: str | None = None
     note: str = ""
+    title: str = ""
     trial: int | None = None
     objective: str | None = None
     direction: str | None = None
@@ -197,7 +198,7 @@ class _RunReader:
     def __init__(self, folder: Path) -> None:
         self._folder, self._turn = folder, threading.Lock()
         self._objects: dict[str, tuple[Stamp | None, dict[str, Any]]] = {}
-        self._note: tuple[Stamp | None, str] = (None, "")
+        self._texts: dict[str, tuple[Stamp | None, str]] = {}
         self._rows, self._evaluations = _Values(folder / ROWS), _Values(folder / EVALUATIONS)
 
     def _object(self, name: str) -> dict[str, Any]:
@@ -206,14 +207,14 @@ class _RunReader:
             self._objects[name] = (stamp, read_json(path) or {})
         return self._objects[name][1]
 
-    def _text_of_note(self) -> str:
-        stamp = _stamp_of(path := self._folder / NOTE)
-        if stamp != self._note[0]:
+    def _text_of(self, name: str) -> str:
+        stamp = _stamp_of(path := self._folder / name)
+        if stamp != self._texts.get(name, (None, ""))[0]:
             text = ""
             with suppress(OSError):
-                text = read_text(path, _MOST_NOTE)
-            self._note = (stamp, text)
-        return self._note[1]
+                text = read_text(path, _MOST_TEXT)
+            self._texts[name] = (stamp, text)
+        return self._texts.get(name, (None, ""))[1] if stamp is not None else ""
 
     def read(self, name: str) -> RunRecord:
         with self._turn:
@@ -244,7 +245,8 @@ class _RunReader:
                 began=_time_of(run, trial),
                 ranks=_count(status.get("ranks")) or _count(trial.get("ranks")),
                 why=_text(trial.get("why")) or (_text(status.get("why")) if state in ENDED else None),
-                note=self._text_of_note(),
+                note=self._text_of(NOTE),
+                title=self._text_of(TITLE),
                 trial=_count(trial.get("trial")),
                 objective=objective,
                 direction=direction,

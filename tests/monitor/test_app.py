@@ -37,12 +37,15 @@ REFUSED: dict[str, tuple[int, str, str, dict[str, str]]] = {
     "no token for the stream": (401, "GET", "/api/stream", {}),
     "no token for a card": (401, "GET", "/api/runs/one", {}),
     "no token for curves": (401, "GET", "/api/runs/one/curves", {}),
+    "no token for values": (401, "GET", "/api/runs/one/values?name=loss", {}),
+    "no token to rename": (401, "POST", "/api/runs/one/name", {}),
     "no token to stop": (401, "POST", "/api/runs/one/stop", {}),
     "wrong Host": (403, "GET", "/api/runs", OWN | {"host": "evil.example"}),
     "wrong Host for a file": (403, "GET", "/", OWN | {"host": "evil.example"}),
     "Host with another port": (403, "GET", "/api/runs", OWN | {"host": "127.0.0.1:1"}),
     "Host with a user": (403, "GET", "/api/runs", OWN | {"host": "evil@127.0.0.1"}),
     "foreign Origin": (403, "POST", "/api/runs/one/stop", OWN | {"origin": EVIL}),
+    "foreign Origin of a name": (403, "POST", "/api/runs/one/name", OWN | {"origin": EVIL}),
     "Origin of a file": (403, "POST", "/api/runs/one/stop", OWN | {"origin": "null"}),
     "Origin of another port": (403, "POST", "/api/runs/one/stop", OWN | {"origin": "http://127.0.0.1:1"}),
     "another site": (403, "GET", "/api/runs", OWN | {"sec-fetch-site": "cross-site"}),
@@ -50,10 +53,16 @@ REFUSED: dict[str, tuple[int, str, str, dict[str, str]]] = {
     "a question before": (403, "OPTIONS", "/api/runs/one/stop", {"origin": EVIL}),
     "GET on stop": (405, "GET", "/api/runs/one/stop", OWN),
     "POST on curves": (405, "POST", "/api/runs/one/curves", OWN),
+    "GET on a name": (405, "GET", "/api/runs/one/name", OWN),
+    "POST on values": (405, "POST", "/api/runs/one/values?name=loss", OWN),
     "DELETE": (405, "DELETE", "/api/runs", OWN),
     "POST on a card": (405, "POST", "/api/runs/one", OWN),
     "another run's card": (404, "GET", "/api/runs/two", OWN),
     "another run": (404, "GET", "/api/runs/two/curves", OWN),
+    "another run's values": (404, "GET", "/api/runs/two/values?name=loss", OWN),
+    "rename another run": (404, "POST", "/api/runs/two/name", OWN),
+    "values of no metric": (404, "GET", "/api/runs/one/values", OWN),
+    "values of a file": (404, "GET", "/api/runs/one/values?name=../rows.jsonl", OWN),
     "stop another run": (404, "POST", "/api/runs/two/stop", OWN),
     "out of the runs": (404, "GET", "/api/runs/../../etc/curves", OWN),
     "out, encoded": (404, "GET", "/api/runs/..%2fone/curves", OWN),
@@ -63,6 +72,7 @@ REFUSED: dict[str, tuple[int, str, str, dict[str, str]]] = {
     "out of the files, encoded": (404, "GET", "/uplot/%2e%2e/%2e%2e/monitor.py", OWN),
     "without a token no file but the page's": (401, "GET", "/monitor.py", {}),
     "no number": (400, "GET", "/api/runs/one/curves?points=many", OWN),
+    "another axis": (400, "GET", "/api/runs/one/curves?axis=constructor", OWN),
     "a negative number": (400, "GET", "/api/runs/one/curves?first=-1", OWN),
     "a long number": (400, "GET", f"/api/runs/one/curves?last={'9' * 4000}", OWN),
     "a body of unknown length": (413, "POST", "/api/runs/one/stop", OWN | {"transfer-encoding": "chunked"}),
@@ -105,7 +115,16 @@ def test_two_hosts_or_two_tokens_are_none(page: Served) -> None:
 
 
 def test_the_pages_own_files_need_no_token_and_show_nothing_of_a_run(page: Served, client: httpx.Client) -> None:
-    for path in ("/", "/page.js", "/page.css", "/charts.js", "/uplot/uPlot.iife.min.js", "/uplot/LICENSE"):
+    for path in (
+        "/",
+        "/page.js",
+        "/page.css",
+        "/charts.js",
+        "/axis.js",
+        "/naming.js",
+        "/uplot/uPlot.iife.min.js",
+        "/uplot/LICENSE",
+    ):
         answer = client.get(path)
         assert answer.status_code == 200
         assert answer.headers["x-content-type-options"] == "nosniff"

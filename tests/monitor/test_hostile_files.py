@@ -102,8 +102,10 @@ def read_all(sweep: Path, site: MonitorApp) -> None:
     runs = {run["key"]: run for run in json.loads(site.look().changes(), parse_constant=pytest.fail)["runs"]}
     assert (runs[OTHER]["state"], runs[OTHER]["iteration"]) == ("done", 4)
     for status, body in (
-        site.card(KEY), site.curves(KEY, {}), site.curves(KEY, {"smoothing": "10"}), (200, site.sweeps()),
-        site.table(KEY, "confusion"), site.ask_sweep("digits", "again", b'{"trials": [0]}'),
+        site.card(KEY), (200, site.sweeps()), site.table(KEY, "confusion"),
+        *(site.curves(KEY, asked) for asked in ({}, {"smoothing": "10"}, {"axis": "epoch"}, {"axis": "time"})),
+        *(site.values(KEY, name) for name in ("loss", "__proto__")),
+        site.ask_sweep("digits", "again", b'{"trials": [0]}'),
         *(panel(site, what, **asked) for what, asked in PANELS),
     ):  # fmt: skip
         _sent(status, body)
@@ -174,7 +176,17 @@ def test_half_of_a_file_leaves_all_runs_on_the_page(sweep: Path, name: str, size
 
 # -- files that are none ------------------------------------------------------------------------------------
 
-ODD = ("run.json", "trial.json", "status.json", "note.txt", "rows.jsonl", "lock", "stop", "profile/profile.json")
+ODD = (
+    "run.json",
+    "trial.json",
+    "status.json",
+    "note.txt",
+    "name.txt",
+    "rows.jsonl",
+    "lock",
+    "stop",
+    "profile/profile.json",
+)
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -194,7 +206,7 @@ def test_reading_does_not_wait_for_pipes_and_other_special_files(sweep: Path, na
 
 def test_a_note_and_a_reason_are_read_from_the_run_folder_only(sweep: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a secret")
-    for name in ("note.txt", "stop"):
+    for name in ("note.txt", "name.txt", "stop"):
         (sweep / KEY / name).symlink_to(tmp_path / "secret")
     site = MonitorApp([sweep])
     with closing(FileLock(sweep / KEY / "lock", "run")):
@@ -205,7 +217,8 @@ def test_a_note_and_a_reason_are_read_from_the_run_folder_only(sweep: Path, tmp_
         assert site.stop(KEY)[0] == 202
         assert json.loads(site.card(KEY)[1])["why"] == "the page"
     assert (tmp_path / "secret").read_text() == "a secret"
-    assert site.note(KEY, b"mine")[0] == 200
+    for what in ("note", "name"):
+        assert site.write(KEY, what, b"mine")[0] == 200
     assert (tmp_path / "secret").read_text() == "a secret"
 
 

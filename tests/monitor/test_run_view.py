@@ -238,16 +238,16 @@ def test_logged_values_have_their_own_steps_and_are_thinned_out(tmp_path: Path) 
     view = RunView("one", run)
     until(lambda: not view.summary()["problems"], "all lines are read")
     logged = view.curves(points=300, smoothing=0, first=0, last=10**12)["logged"]
-    assert logged["constructor"] == [[10], [0.5]]
-    assert logged["before"] == [[0], [1.0]]
-    assert logged["no number"] == [[], []]
+    assert logged["constructor"] == [[10], [0.5], [10]]
+    assert logged["before"] == [[0], [1.0], [0]]
+    assert logged["no number"] == [[], [], []]
     assert "elapsed_s" not in logged
     assert len(logged["often"][0]) == len(logged["often"][1]) <= 300
-    assert [part[-1] for part in logged["often"]] == [5000, 2500.0]
+    assert [part[-1] for part in logged["often"]] == [5000, 2500.0, 5000]
     part = view.curves(points=300, smoothing=0, first=100, last=102)["logged"]
-    assert part["often"] == [[100, 101, 102], [50.0, 50.5, 51.0]]
+    assert part["often"] == [[100, 101, 102], [50.0, 50.5, 51.0], [100, 101, 102]]
     version = view.summary()["version"]
     with (run / "logged.jsonl").open("a") as file:
         file.write('{"epoch": 1, "iteration": 5000, "later": 3, "elapsed_s": 1.0}\n')
     until(lambda: view.summary()["version"] != version, "the new line is read")
-    assert view.curves(points=300, smoothing=0, first=0, last=10**12)["logged"]["later"] == [[5000], [3.0]]
+    assert view.curves(points=300, smoothing=0, first=0, last=10**12)["logged"]["later"] == [[5000], [3.0], [5000]]

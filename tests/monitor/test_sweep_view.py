@@ -37,55 +37,77 @@ def client(page: Served) -> Iterator[httpx.Client]:
         yield client
 
 
-# -- notes -------------------------------------------------------------------------------------------------
+# -- notes and names ---------------------------------------------------------------------------------------
+
+LETTERS = {"note": 500, "name": 100}
+EACH = pytest.mark.parametrize("what", LETTERS)
 
 
-@pytest.mark.covers("G4")
-def test_a_note_is_written_whole_changed_and_removed(client: httpx.Client, sweep: Path) -> None:
-    note = sweep / "trials" / "0000" / "note.txt"
-    for text in ("the best so far", "x" * 500, "<b>bold</b> & \u00fc \u20ac \U0001f642" + "\U0001f642" * 400):
-        answer = client.post(f"{RUN}/note", content=text.encode())
-        assert (answer.status_code, answer.json()) == (200, {"note": text})
-        assert note.read_text() == text
+@EACH
+@pytest.mark.covers("G4", "E4")
+def test_a_note_and_a_name_are_written_whole_changed_and_removed(client: httpx.Client, sweep: Path, what: str) -> None:
+    path = sweep / "trials" / "0000" / f"{what}.txt"
+    start = "<b>bold</b> & \u00fc \u20ac \U0001f642"
+    for text in ("the best so far", "x" * LETTERS[what], start + "\U0001f642" * (LETTERS[what] - len(start))):
+        answer = client.post(f"{RUN}/{what}", content=text.encode())
+        assert (answer.status_code, answer.json()) == (200, {what: text})
+        assert path.read_text() == text
 
     def listed() -> dict[str, str | None]:
-        return {run["key"]: run["note"] for run in client.get("/api/runs").json()["runs"]}
+        return {run["key"]: run[what] for run in client.get("/api/runs").json()["runs"]}
 
-    until(lambda: listed()["trials/0000"] == text, "the list has the note")
-    assert listed()["trials/0001"] is None
-    assert client.post(f"{RUN}/note", content=b" \n ").json() == {"note": None}
-    assert not note.exists()
-    assert client.post(f"{RUN}/note", content=b"").status_code == 200
-    assert not [path for path in note.parent.iterdir() if path.name.startswith(".note")]
-
-
-def test_a_note_has_no_control_characters(client: httpx.Client, sweep: Path) -> None:
-    answer = client.post(f"{RUN}/note", content="a\x1b[31m\tb\u202ec\nd\x00".encode())
-    assert answer.json() == {"note": "a [31m b c d"}
+    until(lambda: listed()["trials/0000"] == text, "the list has the text")
+    assert listed()["trials/0001"] == (None if what == "note" else "trials/0001")
+    assert {run["path"] for run in client.get("/api/runs").json()["runs"]} == {f"trials/000{k}" for k in range(5)}
+    assert client.post(f"{RUN}/{what}", content=b" \n ").json() == {what: None}
+    assert not path.exists()
+    until(lambda: listed()["trials/0000"] == (None if what == "note" else "trials/0000"), "the text is gone")
+    assert client.post(f"{RUN}/{what}", content=b"").status_code == 200
+    assert not [one for one in path.parent.iterdir() if one.name.startswith((".note", ".name"))]
 
 
-BAD_NOTES = {"too long": (b"x" * 501, 400), "no UTF-8": (b"\xff\xfe", 400), "huge": (b"x" * (BODY_BYTES + 1), 413)}
+@EACH
+def test_a_note_and_a_name_have_no_control_characters(client: httpx.Client, what: str) -> None:
+    answer = client.post(f"{RUN}/{what}", content="a\x1b[31m\tb\u202ec\nd\x00".encode())
+    assert answer.json() == {what: "a [31m b c d"}
 
 
-@pytest.mark.parametrize("case", BAD_NOTES)
-def test_an_invalid_note_is_refused(client: httpx.Client, sweep: Path, case: str) -> None:
-    body, status = BAD_NOTES[case]
-    assert client.post(f"{RUN}/note", content=body).status_code == status
-    assert not (sweep / "trials" / "0000" / "note.txt").exists()
+def test_a_name_that_comes_from_elsewhere_is_one_line_of_what_is_seen(client: httpx.Client, sweep: Path) -> None:
+    (sweep / "trials" / "0000" / "name.txt").write_text("a\x1b[2J\nb\u202ec" + "x" * 5000)
+    first = client.get("/api/runs").json()["runs"][0]
+    assert (first["name"], first["path"]) == ("a [2J b c" + "x" * 91, "trials/0000")
 
 
-def test_a_note_replaces_a_link_and_writes_nothing_elsewhere(client: httpx.Client, sweep: Path, tmp_path: Path) -> None:
+BAD_TEXTS = {"too long": (b"x" * 501, 400), "no UTF-8": (b"\xff\xfe", 400), "huge": (b"x" * (BODY_BYTES + 1), 413)}
+
+
+@EACH
+@pytest.mark.parametrize("case", BAD_TEXTS)
+def test_an_invalid_note_or_name_is_refused(client: httpx.Client, sweep: Path, case: str, what: str) -> None:
+    body, status = BAD_TEXTS[case]
+    answer = client.post(f"{RUN}/{what}", content=body)
+    assert answer.status_code == status
+    if case == "too long":
+        assert answer.text == f"A {what} has at most {LETTERS[what]} letters. This one has 501."
+    assert not (sweep / "trials" / "0000" / f"{what}.txt").exists()
+
+
+@EACH
+def test_a_note_or_name_replaces_a_link_and_writes_nothing_elsewhere(
+    client: httpx.Client, sweep: Path, tmp_path: Path, what: str
+) -> None:
     other = tmp_path / "other.txt"
     other.write_text("untouched")
-    (sweep / "trials" / "0000" / "note.txt").symlink_to(other)
-    assert client.post(f"{RUN}/note", content=b"mine").status_code == 200
+    (sweep / "trials" / "0000" / f"{what}.txt").symlink_to(other)
+    assert client.post(f"{RUN}/{what}", content=b"mine").status_code == 200
     assert other.read_text() == "untouched"
 
 
-def test_only_known_runs_get_notes(page: Served) -> None:
-    for target in ("/api/runs/../../etc/note", "/api/runs/trials%2f..%2f..%2fother/note", "/api/runs/x/note"):
-        assert ask(page, "POST", target, page.headers)[0] == 404
-    assert ask(page, "POST", f"{RUN}/note", {})[0] == 401
+@EACH
+def test_only_known_runs_get_notes_and_names(page: Served, what: str) -> None:
+    for run in ("../../etc", "trials%2f..%2f..%2fother", "x"):
+        assert ask(page, "POST", f"/api/runs/{run}/{what}", page.headers)[0] == 404
+    assert ask(page, "POST", f"{RUN}/{what}", {})[0] == 401
 
 
 # -- tables ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ const DETAILS = { why: null, remaining_s: null, samples_per_s: null, ranks: null
 const LONG = 18; // letters of a fact that takes a line of its own
 
 export class Card {
-  // asks: wire, stop(key), close(), notice(text)
+  // asks: wire, stop(key), edit(key), close(), notice(text)
   constructor(template, place, asks) {
     this.asks = asks;
     this.key = null;
@@ -22,6 +22,7 @@ export class Card {
     const again = { wire: asks.wire, notice: asks.notice, read: () => this.key && this.read() };
     this.continuing = new Continuing(this.find(".go-on"), this.find(".go-on-says"), again);
     this.find(".stop").addEventListener("click", () => asks.stop(this.key));
+    this.find(".edit").addEventListener("click", () => asks.edit(this.key));
     this.find(".close").addEventListener("click", () => asks.close());
   }
 
@@ -93,6 +94,9 @@ export class Card {
     this.item.dataset.state = said.state;
     write(find(".name"), said.name);
     write(find(".says"), said.says);
+    write(find(".note"), said.note ?? "");
+    find(".note").hidden = !said.note;
+    find(".edit").setAttribute("aria-label", `Rename ${said.name}`);
     write(find(".why"), said.why ? (["failed", "killed", "not finite", "timed out"].includes(said.state) ? said.why : `Asked by: ${said.why}`) : "");
     find(".why").hidden = !said.why;
     const bar = find("progress");

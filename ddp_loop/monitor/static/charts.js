@@ -1,5 +1,8 @@
 // One picture per metric: the curves of all shown runs over their steps, and the points of evaluations.
 
+import { axisOf, linesOf, nearestTo } from "./axis.js";
+import { savePng } from "./downloads.js";
+import { Tip } from "./legend.js";
 import { grouped, named, number } from "./words.js";
 
 const uPlot = globalThis.uPlot;
@@ -11,14 +14,10 @@ const OWN_GROUPS = { loss: "Loss", learning_rate: "Optimizer", gradient_norm: "O
   skipped: "Steps", unused_samples: "Steps", unused_samples_at_least: "Steps", samples: null };
 
 export function groupOf(name) {
-  if (Object.hasOwn(OWN_GROUPS, name)) return OWN_GROUPS[name];
+  const first = name.replace(/_\d+$/, ""); // loss_2 is that of a step's second pass
+  for (const one of [name, first]) if (Object.hasOwn(OWN_GROUPS, one)) return OWN_GROUPS[one];
   const place = name.indexOf("/");
   return place > 0 ? named(name.slice(0, place)) : "Metrics";
-}
-
-// A value by a name from a run's files, which may be that of a property that every object has.
-function own(values, name) {
-  return values && Object.hasOwn(values, name) ? values[name] : undefined;
 }
 
 export function colour(name) {
@@ -28,7 +27,7 @@ export function colour(name) {
 export class Chart {
   constructor(name, template, asks) {
     this.name = name;
-    this.asks = asks; // zoom(first, last), view(), point(key), pointed()
+    this.asks = asks; // zoom(first, last), view(), point(key), pointed(), save(runs)
     this.figure = template.content.firstElementChild.cloneNode(true);
     this.figure.dataset.metric = name;
     this.figure.querySelector(".title").textContent = named(name);
@@ -36,9 +35,23 @@ export class Chart {
     this.holder = this.figure.querySelector(".plot");
     this.height = name === "loss" ? TALL : LOW;
     if (name === "loss") this.figure.classList.add("wide");
+    this.holder.style.minHeight = `${this.height}px`; // also before it is drawn
+    this.tip = new Tip(this.holder);
     this.form = "";
+    this.isNear = false; // to what is seen of the page
+    this.wanted = null; // draws what has come since
+    this.runs = [];
     this.pointed = this.standing = null; // the key of the run whose curves are to stand out, and do
     this.figure.addEventListener("keydown", (event) => this.onKey(event));
+    for (const [kind, act] of [["csv", () => this.asks.save(this.drawnRuns())], ["png", () => this.savePicture()]]) {
+      const button = this.figure.querySelector(`.${kind}`);
+      button.setAttribute("aria-label", `Save ${name} as ${kind.toUpperCase()}`);
+      button.addEventListener("click", async () => {
+        button.disabled = true;
+        await act();
+        button.disabled = false;
+      });
+    }
     this.sizes = new ResizeObserver(() => this.fit());
     this.sizes.observe(this.holder);
   }
@@ -54,33 +67,34 @@ export class Chart {
     if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: this.height });
   }
 
+  // Draws what has come since the last time.
+  draw() {
+    const { wanted } = this;
+    this.wanted = null;
+    wanted?.();
+    this.point(this.pointed);
+  }
+
+  savePicture() {
+    const runs = this.runs.length > 1 ? this.drawnRuns() : [];
+    savePng(this.name, named(this.name), runs, this.plot.ctx.canvas, { ground: colour("--card"), ink: colour("--ink") });
+  }
+
+  // The runs that have this metric.
+  drawnRuns() {
+    return [...new Set(this.lines.map(({ run }) => run))];
+  }
+
   // runs: [{key, name, colour, dash, curves}], curves as the monitor sends them.
-  show(runs, { log, marks }) {
+  show(runs, { log, axis, marks }) {
     this.log = log;
-    const marked = runs.find(({ key }) => key === this.asks.pointed()) ?? runs[0];
-    this.marks = marks ? (marked?.curves.epochs ?? []) : [];
+    this.axis = axisOf(axis);
+    this.hasMarks = marks;
     this.runs = runs;
-    this.lines = [];
-    const tables = [];
-    for (const run of runs) {
-      const { x, evaluated_x: at } = run.curves;
-      const [curve, smooth, evaluated, logged] = ["curves", "smoothed", "evaluated", "logged"].map((of) => own(run.curves[of], this.name));
-      if (curve) {
-        tables.push([x, this.drawable(curve), ...(smooth ? [this.drawable(smooth)] : [])]);
-        this.lines.push({ run, kind: smooth ? "faint" : "line", single: x.length < 2 });
-        if (smooth) this.lines.push({ run, kind: "smooth", single: x.length < 2 });
-      }
-      if (evaluated) {
-        tables.push([at, this.drawable(evaluated)]);
-        this.lines.push({ run, kind: "evaluated" });
-      }
-      if (logged) { // beside a curve of the same name as points
-        tables.push([logged[0], this.drawable(logged[1])]);
-        this.lines.push(curve || evaluated ? { run, kind: "evaluated", logged: true } : { run, kind: "line", single: logged[0].length < 2 });
-      }
-    }
+    this.lines = runs.flatMap((run) => linesOf(run.curves, this.name).map((line) => ({ ...line, run, single: line.x.length < 2 })));
+    const tables = this.lines.map(({ x, y }) => [x, this.drawable(y)]);
     const data = tables.length ? uPlot.join(tables) : [[]];
-    const form = JSON.stringify([log, this.lines.map(({ run, kind, single }) => [run.colour, run.dash.length, kind, single])]);
+    const form = JSON.stringify([log, axis, this.lines.map(({ run, kind, single }) => [run.colour, run.dash.length, kind, single])]);
     if (form !== this.form) {
       this.form = form;
       this.standing = null;
@@ -91,7 +105,7 @@ export class Chart {
       this.plot.setData(data, false);
       this.plot.batch(() => {
         const [first, last] = this.asks.view() ?? [data[0][0] ?? 0, data[0].at(-1) ?? 1];
-        this.plot.setScale("x", { min: first, max: Math.max(last, first + 1) });
+        this.plot.setScale("x", { min: first, max: Math.max(last, first + this.axis.least) });
       });
     }
     this.tell();
@@ -114,11 +128,11 @@ export class Chart {
       cursor: { y: false, drag: { x: true, y: false, setScale: false }, sync: { key: "steps", filters: FILTERS },
         points: { size: 6 }, focus: { prox: -1 } },
       scales: {
-        x: { time: false, range: (_, low, high) => this.asks.view() ?? [low ?? 0, Math.max(high ?? 1, (low ?? 0) + 1)] },
+        x: { time: false, range: (_, low, high) => this.asks.view() ?? [low ?? 0, Math.max(high ?? 1, (low ?? 0) + this.axis.least)] },
         y: this.log ? { distr: 3 } : {},
       },
       axes: [
-        { ...axis, grid: { show: false }, size: 26, values: (_, ticks) => ticks.map((one) => (Number.isInteger(one) ? grouped(one) : "")) },
+        { ...axis, grid: { show: false }, size: 26, values: (_, ticks) => ticks.map((one) => this.axis.tick(one)) },
         { ...axis, grid: inside, size: 54, values: (_, ticks) => ticks.map((one) => (one === null ? "" : number(one))) },
       ],
       series: [{}, ...this.lines.map((line) => series(line))],
@@ -131,20 +145,36 @@ export class Chart {
     };
   }
 
+  // The epochs of the few runs that are drawn, in their colours where they differ; of many, those of one.
   drawMarks(plot) {
+    if (!this.hasMarks || !this.runs.length) return;
+    const one = this.runs.find(({ key }) => key === this.standing) ?? this.runs[0];
+    const of = this.runs.length > FEW || this.standing !== null ? [one] : this.runs;
+    const kinds = new Map(); // the marks as JSON -> the first run that has them
+    for (const run of of) {
+      const form = JSON.stringify(run.curves.epochs);
+      if (!kinds.has(form)) kinds.set(form, run);
+    }
+    const isCommon = kinds.size === 1 && of.length === this.runs.length;
+    for (const run of kinds.values()) this.drawMarksOf(plot, run.curves.epochs, isCommon ? null : run.colour);
+    this.figure.dataset.marked = JSON.stringify([...kinds.values()].map(({ key }) => key));
+  }
+
+  drawMarksOf(plot, marks, own) {
     const { ctx, bbox } = plot;
     const scale = devicePixelRatio;
     ctx.save();
-    ctx.strokeStyle = colour("--mark");
-    ctx.fillStyle = colour("--quiet");
+    ctx.strokeStyle = own ?? colour("--mark");
+    ctx.globalAlpha = own === null ? 1 : 0.55;
+    ctx.fillStyle = own ?? colour("--quiet");
     ctx.font = `${10 * scale}px system-ui, sans-serif`;
     ctx.textAlign = "right";
     ctx.lineWidth = scale;
     ctx.setLineDash([2 * scale, 3 * scale]);
-    const places = this.marks.map(([, step]) => Math.round(plot.valToPos(step, "x", true)));
+    const places = marks.map(([, place]) => Math.round(plot.valToPos(place, "x", true)));
     const gap = (places.at(-1) - places[0]) / Math.max(1, places.length - 1) || Infinity;
     const lines = Math.ceil((APART * scale) / gap) || 1; // epochs per mark
-    this.marks.forEach(([epoch], at) => {
+    marks.forEach(([epoch], at) => {
       const left = places[at];
       if ((at + 1) % lines || left <= bbox.left || left > bbox.left + bbox.width) return;
       ctx.beginPath();
@@ -192,7 +222,7 @@ export class Chart {
   // Lets a run's curves stand out; none for null.
   point(key) {
     this.pointed = key;
-    if (!this.plot) return;
+    if (!this.plot || !this.isNear) return;
     if (this.standing !== key) {
       this.standing = key;
       this.plot.series.slice(1).forEach((one, place) => {
@@ -220,49 +250,61 @@ export class Chart {
     return found;
   }
 
-  // The values at the cursor, or the last ones; of many runs only those of the one that is pointed at.
+  // The value of each line that is nearest to the cursor, with its own step where that is another one; without a
+  // cursor the last ones. Above the chart, of many runs, only those of the one that is pointed at.
   tell() {
     const { plot } = this;
     if (!plot) return;
     const x = plot.data[0];
     const there = plot.cursor.idx < x.length ? (plot.cursor.idx ?? null) : null; // a zoom may have left fewer steps
-    const parts = [];
-    let said = "";
+    const place = x.length ? x[there ?? x.length - 1] : null;
     const many = this.runs.length > FEW;
+    const isUnder = there !== null && plot.over.matches(":hover");
     const near = many ? this.nearest() : null;
     if (near) this.asks.point(near);
     const pointed = many ? this.asks.pointed() : null;
+    const values = place === null ? [] : this.lines.filter(({ kind }) => kind !== "faint").flatMap((line) => this.valueAt(line, place));
+    const parts = [];
+    let said = "";
     if (many && !pointed) {
       const part = Object.assign(document.createElement("span"), { textContent: `${this.runs.length} runs` });
       parts.push(part);
       said = `, ${part.textContent}`;
     }
-    this.lines.forEach((line, place) => {
-      if (line.kind === "faint" || (many && line.run.key !== pointed)) return;
-      const values = plot.data[place + 1];
-      let at = there ?? x.length - 1;
-      while (at >= 0 && values[at] === undefined) at -= 1;
-      if (at < 0) return;
+    for (const { line, value, step, text } of values) {
+      if (many && line.run.key !== pointed) continue;
       const part = document.createElement("span");
       part.className = line.kind;
       part.style.setProperty("--run", line.run.colour);
-      part.textContent = many && line.kind !== "evaluated" ? `${line.run.name}: ${number(values[at])}` : number(values[at]);
-      part.title = line.kind === "evaluated" ? `${line.run.name}, ${line.logged ? "logged" : "evaluated"}` : line.run.name;
+      part.textContent = `${many && line.kind !== "evaluated" ? `${line.run.name}: ` : ""}${text}`;
+      part.title = line.kind === "evaluated" ? `${line.run.name}, ${line.isLogged ? "logged" : "evaluated"}` : line.run.name;
+      part.dataset.step = step;
       parts.push(part);
-      said += `, ${part.title}: ${number(values[at])}`;
-    });
+      said += `, ${part.title}: ${number(value)}`;
+    }
     const step = document.createElement("span");
     step.className = "step";
-    step.textContent = x.length ? `step ${grouped(x[there ?? x.length - 1])}` : "no rows";
+    step.textContent = place === null ? "no rows" : this.axis.says(place);
     this.values.replaceChildren(...parts, step);
     this.figure.setAttribute("aria-label", `${named(this.name)}${said}, ${step.textContent}`);
-    const drawn = plot.data.slice(1).map((values) => values.findLastIndex((value) => value !== undefined));
-    this.figure.dataset.last = JSON.stringify(
-      drawn.map((at, line) => (at < 0 ? null : [x[at], plot.data[line + 1][at]])),
-    );
+    if (isUnder && this.runs.length > 1) {
+      const rows = values.map(({ line: { run, kind }, value, ownStep }) => (
+        { name: run.name, colour: run.colour, kind, value, step: ownStep, isNear: run.key === (near ?? pointed) }));
+      this.tip.show(step.textContent, rows, plot.cursor.left);
+    } else this.tip.hide();
+    this.figure.dataset.last = JSON.stringify(this.lines.map(({ x: places, y }) => (y.length ? [places.at(-1), y.at(-1)] : null)));
     this.figure.dataset.scale = plot.scales.y.distr === 3 ? "log" : "linear";
     this.figure.dataset.points = String(x.length);
     this.figure.dataset.standing = this.standing ?? "";
+  }
+
+  // The value of a line nearest to a place on the axis: none, or one.
+  valueAt(line, place) {
+    const at = nearestTo(line.x, place);
+    if (at < 0) return [];
+    const [value, step] = [line.y[at], line.steps[at]];
+    const ownStep = `step ${grouped(step)}`;
+    return [{ line, value, step, ownStep, text: ownStep === this.axis.says(place) ? number(value) : `${number(value)} (${ownStep})` }];
   }
 }
 

@@ -1,17 +1,20 @@
 // Which curves are drawn, in which colours: requests them, and has the charts draw them in groups.
 
+import { axisOf } from "./axis.js";
 import { Chart, groupOf } from "./charts.js";
+import { saveCsv } from "./downloads.js";
 import { isUnderWay, write } from "./words.js";
 
 const element = (id) => document.getElementById(id);
 const GROUPS = ["Loss", "Metrics"]; // in this order, before the others
 const BETWEEN_MS = 900; // between two requests for the curves of a run
+const NEAR = 900; // pixels: charts that are no farther than this from what is seen are drawn
 const FIRST = 10, MOST = 50; // runs that are drawn at first, and at most
 const COLOURS = 20, DASHES = [[], [8, 4], [2, 3]]; // of runs, in page.css; all colours, then all of them dashed
 const ALL_POINTS = 12000; // of a metric, over all runs
 
 export class Curves {
-  // asks: wire, template, changed()
+  // asks: wire, template, changed(), notice(text), legend, isHidden(summary)
   constructor(asks) {
     this.asks = asks;
     this.runs = new Map(); // key -> {key, summary, curves, asked, reading, read}
@@ -21,8 +24,10 @@ export class Curves {
     this.charts = new Map(); // metric -> Chart
     this.pointed = null; // the key of the run whose values the captions show, of many
     this.took = 0; // ms to draw the charts
-    this.zoomed = null; // [first, last] step, or all
+    this.zoomed = null; // [first, last] on the axis, or all
+    this.near = new IntersectionObserver((seen) => this.onSeen(seen), { rootMargin: `${NEAR}px` });
     element("smoothing").addEventListener("change", () => this.read());
+    element("axis").addEventListener("change", () => this.zoom(null));
     element("marks").addEventListener("change", () => this.draw());
     element("whole").addEventListener("click", () => this.zoom(null));
     for (const one of document.querySelectorAll("[name=scale]")) one.addEventListener("change", () => this.draw());
@@ -36,7 +41,7 @@ export class Curves {
   // -- choice -----------------------------------------------------------------------------------------------
 
   take(all, changed) {
-    let isOther = false;
+    let isOther = false, isNamed = false;
     for (const key of this.runs.keys()) {
       if (all.has(key)) continue;
       this.runs.delete(key);
@@ -46,17 +51,21 @@ export class Curves {
     for (const summary of changed) {
       const run = this.runs.get(summary.key);
       isOther ||= !run || isUnderWay(run.summary) !== isUnderWay(summary);
+      isNamed ||= run && run.summary.name !== summary.name;
       if (run) run.summary = summary;
       else this.runs.set(summary.key, { key: summary.key, summary, curves: null, asked: "", reading: false, read: 0 });
     }
     if (isOther && !this.isOwnChoice) this.chosen = new Set(this.usual());
     if (isOther) this.onChosen();
-    else this.read();
+    else {
+      if (isNamed) this.draw();
+      this.read();
+    }
   }
 
   // Runs that are under way, and then the newest ones.
   usual() {
-    const order = [...this.runs.values()].sort(({ summary: one }, { summary: other }) =>
+    const order = [...this.runs.values()].filter(({ summary }) => !this.asks.isHidden(summary)).sort(({ summary: one }, { summary: other }) =>
       isUnderWay(other) - isUnderWay(one) || (other.began ?? 0) - (one.began ?? 0));
     const few = new Set(order.slice(0, FIRST).map(({ key }) => key));
     return [...this.runs.keys()].filter((key) => few.has(key));
@@ -66,6 +75,13 @@ export class Curves {
     this.isOwnChoice = true;
     if (on) this.chosen.add(key);
     else this.chosen.delete(key);
+    this.onChosen();
+  }
+
+  // A hidden run is not drawn; one that is shown again is, if the user has not chosen others.
+  hide(key, on) {
+    if (!this.isOwnChoice) this.chosen = new Set(this.usual());
+    else if (on) this.chosen.delete(key);
     this.onChosen();
   }
 
@@ -121,10 +137,11 @@ export class Curves {
   wanted({ summary }) {
     const many = Math.round(ALL_POINTS / Math.max(1, this.places.size));
     const points = Math.min(2000, many, Math.max(300, 2 * Math.round(element("groups").clientWidth || 600)));
-    const [first, last] = this.zoomed ?? [0, 10 ** 12];
+    const axis = element("axis").value, { parts } = axisOf(axis);
+    const [first, last] = this.zoomed ?? [0, 10 ** 12 / parts];
     const asked = new URLSearchParams({
-      points, smoothing: element("smoothing").value,
-      first: Math.max(0, Math.floor(first)), last: Math.max(0, Math.ceil(last)),
+      points, axis, smoothing: element("smoothing").value,
+      first: Math.max(0, Math.floor(parts * first)), last: Math.max(0, Math.ceil(parts * last)),
     });
     return { path: `/api/runs/${encodeURIComponent(summary.key)}/curves?${asked}`, version: summary.version };
   }
@@ -174,7 +191,10 @@ export class Curves {
     const began = performance.now();
     queueMicrotask(() => { this.took = Math.min(250, performance.now() - began); }); // the charts draw in microtasks
     const style = getComputedStyle(document.documentElement);
-    const shown = [...this.places.keys()].map((key) => this.runs.get(key)).filter((run) => run?.curves);
+    const axis = element("axis").value;
+    const there = [...this.places.keys()].map((key) => this.runs.get(key)).filter((run) => run?.curves);
+    const shown = there.filter(({ curves }) => curves.axis === axis);
+    if (there.length && !shown.length) return; // another axis was chosen, and its curves are on their way
     const names = new Set(shown.flatMap(({ curves }) => 
       ["curves", "evaluated", "logged"].flatMap((of) => Object.keys(curves[of]))));
     const drawn = shown.map(({ key, summary, curves }) => {
@@ -184,6 +204,7 @@ export class Curves {
     });
     for (const [name, chart] of this.charts) {
       if (names.has(name) || !shown.length) continue;
+      this.near.unobserve(chart.figure);
       chart.remove();
       this.charts.delete(name);
     }
@@ -191,18 +212,43 @@ export class Curves {
       if (this.charts.has(name) || groupOf(name) === null) continue;
       const chart = new Chart(name, this.asks.template, {
         zoom: this.zoom.bind(this), view: () => this.zoomed, point: this.point.bind(this), pointed: () => this.pointed,
+        save: (runs) => this.save(name, runs),
       });
       this.charts.set(name, chart);
       const grid = groupElement(groupOf(name)).querySelector(".grid");
       const next = [...grid.children].find((one) => one.dataset.metric > name); // one order, whichever run came first
       grid.insertBefore(chart.figure, next ?? null);
+      this.near.observe(chart.figure);
     }
     for (const group of document.querySelectorAll(".group")) {
       if (!group.querySelector(".chart")) group.remove();
     }
     const log = document.querySelector("[name=scale]:checked").value === "log";
-    for (const chart of this.charts.values()) chart.show(drawn, { log, marks: element("marks").checked });
+    const how = { log, axis, marks: element("marks").checked };
+    for (const chart of this.charts.values()) {
+      chart.wanted = () => chart.show(drawn, how);
+      if (chart.isNear) chart.draw();
+    }
+    this.asks.legend.show(drawn, this.dress.bind(this));
     element("controls").hidden = this.charts.size === 0;
+  }
+
+  // Charts are drawn when they come near what is seen: a run may have 50 metrics.
+  onSeen(seen) {
+    for (const { target, isIntersecting } of seen) {
+      const chart = this.charts.get(target.dataset.metric);
+      if (chart?.figure !== target) continue;
+      chart.isNear = isIntersecting;
+      if (isIntersecting) chart.draw();
+    }
+  }
+
+  async save(name, runs) {
+    try {
+      await saveCsv(name, runs, this.asks.wire);
+    } catch (error) {
+      this.asks.notice(`${name} was not saved: ${error.message}`);
+    }
   }
 
   // Shows a run's values above the charts. From the list, its curves stand out too.
@@ -218,7 +264,8 @@ export class Curves {
   }
 
   zoom(first, last) {
-    this.zoomed = first === null || last - first < 2 ? null : [Math.max(0, first), last];
+    const { least } = axisOf(element("axis").value);
+    this.zoomed = first === null || last - first < least ? null : [Math.max(0, first), last];
     element("whole").hidden = this.zoomed === null;
     this.draw();
     this.read();

@@ -15,13 +15,14 @@ const FIELDS = {
 };
 
 export class List {
-  // asks: template, runs, open(key), choose(key, on), only(keys), point(key), arranged()
+  // asks: template, runs, open(key), choose(key, on), only(keys), point(key), arranged(), edit(key), hide(key, on), hidden
   constructor(asks) {
     this.asks = asks;
     this.lines = new Map(); // key -> {item, parts, searched, rank, summary}
     this.sequence = []; // keys in the order of the list
     this.order = []; // those that the search finds
     this.opened = null;
+    this.showsHidden = false;
     this.values = new Map(); // parameter -> its first value
     this.varied = new Set(); // parameters in which runs differ
     this.place = element("lines");
@@ -34,9 +35,17 @@ export class List {
     });
     element("only").addEventListener("click", () => asks.only(this.order));
     element("none").addEventListener("click", () => asks.only([]));
+    element("show-hidden").addEventListener("click", () => {
+      this.showsHidden = !this.showsHidden;
+      this.arrange();
+    });
     this.place.addEventListener("click", (event) => {
-      const button = event.target.closest(".open");
-      if (button) asks.open(button.closest(".line").dataset.run);
+      const button = event.target.closest("button");
+      if (!button) return;
+      const key = button.closest(".line").dataset.run;
+      if (button.matches(".open")) asks.open(key);
+      else if (button.matches(".edit")) asks.edit(key);
+      else asks.hide(key, !this.isHidden(key));
     });
     for (const [kind, key] of [["mouseover", true], ["mouseleave", false], ["focusin", true], ["focusout", false]]) {
       this.place.addEventListener(kind, (event) => asks.point(key ? event.target.closest(".line")?.dataset.run ?? null : null));
@@ -71,7 +80,7 @@ export class List {
   newLine(key) {
     const item = this.asks.template.content.firstElementChild.cloneNode(true);
     const find = (name) => item.querySelector(name);
-    const names = [".show", ".open", ".name", ".value", ".state", ".parameters", ".bar", ".bar i"];
+    const names = [".show", ".open", ".name", ".value", ".state", ".parameters", ".bar", ".bar i", ".edit", ".hide"];
     const parts = Object.fromEntries(names.map((name) => [name, find(name)]));
     item.dataset.run = key;
     this.lines.set(key, { item, parts });
@@ -90,6 +99,10 @@ export class List {
     return this.varied.size > before;
   }
 
+  isHidden(key) {
+    return this.asks.hidden.has(this.lines.get(key).summary);
+  }
+
   // Sorts the lines, and shows those that the search finds.
   arrange() {
     const by = element("sort").value;
@@ -98,7 +111,10 @@ export class List {
     for (const line of lines) line.rank = FIELDS[by](line.summary);
     lines.sort((one, other) => compare(one, other, turn));
     const { test, says } = parse(element("search").value, lines.map(({ searched }) => searched));
-    const found = new Set(lines.filter(({ searched }) => test(searched)));
+    const hidden = new Set(lines.filter(({ summary }) => this.asks.hidden.has(summary)));
+    if (!hidden.size) this.showsHidden = false;
+    const listed = this.showsHidden ? lines : lines.filter((line) => !hidden.has(line));
+    const found = new Set(listed.filter(({ searched }) => test(searched)));
     const sequence = lines.map(({ summary }) => summary.key);
     if (sequence.some((key, at) => key !== this.sequence[at]) || sequence.length !== this.sequence.length) {
       let next = this.place.firstElementChild;
@@ -108,11 +124,22 @@ export class List {
       }
     }
     this.sequence = sequence;
-    for (const line of lines) line.item.hidden = !found.has(line);
+    for (const line of lines) {
+      const { item, parts, summary } = line, is = hidden.has(line);
+      item.hidden = !found.has(line);
+      item.classList.toggle("put-away", is);
+      write(parts[".hide"], is ? "Show" : "Hide");
+      const says = `${is ? "Show" : "Hide"} ${summary.name}`;
+      if (parts[".hide"].getAttribute("aria-label") !== says) parts[".hide"].setAttribute("aria-label", says);
+    }
+    const button = element("show-hidden");
+    button.hidden = !hidden.size;
+    button.setAttribute("aria-pressed", String(this.showsHidden));
+    write(button, `${this.showsHidden ? "Without" : "Show"} hidden (${grouped(hidden.size)})`);
     this.order = lines.filter((line) => found.has(line)).map(({ summary }) => summary.key);
-    const all = `${grouped(lines.length)} runs`;
+    const all = `${grouped(listed.length)} runs`;
     write(element("of-value"), valueOf(lines[0]?.summary ?? { last: {} }).name);
-    write(element("count"), `${found.size === lines.length ? all : `${grouped(found.size)} of ${all}`}${says && `. ${says}`}`);
+    write(element("count"), `${found.size === listed.length ? all : `${grouped(found.size)} of ${all}`}${says && `. ${says}`}`);
     element("only").disabled = found.size === 0;
     this.asks.arranged();
   }
@@ -152,10 +179,12 @@ function compare(one, other, turn) {
 }
 
 function show({ item, parts, summary }, varied) {
-  const { name, state, fraction, config, note } = summary;
+  const { name, path, state, fraction, config, note } = summary;
   const shown = valueOf(summary);
   item.dataset.state = state;
   write(parts[".name"], name);
+  parts[".name"].title = path;
+  parts[".edit"].setAttribute("aria-label", `Rename ${name}`);
   write(parts[".value"], shown.value === null ? "" : number(shown.value));
   parts[".value"].title = shown.name;
   const far = fraction !== null && fraction < 1 ? ` ${Math.floor(100 * fraction)} %` : "";

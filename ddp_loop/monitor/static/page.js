@@ -2,7 +2,9 @@
 
 import { Card } from "./card.js";
 import { Curves } from "./curves.js";
+import { Legend } from "./legend.js";
 import { List } from "./list.js";
+import { Hidden, Naming } from "./naming.js";
 import * as tab from "./results.js";
 import { write } from "./words.js";
 import { Wire, takeToken } from "./wire.js";
@@ -16,14 +18,22 @@ let opened = null; // the key of the card, of several runs
 let stopping = null; // the key of the dialog
 let results = null;
 
-const card = new Card(element("run"), element("card"), { wire, stop: askToStop, close: () => open(null), notice });
-const curves = new Curves({ wire, template: element("chart"), changed: onChosen });
+const naming = new Naming({ wire, notice });
+const edit = (key) => naming.open(runs.get(key));
+const hidden = new Hidden();
+const card = new Card(element("run"), element("card"), { wire, stop: askToStop, edit, close: () => open(null), notice });
+const legend = new Legend(element("legend"), { open, point: (key) => curves.point(key, true) });
+const curves = new Curves({
+  wire, template: element("chart"), changed: onChosen, notice, legend,
+  isHidden: (summary) => runs.size > 1 && hidden.has(summary),
+});
 const list = new List({
   template: element("line"), open, runs,
   choose: (key, on) => curves.choose(key, on),
   only: (keys) => curves.only(keys),
   point: (key) => curves.point(key, true),
   arranged: showResults,
+  edit, hide, hidden,
 });
 
 // -- runs ---------------------------------------------------------------------------------------------------
@@ -68,6 +78,14 @@ function open(key) {
     fold(false);
     card.focus();
   } else if (before) list.focus(before);
+}
+
+function hide(key, on) {
+  hidden.set(runs.get(key), on);
+  if (on && opened === key) open(null);
+  list.arrange();
+  if (on && document.activeElement === document.body) element("show-hidden").focus(); // its line had the focus
+  curves.hide(key, on);
 }
 
 function showTitle() {

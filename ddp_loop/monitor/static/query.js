@@ -10,9 +10,9 @@ const ORDERS = new Map([
 
 // What is searched of a run: its text, and its values by name. Names come from users, so one name can mean several values.
 export class Searched {
-  constructor({ name, state, note, config, last, best, trial, iteration, elapsed_s: time }) {
+  constructor({ name, path, state, note, config, last, best, trial, iteration, elapsed_s: time }) {
     this.names = new Map();
-    const own = { name, status: state, state, note: note ?? "", value: trial?.value ?? null, trial: trial?.number ?? null,
+    const own = { name, path: path ?? name, status: state, state, note: note ?? "", value: trial?.value ?? null, trial: trial?.number ?? null,
       steps: iteration, time };
     for (const [kind, values] of [["", own], ["", config], ["", last], [BEST, best]]) {
       for (const [one, value] of Object.entries(values ?? {})) {
@@ -22,7 +22,7 @@ export class Searched {
       }
     }
     const words = Object.entries(config ?? {}).map(([one, value]) => `${one}=${value}`);
-    this.text = [name, state, note ?? "", trial?.why ?? "", ...words].join(" ").toLowerCase();
+    this.text = [name, path ?? "", state, note ?? "", trial?.why ?? "", ...words].join(" ").toLowerCase();
   }
 
   // The values that a name can mean, none for an unknown name; "rate" is also the end of "optimizer.rate".

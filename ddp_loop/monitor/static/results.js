@@ -6,6 +6,7 @@
 // keys to summaries, order has the keys that the list's search finds.
 
 import { Matrix } from "./confusion.js";
+import { asCsv, save } from "./downloads.js";
 import { Parallel } from "./parallel.js";
 import { parse } from "./query.js";
 import { Scatter } from "./scatter.js";
@@ -314,10 +315,7 @@ export class Results {
   export() {
     const lines = [[...this.columns.map(({ title }) => title), "Folder"]];
     for (const trial of this.shown) lines.push([...this.columns.map((column) => column.of(trial)), trial.summary.folder]);
-    const text = lines.map((line) => line.map(inCsv).join(",")).join("\r\n");
-    const link = html("a", { href: URL.createObjectURL(new Blob([`${text}\r\n`], { type: "text/csv" })), download: "results.csv" });
-    link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+    save(new Blob([asCsv(lines)], { type: "text/csv" }), "results.csv");
   }
 }
 
@@ -339,12 +337,4 @@ function keyOf(element) {
 
 function widthOf({ kind, title }) {
   return Math.max(WIDTHS.get(kind), Math.min(MOST_WIDTH, 16 + LETTER * title.length));
-}
-
-// A spreadsheet takes a text that begins with one of = + - @ for a formula.
-function inCsv(value) {
-  if (value === null || value === undefined) return "";
-  if (typeof value === "number") return String(value);
-  const text = /^[=+\-@\t\r]/.test(String(value)) ? `'${value}` : String(value);
-  return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }

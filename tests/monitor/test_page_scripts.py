@@ -1,0 +1,85 @@
+"""The page's scripts without a browser: the nearest point, the lines of a metric, searches and files of values."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_loop.monitor.app import FOLDER
+
+NODE = shutil.which("node")
+pytestmark = pytest.mark.skipif(NODE is None, reason="needs node, which is not installed")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    """Evaluate an expression with what a script of the page exports as `page`."""
+    for path in FOLDER.glob("*.js"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+
+    def run(name: str, expression: str) -> Any:
+        (tmp_path / "try.js").write_text(
+            f'import * as page from "./{name}";\nconsole.log(JSON.stringify({expression}));\n'
+        )
+        done = subprocess.run([str(NODE), "try.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_the_nearest_point_is_that_of_the_line_itself(script: Any) -> None:
+    places = [-5, 1, 4, 5.5, 5.6, 9, 10, 14, 99]
+    found = script("axis.js", f"{places}.map((place) => page.nearestTo([1, 4, 7, 10, 20], place))")
+    assert found == [0, 0, 1, 1, 2, 3, 3, 3, 4]  # of two as near, the earlier one
+    assert script("axis.js", "[page.nearestTo([], 3), page.nearestTo([2], 3)]") == [-1, 0]
+
+
+def test_a_metric_of_any_name_has_its_own_lines_and_no_others(script: Any) -> None:
+    curves = {
+        "x": [1, 2], "steps": [1, 2], "curves": {"__proto__": [3, 4], "loss": [5, 6]}, "smoothed": {"loss": [5, 5.5]},
+        "evaluated_x": [2], "evaluated_steps": [2], "evaluated": {"loss": [7], "constructor": [8]},
+        "logged": {"constructor": [[1], [9], [1]], "toString": [[2], [10], [2]]},
+    }  # fmt: skip
+    text = json.dumps(json.dumps(curves))
+    names = ["__proto__", "loss", "constructor", "toString", "valueOf", "hasOwnProperty"]
+    found = script(
+        "axis.js", f"{names}.map((name) => page.linesOf(JSON.parse({text}), name).map((l) => [l.kind, l.y]))"
+    )
+    assert found == [
+        [["line", [3, 4]]],
+        [["faint", [5, 6]], ["smooth", [5, 5.5]], ["evaluated", [7]]],
+        [["evaluated", [8]], ["evaluated", [9]]],
+        [["line", [10]]],
+        [],
+        [],
+    ]
+
+
+def test_a_place_on_an_axis_is_said_in_its_unit(script: Any) -> None:
+    said = '[page.axisOf("step").says(1234), page.axisOf("epoch").says(1.5), page.axisOf("time").says(3.25), '
+    said += 'page.axisOf("time").says(3725), page.axisOf("constructor").says(1)]'
+    assert script("axis.js", said) == ["step 1\u202f234", "epoch 1.5", "3.25 s", "1:02:05", "step 1"]
+
+
+def test_a_file_of_values_has_no_formulas_and_quotes_what_needs_it(script: Any) -> None:
+    lines = [["=1+1", "@x", "-3", 'a "b", c', None, -3, 1e-300, "a\nb"]]
+    assert script("downloads.js", f"page.asCsv({json.dumps(lines)})") == (
+        '\'=1+1,\'@x,\'-3,"a ""b"", c",,-3,1e-300,"a\nb"\r\n'
+    )
+
+
+def test_a_renamed_run_is_found_by_its_name_and_by_its_folder(script: Any) -> None:
+    run = {"name": "the good one", "path": "trials/0007", "state": "done", "config": {}, "last": {}, "best": {}}
+    searches = ["good", "0007", "path=trials/0007", 'name="the good one"', "0008", "name=trials/0007"]
+    found = script(
+        "query.js",
+        f"((row) => {searches}.map((text) => page.parse(text, [row]).test(row)))(new page.Searched({json.dumps(run)}))",
+    )
+    assert found == [True, True, True, True, False, False]
