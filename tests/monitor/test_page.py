@@ -143,11 +143,15 @@ def test_everything_can_be_done_with_the_keyboard(visit: Any, run: Path) -> None
     with served(run) as page:
         one = visit(page)
         reached = []
-        for _ in range(6):
+        for _ in range(12):
             one.page.keyboard.press("Tab")
-            reached.append(one.page.evaluate("document.activeElement.id || document.activeElement.name || "
-                                             "document.activeElement.dataset.metric"))  # fmt: skip
-        assert reached == ["smoothing", "scale", "marks", "loss", "accuracy", "learning_rate"]
+            reached.append(
+                one.page.evaluate(
+                    "((one) => one.id || one.name || one.dataset.metric || one.className)(document.activeElement)"
+                )
+            )
+        charts = [name for metric in ("loss", "accuracy", "learning_rate") for name in (metric, "csv", "png")]
+        assert reached == ["edit", "smoothing", "axis", "scale", "marks", *charts[:7]]
         one.page.locator(".chart[data-metric=loss]").focus()
         one.page.keyboard.press("Home")
         assert one.text(".chart[data-metric=loss] .step") == "step 1"

@@ -153,7 +153,7 @@ def test_the_search_reports_unknown_words_and_finds_names_with_signs(visit: Any,
 def test_boxes_and_the_search_choose_the_curves(visit: Any, sweep: Path) -> None:
     with served(sweep) as page:
         one = visit(page)
-        one.page.get_by_role("button", name="Hide all").click()
+        one.page.get_by_role("button", name="Draw none").click()
         assert checked(one) == []
         one.waits_for("#limit", "No run is chosen.")
         one.page.get_by_role("checkbox", name="Draw trials/0001").check()

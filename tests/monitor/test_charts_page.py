@@ -1,0 +1,262 @@
+"""The page in a browser: axes, names, hidden runs, the legend, values at the pointer, and files of a chart."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.browsing import NEEDS_BROWSER, Visit
+from tests.support.harness import until
+from tests.support.serving import row, served, write_lines, write_run
+
+pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
+WINDOW = (1400, 900)
+EVIL = '<img src=x onerror="alert(1)"></script><b>bold</b>'
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Three runs whose epochs have 100, 50 and 25 steps, which write a row every step, every 3rd and every 7th one."""
+    top = tmp_path / "lab"
+    for number, (steps, every) in enumerate(((100, 1), (50, 3), (25, 7))):
+        rows = [
+            row(k, loss=number + 1 / k, epoch=(k - 1) // steps + 1, elapsed_s=k * (number + 1) / 10)
+            for k in range(every, 401, every)
+        ]
+        folder = write_run(top / f"run-{number}", rows, status="done", steps_per_epoch=steps, iteration=400)
+        (folder / "run.json").write_text(json.dumps({"began": 1.0 + number, "config": {"rate": number, "bold": EVIL}}))
+    return top
+
+
+def loss(part: str = "") -> str:
+    return f".chart[data-metric=loss] {part}"
+
+
+def point_at(one: Visit, share: float) -> None:
+    """Move the mouse to this share of the loss's width."""
+    box = one.page.locator(loss(".u-over")).bounding_box()
+    one.page.mouse.move(box["x"] + share * box["width"], box["y"] + 60)
+
+
+def tip(one: Visit) -> list[list[str]]:
+    rows = one.page.locator(loss(".tip p:not(.head)")).all()
+    return [[line.locator(part).inner_text() for part in (".name", "b", ".step")] for line in rows]
+
+
+# -- axes --------------------------------------------------------------------------------------------------
+
+
+def test_the_axis_is_steps_epochs_or_time(visit: Any, runs: Path) -> None:
+    with served(runs) as page:
+        one = visit(page)
+        until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
+        assert [last[0] for last in one.last("loss")] == [400, 399, 399]
+        one.page.get_by_label("Axis").select_option("epoch")
+        until(lambda: [last[0] for last in one.last("loss")] == [4, 7.98, 15.96], "they lie on their epochs")
+        assert one.text(loss(".step")) == "epoch 15.96"
+        one.page.locator(loss()).focus()
+        one.page.keyboard.press("+")
+        assert one.page.get_by_role("button", name="Whole run").is_visible()
+        one.page.get_by_label("Axis").select_option("time")
+        assert not one.page.get_by_role("button", name="Whole run").is_visible()
+        until(lambda: [last[0] for last in one.last("loss")] == [40, 79.8, 119.7], "they lie on their seconds")
+        assert one.text(loss(".step")) == "2:00"
+        for key in ("Home", "+", "+", "+", "End", "-", "0"):
+            one.page.keyboard.press(key)
+            assert "NaN" not in one.page.locator("#groups").inner_text()
+        box = one.page.locator(loss(".u-over")).bounding_box()
+        one.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
+        one.page.mouse.down()
+        one.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50, steps=3)
+        one.page.mouse.up()
+        until(lambda: one.last("loss")[2][0] < 70, "a part is shown")
+        assert one.last("loss")[2][0] > 55
+
+
+def test_epoch_marks_are_those_of_the_run_they_belong_to(visit: Any, runs: Path) -> None:
+    with served(runs) as page:
+        one = visit(page)
+        until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
+        assert json.loads(one.chart("loss", "marked")) == ["run-0", "run-1", "run-2"]  # each in its colour
+        one.page.locator(".line[data-run='run-1'] .open").hover()
+        until(lambda: json.loads(one.chart("loss", "marked")) == ["run-1"], "those of the run that stands out")
+        one.page.mouse.move(5, 5)
+        for number in range(3, 5):
+            rows = [row(k, epoch=1) for k in range(1, 401)]
+            write_run(runs / f"run-{number}", rows, status="done", iteration=400)
+        until(lambda: len(one.last("loss")) == 5, "two more are drawn")
+        assert json.loads(one.chart("loss", "marked")) == ["run-0"]  # of many the first one's
+
+
+def test_values_at_the_pointer_have_their_own_steps(visit: Any, runs: Path) -> None:
+    with served(runs) as page:
+        one = visit(page)
+        until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
+        point_at(one, 0.5)
+        until(lambda: len(tip(one)) == 3, "the tip has all runs")
+        place = int(one.text(loss(".step")).removeprefix("step "))
+        steps = {name: int(step.removeprefix("step ")) for name, _, step in tip(one)}
+        nearest = {
+            f"run-{n}": min(range(every, 401, every), key=lambda k: abs(k - place)) for n, every in enumerate((1, 3, 7))
+        }
+        assert steps == nearest
+        assert [name for name, _, _ in tip(one)] == ["run-2", "run-1", "run-0"]  # the greatest first
+        said = one.page.locator(loss(".values .line")).all()
+        assert [part.get_attribute("data-step") for part in said] == [str(one) for one in nearest.values()]
+        assert len({part.inner_text().endswith(")") for part in said}) == 2  # only other steps are named
+        one.page.mouse.move(5, 5)
+        until(lambda: not one.page.locator(loss(".tip")).is_visible(), "the tip is gone")
+
+
+# -- names, notes, hidden runs -----------------------------------------------------------------------------
+
+
+def test_a_run_gets_a_name_and_a_note_which_are_shown_as_text(visit: Any, runs: Path) -> None:
+    with served(runs) as page:
+        one = visit(page)
+        until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
+        one.page.locator(".line[data-run='run-1']").hover()
+        one.page.get_by_role("button", name="Rename run-1", exact=True).click()
+        one.page.get_by_label("Name", exact=True).fill(EVIL)
+        one.page.get_by_label("Note", exact=True).fill(f"a note {EVIL}")
+        one.page.get_by_role("button", name="Save", exact=True).click()
+        one.waits_for(".line[data-run='run-1'] .name", EVIL)
+        one.waits_for(".line[data-run='run-1'] .parameters", f"a note {EVIL}")
+        assert ((runs / "run-1" / "name.txt").read_text(), (runs / "run-1" / "note.txt").read_text()) == (
+            EVIL, f"a note {EVIL}",
+        )  # fmt: skip
+        one.waits_for(".legend button", EVIL)
+        assert not one.page.locator("#groups img, #list img, #legend img, #list b, #legend b").count()
+        one.page.locator(".line[data-run='run-1'] .open").click()
+        one.waits_for(".run h2 .name", EVIL)
+        one.waits_for(".run .note", "a note")
+        one.page.locator(".run .edit").click()
+        one.page.get_by_label("Name", exact=True).fill("")
+        one.page.keyboard.press("Enter")
+        one.waits_for(".line[data-run='run-1'] .name", "run-1")
+        assert not (runs / "run-1" / "name.txt").exists()
+        assert (runs / "run-1" / "note.txt").exists()
+
+
+def test_a_hidden_run_is_neither_listed_nor_drawn_until_it_is_shown_again(visit: Any, runs: Path) -> None:
+    with served(runs) as page:
+        one = visit(page)
+        until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
+        for name in ("run-0", "run-2"):
+            one.page.locator(f".line[data-run='{name}']").hover()
+            one.page.get_by_role("button", name=f"Hide {name}", exact=True).click()
+        assert one.page.locator(".lines .line:visible .name").all_text_contents() == ["run-1"]
+        until(lambda: len(one.last("loss")) == 1, "one run is drawn")
+        assert one.text("#count") == "1 runs"
+        one.page.reload()
+        one.page.wait_for_selector(".chart[data-last]")
+        until(lambda: len(one.last("loss")) == 1, "they stay hidden")
+        one.page.get_by_role("button", name="Show hidden (2)").click()
+        assert one.page.locator(".lines .line:visible .name").all_text_contents() == ["run-0", "run-1", "run-2"]
+        one.page.locator(".line[data-run='run-0']").hover()
+        one.page.get_by_role("button", name="Show run-0", exact=True).click()
+        until(lambda: len(one.last("loss")) == 2, "it is drawn again")
+        one.page.get_by_role("button", name="Without hidden (1)").click()
+        assert one.page.locator(".lines .line:visible .name").all_text_contents() == ["run-0", "run-1"]
+
+
+def test_the_legend_names_the_runs_in_their_colours(visit: Any, runs: Path) -> None:
+    with served(runs) as page:
+        one = visit(page)
+        until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
+        assert one.page.locator(".legend button").all_inner_texts() == ["run-0", "run-1", "run-2"]
+        colours = one.page.locator(".legend .swatch").evaluate_all(
+            "all => all.map((one) => getComputedStyle(one).backgroundColor)"
+        )
+        assert len(set(colours)) == 3
+        one.page.locator(".legend button").nth(1).hover()
+        until(lambda: one.chart("loss", "standing") == "run-1", "its curve stands out")
+        one.page.locator(".legend button").nth(2).click()
+        one.waits_for(".run h2 .name", "run-2")
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def download(one: Visit, metric: str, kind: str) -> tuple[str, bytes]:
+    one.page.locator(f".chart[data-metric='{metric}']").hover()
+    with one.page.expect_download() as got:
+        one.page.get_by_role("button", name=f"Save {metric} as {kind}", exact=True).click()
+    return got.value.suggested_filename, Path(got.value.path()).read_bytes()
+
+
+def test_a_chart_is_saved_as_csv_with_all_rows_and_as_png(visit: Any, runs: Path) -> None:
+    (runs / "run-1" / "name.txt").write_text("=1+1")
+    rows = [row(k, **{"a/b": k / 3}) for k in range(1, 5001)]
+    write_lines(runs / "run-0" / "rows.jsonl", rows)
+    write_lines(runs / "run-1" / "evaluations.jsonl", [{"epoch": 2, "iteration": 100, "elapsed_s": 20.0, "loss": 0.5}])
+    with served(runs) as page:
+        one = visit(page, WINDOW)
+        until(lambda: len(one.last("loss")) == 4, "all runs are drawn")
+        name, data = download(one, "loss", "CSV")
+        table = list(csv.reader(io.StringIO(data.decode())))
+        assert (name, table[0]) == ("loss.csv", ["run", "kind", "step", "epoch", "seconds", "loss"])
+        assert [float(line[5]) for line in table if line[0] == "run-0"] == [1 / k for k in range(1, 5001)]
+        assert ["'=1+1", "evaluation", "100", "2", "20", "0.5"] in table
+        assert len(table) == 1 + 5000 + len(range(3, 401, 3)) + 1 + len(range(7, 401, 7))
+        name, data = download(one, "a/b", "CSV")
+        assert (name, len(data.splitlines())) == ("a-b.csv", 5001)  # of the run that has it
+        name, data = download(one, "loss", "PNG")
+        assert (name, data[:8]) == ("loss.png", b"\x89PNG\r\n\x1a\n")
+        size = struct.unpack(">II", data[16:24])
+        canvas = one.page.locator(loss("canvas")).evaluate("(one) => [one.width, one.height]")
+        assert size[0] == canvas[0]
+        assert size[1] > canvas[1] + 20  # the title and the names are above it
+
+
+# -- many --------------------------------------------------------------------------------------------------
+
+
+def test_20_runs_of_50_metrics_are_read_listed_renamed_and_saved(visit: Any, tmp_path: Path) -> None:
+    top = tmp_path / "many"
+    names = [f"metric_{k:02}" for k in range(44)] + ["loss_2", "accuracy", "constructor", "__proto__", "toString"]
+    for number in range(20):
+        steps = 20_000 if number == 0 else 300
+        values = {name: number + at for at, name in enumerate(names)}
+        rows = (row(k, **values) for k in range(1, steps + 1))
+        folder = write_run(top / f"run {number:02}", rows, status="done", iteration=steps)
+        about = {"began": 1.0 + number, "config": {"rate": number / 10, "name": EVIL}}
+        (folder / "run.json").write_text(json.dumps(about))
+    with served(top) as page:
+        one = visit(page, WINDOW)
+        chart = one.page.locator(loss()).bounding_box()
+        assert chart["y"] + chart["height"] < WINDOW[1]
+        one.page.get_by_role("button", name="Show only these").click()
+        until(lambda: len(one.last("loss")) == 20, "all are drawn")
+        until(lambda: one.last("loss")[0][0] == 20_000, "the long one is read")
+        looks = one.page.locator(".legend .swatch").evaluate_all(
+            "all => all.map((one) => getComputedStyle(one).backgroundColor)"
+        )
+        assert (len(looks), len(set(looks))) == (20, 20)
+        assert one.page.locator(loss()).bounding_box()["y"] < WINDOW[1] / 2
+        order = one.page.locator(".chart").evaluate_all("all => all.map((one) => one.dataset.metric)")
+        assert order == ["loss", "loss_2", *sorted(set(names) - {"loss_2"})]
+        drawn = one.page.locator(".chart[data-last]").count()
+        assert 2 < drawn < 30  # the others when they come near
+        one.page.locator(".chart[data-metric=toString]").scroll_into_view_if_needed()
+        until(lambda: len(json.loads(one.chart("toString", "last") or "[]")) == 20, "it is drawn when it is near")
+        one.page.locator(loss()).scroll_into_view_if_needed()
+        one.page.get_by_label("Search runs").fill("rate<0.25")
+        assert one.page.locator(".lines .line:visible .name").all_text_contents() == ["run 00", "run 01", "run 02"]
+        one.page.get_by_label("Search runs").fill("")
+        one.page.get_by_role("tab", name="Results").click()
+        one.page.get_by_label("Filter the table").fill("rate>=1.8")
+        until(lambda: one.page.locator(".trials tbody tr:visible").count() == 2, "the table is filtered")
+        labels = one.page.locator("button").evaluate_all(
+            "all => all.map((one) => one.getAttribute('aria-label')).filter((one) => one?.startsWith('Stop '))"
+        )
+        assert len(labels) == len(set(labels)) >= 20  # each names its run
+        one.page.get_by_role("tab", name="Curves").click()
+        name, data = download(one, "loss", "CSV")
+        assert (name, len(data.splitlines())) == ("loss.csv", 1 + 20_000 + 19 * 300)
