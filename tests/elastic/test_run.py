@@ -78,10 +78,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def begin(*words: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
         variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        process = subprocess.Popen(
-            [sys.executable, *words], cwd=tmp_path, env={**variables, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE, stderr=stderr, text=True,
-        )  # fmt: skip
+        before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where nohup started the tests, the run would ignore it
+        try:
+            process = subprocess.Popen(
+                [sys.executable, *words], cwd=tmp_path, env={**variables, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE, stderr=stderr, text=True,
+            )  # fmt: skip
+        finally:
+            signal.signal(signal.SIGHUP, before)
         started.append(process)
         return process
 
