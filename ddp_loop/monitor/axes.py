@@ -9,6 +9,7 @@ from ddp_loop.monitor.series import MetricSeries, Values
 
 AXES = ("step", "epoch", "time")
 DIGITS = {"epoch": 5, "time": 3}  # after the point
+MOST_SECONDS = 1e9
 PARTS = {"step": 1, "epoch": 1000, "time": 1000}  # of a unit, in which a request names the ends of a zoom
 
 Steps = npt.NDArray[np.int64]
@@ -36,15 +37,20 @@ def places_on(axis: str, series: MetricSeries, rows: MetricSeries, steps_per_epo
 def ends_of_epochs(rows: MetricSeries, steps_per_epoch: int | None) -> tuple[Values, Values]:
     """Return the last steps of the epochs and these epochs, after the step before the first one.
 
-    The last epoch may be under way; it ends as many steps after its begin as an epoch has, or else the one before it.
+    Where rows are seldom, an epoch ends after as many steps as the run says, if the rows allow it. The last epoch may
+    be under way; it ends as many steps after its begin as an epoch has, or else the one before it.
     """
     if not len(rows):
         return np.zeros(1), np.zeros(1)
     steps, epochs = rows.iterations, np.maximum.accumulate(rows.epochs)
+    each = steps_per_epoch or 0
     changes = np.flatnonzero(np.diff(epochs))
-    begin = max(0, int(steps[0]) - 1)
-    ends = [begin, *steps[changes].tolist()]
-    usual = steps_per_epoch or (ends[-1] - ends[-2] if len(ends) > 1 else 0)
+    planned = epochs[changes] * each
+    fits = (steps[changes] <= planned) & (planned < steps[changes + 1])
+    begin = max(0, int(epochs[0]) - 1) * each
+    begin = begin if 0 < int(steps[0]) - begin <= each else max(0, int(steps[0]) - 1)
+    ends = [begin, *np.where(fits, planned, steps[changes]).tolist()]
+    usual = each or (ends[-1] - ends[-2] if len(ends) > 1 else 0)
     ends.append(max(int(steps[-1]), ends[-1] + usual))
     names = [max(0, int(epochs[0]) - 1), *epochs[changes].tolist(), max(1, int(epochs[-1]))]
     return np.array(ends, dtype=np.float64), np.array(names, dtype=np.float64)
@@ -58,5 +64,6 @@ def seconds_of(series: MetricSeries) -> Values:
     known = np.isfinite(seconds)
     if not known.any():
         return np.zeros(len(series))
-    filled: Values = np.maximum.accumulate(np.interp(steps, steps[known], seconds[known]))
+    seconds = np.clip(seconds[known], 0, MOST_SECONDS)  # whatever a damaged file says
+    filled: Values = np.maximum.accumulate(np.interp(steps, steps[known], seconds))
     return filled

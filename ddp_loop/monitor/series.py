@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 MOST_COLUMNS = 64
 MOST_STEPS = 10**12
-FORGOTTEN = 1e-17  # the share of a row in a mean that no digit shows
+FORGOTTEN = 1e-100  # the share of a row in a mean that no digit shows, whatever its value
 _KEYS = ("iteration", "epoch")
 
 Values = npt.NDArray[np.float64]

@@ -34,6 +34,13 @@ def test_the_last_step_of_an_epoch_lies_at_its_end_and_the_others_evenly_before_
     assert places_on("step", rows, rows, None).tolist() == list(range(1, 11))
 
 
+def test_an_epoch_ends_where_the_run_says_if_rows_are_seldom_and_allow_it() -> None:
+    rows = series_of(*[(k, (k - 1) // 50 + 1, k / 10) for k in range(3, 401, 3)])
+    assert places_on("epoch", rows, rows, 50).tolist() == [round(k / 50, 5) for k in range(3, 401, 3)]
+    found = places_on("epoch", rows, rows, 70).tolist()  # which is not so
+    assert (found[:16:15], found[-1]) == ([3 / 48, 1], 7 + round(51 / 70, 5))
+
+
 def test_evaluations_and_logged_values_lie_on_the_epochs_of_the_rows() -> None:
     rows = series_of(*[(k, (k - 1) // 100 + 1, k / 10) for k in range(1, 301)])
     logged = series_of((0, 0, 0.0), (50, 1, 5.0), (200, 7, 99.0))
