@@ -2,7 +2,7 @@
 
 [Note: Continue] Whoever can write status.json could have the page start any program. So the file must belong to the
 user of the page, must not be a link, and must not be writable by everyone. The browser shows the whole command, asks
-for confirmation, and sends the digest of what it has shown; a command that is another one by then is not started. No
+for confirmation, and sends the digest of what it has shown; a command that has changed by then is not started. No
 shell reads it. The process is in a session of its own, so that it outlives the page, and it gets the page's
 environment without what a launcher or a page has set there. `python` and `torchrun` are first looked for beside the
 Python that serves the page. What it prints goes to console/continued.log, as errors before the loop are in no other

@@ -165,7 +165,7 @@ class EntryList:
         return self.entries[place] if 0 <= place < len(self.entries) else None
 
     def text_of(self, entry: Entry) -> str | None:
-        """Return the whole text of an entry; None if the file is another one by now."""
+        """Return the whole text of an entry; None if the file is a different one by now."""
         with suppress(OSError):
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
             try:

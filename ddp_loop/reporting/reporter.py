@@ -66,11 +66,11 @@ class FinalPictures:
             export_if_small(folder)
         except Exception as error:  # a picture is not worth a run
             self._world.print(f"ddp_loop: {folder} was not drawn. {error!r}")
-        if there := _results_in(folder):
+        if sys.stdout.isatty() and (there := results_in(folder)):
             self._world.print(f"{folder}: {', '.join(there)}")
 
 
-def _results_in(folder: Path) -> list[str]:
+def results_in(folder: Path) -> list[str]:
     """What a run leaves for its reader: pictures, the table of rows, the best checkpoint."""
     found = [f"curves in {PICTURES}/"] if (folder / PICTURES).is_dir() else []
     found += [f"rows in {TABLE}"] if (folder / TABLE).is_file() else []

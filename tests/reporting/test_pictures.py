@@ -20,6 +20,7 @@ from ddp_loop import plots
 from ddp_loop.cli import main
 from ddp_loop.plots import Panel
 from ddp_loop.reporting import PictureStyle, export, exports
+from ddp_loop.reporting.reporter import results_in
 from tests.support.harness import OnRanks
 
 FILES = ["loss.png", "loss.svg", "metrics.png", "metrics.svg"]
@@ -223,3 +224,10 @@ def test_a_single_row_and_values_that_are_not_finite_can_be_drawn(tmp_path: Path
 def test_a_negative_smoothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a number of steps, 0 or more\. Got -1"):
         plots.curves({"loss": Panel([1], [1.0])}, tmp_path / "one.png", smoothing=-1)
+
+
+def test_what_a_run_leaves_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3)
+    assert results_in(run) == []
+    export(run)
+    assert results_in(run) == ["curves in pictures/", "rows in rows.csv"]

@@ -29,7 +29,7 @@ def add_texts(run: Path, *texts: tuple[int, str, str]) -> None:
 
 
 def pixels_of(number: int, side: int = 8) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """An image of one colour that is another one for each number."""
+    """An image of one colour, which differs for each number."""
     return np.full((side, side, 3), (number * 40 % 256, 255 - number * 40 % 256, 90), dtype=np.uint8)
 
 
