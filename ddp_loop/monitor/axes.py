@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ddp_loop.monitor.series import MetricSeries, Values
+from ddp_loop.monitor.series import MOST_STEPS, MetricSeries, Values
 
 AXES = ("step", "epoch", "time")
 DIGITS = {"epoch": 5, "time": 3}  # after the point
@@ -43,9 +43,9 @@ def ends_of_epochs(rows: MetricSeries, steps_per_epoch: int | None) -> tuple[Val
     if not len(rows):
         return np.zeros(1), np.zeros(1)
     steps, epochs = rows.iterations, np.maximum.accumulate(rows.epochs)
-    each = steps_per_epoch or 0
+    each = min(steps_per_epoch or 0, MOST_STEPS)  # a damaged file may say anything
     changes = np.flatnonzero(np.diff(epochs))
-    planned = epochs[changes] * each
+    planned = epochs[changes].astype(np.float64) * each
     fits = (steps[changes] <= planned) & (planned < steps[changes + 1])
     begin = max(0, int(epochs[0]) - 1) * each
     begin = begin if 0 < int(steps[0]) - begin <= each else max(0, int(steps[0]) - 1)
