@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from ddp_loop.monitor.series import MOST_STEPS, MetricSeries, Values
 
@@ -11,8 +10,6 @@ AXES = ("step", "epoch", "time")
 DIGITS = {"epoch": 5, "time": 3}  # after the point
 MOST_SECONDS = 1e9
 PARTS = {"step": 1, "epoch": 1000, "time": 1000}  # of a unit, in which a request names the ends of a zoom
-
-Steps = npt.NDArray[np.int64]
 
 
 def places_on(axis: str, series: MetricSeries, rows: MetricSeries, steps_per_epoch: int | None) -> Values:
