@@ -309,6 +309,7 @@ def as_logged(name: object, value: Any) -> Logged:
         return HostCopy(one) if is_asynchronous(one) else float(one)
     shape = getattr(value, "shape", None)
     what = type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
-    what = f"{value.layout} {what} on {value.device}" if isinstance(value, torch.Tensor) else what
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
+        what = f"{value.layout} {what} on {value.device}"
     what = "a whole number beyond 1.8e308" if isinstance(value, int) else what
     raise ValueError(f"loop.log takes numbers. Got {what} for {name!r}. Pass a number, or a tensor of one element.")

@@ -254,7 +254,7 @@ def test_mlflow_keeps_two_values_of_one_step_and_name(tmp_path: Path) -> None:
         }
         paths = [one.path for one in client.list_artifacts(run.info.run_id, "texts")]
         texts = {Path(client.download_artifacts(run.info.run_id, one)).read_text(encoding="utf-8") for one in paths}
-        images = [one.path for one in client.list_artifacts(run.info.run_id, "images")]
+        images = sorted(one.path for one in client.list_artifacts(run.info.run_id, "images"))
     assert (found["loss"], found["evaluation/score"]) == ([0.25, 0.5], [3.0, 4.0])
     assert texts == {"one", "two", "a b", "a/b", "a_b", "ä_b"}
     assert images == ["images/picture-1-2.png", "images/picture-1.png"]
