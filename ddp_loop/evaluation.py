@@ -148,6 +148,7 @@ def evaluate(
         samples, *totals = _added_up(rows, 1 + len(functions), world).tolist()
         merged = states.compute(world)
     means = {n: total / (1 if n in sums else samples) for n, total in zip(functions, totals, strict=True)}
+    _check_names([*means, *merged])  # a metric may have several results
     result = {**means, **merged, "samples": int(samples)}
     world.on_evaluated(result)
     return result

@@ -7,7 +7,8 @@ process, and with fixed shards its bits do not depend on the ranks. The metric's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -41,6 +42,12 @@ def _each(name: str, metric: Any) -> dict[str, Any]:
 
 def _check(name: str, metric: Any) -> None:
     """Raise ValueError where states cannot be merged exactly."""
+    if parts := [one for one in metric.modules() if one is not metric and hasattr(one, "_reductions")]:
+        raise ValueError(
+            f"A metric must keep all of its states itself. {name} ({type(metric).__name__}) wraps "
+            f"{type(parts[0]).__name__}, whose states depend on the order of the updates, or are not its own. Pass "
+            f"{type(parts[0]).__name__} itself. {_REMEDY}"
+        )
     for state, reduction in metric._reductions.items():
         kind = getattr(reduction, "__name__", str(reduction))
         if kind not in (_SUM, _CAT, *_EXTREMES):
@@ -66,8 +73,14 @@ class MetricStates:
 
     def __init__(self, metrics: Mapping[str, Any], device: torch.device) -> None:
         self._metrics: dict[str, Any] = {}
+        if not hasattr(metrics, "items"):
+            raise TypeError(
+                f"metrics= takes metrics of torchmetrics by name. Got {type(metrics).__name__}. Pass a dict: "
+                'metrics={"f1": MulticlassF1Score(10)}.'
+            )
         for name, metric in metrics.items():
             for key, one in _each(str(name), metric).items():
+                _require_new([key], self._metrics)
                 _check(key, one)
                 own = one.clone()  # the caller's keeps its state
                 own.sync_on_compute = own._to_sync = False
@@ -117,7 +130,9 @@ class MetricStates:
                     setattr(metric, state, value)
             metric._update_count = max(1, metric._update_count)
             metric._computed = None
-            found |= _numbers(name, metric.compute())
+            numbers = _numbers(name, metric.compute())
+            _require_new(numbers, found)
+            found |= numbers
         return found
 
     def _merged(self, pieces: dict[int, torch.Tensor], kind: str, world: World) -> torch.Tensor | None:
@@ -126,8 +141,9 @@ class MetricStates:
         everywhere = sorted(one for rank in world.gather(forms, "states of metrics") for one in rank)
         if not everywhere:
             return None
-        dtype = everywhere[0][1][0]
         sizes = [int(torch.Size(shape).numel()) for _, (_, shape) in everywhere]
+        dtypes = [dtype for (_, (dtype, _)), size in zip(everywhere, sizes, strict=True) if size]  # as torch.cat does
+        dtype = reduce(torch.promote_types, dtypes or [everywhere[0][1][0]])
         flat = torch.zeros(sum(sizes), dtype=dtype, device=world.device)
         at, places = 0, {}
         for (number, (_, shape)), size in zip(everywhere, sizes, strict=True):
@@ -148,11 +164,17 @@ class MetricStates:
         return whole
 
 
+def _require_new(names: Iterable[str], known: Container[str]) -> None:
+    """Raise ValueError where two results would have one name, such as those of a collection and of a metric."""
+    if both := [name for name in names if name in known]:
+        raise ValueError(f"A metric's result must have a name of its own. Two are named {both[0]!r}. Rename one.")
+
+
 def _numbers(name: str, result: Any) -> dict[str, float]:
     """A metric's result as numbers by name: of several, `name_0`, or `name_key`."""
     if isinstance(result, Mapping):
         return {key: one for part, value in result.items() for key, one in _numbers(f"{name}_{part}", value).items()}
-    if isinstance(result, torch.Tensor) and result.numel() == 1:
+    if isinstance(result, torch.Tensor | float | int) and (not isinstance(result, torch.Tensor) or result.numel() == 1):
         return {name: float(result)}
     if isinstance(result, torch.Tensor) and result.dim() == 1:
         return {f"{name}_{place}": float(one) for place, one in enumerate(result)}

@@ -11,6 +11,7 @@ from torch import nn
 from torchmetrics import AUROC, Accuracy, CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric
 from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassF1Score, MulticlassPrecision
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
+from torchmetrics.wrappers import MinMaxMetric, Running
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
@@ -150,9 +151,50 @@ class Averaged(Custom):
         self._reductions["total"] = self._reductions["other"]
 
 
+class Classes(MulticlassPrecision):
+    """A result for each class."""
+
+    def __init__(self) -> None:
+        super().__init__(CLASSES, average=None)
+
+
+class Labels(Metric):
+    """The largest label, of a list that starts with an empty piece of another dtype; a number of Python."""
+
+    found: list[torch.Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("found", [], dist_reduce_fx="cat")
+
+    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        is_first = bool((labels == data_and_model()[0].tensors[1][: len(labels)]).all())
+        self.found.append(torch.zeros(0) if is_first else labels + 2**40)
+
+    def compute(self) -> float:
+        return float(torch.cat(list(self.found)).max() - 2**40)
+
+
+def of_labels() -> dict[str, float]:
+    with dl.join_world() as world:
+        data, model = data_and_model()
+        batches = dl.Batches(data, 6, world, shuffle=False, shards=1)
+        return dl.evaluate(model, batches, metrics={"largest": Labels()})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_empty_piece_does_not_decide_the_dtype(ranks: int, on_ranks: OnRanks) -> None:
+    whole = int(data_and_model()[0].tensors[1][6:].max())
+    assert [found["largest"] for found in on_ranks(ranks, of_labels)] == [whole] * ranks
+
+
+def first_column(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits[:, 0]
+
+
 def refuse(world: dl.World, folder: str, metrics: Any, plain: bool) -> None:
     data, model = data_and_model()
-    functions: dict[str, Any] = {"f1": lambda logits, labels: logits[:, 0]} if plain else {}
+    functions: dict[str, Any] = dict.fromkeys(("f1", "per_0"), first_column) if plain else {}
     dl.evaluate(model, dl.Batches(data, 7, world, shuffle=False), metrics=metrics, **functions)
 
 
@@ -166,15 +208,30 @@ def refuse(world: dl.World, folder: str, metrics: Any, plain: bool) -> None:
         ),
         ({"c": Custom()}, "ValueError", r"c \(Custom\) has .* for total"),
         ({"a": Averaged()}, "ValueError", r"a \(Averaged\) has a mean of means for"),
+        ({"r": Running(OfFirst(), window=2)}, "ValueError", r"r \(Running\) wraps OfFirst, .* Pass OfFirst itself"),
+        ({"w": MinMaxMetric(OfFirst())}, "ValueError", r"w \(MinMaxMetric\) wraps OfFirst"),
+        ({"a": MetricCollection({"b": OfFirst()}), "a_b": OfFirst()}, "ValueError", "Two are named 'a_b'. Rename one"),
+        ({"a": Classes(), "a_1": OfFirst()}, "ValueError", "Two are named 'a_1'"),
+        (OfFirst(), "TypeError", "by name. Got OfFirst. Pass a dict"),
+        ([OfFirst()], "TypeError", "by name. Got list. Pass a dict"),
         ({"f": len}, "TypeError", "metrics of torchmetrics by name. Got builtin_function_or_method for 'f'"),
         ({"m": MulticlassConfusionMatrix(CLASSES)}, "ValueError", r"m gave shape \(3, 3\)"),
         ({"samples": MulticlassF1Score(CLASSES)}, "ValueError", 'not be named "samples"'),
         ({"f1": MulticlassF1Score(CLASSES)}, "ValueError", "a name of its own"),
+        ({"per": Classes()}, "ValueError", "a name of its own.*per_0"),
         ({"e": MeanSquaredError()}, "RuntimeError|ValueError", "same shape|shape"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(metrics: Any, kind: str, message: str, refused: Refused) -> None:
-    refused(2, refuse, metrics, "f1" in metrics, kind=kind, said=message, by=ALL)
+    refused(
+        2,
+        refuse,
+        metrics,
+        isinstance(metrics, dict) and not metrics.keys().isdisjoint({"f1", "per"}),
+        kind=kind,
+        said=message,
+        by=ALL,
+    )
 
 
 def log_evaluation(folder: str) -> None:

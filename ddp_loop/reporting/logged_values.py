@@ -26,7 +26,7 @@ from ddp_loop.accelerators import HostCopy, is_asynchronous
 from ddp_loop.checkpoint import IMAGE_FOLDER, IMAGES, LOGGED, TEXTS
 from ddp_loop.reporting.images import png
 from ddp_loop.reporting.jsonl import JsonlWriter
-from ddp_loop.reporting.jsonl_tail import JsonlTail
+from ddp_loop.reporting.jsonl_tail import CHUNK, JsonlTail
 from ddp_loop.reporting.sink_calls import SinkCalls
 
 MOST_TEXT = 65_536  # letters of a logged text
@@ -57,6 +57,17 @@ def _form(names: tuple[str, ...]) -> str:
 
 def _number(value: float) -> str:
     return repr(value) if isfinite(value) else "null"
+
+
+def _texts_of(line: _Line, values: dict[str, float]) -> Iterator[str]:
+    """A line of the file; several where it would be longer than readers take."""
+    names, numbers = tuple(values), map(_number, values.values())
+    text = _form(names) % (line.epoch, line.iteration, *numbers, line.elapsed_s)
+    if len(text) <= CHUNK or len(names) == 1:
+        yield text
+        return
+    for half in (names[: len(names) // 2], names[len(names) // 2 :]):
+        yield from _texts_of(line, {name: values[name] for name in half})
 
 
 def is_same(one: float | None, other: float | None) -> bool:
@@ -206,8 +217,8 @@ class LoggedValues:
             if not values:
                 return
         if self._files:
-            numbers = map(_number, values.values())
-            self._files[LOGGED].add(_form(tuple(values)) % (line.epoch, line.iteration, *numbers, line.elapsed_s))
+            for text in _texts_of(line, values):
+                self._files[LOGGED].add(text)
         if self._sinks:
             place = {"epoch": line.epoch, "iteration": line.iteration}
             self._sinks.call("logged", place | values | {"elapsed_s": round(line.elapsed_s, 4)})
@@ -221,6 +232,7 @@ class LoggedValues:
         if len(text) > MOST_TEXT:
             self._warn(f"The text {name} has {len(text):,} characters and is cut after {MOST_TEXT:,}.")
             text = f"{text[:MOST_TEXT]}\n[cut: {len(text):,} characters]"
+        text = text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no letter for others
         line = self._line(epoch, iteration, {"name": name, "text": text})
         if self._add_once(TEXTS, line, ("name", "text")):
             self._sinks.call("log_text", name, text, iteration)
@@ -274,6 +286,11 @@ def _remove_later_images(folder: Path, after: int) -> None:
                 path.unlink()
 
 
+def _has_a_number(value: torch.Tensor) -> bool:
+    """Whether a tensor's elements can be read as real numbers."""
+    return not value.dtype.is_complex and value.layout is torch.strided and not value.is_meta
+
+
 def as_logged(name: object, value: Any) -> Logged:
     """Return a value of `Loop.log` as a number, or as its copy on the way from a device.
 
@@ -283,12 +300,16 @@ def as_logged(name: object, value: Any) -> Logged:
     if type(value) is float:
         return value
     if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
-        return float(value)
+        with suppress(OverflowError):  # a whole number may be larger than each float
+            return float(value)
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":
         return float(value.reshape(()))
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.dtype.is_complex:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and _has_a_number(value):
         one = value.detach().reshape(())
         return HostCopy(one) if is_asynchronous(one) else float(one)
     shape = getattr(value, "shape", None)
     what = type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
+        what = f"{value.layout} {what} on {value.device}"
+    what = "a whole number beyond 1.8e308" if isinstance(value, int) else what
     raise ValueError(f"loop.log takes numbers. Got {what} for {name!r}. Pass a number, or a tensor of one element.")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
+import posixpath
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_loop.reporting import RunStart, png
-from ddp_loop.sinks.points import RowMeans, values_of
+from ddp_loop.sinks.points import RowMeans, keep, values_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,12 +24,15 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 KEPT = "mlflow.json"  # in the run folder: the id of MLflow's run
 _NOT_IN_A_KEY = re.compile(r"[^\w\-. :/]")
-_MOST_LETTERS, _MOST_IN_A_BATCH, _MOST_PARAMETERS = 6000, 1000, 100
+_MOST_LETTERS, _MOST_IN_A_KEY, _MOST_IN_A_BATCH, _MOST_PARAMETERS = 6000, 250, 1000, 100
 
 
 def _key(name: str) -> str:
-    """A name as MLflow takes it."""
-    return _NOT_IN_A_KEY.sub("_", name)
+    """A name as MLflow takes it: as a path, it must not be that of another name, such as a//b."""
+    key = _NOT_IN_A_KEY.sub("_", name)[:_MOST_IN_A_KEY]
+    if posixpath.normpath(key) != key or key == "." or key.startswith(("..", "/")):
+        key = re.sub(r"[/.]", "_", key) or "_"
+    return key
 
 
 class _Mlflow:
@@ -36,7 +42,8 @@ class _Mlflow:
         self._experiment, self._run_name, self._uri = experiment, run_name, tracking_uri
         self._client: MlflowClient | None = None
         self._run = ""
-        self._sent: dict[str, int] = {}  # the last step of each metric, also of an earlier process
+        self._sent: dict[str, int] = {}  # the last step of each metric that an earlier process sent
+        self._files = Counter[str]()  # how many texts or images have a name
         self._waiting: list[Any] = []
         self._points = RowMeans(self._add, every_s)
         self._every_s, self._flushed = every_s, time.monotonic()
@@ -53,17 +60,16 @@ class _Mlflow:
             experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
             known = client.create_run(experiment, run_name=self._run_name or run.name)
             if run.folder is not None:
-                (run.folder / KEPT).write_text(json.dumps({"run": known.info.run_id}), encoding="utf-8")
+                keep(run.folder / KEPT, {"run": known.info.run_id})
         else:
             client.update_run(known.info.run_id, status="RUNNING")
         self._client, self._run = client, known.info.run_id
-        # MLflow keeps every point. A resumed run repeats steps, whose points are there.
+        # MLflow keeps every point. A resumed run repeats steps, whose points are there. What one process sends is
+        # never a repetition: a step may have two evaluations, or a row and a logged value of one name.
         self._sent = {key: self._last_step(key) for key in known.data.metrics}
-        new = [
-            Param(_key(name), str(value)[:_MOST_LETTERS])
-            for name, value in run.config.items()
-            if _key(name) not in known.data.params
-        ]
+        self._files.clear()
+        config = {_key(name): str(value)[:_MOST_LETTERS] for name, value in run.config.items()}
+        new = [Param(key, value) for key, value in config.items() if key not in known.data.params]
         for start in range(0, len(new), _MOST_PARAMETERS):
             client.log_batch(self._run, params=new[start : start + _MOST_PARAMETERS])
 
@@ -86,7 +92,6 @@ class _Mlflow:
         for name, value in values.items():
             key = _key(name)
             if iteration > self._sent.get(key, -1):
-                self._sent[key] = iteration
                 self._waiting.append(Metric(key, float(value), now, iteration))
 
     def _send(self) -> None:
@@ -113,18 +118,25 @@ class _Mlflow:
 
     def log_text(self, name: str, text: str, iteration: int) -> None:
         if self._client is not None:
-            self._client.log_text(self._run, text, f"texts/{_file(name)}-{iteration}.txt")
+            self._client.log_text(self._run, text, f"texts/{self._file(name, iteration, 'txt')}")
 
     def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
         if self._client is not None:
             with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / f"{_file(name)}-{iteration}.png"
+                path = Path(folder) / self._file(name, iteration, "png")
                 path.write_bytes(png(pixels))
                 self._client.log_artifact(self._run, str(path), "images")
 
     def log_table(self, name: str, table: Mapping[str, Any], iteration: int) -> None:
         if self._client is not None:
-            self._client.log_dict(self._run, dict(table), f"tables/{_file(name)}.json")
+            self._client.log_dict(self._run, dict(table), f"tables/{_plain(name)}.json")
+
+    def _file(self, name: str, iteration: int, kind: str) -> str:
+        """The name of a file; a second one of its name in a step is numbered."""
+        stem = f"{_plain(name)}-{iteration}"
+        self._files[f"{stem}.{kind}"] += 1
+        number = self._files[f"{stem}.{kind}"]
+        return f"{stem}.{kind}" if number == 1 else f"{stem}-{number}.{kind}"
 
     def flush(self) -> None:
         """Send the points so far."""
@@ -139,9 +151,10 @@ class _Mlflow:
             client.set_terminated(self._run)
 
 
-def _file(name: str) -> str:
-    """A name as that of a file."""
-    return re.sub(r"[^\w\-]", "_", name)
+def _plain(name: str) -> str:
+    """A name as that of a file; where that changes it, a sum of its bytes tells it from others."""
+    plain = re.sub(r"[^\w\-]", "_", name, flags=re.ASCII)
+    return plain if plain == name else f"{plain}-{hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()[:8]}"
 
 
 def mlflow_sink(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ddp_loop.reporting import WeightedMeans, is_averaged
@@ -47,3 +50,10 @@ class RowMeans:
 def values_of(line: Row) -> dict[str, float]:
     """The values of an evaluation or of logged values, by name; null is NaN."""
     return {name: math.nan if one is None else one for name, one in line.items() if name not in BESIDE}
+
+
+def keep(path: Path, content: Mapping[str, Any]) -> None:
+    """Write what a resumed run needs to a file of the run folder, whole or not at all: a process may be killed here."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    temporary.replace(path)

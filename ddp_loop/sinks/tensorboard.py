@@ -23,7 +23,12 @@ def as_markdown(table: Mapping[str, Any]) -> str:
     head = ["", *table["columns"]]
     lines = [head, ["---"] * len(head)]
     lines += [[name, *row] for name, row in zip(table["rows"], table["values"], strict=True)]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    """A label or a number in one line of a table."""
+    return " ".join(str(value).replace("|", "\\|").splitlines())
 
 
 class _TensorBoard:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib.util
 import json
 import secrets
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_loop.reporting import RunStart
-from ddp_loop.sinks.points import RowMeans, values_of
+from ddp_loop.sinks.points import RowMeans, keep, values_of
 
 if TYPE_CHECKING:
     import numpy as np
 
 Row = Mapping[str, Any]
-KEPT = "wandb.json"  # in the run folder: the id of the run, and the last step of each value that was sent
+KEPT = "wandb.json"  # in the run folder: the id of the run, and the last step of each kind of value that was sent
 STEP = "iteration"
 
 
@@ -30,18 +32,21 @@ class _Wandb:
         self._mode: Any = mode
         self._run: Any = None
         self._kept: Path | None = None
-        self._id, self._sent = "", dict[str, int]()
-        self._points = RowMeans(self._log, every_s)
+        self._id, self._before, self._sent = "", dict[str, int](), dict[str, int]()  # before: by earlier processes
+        self._waiting: list[dict[str, Any]] = []
+        self._points = RowMeans(partial(self._log, "row"), every_s)
+        self._every_s, self._flushed = every_s, time.monotonic()
 
     def begin(self, run: RunStart) -> None:
         import wandb
 
         self.close()
         self._kept = None if run.folder is None else run.folder / KEPT
-        self._id, self._sent = secrets.token_hex(4), {}
+        self._id, self._before = secrets.token_hex(4), {}
         if run.iteration > 0 and self._kept is not None and self._kept.exists():
             found = json.loads(self._kept.read_text(encoding="utf-8"))
-            self._id, self._sent = found["run"], found["sent"]
+            self._id, self._before = found["run"], found["sent"]
+        self._sent = dict(self._before)
         mode: Any = self._mode or wandb.Settings().mode
         if mode == "online" and not wandb.login(prompt=False):
             raise RuntimeError("Weights & Biases has no login. Run wandb login, or pass mode='offline'.")
@@ -61,43 +66,62 @@ class _Wandb:
 
     def _keep(self) -> None:
         if self._kept is not None:
-            self._kept.write_text(json.dumps({"run": self._id, "sent": self._sent}), encoding="utf-8")
+            keep(self._kept, {"run": self._id, "sent": self._sent})
 
-    def _log(self, values: Mapping[str, Any], iteration: int) -> None:
-        """Send values of a step that were not sent before: a resumed run repeats steps."""
-        new = {name: one for name, one in values.items() if iteration > self._sent.get(name, -1)}
+    def _log(self, kind: str, values: Mapping[str, Any], iteration: int) -> None:
+        """Take values of a step that no earlier process sent: a resumed run repeats steps.
+
+        What one process sends is never a repetition: a step may have two evaluations of one name, or two texts.
+        """
+        keys = {name: f"{kind} {name}" for name in values}
+        new = {_key(name): one for name, one in values.items() if iteration > self._before.get(keys[name], -1)}
         if new and self._run is not None:
-            self._run.log({STEP: iteration, **new})
-            self._sent |= dict.fromkeys(new, iteration)
+            self._waiting.append({STEP: iteration, **new})
+            self._sent |= {key: max(iteration, self._sent.get(key, -1)) for key in keys.values()}
+
+    def _send(self) -> None:
+        """Send what waits; noted before, so that a killed process has sent nothing that is not noted."""
+        waiting, self._waiting, self._flushed = self._waiting, [], time.monotonic()
+        if waiting and self._run is not None:
+            self._keep()
+            for values in waiting:
+                self._run.log(values)
+
+    def _send_if_time(self) -> None:
+        if time.monotonic() - self._flushed >= self._every_s:
+            self._send()
 
     def __call__(self, row: Row) -> None:
         self._points.add(row)
+        self._send_if_time()
 
     def evaluated(self, line: Row) -> None:
-        self._log({f"evaluation/{name}": one for name, one in values_of(line).items()}, int(line["iteration"]))
-        self._keep()
+        values = {f"evaluation/{name}": one for name, one in values_of(line).items()}
+        self._log("evaluation", values, int(line["iteration"]))
+        self._send()
 
     def logged(self, line: Row) -> None:
-        self._log(values_of(line), int(line["iteration"]))
+        self._log("logged", values_of(line), int(line["iteration"]))
+        self._send_if_time()
 
     def log_text(self, name: str, text: str, iteration: int) -> None:
-        self._log({name: text}, iteration)
+        self._log("text", {name: text}, iteration)
 
     def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
         import wandb
 
-        self._log({name: wandb.Image(pixels)}, iteration)
+        self._log("image", {name: wandb.Image(pixels)}, iteration)
 
     def log_table(self, name: str, table: Mapping[str, Any], iteration: int) -> None:
         import wandb
 
         rows = [[label, *row] for label, row in zip(table["rows"], table["values"], strict=True)]
-        self._log({name: wandb.Table(columns=["", *table["columns"]], data=rows)}, iteration)
+        self._log("table", {name: wandb.Table(columns=["", *table["columns"]], data=rows)}, iteration)
 
     def flush(self) -> None:
         """Send the points so far, and note what was sent."""
         self._points.flush()
-        self._keep()
+        self._send()
 
     def close(self) -> None:
         """Send the points so far, and end the run."""
@@ -105,6 +129,11 @@ class _Wandb:
             self.flush()
             run, self._run = self._run, None
             run.finish()
+
+
+def _key(name: str) -> str:
+    """A name as Weights & Biases takes it, which keeps _step and its like for itself."""
+    return name if not name.startswith("_") else f"logged{name}"
 
 
 def wandb_sink(

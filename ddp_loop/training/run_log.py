@@ -69,7 +69,12 @@ class RunLog:
             PeerFailed: over ranks, another rank has such a problem.
         """
         if values is not None:
-            more = {**values, **more} if isinstance(values, Mapping) else {"values": values}
+            if not isinstance(values, Mapping):
+                raise ValueError(
+                    f"loop.log takes values by name. Got {type(values).__name__} without one. Call "
+                    "loop.log(name=value), or loop.log({name: value})."
+                )
+            more = {**values, **more}
         if over is not None:
             more = self._mean(more, over)
         elif self._world.rank != 0:

@@ -14,6 +14,7 @@ from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.sinks import csv_sink, read_csv, tensorboard_sink
+from ddp_loop.sinks.tensorboard import as_markdown
 from tests.support.harness import OnRanks
 
 
@@ -217,3 +218,8 @@ def test_a_csv_file_that_cannot_be_written_is_a_warning(name: str, on_ranks: OnR
     on_ranks(2, log_all, str(tmp_path))
     assert len((tmp_path / "run" / "rows.jsonl").read_text().splitlines()) == 9
     assert [step for step, _ in points_of(tmp_path / "board")["second"]] == list(range(1, 10))
+
+
+def test_a_label_of_several_lines_is_one_cell() -> None:
+    table = {"rows": ["a\nb"], "columns": ["c|d"], "values": [[None]]}
+    assert as_markdown(table) == "|  | c\\|d |\n| --- | --- |\n| a b | None |"

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.sinks import mlflow_sink, wandb_sink
+from ddp_loop.sinks import RunStart, mlflow_sink, wandb_sink
 from tests.support.harness import OnRanks
 
 STEPS = 9
@@ -115,7 +119,7 @@ def test_mlflow_gets_everything_once(stop_at: int, on_ranks: OnRanks, tmp_path: 
     assert run.data.params == {"rate": "0.1", "net.width": "3", "text": "x" * 300}
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     assert files == {
-        *(f"texts/words_a-{n}.txt" for n in (3, 6, 9)),
+        *(f"texts/words_a-{hashlib.sha1(b'words/a').hexdigest()[:8]}-{n}.txt" for n in (3, 6, 9)),
         *(f"images/picture-{n}.png" for n in (3, 6, 9)),
         "tables/counts.json",
     }
@@ -211,3 +215,135 @@ def test_a_tracking_server_that_is_not_there_is_a_line(on_ranks: OnRanks, tmp_pa
     on_ranks(1, train, "mlflow", str(tmp_path))
     assert len((tmp_path / "run" / "rows.jsonl").read_text().splitlines()) == STEPS
     assert os.path.isfile(tmp_path / "mlruns")
+
+
+def row_of(iteration: int, **values: float) -> dict[str, Any]:
+    return {"epoch": 1, "iteration": iteration, "samples": 1, "weight": 1, **values, "elapsed_s": 0.0}
+
+
+def line_of(iteration: int, **values: float) -> dict[str, Any]:
+    return {"epoch": 1, "iteration": iteration, **values, "elapsed_s": 0.0}
+
+
+def give_two_of_each(sink: Any) -> None:
+    """A step whose evaluations, row and logged values, texts and images have the same names."""
+    sink(row_of(1, loss=0.5))
+    sink.logged(line_of(1, loss=0.25))
+    for score in (3.0, 4.0):
+        sink.evaluated(line_of(1, score=score))
+    for text in ("one", "two"):
+        sink.log_text("words", text, 1)
+    for number in (0, 1):
+        sink.log_image("picture", np.full((2, 3, 3), number, np.uint8), 1)
+
+
+@pytest.mark.slow
+def test_mlflow_keeps_two_values_of_one_step_and_name(tmp_path: Path) -> None:
+    with quiet(str(tmp_path)):
+        sink = make_sink("mlflow", str(tmp_path))
+        sink.begin(RunStart(None, {}, 0, "run"))
+        give_two_of_each(sink)
+        for name in ("a b", "a/b", "a_b", "ä_b"):
+            sink.log_text(name, name, 2)
+        sink.close()
+    client, run = mlflow_run(tmp_path)
+    with quiet(str(tmp_path)):
+        found = {
+            name: sorted(one.value for one in client.get_metric_history(run.info.run_id, name))
+            for name in run.data.metrics
+        }
+        paths = [one.path for one in client.list_artifacts(run.info.run_id, "texts")]
+        folder = Path(run.info.artifact_uri.removeprefix("file:"))
+        texts = {(folder / one).read_text(encoding="utf-8") for one in paths}
+        images = sorted(one.path for one in client.list_artifacts(run.info.run_id, "images"))
+    assert (found["loss"], found["evaluation/score"]) == ([0.25, 0.5], [3.0, 4.0])
+    assert texts == {"one", "two", "a b", "a/b", "a_b", "ä_b"}
+    assert images == ["images/picture-1-2.png", "images/picture-1.png"]
+
+
+@pytest.mark.slow
+def test_names_that_mlflow_refuses_are_changed(tmp_path: Path) -> None:
+    names = ["/begins", "ends/", "two//parts", "../up", "..", ".", "a/../b", "comma, too", "% of", "x" * 100]
+    with quiet(str(tmp_path)):
+        sink = make_sink("mlflow", str(tmp_path))
+        config = {**dict.fromkeys(names, 1), "long." * 80: 2, "one,": 1, "one;": 2}
+        sink.begin(RunStart(None, config, 0, "run"))
+        for name in names:
+            sink.logged(line_of(1, **{name: 1.0}))
+        sink.close()
+    _, run = mlflow_run(tmp_path)
+    assert len(run.data.metrics) == len(names)
+    assert len(run.data.params) == len(names) + 2
+
+
+class Recorded:
+    """What stands in the place of the package wandb: it keeps the lines that a run of it is given."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.ids: list[str] = []
+        self.Settings = lambda **_: SimpleNamespace(mode="offline")
+        self.Image = lambda pixels: int(pixels[0, 0, 0])
+
+    def init(self, **options: Any) -> Any:
+        self.ids.append(options["id"])
+        return SimpleNamespace(log=self.lines.append, finish=lambda: None, define_metric=lambda *_, **__: None)
+
+    def points(self, name: str) -> list[tuple[int, Any]]:
+        return [(line["iteration"], line[name]) for line in self.lines if name in line]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    found = Recorded()
+    monkeypatch.setitem(sys.modules, "wandb", found)
+    monkeypatch.setattr("importlib.util.find_spec", lambda asked: True)
+    return found
+
+
+def test_wandb_keeps_two_values_of_one_step_and_name(recorded: Recorded) -> None:
+    sink = wandb_sink(every_s=0.0)
+    sink.begin(RunStart(None, {}, 0, "run"))
+    give_two_of_each(sink)
+    sink.logged(line_of(2, _step=7.0))
+    sink.close()
+    assert recorded.points("loss") == [(1, 0.5), (1, 0.25)]
+    assert recorded.points("evaluation/score") == [(1, 3.0), (1, 4.0)]
+    assert recorded.points("words") == [(1, "one"), (1, "two")]
+    assert recorded.points("picture") == [(1, 0), (1, 1)]
+    assert recorded.points("logged_step") == [(2, 7.0)]
+
+
+@pytest.mark.covers("J7")
+@pytest.mark.parametrize("every_s", [0.0, 100.0])
+def test_wandb_gets_everything_once_also_when_the_process_was_killed(
+    every_s: float, recorded: Recorded, tmp_path: Path
+) -> None:
+    for first, last in ((0, 5), (2, 9), (9, 9)):  # killed after 5 with a checkpoint of 2, and again after 9
+        sink = wandb_sink(every_s=every_s)
+        sink.begin(RunStart(tmp_path, {}, first, "run"))
+        for n in range(first + 1, last + 1):
+            sink(row_of(n, loss=n, rate=1.0))
+            sink.logged(line_of(n, second=n / 2, loss=-n))
+            if n == 2 or n == 9:
+                sink.flush()  # as a checkpoint asks for
+    assert recorded.points("second") == [(n, n / 2) for n in range(1, 10)]
+    assert [step for step, one in recorded.points("loss") if one < 0] == list(range(1, 10))
+    if every_s == 0:
+        assert [step for step, one in recorded.points("loss") if one > 0] == list(range(1, 10))
+    assert len(set(recorded.ids)) == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["wandb.json"]
+
+
+def test_wandb_waits_between_two_sends_and_notes_before_it_sends(recorded: Recorded, tmp_path: Path) -> None:
+    sink = wandb_sink(every_s=100.0)
+    sink.begin(RunStart(tmp_path, {}, 0, "run"))
+    noted = tmp_path / "wandb.json"
+    for n in range(1, 1001):
+        sink.logged(line_of(n, second=n))
+    assert recorded.lines == []
+    assert json.loads(noted.read_text())["sent"] == {}
+    seen: list[int] = []
+    sink._run.log = lambda line: seen.append(json.loads(noted.read_text())["sent"]["logged second"])
+    sink.flush()
+    assert seen == [1000] * 1000

@@ -239,6 +239,8 @@ def log_bad(world: dl.World, folder: str, call: str, name: Any, value: Any) -> N
         loop.log({name: value if world.rank == 0 else 1.0}, over="ranks")
     elif call == "mean":
         loop.log({name: value}, over="mean")  # type: ignore[arg-type]
+    elif call == "without a name":
+        loop.log(value)
     elif call == "text":
         loop.log_text(name, value)
     else:
@@ -247,7 +249,8 @@ def log_bad(world: dl.World, folder: str, call: str, name: Any, value: Any) -> N
 
 
 RESERVED = ["epoch", "iteration", "samples", "weight", "skipped", "elapsed_s"]
-VALUES: list[Any] = ["0.5", None, [1], {"a": 1}, 1j, torch.ones(2), np.ones(3), torch.tensor(1j), object()]
+VALUES: list[Any] = ["0.5", None, [1], {"a": 1}, 1j, torch.ones(2), np.ones(3), torch.tensor(1j), object(), 10**400]
+VALUES += [torch.ones(1).to_sparse(), torch.ones(1, device="meta")]
 SHAPES: list[Any] = [(), (3,), (2, 3, 4, 5), (5, 6, 7), (0, 4), (4, 0, 3), (2, 3, 2)]
 
 
@@ -258,6 +261,11 @@ SHAPES: list[Any] = [(), (3,), (2, 3, 4, 5), (5, 6, 7), (0, 4), (4, 0, 3), (2, 3
         *(("log", name, 1.0, "1 to 100 printable letters") for name in ["", "a\nb", "a" * 101, 3, None, "\0"]),
         *(("log", "a", value, "loop.log takes numbers. Got .* for 'a'. Pass a number") for value in VALUES),
         ("over", "a", "x", "loop.log takes numbers"),
+        ("over", "a", 10**400, "loop.log takes numbers. Got a whole number beyond 1.8e308 for 'a'"),
+        *(
+            ("without a name", "", value, r"takes values by name. Got \w+ without one. Call loop.log\(name=value\)")
+            for value in (0.5, torch.ones(()), [("a", 1.0)])
+        ),
         ("mean", "a", 1.0, "over must be \"ranks\".*Got 'mean'"),
         *(("text", "a", value, "takes a text. Got") for value in [3, None, b"bytes"]),
         ("text", "", "text", "1 to 100 printable letters"),
@@ -365,3 +373,31 @@ def test_a_folder_in_the_place_of_a_file_is_a_warning(on_ranks: OnRanks, tmp_pat
     taken = [json.loads(line) for line in (tmp_path / "taken").read_text().splitlines()]
     assert [one[1] for one in taken if one[0] == "row"] == list(range(1, EPOCHS * STEPS + 1))
     assert sum(one[0] == "text" for one in taken) == EPOCHS
+
+
+HALF = "\ud800"  # of a pair of UTF-16, as a decoder of bytes may give it
+
+
+def log_long_and_half(folder: str) -> None:
+    with dl.join_world() as world:
+        sink = Taken(Path(folder) / "taken")
+        loop = loop_over(world, folder, network(), run_dir=f"{folder}/run", progress=False, on_row=[sink])
+        loop.log({f"{n:05} {'long ' * 18}": n for n in range(15_000)})
+        loop.log_text("half", f"a{HALF}b")
+
+
+def test_a_step_with_very_many_values_is_written_in_lines_that_readers_take(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(1, log_long_and_half, str(tmp_path))
+    lines = (tmp_path / "run" / "logged.jsonl").read_text().splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) < 1 << 20
+    values = [one for line in lines for name, one in json.loads(line).items() if name not in PLACE]
+    assert values == list(range(15_000))
+
+
+def test_half_a_letter_is_written_so_that_others_can_encode_it(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(1, log_long_and_half, str(tmp_path))
+    (line,) = lines_of(tmp_path / "run" / "texts.jsonl")
+    assert line["text"] == r"a\ud800b"
+    taken = [json.loads(line) for line in (tmp_path / "taken").read_text().splitlines()]
+    assert [one[1:] for one in taken if one[0] == "text"] == [[0, "half", r"a\ud800b"]]
