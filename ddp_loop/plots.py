@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ddp_loop.smoothing import smooth
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -166,7 +168,7 @@ def curves(
     """Draw each value of a run, or of several runs, in a panel of its own, one below the other.
 
     Of more than 300 rows, neighbors are averaged, and a band shows their smallest and largest value. With `smoothing`
-    the curve is the mean with weights exp(-(s - i) / smoothing) of the steps i up to s, and the rows are pale below it.
+    the curve is the mean of the steps i up to s with weights (1 - 1 / smoothing)^(s - i), and the rows are pale.
 
     Args:
         panels: by name; of several runs by the names of the runs, which have the same color in all panels.
@@ -224,9 +226,10 @@ def _draw_panel(axes: Axes, panel: Panel, run: str, color: Any, smoothing: float
     if len(panel.values):
         at, values = np.asarray(panel.iterations), np.asarray(panel.values, dtype=np.float64)
         places, means, least, most = _thinned(at, values)
-        if smoothing:
+        known = np.isfinite(values)
+        if smoothing and known.any():
             axes.plot(places, means, linewidth=0.8, alpha=0.3, color=color)
-            places, means, _, _ = _thinned(at, _smoothed(at, values, smoothing))
+            places, means, _, _ = _thinned(at[known], smooth(values[known], at[known], smoothing))
         elif len(places) < len(values):
             axes.fill_between(places, least, most, alpha=0.25, linewidth=0, color=color)
         is_alone = len(places) == 1
@@ -236,18 +239,6 @@ def _draw_panel(axes: Axes, panel: Panel, run: str, color: Any, smoothing: float
         axes.plot(
             panel.evaluated_at, panel.evaluated, "o--", markersize=4, linewidth=1, label=_plain(evaluated), color=shade
         )
-
-
-def _smoothed(at: Values, values: Values, steps: float) -> Values:
-    """The mean of the values so far with weights exp(-distance / steps); what is not finite is left out."""
-    result, total, weight, before = np.full_like(values, math.nan), 0.0, 0.0, at[0]
-    for place, (here, value) in enumerate(zip(at.tolist(), values.tolist(), strict=True)):
-        share = math.exp(-(here - before) / steps)
-        total, weight, before = total * share, weight * share, here
-        if math.isfinite(value):
-            total, weight = total + value, weight + 1.0
-            result[place] = total / weight
-    return result
 
 
 def _scale(axes: Axes, values: Sequence[float], log: bool | None) -> None:

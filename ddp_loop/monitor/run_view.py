@@ -26,8 +26,9 @@ from ddp_loop.checkpoint import (
 )
 from ddp_loop.monitor.axes import AXES, places_on
 from ddp_loop.monitor.run_state import RunState, count, finite, text_of
-from ddp_loop.monitor.series import MetricSeries, Values, extremes, nothing_for_nan, places_of, smooth, thin_out
+from ddp_loop.monitor.series import MetricSeries, Values, extremes, nothing_for_nan, places_of, thin_out
 from ddp_loop.reporting import JsonlTail, TailUpdate
+from ddp_loop.smoothing import smooth
 
 READ_S = 0.5  # for one poll; a long file takes several
 TIME = "elapsed_s"

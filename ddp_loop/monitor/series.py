@@ -1,4 +1,4 @@
-"""Rows of numbers stored as columns, which can be cut back, smoothed, and thinned out for a picture."""
+"""Rows of numbers stored as columns, which can be cut back and thinned out for a picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 MOST_COLUMNS = 64
 MOST_STEPS = 10**12
-FORGOTTEN = 1e-100  # the share of a row in a mean that no digit shows, whatever its value
 _KEYS = ("iteration", "epoch")
 
 Values = npt.NDArray[np.float64]
@@ -107,31 +106,6 @@ def _number(value: object) -> float:
 def nothing_for_nan(value: float) -> float | None:
     """Replace NaN by None, for JSON."""
     return None if value != value else value
-
-
-def smooth(values: Values, iterations: npt.NDArray[np.int64], steps: int) -> Values:
-    """Return the exponential mean over some `steps` without bias to 0, m_t / w_t, shape (n,).
-
-        m_t = a^d m_(t-1) + x_t        w_t = a^d w_(t-1) + 1        a = 1 - 1 / steps
-
-    where d is the number of steps between two rows, so that the mean does not depend on how often rows were written. A
-    NaN adds nothing to either sum. Both are computed by doubling: after pass k each row has the sums over 2^k rows.
-    """
-    if steps <= 1 or not len(values):
-        return values
-    finite = np.isfinite(values)
-    mean, weight = np.where(finite, values, 0.0), finite.astype(np.float64)
-    decay = np.zeros(len(values))  # over the rows that the sums of a row have already
-    with np.errstate(under="ignore"):
-        decay[1:] = (1.0 - 1.0 / steps) ** np.diff(iterations)
-        reach = 1
-        while reach < len(values) and decay.max() > FORGOTTEN:
-            mean[reach:] += decay[reach:] * mean[:-reach]
-            weight[reach:] += decay[reach:] * weight[:-reach]
-            decay[reach:] *= decay[:-reach].copy()
-            reach *= 2
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return mean / weight
 
 
 def thin_out(count: int, points: int) -> npt.NDArray[np.int64]:

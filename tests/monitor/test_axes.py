@@ -102,7 +102,7 @@ def test_a_part_of_any_axis_is_what_was_asked_for_and_a_row_on_either_side(
     (run / "status.json").unlink()
     write_lines(run / "rows.jsonl", [row(k) for k in range(1, 401)])
     first, last = {"step": (100, 110), "epoch": (1000, 1100), "time": (1000, 1100)}[axis]  # in thousandths
-    asked = {"axis": axis, "first": first, "last": last}
+    asked: dict[str, str | int] = {"axis": axis, "first": first, "last": last}
     curves = client.get("/api/runs/one/curves", headers=page.headers, params=asked).json()
     assert curves["steps"] == list(range(99, 112))
     assert curves["curves"]["loss"][0] == 1 / 99

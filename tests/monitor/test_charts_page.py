@@ -41,6 +41,7 @@ def loss(part: str = "") -> str:
 def point_at(one: Visit, share: float) -> None:
     """Move the mouse to this share of the loss's width."""
     box = one.page.locator(loss(".u-over")).bounding_box()
+    assert box is not None
     one.page.mouse.move(box["x"] + share * box["width"], box["y"] + 60)
 
 

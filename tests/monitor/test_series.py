@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddp_loop.monitor.series import MOST_COLUMNS, MetricSeries, extremes, places_of, smooth, thin_out
+from ddp_loop.monitor.series import MOST_COLUMNS, MetricSeries, extremes, places_of, thin_out
 from ddp_loop.reporting import JsonlTail
 from ddp_loop.reporting.jsonl_tail import CHUNK
+from ddp_loop.smoothing import smooth
 from tests.support.serving import row, write_lines
 
 
@@ -132,34 +133,6 @@ def test_a_row_without_an_iteration_is_counted_and_left_out(iteration: object) -
 def test_more_columns_than_a_page_can_show_are_counted() -> None:
     columns = columns_of({"iteration": 1} | {f"m{k}": k for k in range(MOST_COLUMNS + 3)})
     assert (len(columns.names), len(columns.left_out)) == (MOST_COLUMNS, 3)
-
-
-@pytest.mark.parametrize("every", [1, 3, 700])
-@pytest.mark.parametrize("steps", [2, 10, 300, 100_000])
-def test_smoothing_is_the_recursion_over_steps_and_skips_what_is_missing(steps: int, every: int) -> None:
-    generator = np.random.default_rng(0)
-    values = generator.normal(size=5000)
-    values[[0, 7, 8, 4999]] = nan
-    values[3000] = 1e30  # is forgotten again
-    iterations = np.cumsum(generator.integers(1, 2 * every, size=5000))
-    mean = weight = 0.0
-    before, expected = int(iterations[0]), []
-    for at, value in zip(iterations.tolist(), values.tolist(), strict=True):
-        kept = (1 - 1 / steps) ** (at - before)
-        mean, weight, before = kept * mean, kept * weight, at
-        if not np.isnan(value):
-            mean, weight = mean + value, weight + 1
-        expected.append(mean / weight if weight else nan)
-    found = smooth(values, iterations, steps)
-    # A value that is missing after all others were forgotten has no mean, or that of forgotten ones.
-    there = ~np.isnan(values) | (every < 700)
-    np.testing.assert_allclose(found[there], np.array(expected)[there], rtol=1e-9, atol=1e-9)
-
-
-def test_a_mean_over_steps_does_not_depend_on_how_often_rows_were_written() -> None:
-    every = np.arange(1, 3001)
-    whole, seldom = smooth(np.sin(every / 500), every, 100), smooth(np.sin(every[::10] / 500), every[::10], 100)
-    assert abs(whole[2990] - seldom[299]) < 0.02  # a mean over 100 rows of every tenth step is 0.9 away
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 9, 10, 11, 53, 400, 401, 402, 403, 1001, 99_999, 100_000])

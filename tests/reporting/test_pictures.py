@@ -200,18 +200,6 @@ def test_logged_values_get_panels_or_points(tmp_path: Path) -> None:
     assert "My own" in texts_of(run / "pictures" / "metrics.svg")
 
 
-@pytest.mark.parametrize("steps", [1.0, 7.5])
-def test_smoothing_is_a_mean_with_weights_that_fall_with_the_distance(steps: float) -> None:
-    at = np.array([1.0, 2, 5, 6, 30])
-    values = np.array([3.0, 1, math.nan, 2, 5])
-    found = plots._smoothed(at, values, steps)
-    for place in (0, 1, 3, 4):
-        known = [n for n in range(place + 1) if math.isfinite(values[n])]
-        weights = np.exp(-(at[place] - at[known]) / steps)
-        assert found[place] == pytest.approx(float((weights * values[known]).sum() / weights.sum()))
-    assert math.isnan(found[2])
-
-
 def test_twenty_runs_have_colors_of_their_own() -> None:
     assert len(set(plots._run_colors([str(n) for n in range(20)]).values())) == 20
 

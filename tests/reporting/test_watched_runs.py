@@ -12,14 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.monitor.run_list import RunList
-from ddp_loop.monitor.series import smooth
 from ddp_loop.reporting.evaluations import EvaluationLog
 from ddp_loop.reporting.jsonl import JsonlWriter
 from ddp_loop.reporting.rows import EpochMeans, RowMeta
@@ -239,10 +237,6 @@ def test_a_folder_named_by_dots_has_a_key_of_letters(tmp_path: Path, monkeypatch
     runs = RunList([Path(".."), Path(".")])
     runs.look()
     assert list(runs.folders()) == ["one", "two"]
-
-
-def test_smoothing_by_more_rows_than_there_are_takes_no_more_room() -> None:
-    assert smooth(np.array([1.0, 2.0, 6.0]), 10**13) == pytest.approx([1.0, 1.5, 3.0])
 
 
 @pytest.mark.slow
