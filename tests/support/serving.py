@@ -91,8 +91,8 @@ def row(iteration: int, **values: Any) -> dict[str, Any]:
         "iteration": iteration,
         "samples": 10,
         "loss": 1 / iteration,
-        **values,
-        "elapsed_s": iteration * 0.01,
+        **{name: value for name, value in values.items() if name != "elapsed_s"},
+        "elapsed_s": values.get("elapsed_s", iteration * 0.01),  # the last one, as in a run
     }
 
 
