@@ -56,6 +56,11 @@ def _check(name: str, metric: Any) -> None:
                 f"The states of a metric must be sums, maxima, minima or lists, to be merged exactly. {name} "
                 f"({type(metric).__name__}) has {how} for {state}. {_REMEDY}"
             )
+        if kind == _SUM and isinstance(start := metric._defaults[state], torch.Tensor) and bool(start.any()):
+            raise ValueError(
+                f"A metric's sum must start at 0, since each shard's is added. {name} ({type(metric).__name__}) starts "
+                f"{state} at another value. Add it in the metric's compute."
+            )
     if not metric._reductions:
         raise ValueError(f"A metric must have states. {name} ({type(metric).__name__}) has none. {_REMEDY}")
 

@@ -188,6 +188,14 @@ def test_an_empty_piece_does_not_decide_the_dtype(ranks: int, on_ranks: OnRanks)
     assert [found["largest"] for found in on_ranks(ranks, of_labels)] == [whole] * ranks
 
 
+class Smoothed(OfFirst):
+    """A metric whose sum starts at 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("prior", torch.ones(2), dist_reduce_fx="sum")
+
+
 def first_column(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits[:, 0]
 
@@ -208,6 +216,7 @@ def refuse(world: dl.World, folder: str, metrics: Any, plain: bool) -> None:
         ),
         ({"c": Custom()}, "ValueError", r"c \(Custom\) has .* for total"),
         ({"a": Averaged()}, "ValueError", r"a \(Averaged\) has a mean of means for"),
+        ({"s": Smoothed()}, "ValueError", r"s \(Smoothed\) starts prior at another value"),
         ({"r": Running(OfFirst(), window=2)}, "ValueError", r"r \(Running\) wraps OfFirst, .* Pass OfFirst itself"),
         ({"w": MinMaxMetric(OfFirst())}, "ValueError", r"w \(MinMaxMetric\) wraps OfFirst"),
         ({"a": MetricCollection({"b": OfFirst()}), "a_b": OfFirst()}, "ValueError", "Two are named 'a_b'. Rename one"),
