@@ -92,7 +92,7 @@ def place_of(file: str, line: int) -> str:
     mine = {__file__, sys.modules[accelerator_of.__module__].__file__}
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
-        if path.is_relative_to(ROOT) and "support" not in path.parts and ".venv" not in path.parts:
+        if path.is_relative_to(ROOT) and "support" not in path.parts and "site-packages" not in path.parts:
             if frame.name in ("place_of", "note", "see", "host_reads") and frame.filename in mine:
                 continue
             return f"{path.relative_to(ROOT)}:{frame.lineno}"

@@ -270,11 +270,13 @@ def test_both_devices_are_trained_by_the_same_call_compared_and_drawn(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     calls: list[tuple[str, str]] = []
-    train = example.train
+    train, has_gpu = example.train, torch.cuda.is_available
 
     def trained_on_the_cpu(device: str, options: Any) -> example.Trained:
         calls.append((device, repr(options)))
-        return train("cpu", options)
+        with monkeypatch.context() as patch:  # torch may be built for GPUs, and look for one
+            patch.setattr(torch.cuda, "is_available", has_gpu)
+            return train("cpu", options)
 
     drawn: list[Figure] = []
     monkeypatch.setattr(example, "train", trained_on_the_cpu)

@@ -71,5 +71,7 @@ def test_data_that_are_late_on_one_rank_alone_are_one_hint(on_ranks: OnRanks, tm
 def test_lines_of_the_script_after_the_step_are_outside_of_its_phases(
     ranks: int, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    first, *_ = hints_in(profiled(on_ranks, planted(tmp_path, "AFTER", "time.sleep(0.03)"), ranks=ranks))
-    assert milliseconds(first, "of the step is outside of its phases (") >= 30
+    words = "of the step is outside of its phases ("
+    hints = hints_in(profiled(on_ranks, planted(tmp_path, "AFTER", "time.sleep(0.03)"), ranks=ranks))
+    (outside,) = [hint for hint in hints if words in hint]  # on a busy machine a wait for the others may come first
+    assert milliseconds(outside, words) >= 30

@@ -125,7 +125,7 @@ def test_an_optimizers_step_is_a_phase_and_a_closure_inside_of_it_is_not(
 
 
 def test_phases_have_names_in_the_trace_of_torchs_profiler(clock: PhaseClock, tmp_path: Path) -> None:
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         clock.annotate()
         for phase in (DATA, FORWARD, OTHER, None):
             clock.cut(phase)
