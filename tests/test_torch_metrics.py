@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,13 @@ class Outputs(CatMetric):
         super().update(logits[:, 1])
 
 
+class Several(OfFirst):
+    """A result with several names."""
+
+    def compute(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"one": super().compute(), "negative": -super().compute()}
+
+
 def all_metrics() -> dict[str, Any]:
     return {
         "f1": MulticlassF1Score(CLASSES, average="macro"),
@@ -69,6 +77,7 @@ def all_metrics() -> dict[str, Any]:
         "least": Least(),
         "both": MetricCollection([MulticlassF1Score(CLASSES), MulticlassPrecision(CLASSES)]),
         "outputs": Outputs(),
+        "several": Several(),
     }
 
 
@@ -80,7 +89,9 @@ def evaluate(batch_size: int, shards: int | None, samples: int = SAMPLES) -> tup
         metrics = all_metrics()
         metrics["f1"].update(torch.eye(CLASSES), torch.arange(CLASSES))
         batches = dl.Batches(part, batch_size, world, shuffle=False, shards=shards)
-        found = dl.evaluate(model, batches, metrics=metrics, plain=lambda logits, labels: logits.argmax(1) == labels)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*before the `+update`+ method")  # each shard's update is one
+            found = dl.evaluate(model, batches, metrics=metrics, plain=lambda out, labels: out.argmax(1) == labels)
         return found, float(metrics["f1"].compute()) == 1.0
 
 
@@ -158,34 +169,44 @@ class Classes(MulticlassPrecision):
         super().__init__(CLASSES, average=None)
 
 
+class PartlySmoothed(MulticlassPrecision):
+    """A metric of which one class's true positives start at 1."""
+
+    def __init__(self) -> None:
+        super().__init__(CLASSES)
+        self._defaults["tp"] = torch.tensor([1, 0, 0])
+
+
 class Labels(Metric):
-    """The largest label, of a list that starts with an empty piece of another dtype; a number of Python."""
+    """The largest label, of a list that starts with a piece of another dtype; a number of Python."""
 
     found: list[torch.Tensor]
 
-    def __init__(self) -> None:
+    def __init__(self, first: torch.Tensor) -> None:
         super().__init__()
+        self.first = first
         self.add_state("found", [], dist_reduce_fx="cat")
 
     def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         is_first = bool((labels == data_and_model()[0].tensors[1][: len(labels)]).all())
-        self.found.append(torch.zeros(0) if is_first else labels + 2**40)
+        self.found.append(self.first if is_first else labels + 2**40)
 
     def compute(self) -> float:
         return float(torch.cat(list(self.found)).max() - 2**40)
 
 
-def of_labels() -> dict[str, float]:
+def of_labels(first: torch.Tensor) -> dict[str, float]:
     with dl.join_world() as world:
         data, model = data_and_model()
         batches = dl.Batches(data, 6, world, shuffle=False, shards=1)
-        return dl.evaluate(model, batches, metrics={"largest": Labels()})
+        return dl.evaluate(model, batches, metrics={"largest": Labels(first)})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_empty_piece_does_not_decide_the_dtype(ranks: int, on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize("first", [torch.zeros(0), torch.zeros(1, dtype=torch.int32)], ids=["empty", "short"])
+def test_the_first_piece_does_not_decide_the_dtype(first: torch.Tensor, ranks: int, on_ranks: OnRanks) -> None:
     whole = int(data_and_model()[0].tensors[1][6:].max())
-    assert [found["largest"] for found in on_ranks(ranks, of_labels)] == [whole] * ranks
+    assert [found["largest"] for found in on_ranks(ranks, of_labels, first)] == [whole] * ranks
 
 
 class Smoothed(OfFirst):
@@ -217,6 +238,7 @@ def refuse(world: dl.World, folder: str, metrics: Any, plain: bool) -> None:
         ({"c": Custom()}, "ValueError", r"c \(Custom\) has .* for total"),
         ({"a": Averaged()}, "ValueError", r"a \(Averaged\) has a mean of means for"),
         ({"s": Smoothed()}, "ValueError", r"s \(Smoothed\) starts prior at another value"),
+        ({"s": PartlySmoothed()}, "ValueError", r"s \(PartlySmoothed\) starts tp at another value"),
         ({"r": Running(OfFirst(), window=2)}, "ValueError", r"r \(Running\) wraps OfFirst, .* Pass OfFirst itself"),
         ({"w": MinMaxMetric(OfFirst())}, "ValueError", r"w \(MinMaxMetric\) wraps OfFirst"),
         ({"a": MetricCollection({"b": OfFirst()}), "a_b": OfFirst()}, "ValueError", "Two are named 'a_b'. Rename one"),
@@ -241,6 +263,16 @@ def test_what_cannot_be_merged_is_refused(metrics: Any, kind: str, message: str,
         said=message,
         by=ALL,
     )
+
+
+def evaluate_others(world: dl.World, folder: str) -> None:
+    data, model = data_and_model()
+    name = "f1" if world.rank == 0 else "precision"
+    dl.evaluate(model, dl.Batches(data, 7, world, shuffle=False), metrics={name: MulticlassF1Score(CLASSES)})
+
+
+def test_metrics_of_other_names_on_another_rank_are_refused(refused: Refused) -> None:
+    refused(2, evaluate_others, kind="ValueError", said="the names of the metrics", by=ALL)
 
 
 def log_evaluation(folder: str) -> None:

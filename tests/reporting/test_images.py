@@ -49,6 +49,12 @@ def test_channels_first_are_taken_for_channels() -> None:
     assert (as_pixels("one", array) == array).all()
 
 
+def test_an_image_with_too_many_pixels_is_refused() -> None:
+    image = np.broadcast_to(np.uint8(0), (1 << 14, (1 << 12) + 1))
+    with pytest.raises(ValueError, match="Got 16384 x 4097 pixels for 'large'"):
+        as_pixels("large", image)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (300, 200)])
 def test_pillow_reads_the_same_pixels(shape: tuple[int, int]) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.sinks import csv_sink, read_csv, tensorboard_sink
+from ddp_loop.sinks import RunStart, csv_sink, read_csv, tensorboard_sink
 from ddp_loop.sinks.tensorboard import as_markdown
 from tests.support.harness import OnRanks
 
@@ -90,11 +90,13 @@ def row(iteration: int, **more: float) -> dict[str, Any]:
 def test_a_value_that_comes_later_gets_a_column_and_what_a_row_lacks_is_empty(tmp_path: Path) -> None:
     sink = csv_sink(tmp_path / "rows.csv")
     sink(row(1, gradient_norm=0.5))
-    sink(row(2, accuracy=0.25))
-    sink(row(3, gradient_norm=math.nan))
+    sink(row(2, gradient_norm=0.25))  # waits to be written
+    sink(row(3, accuracy=0.25))
+    sink(row(4, gradient_norm=math.nan))
     sink.close()
     assert (tmp_path / "rows.csv").read_text() == (
-        f"epoch,iteration,samples,loss,gradient_norm,accuracy\n1,1,4,1.0,0.5,\n1,2,4,0.5,,0.25\n1,3,4,{1 / 3!r},nan,\n"
+        "epoch,iteration,samples,loss,gradient_norm,accuracy\n"
+        f"1,1,4,1.0,0.5,\n1,2,4,0.5,0.25,\n1,3,4,{1 / 3!r},,0.25\n1,4,4,0.25,nan,\n"
     )
     assert [one.name for one in tmp_path.iterdir()] == ["rows.csv"]
 
@@ -106,6 +108,7 @@ def test_a_run_that_goes_on_takes_out_what_is_made_again_and_torn_lines(tmp_path
         sink(row(iteration))
     sink.close()
     path.write_text(path.read_text() + "1,6,4,0.1")  # it was killed while it wrote
+    assert [int(one["iteration"]) for one in read_csv(path)] == [1, 2, 3, 4, 5]
     again = csv_sink(path)
     again(row(4))
     again.flush()
@@ -115,6 +118,33 @@ def test_a_run_that_goes_on_takes_out_what_is_made_again_and_torn_lines(tmp_path
     anew(row(1))
     anew.close()
     assert [int(one["iteration"]) for one in read_csv(path)] == [1]
+
+
+def test_a_new_run_replaces_the_values_of_an_earlier_one_whatever_step_it_logs_first(tmp_path: Path) -> None:
+    for score, step in ((1.0, 2), (2.0, 4)):
+        sink = csv_sink(tmp_path / "rows.csv")
+        sink.begin(RunStart(None, {}, 0, "run"))
+        sink.logged({"epoch": 1, "iteration": step, "score": score, "elapsed_s": 0.0})
+        sink.close()
+    assert [(one["iteration"], one["score"]) for one in read_csv(tmp_path / "rows.logged.csv")] == [("4", "2.0")]
+
+
+def test_values_that_are_not_finite_are_nan_in_files_and_points(tmp_path: Path) -> None:
+    for sink in (csv_sink(tmp_path / "rows.csv"), tensorboard_sink(tmp_path / "board")):
+        sink.begin(RunStart(None, {}, 0, "run"))
+        sink.evaluated({"epoch": 1, "iteration": 2, "score": None, "samples": 3, "elapsed_s": 0.0})
+        sink.close()
+    assert [one["score"] for one in read_csv(tmp_path / "rows.evaluations.csv")] == ["nan"]
+    assert [math.isnan(value) for _, value in points_of(tmp_path / "board")["evaluation/score"]] == [True]
+
+
+def test_a_board_that_is_closed_has_the_rows_that_waited(tmp_path: Path) -> None:
+    sink = tensorboard_sink(tmp_path, 1e9)
+    sink.begin(RunStart(None, {}, 0, "run"))
+    for iteration in (1, 2):
+        sink(row(iteration))
+    sink.close()
+    assert [step for step, _ in points_of(tmp_path)["loss"]] == [1, 2]
 
 
 def test_a_sink_opens_nothing_before_its_first_row(tmp_path: Path) -> None:

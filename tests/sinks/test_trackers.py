@@ -7,6 +7,7 @@ import json
 import os
 import struct
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -262,6 +263,36 @@ def test_mlflow_keeps_two_values_of_one_step_and_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_mlflow_takes_many_points_and_parameters_and_a_changed_config(tmp_path: Path) -> None:
+    with quiet(str(tmp_path)):
+        sink = mlflow_sink("trial", tracking_uri=f"file://{tmp_path}/mlruns", every_s=1e9)
+        sink.begin(RunStart(tmp_path, {"rate": 0.1, **{f"n{number}": number for number in range(150)}}, 0, "run"))
+        began = time.time()
+        for n in range(1, 1201):
+            sink.logged(line_of(n, second=n))
+        sink(row_of(1200, loss=0.5))
+        sink.close()
+        again = make_sink("mlflow", str(tmp_path))
+        again.begin(RunStart(tmp_path, {"rate": 0.2, "new": 1}, 1200, "run"))
+        _, run = mlflow_run(tmp_path)
+        assert run.info.status == "RUNNING"
+        again.logged(line_of(1200, second=1200))
+        again.logged(line_of(1201, second=1201))
+        again.close()
+    client, run = mlflow_run(tmp_path)
+    with quiet(str(tmp_path)):
+        points = client.get_metric_history(run.info.run_id, "second")
+        assert sorted(one.step for one in points) == list(range(1, 1202))
+        assert [one.step for one in client.get_metric_history(run.info.run_id, "loss")] == [1200]
+        assert all(abs(one.timestamp / 1000 - began) < 600 for one in points)
+        assert (run.data.params["rate"], run.data.params["n149"], run.data.params["new"]) == ("0.1", "149", "1")
+        anew = make_sink("mlflow", str(tmp_path))
+        anew.begin(RunStart(tmp_path, {}, 0, "run"))
+        anew.close()
+        assert len(client.search_runs([run.info.experiment_id])) == 2
+
+
+@pytest.mark.slow
 def test_names_that_mlflow_refuses_are_changed(tmp_path: Path) -> None:
     names = ["/begins", "ends/", "two//parts", "../up", "..", ".", "a/../b", "comma, too", "% of", "x" * 100]
     with quiet(str(tmp_path)):
@@ -282,11 +313,13 @@ class Recorded:
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
         self.ids: list[str] = []
+        self.options: dict[str, Any] = {}
         self.Settings = lambda **_: SimpleNamespace(mode="offline")
         self.Image = lambda pixels: int(pixels[0, 0, 0])
 
     def init(self, **options: Any) -> Any:
         self.ids.append(options["id"])
+        self.options = options
         return SimpleNamespace(log=self.lines.append, finish=lambda: None, define_metric=lambda *_, **__: None)
 
     def points(self, name: str) -> list[tuple[int, Any]]:
@@ -319,7 +352,8 @@ def test_wandb_keeps_two_values_of_one_step_and_name(recorded: Recorded) -> None
 def test_wandb_gets_everything_once_also_when_the_process_was_killed(
     every_s: float, recorded: Recorded, tmp_path: Path
 ) -> None:
-    for first, last in ((0, 5), (2, 9), (9, 9)):  # killed after 5 with a checkpoint of 2, and again after 9
+    # Killed after 5 with a checkpoint of 2, at once, and after 9.
+    for first, last in ((0, 5), (2, 2), (2, 9), (9, 9)):
         sink = wandb_sink(every_s=every_s)
         sink.begin(RunStart(tmp_path, {}, first, "run"))
         for n in range(first + 1, last + 1):
@@ -333,6 +367,31 @@ def test_wandb_gets_everything_once_also_when_the_process_was_killed(
         assert [step for step, one in recorded.points("loss") if one > 0] == list(range(1, 10))
     assert len(set(recorded.ids)) == 1
     assert [one.name for one in tmp_path.iterdir()] == ["wandb.json"]
+
+
+def test_wandb_gets_a_new_run_where_a_run_begins_anew(recorded: Recorded, tmp_path: Path) -> None:
+    for _ in range(2):
+        sink = wandb_sink(every_s=0.0)
+        sink.begin(RunStart(tmp_path, {}, 0, "run"))
+        sink.logged(line_of(1, score=1.0))
+        sink.close()
+    assert len(set(recorded.ids)) == 2
+    assert recorded.points("score") == [(1, 1.0)] * 2
+
+
+def test_options_reach_wandb_and_a_disabled_one_needs_no_login(recorded: Recorded, tmp_path: Path) -> None:
+    sink = wandb_sink(mode="disabled", dir="elsewhere", tags=["a"])  # what is recorded has no login to ask for
+    sink.begin(RunStart(tmp_path, {"rate": 0.1}, 0, "run"))
+    sink.close()
+    chosen = {name: recorded.options[name] for name in ("mode", "dir", "tags", "config", "name", "project")}
+    assert chosen == {
+        "mode": "disabled",
+        "dir": "elsewhere",
+        "tags": ["a"],
+        "config": {"rate": 0.1},
+        "name": "run",
+        "project": "ddp_loop",
+    }
 
 
 def test_wandb_waits_between_two_sends_and_notes_before_it_sends(recorded: Recorded, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, loop_over, network
+from tests.support.refusals import ALL, Refused, loop_over, loss_of, network
 
 EPOCHS, STEPS = 3, 4  # an epoch's
 
@@ -401,3 +401,24 @@ def test_half_a_letter_is_written_so_that_others_can_encode_it(on_ranks: OnRanks
     assert line["text"] == r"a\ud800b"
     taken = [json.loads(line) for line in (tmp_path / "taken").read_text().splitlines()]
     assert [one[1:] for one in taken if one[0] == "text"] == [[0, "half", r"a\ud800b"]]
+
+
+def log_after(folder: str) -> tuple[list[float | None], str]:
+    """Log before and after a loop; the values in the file then, and what the sink got last before."""
+    with dl.join_world() as world:
+        sink = Taken(Path(folder) / "taken")
+        model = network()
+        loop = loop_over(world, folder, model, run_dir=f"{folder}/run", on_row=[sink])
+        loop.log({"tenth": 0.1}, over="ranks")
+        for step in loop:
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            step.fold()
+        kinds = [json.loads(line)[0] for line in (Path(folder) / "taken").read_text().splitlines()]
+        loop.log(after=0.5)
+        lines = lines_of(Path(folder) / "run" / "logged.jsonl")
+        return [one.get("tenth", one.get("after")) for one in lines], kinds[-1]
+
+
+def test_what_is_logged_after_a_loop_is_written_at_once(on_ranks: OnRanks, tmp_path: Path) -> None:
+    assert on_ranks(1, log_after, str(tmp_path)) == [([0.1, 0.5], "flush")]

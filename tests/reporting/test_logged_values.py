@@ -1,0 +1,103 @@
+"""What a script logs, as a resumed run finds it in its folder: nothing twice, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ddp_loop.reporting.evaluations import EvaluationLog
+from ddp_loop.reporting.logged_values import MOST_TEXT, LoggedValues
+from ddp_loop.reporting.sink_calls import SinkCalls
+
+LAST = 4  # the checkpoint's iteration
+
+
+def opened(folder: Path, after: int = 0, warnings: list[str] | None = None) -> LoggedValues:
+    calls = SinkCalls([], print)
+    return LoggedValues(folder, after, calls, print if warnings is None else warnings.append, 0.0)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.covers("J7")
+def test_a_value_that_differs_after_the_resume_is_kept_beside_the_earlier_one(tmp_path: Path) -> None:
+    before = opened(tmp_path)
+    before.add(1, LAST, {"score": 1.0, "same": 0.5, "none": float("nan")})
+    before.close()
+    again = opened(tmp_path, LAST)
+    again.add(1, LAST, {"score": 2.0, "same": 0.5, "none": float("nan")})
+    again.close()
+    found = [{name: line.get(name) for name in ("score", "same")} for line in lines_of(tmp_path / "logged.jsonl")]
+    assert found == [{"score": 1.0, "same": 0.5}, {"score": 2.0, "same": None}]
+
+
+def test_a_long_file_is_read_to_its_end_for_what_the_checkpoints_step_has(tmp_path: Path) -> None:
+    before = opened(tmp_path)
+    for step in range(1, LAST):
+        before.add(1, step, {f"{n:05} {'long ' * 15}": float(n) for n in range(5000)})
+    before.add(1, LAST, {"score": 1.0})
+    before.close()
+    path = tmp_path / "logged.jsonl"
+    size = path.stat().st_size
+    assert size > 1 << 20
+    again = opened(tmp_path, LAST)
+    again.add(1, LAST, {"score": 1.0})
+    again.close()
+    assert path.stat().st_size == size
+
+
+def test_texts_and_images_of_the_checkpoints_step_stay(tmp_path: Path) -> None:
+    before = opened(tmp_path)
+    for step in (LAST, LAST + 1):
+        before.add_text(1, step, "words", "one")
+        for name, value in (("picture", 10), ("other", 20)):
+            before.add_image(1, step, name, np.full((2, 3, 3), value, np.uint8))
+    before.close()
+    again = opened(tmp_path, LAST)
+    for text in ("one", "two"):
+        again.add_text(1, LAST, "words", text)
+    again.close()
+    assert [(one["iteration"], one["text"]) for one in lines_of(tmp_path / "texts.jsonl")] == [(4, "one"), (4, "two")]
+    images = lines_of(tmp_path / "images.jsonl")
+    assert [one["name"] for one in images] == ["picture", "other"]
+    assert {one.name for one in (tmp_path / "images").iterdir()} == {Path(one["file"]).name for one in images}
+    for one, value in zip(images, (10, 20), strict=True):
+        with Image.open(tmp_path / one["file"]) as picture:
+            assert picture.getpixel((0, 0)) == (value,) * 3
+
+
+@pytest.mark.parametrize(("more", "is_cut"), [(0, False), (1, True)])
+def test_a_text_is_cut_only_where_it_is_too_long(more: int, is_cut: bool, tmp_path: Path) -> None:
+    warnings: list[str] = []
+    logged = opened(tmp_path, warnings=warnings)
+    logged.add_text(1, 1, "long", "a" * (MOST_TEXT + more))
+    logged.close()
+    (line,) = lines_of(tmp_path / "texts.jsonl")
+    assert line["text"] == "a" * MOST_TEXT + ("\n[cut: 65,537 characters]" if is_cut else "")
+    assert len(warnings) == is_cut
+
+
+def test_a_line_waits_for_its_last_value(tmp_path: Path) -> None:
+    late = SimpleNamespace(ready=lambda: False, wait=lambda: np.float32(0.25))  # on its way from a GPU
+    logged = opened(tmp_path)
+    logged.add(1, 1, {"here": 1.0, "late": late})  # type: ignore[dict-item]
+    logged.add(1, 2, {"here": 2.0})
+    logged.flush_ready()
+    logged.write()
+    path = tmp_path / "logged.jsonl"
+    assert not path.exists() or path.read_text() == ""
+    logged.close()
+    assert [(one["here"], one.get("late")) for one in lines_of(path)] == [(1.0, 0.25), (2.0, None)]
+
+
+def test_a_metric_does_not_take_the_place_of_the_iteration() -> None:
+    line = EvaluationLog(None, 0, print).record(2, 5, {"iteration": 9.0, "epoch": 8.0, "loss": 0.5}, 1.0)
+    assert line == {"epoch": 2, "iteration": 5, "loss": 0.5, "elapsed_s": 1.0}
