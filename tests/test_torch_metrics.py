@@ -195,7 +195,7 @@ class Labels(Metric):
         self.found.append(self.first if is_first else labels + 2**40)
 
     def compute(self) -> float:
-        return float(torch.cat(list(self.found)).max() - 2**40)
+        return float(torch.cat(list(self.found)).max()) - 2**40
 
 
 def of_labels(first: torch.Tensor) -> dict[str, float]:
