@@ -41,6 +41,16 @@ def test_an_epoch_ends_where_the_run_says_if_rows_are_seldom_and_allow_it() -> N
     assert (found[:16:15], found[-1]) == ([3 / 48, 1], 7 + round(51 / 70, 5))
 
 
+def test_a_step_that_a_row_has_in_the_next_epoch_does_not_end_the_one_before() -> None:
+    rows = series_of(*[(k, 1 if k < 50 else 2, 0.0) for k in range(1, 53)])
+    assert places_on("epoch", rows, rows, 50)[48] == 1
+
+
+def test_times_of_a_damaged_file_stay_on_the_axis() -> None:
+    rows = series_of((1, 1, -5.0), (2, 1, 3.0), (3, 1, 1e300))
+    assert places_on("time", rows, rows, None).tolist() == [0, 3, 1e9]
+
+
 def test_evaluations_and_logged_values_lie_on_the_epochs_of_the_rows() -> None:
     rows = series_of(*[(k, (k - 1) // 100 + 1, k / 10) for k in range(1, 301)])
     logged = series_of((0, 0, 0.0), (50, 1, 5.0), (200, 7, 99.0))

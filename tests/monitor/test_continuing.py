@@ -113,10 +113,14 @@ def test_only_a_run_that_ended_early_offers_it(pages: Continuations, run: Path, 
 def test_a_command_that_has_changed_since_it_was_shown_is_not_started(pages: Continuations, run: Path) -> None:
     shown = command_of(run).digest.encode()
     write_start(run, python_command("-c", "open('broken', 'w')"), run)
+    changed = (409, "The command is not the one that was shown. Read it again, and then confirm it.")
     for body in (shown, b"", b"\xff\xfe", b"x" * 2000, shown + b" "):
-        status, why = pages.start(run, body)
-        assert (status, why) == (409, "The command is not the one that was shown. Read it again, and then confirm it.")
+        assert pages.start(run, body) == changed
     assert not (run / "broken").exists()
+    write_start(run, python_command("train.py"), run.parent)
+    shown = command_of(run).digest.encode()
+    write_start(run, python_command("train.py"), run)  # in another folder
+    assert pages.start(run, shown) == changed
     assert not pages._started
 
 

@@ -69,8 +69,11 @@ def test_texts_that_a_resumed_run_writes_again_replace_those_before(tmp_path: Pa
     add_texts(tmp_path, *((step, "sample", f"other {step}") for step in range(1, 6)))
     assert last is not None
     assert texts.text_of(last) is None
+    (tmp_path / "texts.jsonl").unlink()
+    add_texts(tmp_path, *((step, "sample", f"next {step}") for step in range(1, 6)))  # in the same places
+    assert texts.text_of(last) is None
     texts.look()
-    assert [one.start for one in texts.entries] == [f"other {step}" for step in range(1, 6)]
+    assert [one.start for one in texts.entries] == [f"next {step}" for step in range(1, 6)]
     lines = (tmp_path / "texts.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "texts.jsonl").write_text("".join(lines[:2]))
     texts.look()

@@ -198,6 +198,26 @@ def test_a_resumed_run_is_read_again(tmp_path: Path) -> None:
     assert said["version"] != before  # although there are as many rows
 
 
+def test_evaluations_that_are_gone_are_news(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", [row(k) for k in range(1, 4)])
+    write_lines(run / "evaluations.jsonl", [{"epoch": 1, "iteration": 3, "elapsed_s": 0.1, "accuracy": 0.5}])
+    view = RunView("one", run)
+    before = view.curves(100, 0, 0, 10)
+    assert before["evaluated"] == {"accuracy": [0.5]}
+    (run / "evaluations.jsonl").write_text("")
+    after = view.curves(100, 0, 0, 10)
+    assert after["evaluated"] == {}
+    assert after["version"] != before["version"]
+
+
+def test_a_part_of_a_smoothed_curve_is_that_of_the_whole(tmp_path: Path) -> None:
+    view = RunView("one", write_run(tmp_path / "one", [row(k, loss=float(k % 7)) for k in range(1, 201)]))
+    whole, part = view.curves(500, 50, 0, 300), view.curves(500, 50, 150, 160)
+    assert part["x"] == list(range(149, 162))
+    assert part["smoothed"]["loss"] == whole["smoothed"]["loss"][148:161]
+    assert view.curves(500, 1, 0, 300)["smoothed"] == {}  # a mean over one step is no other curve
+
+
 @pytest.mark.skipif(
     sys.platform != "linux", reason="needs Linux: elsewhere the lock can be looked at only by taking it"
 )

@@ -122,6 +122,8 @@ def test_a_row_of_an_earlier_iteration_replaces_those_after_it_and_one_of_the_sa
     columns.add({"iteration": 3, "accuracy": 0.5})
     assert columns.iterations.tolist() == [1, 2, 3]
     assert columns.last() == {"iteration": 3, "epoch": 0, "loss": 30.0, "accuracy": 0.5}
+    columns.add({"iteration": 2, "epoch": 1, "accuracy": 0.25})
+    assert columns.last() == {"iteration": 2, "epoch": 1, "loss": None, "accuracy": 0.25}  # nothing of the earlier one
 
 
 @pytest.mark.parametrize("iteration", [None, "1", 1.0, True, -1, 10**13])

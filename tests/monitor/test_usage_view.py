@@ -32,6 +32,9 @@ def test_a_resumed_run_continues_its_points(tmp_path: Path) -> None:
     view.look()
     add_usage(tmp_path, 0, [(6.5, 2.0, 2.0)])  # the time of steps that are repeated
     assert view.look()["ranks"][0]["elapsed_s"] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 6.5]
+    add_usage(tmp_path, 0, [(6.5, 4.0, 4.0)])
+    (rank,) = view.look()["ranks"]
+    assert (rank["elapsed_s"][-2:], rank["memory_mib"][-2:]) == ([6.0, 6.5], [1.0, 4.0])
     path.write_text("")
     add_usage(tmp_path, 0, [(1.0, 3.0, 3.0)])
     assert view.look()["ranks"][0]["memory_mib"] == [3.0]
@@ -45,6 +48,7 @@ def test_a_week_of_lines_is_a_bounded_number_of_means(tmp_path: Path) -> None:
         pass
     (rank,) = found["ranks"]
     assert MOST_POINTS // 2 <= len(rank["elapsed_s"]) < MOST_POINTS
+    assert rank["elapsed_s"][:2] == [5.0 * 31, 5.0 * 63]  # of each 32 lines, the last one's
     assert rank["elapsed_s"][-1] > 5.0 * (many - 100)
     assert sorted(rank["elapsed_s"]) == rank["elapsed_s"]
     assert set(rank["memory_mib"]) == {7.0}

@@ -98,6 +98,15 @@ def test_a_line_waits_for_its_last_value(tmp_path: Path) -> None:
     assert [(one["here"], one.get("late")) for one in lines_of(path)] == [(1.0, 0.25), (2.0, None)]
 
 
+def test_a_step_that_two_epochs_share_has_a_line_of_each(tmp_path: Path) -> None:
+    logged = opened(tmp_path)
+    logged.add(1, LAST, {"score": 1.0})
+    logged.add(2, LAST, {"score": 2.0})
+    logged.close()
+    found = [(one["epoch"], one["iteration"], one["score"]) for one in lines_of(tmp_path / "logged.jsonl")]
+    assert found == [(1, LAST, 1.0), (2, LAST, 2.0)]
+
+
 def test_a_metric_does_not_take_the_place_of_the_iteration() -> None:
     line = EvaluationLog(None, 0, print).record(2, 5, {"iteration": 9.0, "epoch": 8.0, "loss": 0.5}, 1.0)
     assert line == {"epoch": 2, "iteration": 5, "loss": 0.5, "elapsed_s": 1.0}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from PIL import Image
 from torch import nn
 
@@ -198,6 +199,85 @@ def test_logged_values_get_panels_or_points(tmp_path: Path) -> None:
     export(run, PictureStyle(title="My own"))
     assert "f1" in texts_of(run / "pictures" / "metrics.svg")
     assert "My own" in texts_of(run / "pictures" / "metrics.svg")
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are drawn, which are not written."""
+    found: list[Any] = []
+
+    def keep(figure: Any, path: Path) -> Path:
+        found.append(figure)
+        return Path(path)
+
+    monkeypatch.setattr(plots, "_write", keep)
+    return found
+
+
+def lines_in(axes: Any) -> dict[str, tuple[str, list[float]]]:
+    """The color and the values of each line of a panel that has a name."""
+    named = {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")}
+    return {name: (to_hex(line.get_color()), line.get_ydata().tolist()) for name, line in named.items()}
+
+
+BLUE, ORANGE = "#1f77b4", "#ff7f0e"
+
+
+def test_a_run_has_one_color_in_all_panels_and_its_evaluations_too(figures: list[Any]) -> None:
+    one, two = Panel([1, 2], [1.0, 2.0], [2], [3.0]), Panel([1, 2], [4.0, 5.0], [2], [6.0])
+    plots.curves({"loss": {"a": one, "b": two}, "f1": {"b": two}}, "x.png")
+    loss, f1 = figures[0].axes
+    assert lines_in(loss) == {
+        "a": (BLUE, [1, 2]), "a, evaluated": (BLUE, [3]), "b": (ORANGE, [4, 5]), "b, evaluated": (ORANGE, [6]),
+    }  # fmt: skip
+    assert lines_in(f1) == {"b": (ORANGE, [4, 5]), "b, evaluated": (ORANGE, [6])}
+    plots.curves({"loss": one}, "x.png")
+    assert lines_in(figures[1].axes[0]) == {"training": (BLUE, [1, 2]), "evaluated": (ORANGE, [3])}
+
+
+def test_smoothing_in_a_picture_is_over_steps_and_the_rows_stay_pale(figures: list[Any]) -> None:
+    at, values = [1, 2, 12, 13], [1.0, math.nan, 5.0, 7.0]
+    plots.curves({"loss": Panel(at, values)}, "x.png", smoothing=4)
+    (axes,) = figures[0].axes
+    pale, curve = axes.get_lines()
+    assert pale.get_alpha() == 0.3
+    kept = 0.75 ** np.array([[0, np.inf, np.inf], [11, 0, np.inf], [12, 1, 0]])
+    expected = (kept * np.array([1.0, 5, 7])).sum(1) / kept.sum(1)
+    assert curve.get_xdata().tolist() == [1, 12, 13]
+    np.testing.assert_allclose(curve.get_ydata(), expected)
+
+
+@pytest.mark.parametrize(("log", "scale"), [(None, "log"), (False, "linear"), (True, "log")])
+def test_the_scale_is_the_one_that_is_asked_for(log: bool | None, scale: str, figures: list[Any]) -> None:
+    plots.curves({"loss": Panel([1, 2], [1.0, 1000.0])}, "x.png", log=log)
+    assert figures[0].axes[0].get_yscale() == scale
+
+
+def test_names_are_no_formulas_and_a_long_one_is_cut(figures: list[Any]) -> None:
+    plots.curves({"a$x$": Panel([1], [1.0]), "b" * 100: Panel([1], [1.0])}, "x.png", title="$y$")
+    assert figures[0].get_suptitle() == r"\$y\$"
+    assert [axes.get_ylabel() for axes in figures[0].axes] == [r"a\$x\$", "b" * 59 + "\N{HORIZONTAL ELLIPSIS}"]
+
+
+def test_runs_that_lack_a_value_or_are_given_twice_are_compared(figures: list[Any], tmp_path: Path) -> None:
+    logged = '{"epoch": 1, "iteration": 4, "f1": 0.5, "loss": 3.0, "elapsed_s": 0.1}\n'
+    one, two = write_run(tmp_path / "one", 6, logged=logged), write_run(tmp_path / "two", 6)
+    exports.compare([one, two, one], tmp_path / "out", PictureStyle(smoothing=3, log=True))
+    drawn = {axes.get_ylabel(): axes for figure in figures for axes in figure.axes}
+    assert lines_in(drawn["f1"]) == {"one": (BLUE, [0.5])}
+    assert set(lines_in(drawn["loss"])) == {"one", "one, evaluated", "two", "two, evaluated"}
+    assert lines_in(drawn["loss"])["one, evaluated"][1] == [3]  # what was logged
+    assert drawn["loss"].get_yscale() == "log"
+    assert len(drawn["loss"].get_lines()) == 6  # pale ones too
+
+
+def test_of_two_rows_of_a_step_the_later_one_is_drawn(tmp_path: Path, figures: list[Any]) -> None:
+    run = write_run(tmp_path / "run", 3)
+    rows = (run / "rows.jsonl").read_text()
+    (run / "rows.jsonl").write_text(rows + rows.splitlines()[1].replace("0.5,", "9.0,") + "\n")
+    export(run)
+    (loss,) = figures[0].axes
+    assert lines_in(loss)["training"][1] == [1, 9, 1 / 3]
 
 
 def test_twenty_runs_have_colors_of_their_own() -> None:

@@ -160,11 +160,21 @@ def test_without_tensorboard_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch,
         tensorboard_sink(tmp_path)
 
 
+class Clearing:
+    """A sink that changes what it gets."""
+
+    def begin(self, run: RunStart) -> None:
+        pass
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        row.clear()
+
+
 def test_what_a_receiver_does_to_its_row_the_next_one_does_not_see() -> None:
     seen: list[dict[str, Any]] = []
     with dl.join_world() as world:
         model = nn.Linear(1, 1)
-        receivers = [lambda row: row.clear(), seen.append]
+        receivers: list[Any] = [lambda row: row.clear(), Clearing(), seen.append]
         loop = dl.Loop(dl.Batches(torch.ones(4, 1), 2, world), 1, state={"m": model}, on_row=receivers, progress=False)
         for step in loop:
             for rows in step:

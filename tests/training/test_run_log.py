@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from PIL import Image
 from torch import nn
 
 import ddp_loop as dl
+from ddp_loop.checkpoint import FileLock
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network
 
@@ -403,12 +404,12 @@ def test_half_a_letter_is_written_so_that_others_can_encode_it(on_ranks: OnRanks
     assert [one[1:] for one in taken if one[0] == "text"] == [[0, "half", r"a\ud800b"]]
 
 
-def log_after(folder: str) -> tuple[list[float | None], str]:
+def log_after(folder: str, run: str | None) -> tuple[list[float | None], str]:
     """Log before and after a loop; the values in the file then, and what the sink got last before."""
     with dl.join_world() as world:
         sink = Taken(Path(folder) / "taken")
         model = network()
-        loop = loop_over(world, folder, model, run_dir=f"{folder}/run", on_row=[sink])
+        loop = loop_over(world, folder, model, run_dir=run, on_row=[sink])
         loop.log({"tenth": 0.1}, over="ranks")
         for step in loop:
             for rows in step:
@@ -416,9 +417,19 @@ def log_after(folder: str) -> tuple[list[float | None], str]:
             step.fold()
         kinds = [json.loads(line)[0] for line in (Path(folder) / "taken").read_text().splitlines()]
         loop.log(after=0.5)
-        lines = lines_of(Path(folder) / "run" / "logged.jsonl")
+        if run is None:
+            return [], kinds[-1]
+        with closing(FileLock(Path(run) / "lock", "Loop")):  # another run
+            loop.log(after=1.0)
+        lines = lines_of(Path(run) / "logged.jsonl")
         return [one.get("tenth", one.get("after")) for one in lines], kinds[-1]
 
 
-def test_what_is_logged_after_a_loop_is_written_at_once(on_ranks: OnRanks, tmp_path: Path) -> None:
-    assert on_ranks(1, log_after, str(tmp_path)) == [([0.1, 0.5], "flush")]
+def test_what_is_logged_after_a_loop_is_written_at_once_unless_another_run_has_the_folder(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    assert on_ranks(1, log_after, str(tmp_path), str(tmp_path / "run")) == [([0.1, 0.5], "flush")]
+
+
+def test_sinks_write_at_the_end_of_a_loop_also_without_a_run_folder(on_ranks: OnRanks, tmp_path: Path) -> None:
+    assert on_ranks(1, log_after, str(tmp_path), None) == [([], "flush")]
