@@ -83,3 +83,33 @@ def test_a_renamed_run_is_found_by_its_name_and_by_its_folder(script: Any) -> No
         f"((row) => {searches}.map((text) => page.parse(text, [row]).test(row)))(new page.Searched({json.dumps(run)}))",
     )
     assert found == [True, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("standing", [None, "b"])
+def test_the_marks_of_epochs_are_those_of_each_run_in_its_colour(standing: str | None, script: Any) -> None:
+    epochs = {"a": [[1, 100]], "b": [[1, 50], [2, 100]], "c": [[1, 100]]}
+    colours = {"a": "blue", "b": "green", "c": "red"}
+    runs = [{"key": key, "colour": colours[key], "curves": {"epochs": epochs[key]}} for key in epochs]
+    chart = json.dumps({"hasMarks": True, "runs": runs, "standing": standing, "figure": {"dataset": {}}})
+    drawn = script(
+        "charts.js",
+        f"((chart, drawn) => (page.Chart.prototype.drawMarks.call({{ ...chart, "
+        f"drawMarksOf: (_, marks, own) => drawn.push([marks, own]) }}, null), drawn))({chart}, [])",
+    )
+    of_b = [epochs["b"], "green"]
+    assert drawn == ([[epochs["a"], "blue"], of_b] if standing is None else [of_b])
+
+
+def test_a_file_of_values_waits_until_all_rows_are_read(script: Any) -> None:
+    row = {"steps": [1], "epochs": [1], "seconds": [0.5], "values": [0.25]}
+    answers = [{"found": {}, "is_behind": True}, {"found": {"row": row}, "is_behind": False}]
+    text = script(
+        "downloads.js",
+        "await (async (answers) => {"
+        " let saved; globalThis.setTimeout = () => 0;"
+        " globalThis.document = { createElement: () => ({ click() {} }) };"
+        ' URL.createObjectURL = (blob) => ((saved = blob), "");'
+        ' await page.saveCsv("loss", [{ key: "a b", name: "one" }], { read: async () => answers.shift() });'
+        f" return saved.text(); }})({json.dumps(answers)})",
+    )
+    assert text == "run,kind,step,epoch,seconds,loss\r\none,row,1,1,0.5,0.25\r\n"

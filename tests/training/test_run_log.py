@@ -18,7 +18,7 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.checkpoint import FileLock
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, loop_over, loss_of, network
+from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 
 EPOCHS, STEPS = 3, 4  # an epoch's
 
@@ -421,6 +421,8 @@ def log_after(folder: str, run: str | None) -> tuple[list[float | None], str]:
             return [], kinds[-1]
         with closing(FileLock(Path(run) / "lock", "Loop")):  # another run
             loop.log(after=1.0)
+            dl.evaluate(model, dl.Batches(samples(6), 6, world), size=lambda out, _: out.squeeze(1))
+        assert not (Path(run) / "evaluations.jsonl").exists()
         lines = lines_of(Path(run) / "logged.jsonl")
         return [one.get("tenth", one.get("after")) for one in lines], kinds[-1]
 
