@@ -134,7 +134,7 @@ def test_a_run_is_found_renamed_saved_stopped_and_continued_on_the_page(visit: A
         one.page.get_by_role("tab", name="Results").click()
         one.page.get_by_label("Filter the table").fill("compare")  # a note is found as well
         until(lambda: one.page.locator(".trials tbody tr:visible").count() == 1, "the table has the run of the note")
-        assert "the best one" in one.text(".trials tbody tr:visible")
+        one.waits_for(".trials tbody tr:visible", "the best one")
         one.page.get_by_role("tab", name="Curves").click()
         one.page.get_by_label("Search runs").fill("")
 
