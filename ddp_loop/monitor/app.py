@@ -138,6 +138,7 @@ if TYPE_CHECKING:
 
 TICK_S, QUIET_S = 1.0, 10.0  # between two looks of a stream; of silence before it sends a comment
 FEWEST, MOST = 50, 5000  # points of a curve
+MOST_NAMES = 200  # of metrics in a request
 MOST_VIEWS = 80  # runs whose rows are kept
 NO_RUN, NO_SWEEP = "There is no such run.", "There is no such sweep."
 ASKED = {"points": 1000, "smoothing": 0, "first": 0, "last": 10**12}
@@ -238,9 +239,12 @@ class MonitorApp:
         axis = asked.get("axis", AXES[0])
         if axis not in AXES:
             return 400, f"axis must be one of {', '.join(AXES)}."
+        metrics = _names_in(asked["metrics"]) if "metrics" in asked else None
+        if "metrics" in asked and metrics is None:
+            return 400, "metrics must be a list of names, as JSON."
         points = min(MOST, max(FEWEST, numbers["points"]))
         first, last = (numbers[end] / PARTS[axis] for end in ("first", "last"))
-        return 200, _json(view.curves(points, numbers["smoothing"], first, last, axis))
+        return 200, _json(view.curves(points, numbers["smoothing"], first, last, axis, metrics))
 
     def values(self, key: str, name: str) -> tuple[int, str]:
         """Return status and body of the answer to a request for all values of a metric."""
@@ -388,6 +392,16 @@ def _sent(status: int, body: str) -> Response:
 def _answer(found: Answer) -> tuple[int, str]:
     status, body = found
     return status, body if isinstance(body, str) else _json(body)
+
+
+def _names_in(text: str) -> list[str] | None:
+    """The names in a JSON array; None if it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_good = isinstance(found, list) and len(found) <= MOST_NAMES and all(isinstance(one, str) for one in found)
+    return found if is_good else None
 
 
 def _json(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,7 @@ class RunView:
                     if update.anew:
                         series.clear()
                         self._generation += 1
-                    for row in update.rows:
-                        series.add(row)
+                    series.extend(update.rows)
                     self._lines += len(update.rows)
                 if not update.more:
                     break
@@ -201,18 +201,29 @@ class RunView:
 
     # -- curves --------------------------------------------------------------------------------------------
 
-    def curves(self, points: int, smoothing: int, first: float, last: float, axis: str = AXES[0]) -> dict[str, Any]:
-        """Return the columns, thinned out to `points`, as JSON values.
+    def curves(
+        self,
+        points: int,
+        smoothing: int,
+        first: float,
+        last: float,
+        axis: str = AXES[0],
+        metrics: Collection[str] | None = None,
+    ) -> dict[str, Any]:
+        """Return the curves of some metrics, thinned out to `points`, and the names of all, as JSON values.
 
         Args:
             points: per curve, at most; of each bucket of rows the minimum and the maximum stay, and the last row.
             smoothing: steps of the exponential mean, which is computed before rows are thinned out; 0 for none.
             first, last: the part of the axis to return; one row more on either side is added.
             axis: "step", "epoch" or "time".
+            metrics: their names; None for all.
         """
         with self._turn:
             self._poll()
             rows, points_of = self._rows, self._evaluations
+            found = dict.fromkeys(name for one in (rows, points_of, self._logged) for name in one.names if name != TIME)
+            asked = found.keys() if metrics is None else found.keys() & metrics
             iterations, epochs, places = rows.iterations, rows.epochs, self._places(axis, rows)
             low = max(0, int(np.searchsorted(places, first)) - 1)
             high = min(len(rows), int(np.searchsorted(places, last, side="right")) + 1)
@@ -220,7 +231,7 @@ class RunView:
             kept = places_of(starts, high - low) + low
             curves, smoothed = {}, {}
             for name in rows.names:
-                if name == TIME:
+                if name not in asked:
                     continue
                 values = rows.values(name)
                 curves[name] = _listed(extremes(values[low:high], starts))
@@ -233,14 +244,15 @@ class RunView:
                 "version": self._version(),
                 "is_behind": self._is_behind,
                 "axis": axis,
+                "names": list(found),
                 "x": _places(axis, places[kept]),
                 "steps": iterations[kept].tolist(),
                 "curves": curves,
                 "smoothed": smoothed,
                 "evaluated_x": _places(axis, self._places(axis, points_of)),
                 "evaluated_steps": points_of.iterations.tolist(),
-                "evaluated": {name: _listed(points_of.values(name)) for name in points_of.names if name != TIME},
-                "logged": self._logged_curves(axis, points, first, last),
+                "evaluated": {name: _listed(points_of.values(name)) for name in points_of.names if name in asked},
+                "logged": self._logged_curves(asked, axis, points, first, last),
                 "epochs": [
                     [int(epochs[end]), place] for end, place in zip(ends, _places(axis, places[ends]), strict=True)
                 ],
@@ -249,12 +261,14 @@ class RunView:
     def _places(self, axis: str, series: MetricSeries) -> Values:
         return places_on(axis, series, self._rows, count(self._run.status.get("steps_per_epoch")))
 
-    def _logged_curves(self, axis: str, points: int, first: float, last: float) -> dict[str, list[list[Any]]]:
+    def _logged_curves(
+        self, asked: Collection[str], axis: str, points: int, first: float, last: float
+    ) -> dict[str, list[list[Any]]]:
         """Return places, values and steps of what the script logged, by name, thinned out."""
         logged, found = self._logged, {}
         places = self._places(axis, logged)
         for name in logged.names:
-            if name == TIME:
+            if name not in asked:
                 continue
             values = logged.values(name)
             there = np.flatnonzero(~np.isnan(values) & (places >= first) & (places <= last))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite, nan
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from ddp_loop.reporting import Table, tables_of
 
 MOST_COLUMNS = 64
 MOST_STEPS = 10**12
@@ -42,6 +44,32 @@ class MetricSeries:
     @property
     def names(self) -> list[str]:
         return list(self._columns)
+
+    def extend(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows, as `add` does."""
+        for part, table in tables_of(rows):
+            if table is not None and (not len(self) or table.column("iteration")[0] > self._keys["iteration"][-1]):
+                self._append(table)
+                continue
+            for row in part:
+                self.add(row)
+
+    def _append(self, table: Table) -> None:
+        """Add a table whose rows follow the last one."""
+        before, count = len(self), len(table.values)
+        for key in _KEYS:
+            self._keys[key].frombytes(table.column(key).astype(np.int64).tobytes())
+        for name in table.names:
+            if name not in _KEYS and name not in self._columns:
+                if len(self._columns) < MOST_COLUMNS:
+                    self._columns[name] = array("d", [nan]) * before
+                else:
+                    self.left_out.add(name)
+        for name, column in self._columns.items():
+            if name in table.names:
+                column.frombytes(table.column(name).tobytes())
+            else:
+                column.extend(array("d", [nan]) * count)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a row. Rows of later iterations are removed; a row of the same iteration is extended."""

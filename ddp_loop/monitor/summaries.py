@@ -71,8 +71,8 @@ class RunSummary:
         before = self._said
         self._run.look()
         if is_other or self.is_behind:
-            self.is_behind = time.monotonic() > deadline
-            self._record = self._record if self.is_behind else read_run(self.folder)
+            self._record = read_run(self.folder, deadline=deadline)
+            self.is_behind = self._record.is_behind
         self._said = self._sum_up()
         return is_other or self._said != before
 

@@ -1,5 +1,6 @@
 """Reports of a run: rows, throughput, the terminal, pictures at the end."""
 
+from ddp_loop.reporting.columns import Table, tables_of
 from ddp_loop.reporting.exports import PictureStyle, compare, export
 from ddp_loop.reporting.images import as_pixels, png
 from ddp_loop.reporting.jsonl import append_whole
@@ -59,6 +60,7 @@ __all__ = [
     "RunQuery",
     "RunRecord",
     "RunStart",
+    "Table",
     "TailUpdate",
     "ValueSummary",
     "WeightedMeans",
@@ -83,6 +85,7 @@ __all__ = [
     "read_run",
     "slowest",
     "state_of",
+    "tables_of",
     "total_steps",
     "trial_folder",
     "write_table",

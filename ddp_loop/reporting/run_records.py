@@ -10,13 +10,18 @@ import math
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ddp_loop.checkpoint import EVALUATIONS, NOTE, ROWS, RUN, STATUS, STOP, TITLE, is_running, read_json, read_text
+from ddp_loop.reporting.columns import tables_of
 from ddp_loop.reporting.jsonl_tail import JsonlTail, is_at_an_iteration, is_number
 from ddp_loop.reporting.rows import is_averaged
 
@@ -43,6 +48,8 @@ _LOWER = re.compile(r"loss|error|perplexity|(?<![a-z])(rmse|mse|mae|nll|wer|cer)
 _MOST_READERS = 20_000
 _MOST_TEXT = 500  # letters of a note, or of a name
 Stamp = tuple[int, int, int]
+Values = npt.NDArray[np.float64]
+_UNREAD: Stamp = (-1, -1, -1)  # of a file that was not read to its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,7 @@ class RunRecord:
         trial: the trial's number in its sweep; None for any other run.
         objective, direction: of the trial, such as "loss" and "minimize".
         value: of the objective; None without one.
+        is_behind: whether the files have rows that were not read yet.
     """
 
     name: str
@@ -104,6 +112,7 @@ class RunRecord:
     objective: str | None = None
     direction: str | None = None
     value: float | None = None
+    is_behind: bool = False
 
 
 def is_lower_better(name: str) -> bool:
@@ -170,12 +179,13 @@ def _runs_below(top: Path) -> Iterator[Path]:
             yield Path(place)
 
 
-def read_run(folder: Path, below: Path | None = None) -> RunRecord:
+def read_run(folder: Path, below: Path | None = None, deadline: float = math.inf) -> RunRecord:
     """Read a run folder; what is missing or damaged is left out. Several threads may call this.
 
     Args:
         folder: of the run.
         below: the folder that was searched, from which the run's name starts; by default the folder's parent.
+        deadline: by time.monotonic(), after which further rows are left for the next call.
 
     Returns:
         Its record. Of each value the best one is the lowest or the highest finite one, see `is_lower_better`; of a
@@ -189,7 +199,7 @@ def read_run(folder: Path, below: Path | None = None) -> RunRecord:
         _readers[folder] = reader  # the newest is the last
         if len(_readers) > _MOST_READERS:
             del _readers[next(iter(_readers))]
-    return reader.read(name)
+    return reader.read(name, deadline)
 
 
 class _RunReader:
@@ -216,15 +226,14 @@ class _RunReader:
             self._texts[name] = (stamp, text)
         return self._texts.get(name, (None, ""))[1] if stamp is not None else ""
 
-    def read(self, name: str) -> RunRecord:
+    def read(self, name: str, deadline: float) -> RunRecord:
         with self._turn:
             run, trial, status = (self._object(one) for one in (RUN, TRIAL, STATUS))
             objective, direction = _text(trial.get("objective")), _text(trial.get("direction"))
             # An objective of `evaluate` has this prefix.
             decides = "" if objective is None else objective.removeprefix("evaluation.")
             wants_lower = {decides: direction != "maximize"} if decides else {}
-            self._rows.update(wants_lower)
-            self._evaluations.update(wants_lower)
+            is_behind = [one.update(wants_lower, deadline) for one in (self._evaluations, self._rows)]
             parameters = trial.get("parameters") if trial else None
             parameters = parameters if isinstance(parameters, dict) else run.get("config")
             state = state_of(self._folder, status, trial)
@@ -251,6 +260,7 @@ class _RunReader:
                 objective=objective,
                 direction=direction,
                 value=_finite(trial.get("value")),
+                is_behind=any(is_behind),
             )
 
 
@@ -272,13 +282,15 @@ class _Values:
         self.epoch: int | None = None
         self.elapsed_s: float | None = None
 
-    def update(self, wants_lower: Mapping[str, bool]) -> None:
-        """Read what is new."""
+    def update(self, wants_lower: Mapping[str, bool], deadline: float) -> bool:
+        """Read what is new, and return whether there is more to read after the deadline."""
         if (stamp := _stamp_of(self._tail.path)) == self._stamp:
-            return
-        self._stamp = stamp
+            return False
+        self._stamp = _UNREAD
         more = True
         while more:
+            if time.monotonic() > deadline:
+                return True
             update = self._tail.poll()
             if update.anew:
                 self._clear()
@@ -286,44 +298,42 @@ class _Values:
             if rows:
                 self._take(rows, wants_lower)
             more = update.more
+        self._stamp = stamp
+        return False
 
     def _take(self, rows: list[dict[str, Any]], wants_lower: Mapping[str, bool]) -> None:
         last = rows[-1]
         self.iteration, self.epoch = last["iteration"], _count(last.get("epoch"))
         if (elapsed := _finite(last.get("elapsed_s"))) is not None:
             self.elapsed_s = elapsed
-        for name in dict.fromkeys(name for row in rows for name in row):
-            if is_averaged(name):
-                summary = _summary(name, rows, wants_lower.get(name, is_lower_better(name)), self.summaries.get(name))
-                if summary is not None:
-                    self.summaries[name] = summary
+        for part, table in tables_of(rows):
+            for name in dict.fromkeys(name for row in part[:1] for name in row):
+                if not is_averaged(name):
+                    continue
+                lower = wants_lower.get(name, is_lower_better(name))
+                steps, values = (
+                    _of_rows(name, part) if table is None else (table.column("iteration"), table.column(name))
+                )
+                if len(values):
+                    self.summaries[name] = _summary(steps, values, lower, self.summaries.get(name))
 
 
-def _summary(name: str, rows: list[dict[str, Any]], lower: bool, before: ValueSummary | None) -> ValueSummary | None:
-    """Return the last and the best value in some rows and those before them."""
-    found = [
-        (row[name], row["iteration"]) for row in rows if name in row and (row[name] is None or is_number(row[name]))
-    ]
-    if not found:
-        return before
-    finite = [pair for pair in found if pair[0] is not None and math.isfinite(pair[0])]
-    best = None if before is None or before.best is None else (before.best, before.best_at)
-    if finite:
-        newest = min(finite, key=_value) if lower else max(finite, key=_value)
-        if best is None or (newest[0] < best[0] if lower else newest[0] > best[0]):
-            best = newest
-    last, at = found[-1]
-    value, best_at = (None, None) if best is None else best
-    return ValueSummary(
-        math.nan if last is None or not math.isfinite(last) else float(last),
-        at,
-        None if value is None else float(value),
-        best_at,
-    )
+def _of_rows(name: str, rows: list[Mapping[str, Any]]) -> tuple[Values, Values]:
+    """The iterations and the values of a name; NaN for what is not finite, and nothing for what is no number."""
+    found = [(row["iteration"], row[name]) for row in rows if row[name] is None or is_number(row[name])]
+    pairs = np.array(found, dtype=np.float64).reshape(len(found), 2)
+    return pairs[:, 0], np.where(np.isfinite(pairs[:, 1]), pairs[:, 1], math.nan)
 
 
-def _value(pair: tuple[float, int]) -> float:
-    return pair[0]
+def _summary(steps: Values, values: Values, lower: bool, before: ValueSummary | None) -> ValueSummary:
+    """Return the last and the best value of some rows and those before them."""
+    best, best_at = (None, None) if before is None else (before.best, before.best_at)
+    if not np.isnan(values).all():
+        place = int(np.nanargmin(values) if lower else np.nanargmax(values))
+        newest = float(values[place])
+        if best is None or (newest < best if lower else newest > best):
+            best, best_at = newest, int(steps[place])
+    return ValueSummary(float(values[-1]), int(steps[-1]), best, best_at)
 
 
 def _time_of(run: Mapping[str, Any], trial: Mapping[str, Any]) -> float | None:

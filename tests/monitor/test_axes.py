@@ -14,7 +14,7 @@ from ddp_loop.monitor.run_view import RunView
 from ddp_loop.monitor.series import MetricSeries
 from tests.support.serving import Served, row, write_lines, write_run
 
-ALL = {"points": 500, "smoothing": 0, "first": 0, "last": 10**9}
+ALL: dict[str, Any] = {"points": 500, "smoothing": 0, "first": 0, "last": 10**9}
 
 
 def series_of(*lines: tuple[int, int | None, float | None]) -> MetricSeries:

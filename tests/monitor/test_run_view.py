@@ -85,6 +85,27 @@ def test_only_the_part_of_a_profile_that_fits_the_page_is_shown(run: Path) -> No
     assert ([len(hint) for hint in shown["hints"]], shown["heading"]) == ([2000], None)
 
 
+def test_the_curves_of_the_metrics_that_were_asked_for_come_with_the_names_of_all(
+    page: Served, client: httpx.Client, run: Path
+) -> None:
+    write_lines(run / "evaluations.jsonl", [{"epoch": 1, "iteration": 20, "score": 0.5, "elapsed_s": 1.0}])
+    write_lines(run / "logged.jsonl", [{"epoch": 1, "iteration": 20, "f1": 0.25, "elapsed_s": 1.0}])
+
+    def ask(metrics: str) -> Any:
+        asked = {"metrics": metrics, "smoothing": "4"}
+        return client.get("/api/runs/one/curves", headers=page.headers, params=asked)
+
+    found = ask('["loss", "score", "none"]').json()
+    assert found["names"] == ["samples", "loss", "score", "f1"]
+    parts = [list(found[part]) for part in ("curves", "smoothed", "evaluated", "logged")]
+    assert parts == [["loss"], ["loss"], ["score"], []]
+    assert list(ask('["f1"]').json()["logged"]) == ["f1"]
+    assert ask("[]").json()["curves"] == {}
+    for bad in ("loss", "{}", "[1]", "[" * 10_000, json.dumps(["x"] * 201)):
+        answer = ask(bad)
+        assert (answer.status_code, answer.text) == (400, "metrics must be a list of names, as JSON.")
+
+
 def test_a_long_run_is_thinned_out_and_a_part_of_it_is_exact(tmp_path: Path) -> None:
     view = RunView("long", write_run(tmp_path / "long", [row(k) for k in range(1, 20_001)]))
     until(lambda: view.summary()["rows"] == 20_000, "all rows are read")

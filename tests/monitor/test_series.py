@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from math import nan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,7 +131,42 @@ def test_a_row_without_an_iteration_is_counted_and_left_out(iteration: object) -
     assert (len(columns), columns.refused, columns.names, columns.last()) == (0, 1, [], {})
 
 
+ODD: tuple[dict[str, Any], ...] = (
+    {"loss": None},
+    {"loss": float("inf"), "right": True},
+    {"loss": 10**400},
+    {"loss": 10**19},
+    {"loss": "1.5"},
+    {"loss": [1]},
+    {"epoch": 1.0},
+    {"epoch": -1},
+    {"iteration": "7"},
+    {"late": 2.0},
+)
+
+
+@pytest.mark.parametrize("odd", range(-1, len(ODD)))
+@pytest.mark.parametrize("place", [0, 30, 59])
+@pytest.mark.parametrize("after", [None, 60, 25])
+def test_many_rows_at_once_become_the_columns_of_row_by_row(odd: int, place: int, after: int | None) -> None:
+    rows = [{"epoch": 1 + k // 20, "iteration": k + 1, "loss": 1 / (k + 1), "accuracy": k} for k in range(60)]
+    if odd >= 0:
+        rows[place] = rows[place] | ODD[odd]
+    again = [] if after is None else [{"epoch": 9, "iteration": after + k, "loss": -1.0} for k in range(12)]
+    one, other = columns_of(*rows, *again), MetricSeries()
+    for part in (rows[:10], rows[10:], again):
+        other.extend(part)
+    assert (other.names, other.refused, len(other), other.last()) == (one.names, one.refused, len(one), one.last())
+    for name in one.names:
+        np.testing.assert_array_equal(other.values(name), one.values(name))
+    np.testing.assert_array_equal(other.iterations, one.iterations)
+    np.testing.assert_array_equal(other.epochs, one.epochs)
+
+
 def test_more_columns_than_a_page_can_show_are_counted() -> None:
+    both = MetricSeries()
+    both.extend([{"iteration": at, "epoch": 1} | {f"m{k}": k for k in range(MOST_COLUMNS + 3)} for at in range(20)])
+    assert (len(both.names), len(both.left_out), len(both)) == (MOST_COLUMNS, 3, 20)
     columns = columns_of({"iteration": 1} | {f"m{k}": k for k in range(MOST_COLUMNS + 3)})
     assert (len(columns.names), len(columns.left_out)) == (MOST_COLUMNS, 3)
 

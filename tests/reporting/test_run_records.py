@@ -79,6 +79,34 @@ def test_damaged_and_half_lines_are_left_out(tmp_path: Path) -> None:
     assert (said.state, said.parameters, said.evaluations, len(said.note)) == ("waiting", {}, {}, 500)
 
 
+@pytest.mark.parametrize(
+    "odd", [None, {"loss": "low"}, {"loss": None}, {"loss": 2.0**70}, {"more": 1.0}, {"epoch": "1"}]
+)
+@pytest.mark.parametrize("place", [0, 17, 39])
+def test_many_rows_have_the_values_of_row_by_row(odd: dict[str, Any] | None, place: int, tmp_path: Path) -> None:
+    rows = [row(k, loss=(k - 20) ** 2 + 0.5, accuracy=k % 7) for k in range(1, 41)]
+    rows[place] = rows[place] | (odd or {})
+    run, other = write_run(tmp_path / "one", []), write_run(tmp_path / "two", rows)
+    for one in rows:
+        with (run / "rows.jsonl").open("a") as file:
+            file.write(json.dumps(one) + "\n")
+        by_row = read_run(run).rows
+    at_once = read_run(other).rows
+    assert {name: repr(value) for name, value in at_once.items()} == {
+        name: repr(value) for name, value in by_row.items()
+    }
+    assert at_once["loss"].best_at == 20
+
+
+def test_a_long_file_is_read_up_to_the_deadline_and_then_on(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", [row(k) for k in range(1, 20_001)])
+    (run / "run.json").write_text('{"began": 7.0}')
+    found = read_run(run, deadline=0.0)
+    assert (found.is_behind, found.began, found.rows) == (True, 7.0, {})
+    found = read_run(run)
+    assert (found.is_behind, found.rows["loss"].at) == (False, 20_000)
+
+
 def test_rows_that_are_added_cut_off_or_written_anew_are_followed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", [row(k) for k in range(1, 6)])
     assert read_run(run).rows["loss"].best_at == 5

@@ -86,13 +86,17 @@ export class Chart {
     return [...new Set(this.lines.map(({ run }) => run))];
   }
 
-  // runs: [{key, name, colour, dash, curves}], curves as the monitor sends them.
+  // runs: [{key, name, colour, dash, curves}], curves as the monitor sends them, parts: metric -> {curves} with that metric.
   show(runs, { log, axis, marks }) {
     this.log = log;
     this.axis = axisOf(axis);
     this.hasMarks = marks;
     this.runs = runs;
-    this.lines = runs.flatMap((run) => linesOf(run.curves, this.name).map((line) => ({ ...line, run, single: line.x.length < 2 })));
+    this.lines = runs.flatMap((run) => {
+      const part = run.parts.get(this.name)?.curves;
+      const lines = part?.axis === axis ? linesOf(part, this.name) : [];
+      return lines.map((line) => ({ ...line, run, single: line.x.length < 2 }));
+    });
     const tables = this.lines.map(({ x, y }) => [x, this.drawable(y)]);
     const data = tables.length ? uPlot.join(tables) : [[]];
     const form = JSON.stringify([log, axis, this.lines.map(({ run, kind, single }) => [run.colour, run.dash.length, kind, single])]);

@@ -11,13 +11,14 @@ const BETWEEN_MS = 900; // between two requests for the curves of a run
 const NEAR = 900; // pixels: charts that are no farther than this from what is seen are drawn
 const FIRST = 10, MOST = 50; // runs that are drawn at first, and at most
 const COLOURS = 20, DASHES = [[], [8, 4], [2, 3]]; // of runs, in page.css; all colours, then all of them dashed
+const LONGEST = 12000; // letters of the names in a request; all metrics are requested where they are more
 const ALL_POINTS = 12000; // of a metric, over all runs
 
 export class Curves {
   // asks: wire, template, changed(), notice(text), legend, isHidden(summary)
   constructor(asks) {
     this.asks = asks;
-    this.runs = new Map(); // key -> {key, summary, curves, asked, reading, read}
+    this.runs = new Map(); // key -> {key, summary, curves, parts, asked, reading, read}; parts: metric -> {asks, curves}
     this.chosen = new Set();
     this.places = new Map(); // key -> place among the colours, of the runs that are drawn
     this.isOwnChoice = false;
@@ -53,7 +54,7 @@ export class Curves {
       isOther ||= !run || isUnderWay(run.summary) !== isUnderWay(summary);
       isNamed ||= run && run.summary.name !== summary.name;
       if (run) run.summary = summary;
-      else this.runs.set(summary.key, { key: summary.key, summary, curves: null, asked: "", reading: false, read: 0 });
+      else this.runs.set(summary.key, { key: summary.key, summary, curves: null, parts: new Map(), asked: "", reading: false, read: 0 });
     }
     if (isOther && !this.isOwnChoice) this.chosen = new Set(this.usual());
     if (isOther) this.onChosen();
@@ -146,7 +147,14 @@ export class Curves {
     return { path: `/api/runs/${encodeURIComponent(summary.key)}/curves?${asked}`, version: summary.version };
   }
 
-  // Requests outdated curves, of each run at most about once a second, unless the page is hidden.
+  // The metrics of the charts that are near, which a run has as far as is known.
+  namesNear({ curves }) {
+    const names = [...this.charts].filter(([name, chart]) => chart.isNear && (curves?.names.includes(name) ?? true)).map(([name]) => name);
+    return names.length || curves ? names : ["loss"];
+  }
+
+  // Requests outdated curves, of each run at most about once a second, unless the page is hidden; those that were not
+  // near before at once.
   async read() {
     if (document.hidden) return;
     await Promise.all([...this.places.keys()].map((key) => this.readOne(this.runs.get(key))));
@@ -154,9 +162,10 @@ export class Curves {
 
   async readOne(run) {
     const { path, version } = this.wanted(run);
-    const asks = `${version} ${path}`;
-    if (run.reading || run.asked === asks) return;
-    const isOther = !run.asked.endsWith(path); // the user changed something: request at once
+    const asks = `${version} ${path}`, isNews = run.asked !== asks;
+    const near = this.namesNear(run), wanted = isNews ? near : near.filter((name) => run.parts.get(name)?.asks !== asks);
+    if (run.reading || !(isNews || wanted.length)) return;
+    const isOther = !isNews || !run.asked.endsWith(path); // the user changed something: request at once
     const wait = run.read + BETWEEN_MS - performance.now();
     if (!isOther && wait > 0) {
       clearTimeout(run.later);
@@ -166,15 +175,25 @@ export class Curves {
     run.reading = true;
     run.read = performance.now();
     try {
-      run.curves = await this.asks.wire.read(path);
-      run.asked = run.curves.is_behind ? `? ${path}` : asks;
+      const metrics = encodeURIComponent(JSON.stringify(wanted));
+      const isAll = metrics.length > LONGEST;
+      const curves = await this.asks.wire.read(isAll ? path : `${path}&metrics=${metrics}`);
+      run.curves = curves;
+      run.asked = curves.is_behind ? `? ${path}` : asks;
+      for (const name of run.parts.keys()) if (!curves.names.includes(name)) run.parts.delete(name);
+      for (const name of isAll ? curves.names : wanted) run.parts.set(name, { asks: run.asked, curves });
       this.drawSoon();
     } catch {
       // The stream reports the monitor's state, and has this called again.
     } finally {
       run.reading = false;
     }
-    if (run.curves?.is_behind || this.wanted(run).path !== path) this.read();
+    if (run.curves?.is_behind || this.wanted(run).path !== path || this.lacks(run)) this.read();
+  }
+
+  // Whether a chart came near while curves were under way.
+  lacks(run) {
+    return run.asked !== "" && this.namesNear(run).some((name) => run.parts.get(name)?.asks !== run.asked);
   }
 
   // -- charts -----------------------------------------------------------------------------------------------
@@ -195,12 +214,11 @@ export class Curves {
     const there = [...this.places.keys()].map((key) => this.runs.get(key)).filter((run) => run?.curves);
     const shown = there.filter(({ curves }) => curves.axis === axis);
     if (there.length && !shown.length) return; // another axis was chosen, and its curves are on their way
-    const names = new Set(shown.flatMap(({ curves }) => 
-      ["curves", "evaluated", "logged"].flatMap((of) => Object.keys(curves[of]))));
-    const drawn = shown.map(({ key, summary, curves }) => {
+    const names = new Set(shown.flatMap(({ curves }) => curves.names));
+    const drawn = shown.map(({ key, summary, curves, parts }) => {
       const place = this.place(key);
       const colour = style.getPropertyValue(`--run-${place % COLOURS}`).trim();
-      return { key, name: summary.name, curves, colour, dash: DASHES[Math.floor(place / COLOURS)] };
+      return { key, name: summary.name, curves, parts, colour, dash: DASHES[Math.floor(place / COLOURS)] };
     });
     for (const [name, chart] of this.charts) {
       if (names.has(name) || !shown.length) continue;
@@ -226,7 +244,8 @@ export class Curves {
     const log = document.querySelector("[name=scale]:checked").value === "log";
     const how = { log, axis, marks: element("marks").checked };
     for (const chart of this.charts.values()) {
-      chart.wanted = () => chart.show(drawn, how);
+      const hasCome = drawn.some(({ parts }) => parts.get(chart.name)?.curves.axis === axis);
+      chart.wanted = hasCome ? () => chart.show(drawn, how) : null;
       if (chart.isNear) chart.draw();
     }
     this.asks.legend.show(drawn, this.dress.bind(this));
@@ -241,6 +260,7 @@ export class Curves {
       chart.isNear = isIntersecting;
       if (isIntersecting) chart.draw();
     }
+    this.read();
   }
 
   async save(name, runs) {
