@@ -75,6 +75,12 @@ def test_a_file_of_values_has_no_formulas_and_quotes_what_needs_it(script: Any) 
     )
 
 
+def test_a_name_that_is_too_long_for_a_picture_is_cut(script: Any) -> None:
+    said = '[["loss", 4], ["loss", 3], ["x".repeat(10000), 6], ["😀".repeat(3), 2], ["ab", 0]]'
+    found = script("downloads.js", f"{said}.map(([text, width]) => page.fitted(text, width, (it) => [...it].length))")
+    assert found == ["loss", "lo…", "xxxxx…", "😀…", "…"]
+
+
 def test_a_renamed_run_is_found_by_its_name_and_by_its_folder(script: Any) -> None:
     run = {"name": "the good one", "path": "trials/0007", "state": "done", "config": {}, "last": {}, "best": {}}
     searches = ["good", "0007", "path=trials/0007", 'name="the good one"', "0008", "name=trials/0007"]

@@ -138,7 +138,7 @@ function showFacts(list, said) {
       const row = document.createElement("div");
       row.dataset.fact = name;
       row.append(document.createElement("dt"), document.createElement("dd"));
-      row.firstChild.textContent = name;
+      row.firstChild.textContent = row.firstChild.title = name;
       return row;
     }));
   }

@@ -31,6 +31,7 @@ export class Chart {
     this.figure = template.content.firstElementChild.cloneNode(true);
     this.figure.dataset.metric = name;
     this.figure.querySelector(".title").textContent = named(name);
+    this.figure.querySelector(".title").title = name;
     this.values = this.figure.querySelector(".values");
     this.holder = this.figure.querySelector(".plot");
     this.height = name === "loss" ? TALL : LOW;

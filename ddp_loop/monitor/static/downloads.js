@@ -50,7 +50,9 @@ export function savePng(metric, title, runs, canvas, { ground, ink }) {
   const picture = document.createElement("canvas"), pen = picture.getContext("2d");
   const font = (weight, size) => `${weight} ${size}px system-ui, sans-serif`;
   pen.font = font(400, 12);
-  const names = placed(runs, width - 2 * EDGE, (name) => pen.measureText(name).width);
+  const most = width - 2 * EDGE, lengthOf = (text) => pen.measureText(text).width;
+  const short = runs.map((run) => ({ ...run, name: fitted(run.name, most - SWATCH - 6, lengthOf) }));
+  const names = placed(short, most, lengthOf);
   const head = 2 * EDGE + LINE * (1 + (names.at(-1)?.line ?? 0));
   [picture.width, picture.height] = [canvas.width, canvas.height + Math.round(head * scale)];
   pen.scale(scale, scale);
@@ -59,7 +61,7 @@ export function savePng(metric, title, runs, canvas, { ground, ink }) {
   pen.textBaseline = "middle";
   pen.fillStyle = ink;
   pen.font = font(600, 14);
-  pen.fillText(title, EDGE, EDGE + LINE / 2, width - 2 * EDGE);
+  pen.fillText(fitted(title, most, lengthOf), EDGE, EDGE + LINE / 2);
   pen.font = font(400, 12);
   for (const { name, colour, dash, left, line } of names) {
     const top = EDGE + LINE * (line + 0.5);
@@ -70,11 +72,25 @@ export function savePng(metric, title, runs, canvas, { ground, ink }) {
     pen.moveTo(EDGE + left, top);
     pen.lineTo(EDGE + left + SWATCH, top);
     pen.stroke();
-    pen.fillText(name, EDGE + left + SWATCH + 6, top, width - 2 * EDGE);
+    pen.fillText(name, EDGE + left + SWATCH + 6, top);
   }
   pen.setTransform(1, 0, 0, 1, 0, 0);
   pen.drawImage(canvas, 0, Math.round(head * scale));
   picture.toBlob((blob) => save(blob, fileOf(metric, "png")), "image/png");
+}
+
+// A text, or as much of its beginning as fits.
+export function fitted(text, width, lengthOf) {
+  if (lengthOf(text) <= width) return text;
+  const letters = [...text];
+  const part = (count) => `${letters.slice(0, count).join("")}…`;
+  let low = 0, high = letters.length; // letters that fit, and that may
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (lengthOf(part(middle)) <= width) low = middle;
+    else high = middle - 1;
+  }
+  return part(low);
 }
 
 // Breaks the names into lines, which are counted from 1: the title is above them.

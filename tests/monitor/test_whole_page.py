@@ -1,0 +1,158 @@
+"""A day with the page in a browser: a run is watched, stopped and continued, among runs of other days."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_loop.checkpoint import is_running
+from tests.support.browsing import NEEDS_BROWSER, Visit
+from tests.support.harness import until
+from tests.support.serving import row, served, write_run
+
+pytestmark = NEEDS_BROWSER
+WINDOW = (1400, 900)
+BEGINS_S = 60.0  # for Python to import torch and make the first steps
+SCRIPT = """
+import torch
+import ddp_loop as dl
+
+with dl.join_world(device="cpu", seed=1) as world:
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs = torch.randn(64, 4)
+    batches = dl.Batches((inputs, inputs.sum(1, keepdim=True)), 8, world)
+    state = {"model": model, "optimizer": optimizer}
+    loop = dl.Loop(batches, 10**6, state=state, run_dir="lab/live", config={"rate": 0.01}, save_every=10**6)
+    print(f"the script begins after step {loop.iteration}", flush=True)
+    for step in loop:
+        for given, wanted in step:
+            step.backward((model(given) - wanted).square().mean())
+        step.fold()
+        optimizer.step()
+        if step.iteration == 1:
+            loop.log(probe=0.25)
+            loop.log_text("sample", "<b>a text of the script</b>")
+"""
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    """Five runs of other days."""
+    top = tmp_path / "lab"
+    for number in range(5):
+        rows = [row(k, loss=number + 1 / k) for k in range(1, 101)]
+        folder = write_run(top / f"old-{number}", rows, status="done", steps_per_epoch=50, iteration=100)
+        (folder / "run.json").write_text(json.dumps({"began": 1.0 + number, "config": {"rate": number / 10}}))
+    return top
+
+
+@contextmanager
+def training(lab: Path) -> Iterator[Path]:
+    """A script that trains beside the other runs, until the page stops it; returns its run folder."""
+    (lab.parent / "train.py").write_text(SCRIPT)
+    run, environment = lab / "live", dict(os.environ, OMP_NUM_THREADS="1")
+    command = [sys.executable, "train.py"]
+    output = subprocess.DEVNULL
+    process = subprocess.Popen(command, cwd=lab.parent, env=environment, stdout=output, stderr=output)
+    try:
+        until(lambda: is_running(run) or process.poll() is not None, "the script trains", BEGINS_S)
+        yield run
+    finally:
+        if run.is_dir():
+            (run / "stop").touch()
+            until(lambda: not is_running(run) and not waits(), "the run that was continued has ended")
+        process.wait(BEGINS_S)
+
+
+def waits() -> bool:
+    """Whether the page waits for a process that it has started."""
+    return any(thread.name.startswith("waits for") for thread in threading.enumerate())
+
+
+def names(one: Visit) -> list[str]:
+    return one.page.locator(".lines .line:visible .name").all_text_contents()
+
+
+def press(one: Visit, name: str) -> None:
+    one.page.get_by_role("button", name=name, exact=True).click()
+
+
+def act(one: Visit, run: str, name: str) -> None:
+    """Press one of the buttons that a line shows under the pointer."""
+    one.page.locator(f".line[data-run='{run}']").hover()
+    press(one, name)
+
+
+def stop(one: Visit) -> int:
+    """Stop the live run, whose card is open; returns the step that the page then names."""
+    press(one, "Stop live")
+    press(one, "Stop the run")
+    one.waits_for(".says", "stopped at step")
+    one.waits_for(".says", "checkpoint saved")
+    return int(one.text(".says").split()[3].rstrip(",").replace("\u202f", ""))
+
+
+@pytest.mark.covers("E4", "E5", "J7", "J8")
+def test_a_run_is_found_renamed_saved_stopped_and_continued_on_the_page(visit: Any, lab: Path) -> None:
+    with training(lab) as run, served(lab) as page:
+        one: Visit = visit(page, WINDOW)
+        box = one.page.locator(".chart[data-metric=loss]").bounding_box()
+        assert box is not None
+        assert box["y"] + box["height"] < WINDOW[1]
+        until(lambda: len(one.last("loss")) == 6, "all runs are drawn")
+
+        act(one, "old-1", "Hide old-1")
+        assert names(one) == ["live", "old-0", "old-2", "old-3", "old-4"]
+        act(one, "old-2", "Rename old-2")
+        one.page.get_by_label("Name", exact=True).fill("the best one")
+        one.page.get_by_label("Note", exact=True).fill("compare with this")
+        press(one, "Save")
+        one.waits_for(".line[data-run='old-2'] .name", "the best one")
+        one.page.get_by_label("Search runs").fill("rate>=0.2")
+        assert names(one) == ["old-3", "old-4", "the best one"]
+        press(one, "Show only these")
+        until(lambda: len(one.last("loss")) == 3, "what was found is drawn")
+        one.page.locator(".chart[data-metric=loss]").hover()
+        with one.page.expect_download() as got:
+            press(one, "Save loss as CSV")
+        table = list(csv.DictReader(io.StringIO(Path(got.value.path()).read_text())))
+        assert {line["run"] for line in table} == {"the best one", "old-3", "old-4"}
+
+        one.page.get_by_role("tab", name="Results").click()
+        one.page.get_by_label("Filter the table").fill("compare")  # a note is found as well
+        until(lambda: one.page.locator(".trials tbody tr:visible").count() == 1, "the table has the run of the note")
+        one.waits_for(".trials tbody tr:visible", "the best one")
+        one.page.get_by_role("tab", name="Curves").click()
+        one.page.get_by_label("Search runs").fill("")
+
+        one.page.locator(".line[data-run='live'] .open").click()
+        press(one, "Console")
+        one.waits_for(".console-text", "the script begins after step 0")
+        first = stop(one)
+        press(one, "Continue live")
+        assert one.text("#go-on-command") == f"cd {lab.parent} && python train.py"
+        press(one, "Start it")
+        until(lambda: one.page.locator(".says", has_text="running").count(), "the run goes on", BEGINS_S)
+        one.waits_for(".console-text", f"the script begins after step {first}")
+        one.page.locator("[data-panel=texts]").first.click()
+        one.waits_for(".texts pre", "<b>a text of the script</b>")
+        second = stop(one)
+        assert second > first
+        one.page.get_by_role("checkbox", name="Draw live").check()
+        until(lambda: [1, 0.25] in json.loads(one.chart("probe", "last") or "[]"), "the logged value is drawn")
+        iterations = [json.loads(line)["iteration"] for line in (run / "rows.jsonl").read_text().splitlines()]
+        assert iterations == sorted(set(iterations))  # each step once, in order
+        assert iterations[-1] == second
