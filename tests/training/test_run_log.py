@@ -183,6 +183,19 @@ def test_a_run_that_stops_and_resumes_has_each_value_once(stop_at: int, on_ranks
 
 
 @pytest.mark.covers("J7")
+def test_a_table_of_a_step_that_is_made_again_reaches_the_sinks_again(on_ranks: OnRanks, tmp_path: Path) -> None:
+    """A killed run leaves the table of a step after its checkpoint, and sinks cut off what came after that."""
+    on_ranks(1, train, str(tmp_path), 3)
+    (tmp_path / "run" / "tables").mkdir()
+    left = {"name": "counts", "rows": ["0"], "columns": ["0"], "values": [[1]], "iteration": STEPS, "at": 0.0}
+    (tmp_path / "run" / "tables" / "counts.json").write_text(json.dumps(left))
+    (tmp_path / "run" / "tables" / "cut.json").write_text('{"name": ')
+    on_ranks(1, train, str(tmp_path), STEPS + 1)
+    taken = [json.loads(line) for line in (tmp_path / "taken").read_text().splitlines()]
+    assert [one[1:] for one in taken if one[0] == "table"] == [[STEPS, "counts", [[1]]]]
+
+
+@pytest.mark.covers("J7")
 @pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [1, 4, 6, 8, 11])
 def test_a_run_that_is_killed_and_resumes_has_each_value_once(kill_at: int, tmp_path: Path) -> None:
