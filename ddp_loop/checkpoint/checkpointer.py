@@ -21,7 +21,7 @@ import torch
 
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files
 from ddp_loop.checkpoint.config import Config
-from ddp_loop.checkpoint.run_folder import EVALUATIONS, OTHER_RANKS, RANKS, ROWS, RunFolder, set_status, write_error
+from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, on_other_ranks, set_status, write_error
 from ddp_loop.checkpoint.serialization import SerializedState, StagingBuffers
 from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, settings_of
 from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
@@ -379,8 +379,8 @@ class Checkpointer:
         if found is None:
             return None
         name, structure, facts, forms = found
-        if facts.get("ranks") not in (None, self._world.size) and not self._has_fixed_shards:
-            self.say(f"{self.folder} {OTHER_RANKS.format(before=facts['ranks'], now=self._world.size)}")
+        if (ranks := facts.get("ranks")) not in (None, now := self._world.size) and not self._has_fixed_shards:
+            self.say(f"{self.folder} {on_other_ranks(ranks, now)}")
         if self._found is not None:
             tensors = self._found.packed.tensors
         else:

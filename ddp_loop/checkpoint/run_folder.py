@@ -47,15 +47,19 @@ _MOVED = (
 _DAMAGED = "*.damaged*.jsonl"  # their damaged lines
 ERROR = "error.rank-{rank}.txt"  # the whole of an error's text that was too long for the ranks' messages
 _OF_POSITIONS = ("samples", "batch_size", "drop_last", "partition", "until", "parts")  # a run with others is another
-OTHER_RANKS = (
-    "ran on {before} ranks and resumes on {now}. Without shards= each rank computes one shard, so the numbers are "
-    "equal but for rounding, and the bits differ. Begin runs with Batches(shards={before}) for the same bits on any "
-    "number of ranks."
-)
 _SHOWN = 6  # changes in a notice
 _LOOK_S = 0.2
 MOST_JSON = 1 << 26  # bytes
 MOST_WHY = 200  # letters of a request to stop
+
+
+def on_other_ranks(before: int, now: int) -> str:
+    """Return what is said of a run without fixed shards that resumes on another number of ranks."""
+    return (
+        f"ran on {before} rank{'s' * (before > 1)} and resumes on {now}. Without shards= each rank computes one shard, "
+        "so the numbers are equal but for rounding, and the bits differ. Begin runs with "
+        f"Batches(shards={max(before, now)}) for the same bits on any number of ranks."
+    )
 
 
 def fingerprint(facts: Mapping[str, object], folder: Path) -> dict[str, object]:

@@ -28,9 +28,11 @@ from ddp_loop.reporting.images import png
 from ddp_loop.reporting.jsonl import JsonlWriter
 from ddp_loop.reporting.jsonl_tail import CHUNK, JsonlTail
 from ddp_loop.reporting.sink_calls import SinkCalls
+from ddp_loop.reporting.tables import tables_of
 
 MOST_TEXT = 65_536  # letters of a logged text
 _PLACE = ("epoch", "iteration", "elapsed_s")
+_OF_TABLES = ("name", "iteration", "rows", "columns", "values")
 _REDONE = 1e-6  # the rounding of float32, by which sums on different numbers of ranks differ
 Logged = float | HostCopy
 
@@ -160,6 +162,7 @@ class LoggedValues:
         if folder is not None:
             self._files = {name: LazyFile(folder / name, after, warn) for name in (LOGGED, TEXTS, IMAGES)}
             _remove_later_images(folder / IMAGE_FOLDER, after)
+        self._tables = [] if folder is None else tables_of(folder, after)
         known = self._files[LOGGED].known if self._files else []
         self._known: dict[str, float | None] = {
             name: one for line in known for name, one in line.items() if name not in _PLACE
@@ -258,7 +261,9 @@ class LoggedValues:
             self._sinks.call("flush")
 
     def add_table(self, table: Mapping[str, Any]) -> None:
-        """Give the sinks a table; its file is written elsewhere."""
+        """Give the sinks a table, unless the resumed run gave it before; its file is written elsewhere."""
+        if any(all(one.get(key) == table[key] for key in _OF_TABLES) for one in self._tables):
+            return
         self._sinks.call("log_table", table["name"], table, table["iteration"])
 
     def _line(self, epoch: int, iteration: int, values: dict[str, Any]) -> dict[str, Any]:

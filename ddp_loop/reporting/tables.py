@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +64,21 @@ def _labels(name: str, which: str, labels: Labels, number: int) -> list[str]:
     if labels is None:
         return [str(place) for place in range(number)]
     if isinstance(labels, str) or len(found := [str(label) for label in labels]) != number:
-        count = "one text" if isinstance(labels, str) else f"{len(found)} labels"
+        count = "one text" if isinstance(labels, str) else "1 label" if len(found) == 1 else f"{len(found)} labels"
         raise ValueError(
             f"Table {name!r} has {number} {which}. Got {count} for them. Pass {which}= one label for each."
         )
+    return found
+
+
+def tables_of(run: Path, iteration: int) -> list[dict[str, Any]]:
+    """Return the tables of a run folder that were made after a step. A file that cannot be read is left out."""
+    found = []
+    for path in (run / TABLES).glob("*.json"):
+        with suppress(OSError, ValueError):
+            table = json.loads(path.read_bytes())
+            if isinstance(table, dict) and table.get("iteration") == iteration:
+                found.append(table)
     return found
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import IO, TYPE_CHECKING, Protocol, cast
@@ -66,6 +66,7 @@ class ProgressView:
         gone_s, left_s: the run's time so far, and the remaining time; None if it is unknown.
         losses: since this process started.
         slow_rank: the rank that the others wait for.
+        logged: the names of values that the script logged; they are shown as they are.
     """
 
     extent: TrainingLength
@@ -77,6 +78,7 @@ class ProgressView:
     left_s: float | None
     losses: Sequence[float] = field(default=())
     slow_rank: int | None = None
+    logged: Collection[str] = ()
 
     @property
     def place(self) -> str:
@@ -99,11 +101,18 @@ class ProgressView:
     def line(self) -> str:
         """Return the whole view as a line of text."""
         means = [
-            f"{name.capitalize()}: {as_number(value)}" for name, value in self.values.items() if not _is_beside(name)
+            f"{name if name in self.logged else _title(name)}: {as_number(value)}"
+            for name, value in self.values.items()
+            if not _is_beside(name)
         ]
         slow = [] if self.slow_rank is None else [f"rank {self.slow_rank} is slowest"]
         parts = [*means, self.speed, *([self.left] if self.left else []), *slow]
         return f"{self.place}: {', '.join(parts)}"
+
+
+def _title(name: str) -> str:
+    """A metric's name at the head of its value; the other letters stay, as in mIoU."""
+    return name[:1].upper() + name[1:]
 
 
 def _is_beside(name: str) -> bool:
@@ -264,13 +273,14 @@ class Terminal:
             self._extent.left_s(moment.iteration, time.monotonic() - self._opened),
             self._curve.points,
             self._slow,
+            frozenset(self._logged),
         )
 
     def _epoch_line(self, epoch: int) -> str:
         means = self._epoch.means
         parts = [
             f"Epoch: {epoch}",
-            *(f"{name.capitalize()}: {as_number(mean)}" for name, mean in means.means().items()),
+            *(f"{_title(name)}: {as_number(mean)}" for name, mean in means.means().items()),
         ]
         parts += [f"{name}: {as_number(value)}" for name, value in self._logged.items()]
         self._logged = {}

@@ -16,19 +16,25 @@ RESERVED = frozenset({"epoch", "iteration", "samples", "weight", "skipped", "ela
 _MOST_LETTERS = 100
 
 
-def check_name(name: object) -> str:
+def check_name(name: object, *, is_column: bool = False) -> str:
     """Return the name of something that is logged.
 
+    Args:
+        name: of the number, the text or the image.
+        is_column: it names a value of a line of `logged.jsonl`, which has columns of its own.
+
     Raises:
-        ValueError: it is none.
+        ValueError: it is none, or that of such a column.
     """
-    if isinstance(name, str) and 0 < len(name) <= _MOST_LETTERS and name.isprintable() and name not in RESERVED:
-        return name
-    what = f"{name!r:.60}" if isinstance(name, str) else type(name).__name__
-    raise ValueError(
-        f"The name of what is logged has 1 to {_MOST_LETTERS} printable letters. Got {what}. Take another name than "
-        f"{', '.join(sorted(RESERVED))}, which are columns of their own."
-    )
+    if not (isinstance(name, str) and 0 < len(name) <= _MOST_LETTERS and name.isprintable()):
+        what = f"{name!r:.60}" if isinstance(name, str) else type(name).__name__
+        raise ValueError(f"The name of what is logged has 1 to {_MOST_LETTERS} printable letters. Got {what}.")
+    if is_column and name in RESERVED:
+        raise ValueError(
+            f"loop.log cannot take the name {name!r}. {', '.join(sorted(RESERVED))} are columns of each line of "
+            "logged.jsonl. Take another name."
+        )
+    return name
 
 
 class RunLog:
@@ -79,7 +85,7 @@ class RunLog:
             more = self._mean(more, over)
         elif self._world.rank != 0:
             return
-        logged = {check_name(name): as_logged(name, value) for name, value in more.items()}
+        logged = {check_name(name, is_column=True): as_logged(name, value) for name, value in more.items()}
         if (target := self._target()) is not None and logged:
             target.add(self._where.epoch, self._where.iteration, logged)
             if self._report.rows is None:  # after the loop nothing hands it on
@@ -93,7 +99,7 @@ class RunLog:
             if over != "ranks":
                 raise ValueError(f'over must be "ranks", or None for the value of rank 0. Got {over!r}.')
             for name, value in values.items():
-                one = as_logged(check_name(name), value)
+                one = as_logged(check_name(name, is_column=True), value)
                 numbers.append(one if isinstance(one, float) else float(one.wait().item()))
         except ValueError as error:
             problem = error

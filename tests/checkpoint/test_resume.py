@@ -114,6 +114,16 @@ def test_a_run_that_resumes_on_other_ranks_with_their_own_shards_says_that_the_b
     assert said.count("and the bits differ. Begin runs with Batches(shards=2) for the same bits") == told
 
 
+@pytest.mark.covers("E5")
+def test_a_run_of_one_rank_that_resumes_on_two_is_advised_as_many_shards_as_ranks(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    on_ranks(1, said_on_rank_0, str(tmp_path), None, 3)
+    said = on_ranks(2, said_on_rank_0, str(tmp_path), None, 5)[0]
+    assert "ran on 1 rank and resumes on 2." in said
+    assert "Begin runs with Batches(shards=2)" in said
+
+
 # -- which one is gone on from ---------------------------------------------------------------------------------
 
 

@@ -227,6 +227,19 @@ def test_the_line_of_a_run_of_unknown_length_shows_no_time_left() -> None:
     assert view.line() == "Epoch 1 of 2, step 3: Loss: 0.2500, 12.5 samples/s, rank 1 is slowest"
 
 
+def test_lines_keep_the_letters_of_a_name_and_show_logged_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = [0.0], list[str]()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    shown = Terminal(said.append, TrainingLength(), 0.0, None)
+    for iteration in (1, 2):
+        now[0] = 6.0 * iteration
+        shown.take_logged({"d/Norm": 2.0}, 1)
+        shown.take(RowMeta(1, iteration, 4, now[0], iteration == 2), {"loss": 1.0, "mIoU": 0.5})
+        shown.refresh()
+    assert said[0].startswith("Epoch 1, step 1: Loss: 1.0000, MIoU: 0.5000, d/Norm: 2.0000, ")
+    assert said[-1] == "Epoch: 1, Loss: 1.0000, MIoU: 0.5000, d/Norm: 2.0000"
+
+
 @pytest.mark.covers("A12")
 @pytest.mark.parametrize(
     ("name", "samples", "said"),

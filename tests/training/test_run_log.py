@@ -175,6 +175,25 @@ def test_a_run_that_stops_and_resumes_has_each_value_once(stop_at: int, on_ranks
     on_ranks(2, train, str(tmp_path), stop_at)
     on_ranks(2, train, str(tmp_path))
     check_folder(tmp_path, 2)
+    taken = [json.loads(line) for line in (tmp_path / "taken").read_text().splitlines()]
+    tables = [[at, "counts", [[n]]] for n, at in ((number, STEPS * number) for number in range(1, EPOCHS + 1))]
+    assert [one[1:] for one in taken if one[0] == "table"] == tables
+    on_ranks(2, train, str(tmp_path))  # of a finished run
+    taken = [json.loads(line) for line in (tmp_path / "taken").read_text().splitlines()]
+    assert [one[1:] for one in taken if one[0] == "table"] == tables
+
+
+@pytest.mark.covers("J7")
+def test_a_table_of_a_step_that_is_made_again_reaches_the_sinks_again(on_ranks: OnRanks, tmp_path: Path) -> None:
+    """A killed run leaves the table of a step after its checkpoint, and sinks cut off what came after that."""
+    on_ranks(1, train, str(tmp_path), 3)
+    (tmp_path / "run" / "tables").mkdir()
+    left = {"name": "counts", "rows": ["0"], "columns": ["0"], "values": [[1]], "iteration": STEPS, "at": 0.0}
+    (tmp_path / "run" / "tables" / "counts.json").write_text(json.dumps(left))
+    (tmp_path / "run" / "tables" / "cut.json").write_text('{"name": ')
+    on_ranks(1, train, str(tmp_path), STEPS + 1)
+    taken = [json.loads(line) for line in (tmp_path / "taken").read_text().splitlines()]
+    assert [one[1:] for one in taken if one[0] == "table"] == [[STEPS, "counts", [[1]]]]
 
 
 @pytest.mark.covers("J7")
@@ -249,6 +268,21 @@ def log_bad(world: dl.World, folder: str, call: str, name: Any, value: Any) -> N
     world.raise_if_any_failed(None)  # the ranks that have nothing to log
 
 
+def log_under_a_column_s_name(folder: str) -> None:
+    with dl.join_world(seed=0) as world:
+        loop = loop_over(world, folder, network(), run_dir=folder)
+        loop.log_text("samples", "a text")
+        loop.log_image("samples", np.zeros((2, 2)))
+        loop.log_table("samples", [[1]])
+
+
+@pytest.mark.covers("J7")
+def test_a_text_an_image_and_a_table_may_have_the_name_of_a_column(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(1, log_under_a_column_s_name, str(tmp_path))
+    assert [lines_of(tmp_path / one)[0]["name"] for one in ("texts.jsonl", "images.jsonl")] == ["samples"] * 2
+    assert (tmp_path / "tables" / "samples.json").exists()
+
+
 RESERVED = ["epoch", "iteration", "samples", "weight", "skipped", "elapsed_s"]
 VALUES: list[Any] = ["0.5", None, [1], {"a": 1}, 1j, torch.ones(2), np.ones(3), torch.tensor(1j), object(), 10**400]
 VALUES += [torch.ones(1).to_sparse(), torch.ones(1, device="meta")]
@@ -258,7 +292,7 @@ SHAPES: list[Any] = [(), (3,), (2, 3, 4, 5), (5, 6, 7), (0, 4), (4, 0, 3), (2, 3
 @pytest.mark.parametrize(
     ("call", "name", "value", "message"),
     [
-        *(("log", name, 1.0, "1 to 100 printable letters.*columns of their own") for name in RESERVED),
+        *(("log", name, 1.0, f"cannot take the name '{name}'.*columns of each line") for name in RESERVED),
         *(("log", name, 1.0, "1 to 100 printable letters") for name in ["", "a\nb", "a" * 101, 3, None, "\0"]),
         *(("log", "a", value, "loop.log takes numbers. Got .* for 'a'. Pass a number") for value in VALUES),
         ("over", "a", "x", "loop.log takes numbers"),

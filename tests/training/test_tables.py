@@ -82,7 +82,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({"values": one}, "numbers in two dimensions.*Table 'counts' got .*Pass rows of equal length") for one in VALUES),
     ({"values": torch.ones(2)}, r"got shape \(2,\)"),
     ({"values": torch.ones(0, 2)}, r"got shape \(0, 2\)"),
-    ({"rows": ["a"]}, "Table 'counts' has 2 rows. Got 1 labels for them. Pass rows="),
+    ({"rows": ["a"]}, "Table 'counts' has 2 rows. Got 1 label for them. Pass rows="),
     ({"columns": list("abc")}, "has 2 columns. Got 3 labels"),
     ({"columns": "ab"}, "has 2 columns. Got one text"),
 ]
