@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ddp_loop.reporting import Table, tables_of
+from ddp_loop.reporting import Columns, columns_of
 
 MOST_COLUMNS = 64
 MOST_STEPS = 10**12
@@ -47,27 +47,27 @@ class MetricSeries:
 
     def extend(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows, as `add` does."""
-        for part, table in tables_of(rows):
-            if table is not None and (not len(self) or table.column("iteration")[0] > self._keys["iteration"][-1]):
-                self._append(table)
+        for part, columns in columns_of(rows):
+            if columns is not None and (not len(self) or columns.column("iteration")[0] > self._keys["iteration"][-1]):
+                self._append(columns)
                 continue
             for row in part:
                 self.add(row)
 
-    def _append(self, table: Table) -> None:
-        """Add a table whose rows follow the last one."""
-        before, count = len(self), len(table.values)
+    def _append(self, columns: Columns) -> None:
+        """Add columns whose rows follow the last one."""
+        before, count = len(self), len(columns.values)
         for key in _KEYS:
-            self._keys[key].frombytes(table.column(key).astype(np.int64).tobytes())
-        for name in table.names:
+            self._keys[key].frombytes(columns.column(key).astype(np.int64).tobytes())
+        for name in columns.names:
             if name not in _KEYS and name not in self._columns:
                 if len(self._columns) < MOST_COLUMNS:
                     self._columns[name] = array("d", [nan]) * before
                 else:
                     self.left_out.add(name)
         for name, column in self._columns.items():
-            if name in table.names:
-                column.frombytes(table.column(name).tobytes())
+            if name in columns.names:
+                column.frombytes(columns.column(name).tobytes())
             else:
                 column.extend(array("d", [nan]) * count)
 

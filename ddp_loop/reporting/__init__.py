@@ -1,6 +1,6 @@
 """Reports of a run: rows, throughput, the terminal, pictures at the end."""
 
-from ddp_loop.reporting.columns import Table, tables_of
+from ddp_loop.reporting.columns import Columns, columns_of
 from ddp_loop.reporting.exports import PictureStyle, compare, export
 from ddp_loop.reporting.images import as_pixels, png
 from ddp_loop.reporting.jsonl import append_whole
@@ -50,6 +50,7 @@ __all__ = [
     "UNUSED",
     "UNUSED_AT_LEAST",
     "WORKERS",
+    "Columns",
     "JsonlTail",
     "Labels",
     "LoggedValues",
@@ -60,7 +61,6 @@ __all__ = [
     "RunQuery",
     "RunRecord",
     "RunStart",
-    "Table",
     "TailUpdate",
     "ValueSummary",
     "WeightedMeans",
@@ -71,6 +71,7 @@ __all__ = [
     "ask_for",
     "ask_sweep_to_stop",
     "best_run",
+    "columns_of",
     "compare",
     "export",
     "find_runs",
@@ -85,7 +86,6 @@ __all__ = [
     "read_run",
     "slowest",
     "state_of",
-    "tables_of",
     "total_steps",
     "trial_folder",
     "write_table",

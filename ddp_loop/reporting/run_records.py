@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddp_loop.checkpoint import EVALUATIONS, NOTE, ROWS, RUN, STATUS, STOP, TITLE, is_running, read_json, read_text
-from ddp_loop.reporting.columns import tables_of
+from ddp_loop.reporting.columns import columns_of
 from ddp_loop.reporting.jsonl_tail import JsonlTail, is_at_an_iteration, is_number
 from ddp_loop.reporting.rows import is_averaged
 
@@ -306,13 +306,13 @@ class _Values:
         self.iteration, self.epoch = last["iteration"], _count(last.get("epoch"))
         if (elapsed := _finite(last.get("elapsed_s"))) is not None:
             self.elapsed_s = elapsed
-        for part, table in tables_of(rows):
+        for part, columns in columns_of(rows):
             for name in dict.fromkeys(name for row in part[:1] for name in row):
                 if not is_averaged(name):
                     continue
                 lower = wants_lower.get(name, is_lower_better(name))
                 steps, values = (
-                    _of_rows(name, part) if table is None else (table.column("iteration"), table.column(name))
+                    _of_rows(name, part) if columns is None else (columns.column("iteration"), columns.column(name))
                 )
                 if len(values):
                     self.summaries[name] = _summary(steps, values, lower, self.summaries.get(name))
