@@ -23,6 +23,7 @@ from benchmarks import (
     launching,
     mutants,
     order,
+    page,
     payload,
     peers,
     reading,
@@ -69,8 +70,9 @@ TOPICS = {
     "accuracy": Topic(accuracy.report, accuracy.SETTINGS),
     "job": Topic(job.report, job.WAYS),
     "launching": Topic(launching.report, launching.PARTS),
+    "page": Topic(page.report, page.PARTS),
 }
-ASKED_FOR = ("gpu", "versions", "mutants", "accuracy", "scaling", "job", "suggest", "launching")
+ASKED_FOR = ("gpu", "versions", "mutants", "accuracy", "scaling", "job", "suggest", "launching", "page")
 
 
 def main() -> None:

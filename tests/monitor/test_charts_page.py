@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.support.serving import row, served, write_lines, write_run
 
 pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
 WINDOW = (1400, 900)
+CURVES = re.compile(r"/curves\?")
 EVIL = '<img src=x onerror="alert(1)"></script><b>bold</b>'
 
 
@@ -214,6 +216,33 @@ def test_a_chart_is_saved_as_csv_with_all_rows_and_as_png(visit: Any, runs: Path
         canvas = one.page.locator(loss("canvas")).evaluate("(one) => [one.width, one.height]")
         assert size[0] == canvas[0]
         assert size[1] > canvas[1] + 20  # the title and the names are above it
+
+
+# -- failures ----------------------------------------------------------------------------------------------
+
+
+def test_a_request_for_curves_that_fails_is_not_repeated_at_once(visit: Any, runs: Path) -> None:
+    for number in range(3):
+        with (runs / f"run-{number}" / "evaluations.jsonl").open("w") as file:
+            for name in (f"score_{k:02}" for k in range(60)):
+                file.write(json.dumps({"epoch": 1, "iteration": 100, name: 0.5, "elapsed_s": 1.0}) + "\n")
+    with served(runs) as page:
+        one = visit(page, WINDOW)
+        until(lambda: len(one.last("loss")) == 3, "all runs are drawn")
+        asked: list[str] = []
+
+        def refuse(route: Any) -> None:
+            asked.append(route.request.url)
+            route.fulfill(status=500, body="no")
+
+        one.page.route(CURVES, refuse)
+        one.page.locator(".chart[data-metric=score_59]").scroll_into_view_if_needed()
+        # Routes are called while playwright has something to do.
+        until(lambda: one.page.title() and len(asked) >= 3, "the curves of the charts that came near are requested")
+        one.page.wait_for_timeout(1500)
+        assert len(asked) <= 12  # some positions of the scroll, of three runs each
+        one.page.unroute(CURVES, refuse)
+        one.complaints.clear()  # the browser's own lines about status 500
 
 
 # -- many --------------------------------------------------------------------------------------------------

@@ -174,6 +174,7 @@ export class Curves {
     }
     run.reading = true;
     run.read = performance.now();
+    let hasCome = false;
     try {
       const metrics = encodeURIComponent(JSON.stringify(wanted));
       const isAll = metrics.length > LONGEST;
@@ -182,18 +183,14 @@ export class Curves {
       run.asked = curves.is_behind ? `? ${path}` : asks;
       for (const name of run.parts.keys()) if (!curves.names.includes(name)) run.parts.delete(name);
       for (const name of isAll ? curves.names : wanted) run.parts.set(name, { asks: run.asked, curves });
+      hasCome = true;
       this.drawSoon();
     } catch {
       // The stream reports the monitor's state, and has this called again.
     } finally {
       run.reading = false;
     }
-    if (run.curves?.is_behind || this.wanted(run).path !== path || this.lacks(run)) this.read();
-  }
-
-  // Whether a chart came near while curves were under way.
-  lacks(run) {
-    return run.asked !== "" && this.namesNear(run).some((name) => run.parts.get(name)?.asks !== run.asked);
+    if (hasCome || this.wanted(run).path !== path) this.read(); // more rows, or a chart that came near meanwhile
   }
 
   // -- charts -----------------------------------------------------------------------------------------------
