@@ -97,11 +97,11 @@ def _end_console(console: ConsoleLog, world: World) -> None:
     console.close(world.ended_by)
 
 
-def _close(logged: LoggedValues, sinks: SinkCalls) -> None:
+def _close(logged: LoggedValues, sinks: SinkCalls, world: World) -> None:
     try:
         logged.close()
     finally:
-        sinks.close()
+        sinks.close(world.ended_by)
 
 
 class Reporter:
@@ -168,7 +168,7 @@ class Reporter:
         show = None if self._terminal is None else self._terminal.take_logged
         warn = world.print if self._checkpointer is None else self._checkpointer.say
         self.logged = LoggedValues(folder, after, self._sinks, warn, self._began, show)
-        world.on_leaving(partial(_close, self.logged, self._sinks))
+        world.on_leaving(partial(_close, self.logged, self._sinks, world))
         if self._evaluations is None:
             self._evaluations = EvaluationLog(None, after, warn)
         self.rows = RowDispatcher(file, self._sinks, self.logged, self._terminal, self._began)

@@ -93,8 +93,9 @@ class SinkCalls:
             for one in self._plain:
                 ending.callback(getattr(one, "close", _nothing))
 
-    def close(self) -> None:
-        """Close the sinks."""
+    def close(self, error: BaseException | None) -> None:
+        """Close the sinks, of a script that an exception ended, or None."""
+        self.call("ended", error)
         self.call("close")
         self._sinks.clear()
 

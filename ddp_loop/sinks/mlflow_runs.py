@@ -41,7 +41,7 @@ class _Mlflow:
     def __init__(self, experiment: str, run_name: str | None, tracking_uri: str | None, every_s: float) -> None:
         self._experiment, self._run_name, self._uri = experiment, run_name, tracking_uri
         self._client: MlflowClient | None = None
-        self._run = ""
+        self._run, self._status = "", "FINISHED"
         self._sent: dict[str, int] = {}  # the last step of each metric that an earlier process sent
         self._files = Counter[str]()  # how many texts or images have a name
         self._waiting: list[Any] = []
@@ -143,12 +143,16 @@ class _Mlflow:
         self._points.flush()
         self._send()
 
+    def ended(self, error: BaseException | None) -> None:
+        """Take how the script ended, which MLflow shows."""
+        self._status = "FINISHED" if error is None else "FAILED"
+
     def close(self) -> None:
         """Send the points so far, and end MLflow's run."""
         if self._client is not None:
             self.flush()
             client, self._client = self._client, None
-            client.set_terminated(self._run)
+            client.set_terminated(self._run, self._status)
 
 
 def _plain(name: str) -> str:

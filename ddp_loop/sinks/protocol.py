@@ -72,5 +72,12 @@ class Sink(Protocol):
     def flush(self) -> None:
         """Write what came so far; called before each checkpoint, and at the end of the loop."""
 
+    def ended(self, error: BaseException | None) -> None:
+        """Take how the script left the world, just before `close`.
+
+        Args:
+            error: the exception that ended it; None after its end or a stop.
+        """
+
     def close(self) -> None:
         """Write what came so far, and close; called when the world is left."""

@@ -35,7 +35,7 @@ class _Wandb:
         self._id, self._before, self._sent = "", dict[str, int](), dict[str, int]()  # before: by earlier processes
         self._waiting: list[dict[str, Any]] = []
         self._points = RowMeans(partial(self._log, "row"), every_s)
-        self._every_s, self._flushed = every_s, time.monotonic()
+        self._every_s, self._flushed, self._exit_code = every_s, time.monotonic(), 0
 
     def begin(self, run: RunStart) -> None:
         import wandb
@@ -123,12 +123,16 @@ class _Wandb:
         self._points.flush()
         self._send()
 
+    def ended(self, error: BaseException | None) -> None:
+        """Take how the script ended, which Weights & Biases shows."""
+        self._exit_code = 0 if error is None else 1
+
     def close(self) -> None:
         """Send the points so far, and end the run."""
         if self._run is not None:
             self.flush()
             run, self._run = self._run, None
-            run.finish()
+            run.finish(exit_code=self._exit_code)
 
 
 def _key(name: str) -> str:

@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -313,6 +313,7 @@ class Recorded:
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
         self.ids: list[str] = []
+        self.exit_codes: list[int] = []
         self.options: dict[str, Any] = {}
         self.Settings = lambda **_: SimpleNamespace(mode="offline")
         self.Image = lambda pixels: int(pixels[0, 0, 0])
@@ -320,7 +321,11 @@ class Recorded:
     def init(self, **options: Any) -> Any:
         self.ids.append(options["id"])
         self.options = options
-        return SimpleNamespace(log=self.lines.append, finish=lambda: None, define_metric=lambda *_, **__: None)
+        return SimpleNamespace(
+            log=self.lines.append,
+            finish=lambda exit_code: self.exit_codes.append(exit_code),
+            define_metric=lambda *_, **__: None,
+        )
 
     def points(self, name: str) -> list[tuple[int, Any]]:
         return [(line["iteration"], line[name]) for line in self.lines if name in line]
@@ -332,6 +337,30 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     monkeypatch.setitem(sys.modules, "wandb", found)
     monkeypatch.setattr("importlib.util.find_spec", lambda asked: True)
     return found
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (ValueError("bad"), 1)])
+def test_wandb_shows_how_the_script_ended(error: BaseException | None, code: int, recorded: Recorded) -> None:
+    sink = wandb_sink()
+    sink.begin(RunStart(None, {}, 0, "run"))
+    sink.ended(error)
+    sink.close()
+    assert recorded.exit_codes == [code]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_mlflow_shows_how_the_script_ended(fails: bool, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext(), quiet(str(tmp_path)), dl.join_world() as world:
+        model = torch.nn.Linear(1, 1)
+        sink = make_sink("mlflow", str(tmp_path))
+        for step in dl.Loop(dl.Batches(torch.ones(4, 1), 2, world), 1, state={"model": model}, on_row=[sink]):
+            for rows in step:
+                step.backward(model(rows).mean())
+            step.fold()
+        assert 1 / (0 if fails else 1)
+    _, run = mlflow_run(tmp_path)
+    assert run.info.status == ("FAILED" if fails else "FINISHED")
 
 
 def test_wandb_keeps_two_values_of_one_step_and_name(recorded: Recorded) -> None:
