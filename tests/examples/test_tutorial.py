@@ -20,10 +20,15 @@ ALIKE = 1e-4  # float32, a shard per rank
 DRAWS = {1, 2}  # pictures at the end of a run, which take a second
 
 
+def with_parts(folder: Path) -> str:
+    """A folder with `parts.py`, which is whole before a rank imports it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "parts.py").write_text(PARTS)
+    return str(folder)
+
+
 def run_lesson(folder: str, text: str) -> list[float]:
-    """The weights at the end of a script, which has `parts.py` beside it."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    Path(folder, "parts.py").write_text(PARTS)
+    """The weights at the end of a script in a folder with `parts.py`."""
     sys.path.insert(0, folder)
     try:
         return run_python(folder, text).weights[-1]
@@ -40,8 +45,8 @@ def test_a_script_of_the_tutorial_gives_the_same_weights_on_one_and_two_ranks(
     number: int, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
     script = LESSONS[number]
-    (one,) = on_ranks(1, run_lesson, str(tmp_path / "one"), script)
-    two, other = on_ranks(2, run_lesson, str(tmp_path / "two"), script)
+    (one,) = on_ranks(1, run_lesson, with_parts(tmp_path / "one"), script)
+    two, other = on_ranks(2, run_lesson, with_parts(tmp_path / "two"), script)
     assert two == other
     assert len(one) == 2 * 32 + 32 + 32 * 2 + 2
     if "shards=" in script:
@@ -52,7 +57,7 @@ def test_a_script_of_the_tutorial_gives_the_same_weights_on_one_and_two_ranks(
 
 @pytest.mark.covers("J17")
 def test_the_whole_script_keeps_the_best_average_and_leaves_its_weights(on_ranks: OnRanks, tmp_path: Path) -> None:
-    (first, second) = on_ranks(2, run_lesson, str(tmp_path), WHOLE.replace('"__main__"', '"snippet"'))
+    (first, second) = on_ranks(2, run_lesson, with_parts(tmp_path), WHOLE.replace('"__main__"', '"snippet"'))
     assert first == second
     folder = tmp_path / "runs" / "eight"
     assert rows_of(folder) == list(range(1, len(rows_of(folder)) + 1))
