@@ -223,6 +223,7 @@ class LoggedValues:
             for text in _texts_of(line, values):
                 self._files[LOGGED].add(text)
         if self._sinks:
+            self.write()  # before a sink has it: what a killed run gave to sinks is known when it resumes
             place = {"epoch": line.epoch, "iteration": line.iteration}
             self._sinks.call("logged", place | values | {"elapsed_s": round(line.elapsed_s, 4)})
         if self._show is not None:

@@ -39,6 +39,43 @@ def test_a_value_that_differs_after_the_resume_is_kept_beside_the_earlier_one(tm
     assert found == [{"score": 1.0, "same": 0.5}, {"score": 2.0, "same": None}]
 
 
+class Killed:
+    """A sink that keeps what the run folder has of each line that it is given, as a killed process leaves it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.got = folder, list[tuple[float, str]]()
+
+    def begin(self, run: Any) -> None:
+        """Its name makes it a sink."""
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        """It takes logged values alone."""
+
+    def logged(self, line: dict[str, Any]) -> None:
+        self.got.append((line["score"], (self._folder / "logged.jsonl").read_text()))
+
+
+def test_what_a_sink_was_given_before_a_kill_is_known_when_the_run_resumes(tmp_path: Path) -> None:
+    sink = Killed(tmp_path / "one")
+    (tmp_path / "one").mkdir()
+    values = LoggedValues(tmp_path / "one", 0, SinkCalls([sink], print), print, 0.0)
+    for step in range(1, LAST + 1):
+        values.add(1, step, {"score": float(step)})
+        values.end_line()
+        values.flush_ready()
+    assert len(sink.got) == LAST
+    for score, left in sink.got:
+        folder = tmp_path / f"killed-{score:g}"
+        folder.mkdir()
+        (folder / "logged.jsonl").write_text(left)
+        again = Killed(folder)
+        resumed = LoggedValues(folder, int(score), SinkCalls([again], print), print, 0.0)
+        resumed.add(1, int(score), {"score": score})
+        resumed.close()
+        assert again.got == []
+    values.close()
+
+
 def test_a_long_file_is_read_to_its_end_for_what_the_checkpoints_step_has(tmp_path: Path) -> None:
     before = opened(tmp_path)
     for step in range(1, LAST):
