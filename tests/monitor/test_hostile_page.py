@@ -73,6 +73,10 @@ def is_sound(one: Visit, width: int) -> bool:
     return True
 
 
+def wait_for_lines(drawn: Any, count: int) -> None:
+    until(lambda: len(json.loads(drawn.get_attribute("data-last") or "[]")) == count, f"{count} lines are drawn")
+
+
 def chart(one: Visit, metric: str) -> Any:
     """The chart of a metric, whatever its name."""
     names = one.page.locator(".chart").evaluate_all("all => all.map((one) => one.dataset.metric)")
@@ -98,7 +102,7 @@ def test_hostile_names_are_text_in_charts_legend_tip_list_and_card(
     assert longest < 80  # three lines
     for metric in METRICS:
         come_to(one, metric)
-        assert len(json.loads(chart(one, metric).get_attribute("data-last"))) == 5
+        wait_for_lines(chart(one, metric), 5)
     assert is_sound(one, size[0])
 
     one.page.locator(".chart[data-metric=loss]").scroll_into_view_if_needed()

@@ -19,6 +19,9 @@ NEEDS_BROWSER = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: there is no chromium on this machine's PATH"),
 ]
+# All charts that are near are drawn: the first request is for the loss alone.
+DRAWN = """() => [...document.querySelectorAll(".chart")]
+    .every((one) => one.dataset.last || one.getBoundingClientRect().top > 1.5 * innerHeight)"""
 WIDE, PHONE = (1280, 860), (375, 812)
 
 
@@ -58,6 +61,7 @@ class Visit:
     def open(self, page: Served) -> Visit:
         self.page.goto(page.link)
         self.page.wait_for_selector(".chart[data-last]")
+        self.page.wait_for_function(DRAWN)
         return self
 
     def text(self, place: str) -> str:
