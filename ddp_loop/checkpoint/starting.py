@@ -1,8 +1,9 @@
 """How a run was started, as the words of a command that starts it again.
 
 [Note: Started by] `python -m ddp_loop run` leaves its own words in the environment of its ranks. torchrun leaves none,
-so its command is made from the number of ranks of this machine; of a run on several machines its options of the
-rendezvous are missing. Without either, a run was started by Python, which also starts the ranks of `launch`.
+but it is the parent of its ranks, and Linux shows a process's command. Where that cannot be read, torchrun's command is
+made from the number of ranks, without the options of the rendezvous. Without either launcher, a run was started by
+Python, which also starts the ranks of `launch`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 _START = "DDP_LOOP_START"  # `run` sets it (elastic/command.py)
@@ -39,11 +41,25 @@ def start_command(environment: Mapping[str, str] | None = None, directory: str |
         left = json.loads(variables[_START])
         return Start(tuple(map(str, left["argv"])), str(left["directory"]))
     if "TORCHELASTIC_RUN_ID" in variables:
+        if words := _typed(os.getppid()):
+            return Start(tuple(words), directory)
         hosts = variables.get("GROUP_WORLD_SIZE", "1")
         several = [f"--nnodes={hosts}"] if hosts != "1" else []
         ranks = variables.get("LOCAL_WORLD_SIZE", "1")
         return Start(("torchrun", *several, f"--nproc_per_node={ranks}", *_script()), directory)
     return Start(("python", *_script()), directory)
+
+
+def _typed(process: int) -> list[str]:
+    """The command of a torchrun; empty if the process is another one, or its command cannot be read."""
+    with suppress(OSError):
+        words = [os.fsdecode(word) for word in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[:-1]]
+        names = [Path(word).name for word in words[:2]]
+        if "torchrun" in names:
+            return ["torchrun", *words[names.index("torchrun") + 1 :]]
+        if words[1:3] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
+            return words
+    return []
 
 
 def _script() -> list[str]:

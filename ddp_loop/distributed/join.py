@@ -19,8 +19,9 @@ from ddp_loop.determinism import as_int
 from ddp_loop.distributed.devices import RankEnv, choose_device, read_rank_env
 from ddp_loop.distributed.failures import PeerFailed, PeerFailureHook
 from ddp_loop.distributed.process_group import raise_on_all
-from ddp_loop.distributed.processes import follow_launcher, is_reported
+from ddp_loop.distributed.processes import follow_launcher
 from ddp_loop.distributed.world import World
+from ddp_loop.elastic import is_reported
 
 EXCHANGES = ("auto", "memory", "gloo")
 _EXCHANGE = "DDP_LOOP_EXCHANGE"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing
 import os
 import signal
@@ -11,17 +10,13 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 
 from ddp_loop.distributed.failures import PeerFailed, RankStatus, format_error
+from ddp_loop.elastic import leave_error, show_unless_reported
 
 PEER_FAILED_EXIT = 75  # of a process that was ended because another rank failed, or another host was ended
 _PR_SET_PDEATHSIG = 1
-_START = "DDP_LOOP_START"  # set by `run` (elastic/command.py)
-_REPORTED = "_ddp_loop_is_reported"  # of an exception
-_TRACE_LETTERS = 8000
 _DAEMON_END_S = 5.0  # for a daemon that was terminated; then it is killed
 
 
@@ -33,9 +28,13 @@ def end_with_parent() -> bool:
 
 
 def follow_launcher(environment: Mapping[str, str]) -> None:
-    """End this process when its launcher is killed, and leave errors to a launcher that prints them."""
+    """End this process when its launcher is killed, and leave errors to a launcher that prints them.
+
+    `python -m ddp_loop run` prints a failure once for all ranks. A script's own `sys.excepthook` stays in use.
+    """
     end_with_torchrun(environment)
-    leave_errors_to_launcher(environment)
+    if sys.excepthook is show_unless_reported:
+        report_to_launcher.is_alone = True  # type: ignore[attr-defined]
 
 
 def end_with_torchrun(environment: Mapping[str, str]) -> None:
@@ -45,54 +44,20 @@ def end_with_torchrun(environment: Mapping[str, str]) -> None:
         os._exit(PEER_FAILED_EXIT)  # torchrun died meanwhile
 
 
-def leave_errors_to_launcher(environment: Mapping[str, str]) -> None:
-    """Leave it to `python -m ddp_loop run`, if that started this process, to print what this rank reports.
-
-    It prints a failure once for all ranks. A script with a `sys.excepthook` of its own keeps that.
-    """
-    with suppress(KeyError, ValueError, TypeError):
-        is_child = json.loads(environment[_START])["process"] == os.getppid()
-        if is_child and sys.excepthook is sys.__excepthook__:
-            sys.excepthook = show_unless_reported
-            show_unless_reported.is_used = True  # type: ignore[attr-defined]
-
-
-def show_unless_reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report an uncaught exception to the launcher, or print it if that is not possible; a `sys.excepthook`."""
-    if not is_reported(error):  # it was raised outside of the world
-        report_to_launcher(error, RankStatus())
-    if not is_reported(error):
-        sys.__excepthook__(kind, error, trace)
-
-
-def is_reported(error: BaseException) -> bool:
-    """Whether the launcher prints this exception."""
-    return getattr(error, _REPORTED, False)
-
-
 def report_to_launcher(error: BaseException, where: RankStatus) -> None:
     """Have the launcher show the error of this rank: torchrun in its summary, `run` alone and once.
 
     A `PeerFailed` and a `sys.exit` are reported to `run` alone: torchrun would take the former for the culprit's.
     """
-    path, is_peer = os.environ.get("TORCHELASTIC_ERROR_FILE"), isinstance(error, PeerFailed)
-    leaves = getattr(show_unless_reported, "is_used", False)
+    is_peer, is_alone = isinstance(error, PeerFailed), getattr(report_to_launcher, "is_alone", False)
     is_exit = isinstance(error, SystemExit) and error.code not in (None, 0)
-    if not path or not (isinstance(error, Exception) or is_exit) or ((is_peer or is_exit) and not leaves):
+    if not (isinstance(error, Exception) or is_exit) or ((is_peer or is_exit) and not is_alone):
         return
     text = error.summary if isinstance(error, PeerFailed) else "".join(traceback.format_exception(error))
-    line, now = error.summary if isinstance(error, PeerFailed) else format_error(error), time.time()
-    facts: dict[str, object] = {"py_callstack": text[-_TRACE_LETTERS:], "timestamp": str(int(now))}
+    line = error.summary if isinstance(error, PeerFailed) else format_error(error)
     if isinstance(error, SystemExit):  # the launcher may end this process before its code is seen
-        facts["py_callstack"], line = "", f"ended with exit code {error.code if isinstance(error.code, int) else 1}"
-    if leaves:
-        facts |= {"at": now, "where": str(where), "is_peer": is_peer, "is_shown": False}
-    with suppress(OSError):
-        with open(f"{path}.new", "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": line[-_TRACE_LETTERS:], "extraInfo": facts}}, file)
-        os.replace(f"{path}.new", path)  # a rank that is killed meanwhile leaves no half
-        if leaves:
-            setattr(error, _REPORTED, True)
+        text, line = "", f"ended with exit code {error.code if isinstance(error.code, int) else 1}"
+    leave_error(error, line, text, is_shown=not is_alone, where=str(where), is_peer=is_peer)
 
 
 def children_except(known: set[BaseProcess]) -> set[BaseProcess]:

@@ -38,7 +38,7 @@ def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) ->
     _meet_here(options)
     if "OMP_NUM_THREADS" not in os.environ and options.nproc_per_node != "1":
         os.environ["OMP_NUM_THREADS"] = "1"  # torchrun does the same, with a warning
-    start = {"argv": [*(typed or [sys.executable, "-m", "ddp_loop", "run", *arguments])], "process": os.getpid()}
+    start = {"argv": [*(typed or [sys.executable, "-m", "ddp_loop", "run", *arguments])]}
     os.environ[START] = json.dumps({**start, "directory": os.getcwd()})
 
     from torch.distributed.run import config_from_args
@@ -52,6 +52,8 @@ def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) ->
             config, entrypoint, words = config_from_args(options)
         except AssertionError as error:  # torch's checks of numbers
             raise ValueError(f"{error}. Correct the option.") from None
+        if not options.no_python and not options.run_path:
+            words = ["-u", "-m", "ddp_loop.elastic", *words[1:]]  # words[0] is "-u"; see elastic/rank.py
         return run_agent(config, entrypoint, words)
 
 

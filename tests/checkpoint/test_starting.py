@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from ddp_loop.checkpoint import Start, start_command, way_on
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.covers("J6")
 
@@ -41,9 +45,27 @@ def test_the_start_is_that_of_the_launcher(variables: dict[str, str], words: lis
 
 def test_the_launcher_s_own_words_and_folder_count_most() -> None:
     words = ["python", "-m", "ddp_loop", "run", "--ranks", "2", "train.py"]
-    left = json.dumps({"argv": words, "directory": "/home/me", "process": 1})
+    left = json.dumps({"argv": words, "directory": "/home/me"})
     variables = {"DDP_LOOP_START": left, "TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2"}
     assert start_command(variables, "/elsewhere") == Start(tuple(words), "/home/me")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["torchrun", "other"])
+def test_torchrun_s_own_words_are_those_of_the_parent(name: str, tmp_path: Path) -> None:
+    """A launcher's rank prints how it would be started again."""
+    rank = "from ddp_loop.checkpoint import start_command; print(*start_command(None, '/home/me').words, sep='|')"
+    launcher = tmp_path / name
+    launcher.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {rank!r}], check=True)\n")
+    words = ["--nnodes=2", "--rdzv-endpoint=10.0.0.1:29400", "the one.py"]
+    variables = {"TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
+    environment.pop("DDP_LOOP_START", None)
+    said = subprocess.run(
+        [sys.executable, launcher, *words], env=environment, check=True, text=True, capture_output=True
+    ).stdout
+    made = ["torchrun", "--nnodes=2", "--nproc_per_node=2", "-c"]
+    assert said.rstrip("\n").split("|") == (["torchrun", *words] if name == "torchrun" else made)
 
 
 @pytest.mark.parametrize(("name", "module"), [("lab.train", "lab.train"), ("lab.__main__", "lab")])

@@ -30,6 +30,8 @@ import torch
 import ddp_loop as dl
 
 mode, run = sys.argv[1], sys.argv[2]
+if mode == "before":
+    raise FileNotFoundError("there is no config")
 if mode == "environment":
     with open(os.path.join(run, "variables-" + os.environ["RANK"]), "w") as file:
         json.dump(dict(os.environ), file)
@@ -119,7 +121,7 @@ def test_the_bits_are_those_of_torchrun_and_nothing_is_said(
     status = json.loads((tmp_path / "a" / "status.json").read_text())
     assert status["start"] == [sys.executable, *RUN, script, "train", str(tmp_path / "a")]
     assert status["directory"] == str(tmp_path)
-    assert json.loads((tmp_path / "b" / "status.json").read_text())["start"][:2] == ["torchrun", "--nproc_per_node=2"]
+    assert json.loads((tmp_path / "b" / "status.json").read_text())["start"][:4] == [sys.executable, *TORCHRUN]
 
 
 OF_EACH_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
@@ -201,11 +203,19 @@ def test_the_culprit_is_printed_once_and_the_others_in_a_line(
     assert "torchrun" not in errors
 
 
+@pytest.mark.parametrize("mode", ["before", "after", "import", "syntax"])
 def test_an_error_of_all_ranks_outside_of_the_world_is_printed_once(
-    start: Callable[..., subprocess.Popen[str]], script: str, tmp_path: Path
+    mode: str, start: Callable[..., subprocess.Popen[str]], script: str, tmp_path: Path
 ) -> None:
-    code, out, errors = ended(start(*RUN, script, "after", str(tmp_path / "run")))
+    if mode in ("import", "syntax"):
+        Path(script).write_text("import no_such_module\n" if mode == "import" else "import os\nfor\n")
+    code, out, errors = ended(start(*RUN, script, mode, str(tmp_path / "run")))
     assert code == 1
+    assert "frozen runpy" not in errors
+    if mode == "syntax":
+        assert re.match(r"ddp_loop: rank \d failed:\n +File .*the script.py", errors)
+        assert errors.count("    for\n") == 1
+        return
     assert (out + errors).count("Traceback") == 1
     assert re.match(r"ddp_loop: rank \d failed:\nTraceback", errors)
 

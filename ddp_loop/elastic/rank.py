@@ -1,0 +1,95 @@
+"""The process of a rank: the script as `__main__`, and its uncaught error left to the launcher, which prints it once.
+
+A script that fails before `join_world`, for example in its imports, fails on all ranks alike. So a `sys.excepthook` is
+there before the script begins. Torch is not imported here: the script may set variables that torch reads.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+
+_FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for a rank's error
+_REPORTED = "_ddp_loop_is_reported"  # of an exception
+_LETTERS = 8000
+_OUTSIDE = (__file__, runpy.__file__, "<frozen runpy>", os.path.join(os.path.dirname(__file__), "__main__.py"))
+
+
+def run_as_main(words: Sequence[str]) -> None:
+    """Run a script as `python SCRIPT ARGUMENTS` does, or a module as `python -m MODULE ARGUMENTS` does.
+
+    Args:
+        words: the script and its arguments, or "-m", the module and its arguments.
+    """
+    sys.excepthook = show_unless_reported
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    path = os.path.abspath(words[0])
+    sys.argv[:] = words
+    if os.path.isdir(path):
+        runpy.run_path(path, run_name="__main__")
+        return
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    loader = SourceFileLoader("__main__", path)
+    code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+    module = ModuleType("__main__")
+    module.__file__, module.__loader__ = path, loader
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def show_unless_reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Report an uncaught exception to the launcher, or print it if that is not possible; a `sys.excepthook`."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OUTSIDE:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    if not is_reported(error) and isinstance(error, Exception):  # it was raised outside of a world
+        is_syntax = isinstance(error, SyntaxError)  # whose last lines show the source
+        line = f"{kind.__name__}: {error}" if is_syntax else "".join(traceback.format_exception_only(error)).strip()
+        leave_error(error, line, "".join(traceback.format_exception(error)), is_shown=False)
+    if not is_reported(error):
+        sys.__excepthook__(kind, error, trace)
+
+
+def is_reported(error: BaseException) -> bool:
+    """Whether the launcher prints this exception."""
+    return getattr(error, _REPORTED, False)
+
+
+def leave_error(
+    error: BaseException, line: str, text: str, *, is_shown: bool, where: str = "", is_peer: bool = False
+) -> None:
+    """Write an error to the file that the launcher reads, torchrun or `run`; nothing where there is none.
+
+    Args:
+        error: which is reported from then on, unless `is_shown`.
+        line, text: its last line, and its traceback.
+        is_shown: whether this rank prints it.
+        where: the rank's stage, such as " in forward of step 12".
+        is_peer: whether another rank failed.
+    """
+    path, now = os.environ.get(_FILE), time.time()
+    if not path:
+        return
+    facts: dict[str, object] = {"py_callstack": text[-_LETTERS:], "timestamp": str(int(now))}
+    if not is_shown:
+        facts |= {"at": now, "where": where, "is_peer": is_peer, "is_shown": False}
+    with suppress(OSError):
+        with open(f"{path}.new", "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": line[-_LETTERS:], "extraInfo": facts}}, file)
+        os.replace(f"{path}.new", path)  # a rank that is killed meanwhile leaves no half
+        if not is_shown:
+            setattr(error, _REPORTED, True)

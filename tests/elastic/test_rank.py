@@ -1,0 +1,128 @@
+"""The process of a rank: a script sees what it sees under `python SCRIPT`, and its error is left to the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.covers("J6")
+
+SEES = """
+import json, multiprocessing, os, pickle, sys
+
+class Mine:
+    pass
+
+def half(number):
+    return number / 2
+
+if __name__ == "__main__":
+    torch = "torch" in sys.modules
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        halves = pool.map(half, [1, 3])
+    main = sys.modules["__main__"]
+    json.dump({
+        "arguments": sys.argv, "name": __name__, "file": __file__, "package": __package__, "doc": __doc__,
+        "spec": getattr(__spec__, "name", None), "path": sys.path[:2], "halves": halves, "torch": torch,
+        "globals": sorted({*globals()} - {"__annotations__", "__cached__"}),
+        "same": main.__dict__ is globals(), "pickled": type(pickle.loads(pickle.dumps(Mine()))) is Mine,
+        "builtins": type(__builtins__).__name__, "beside": __import__("helper").NAME, "folder": os.getcwd(),
+    }, sys.stdout)
+"""
+
+
+def python(folder: Path, *words: str, error_file: Path | None = None) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    variables.pop("TORCHELASTIC_ERROR_FILE", None)
+    if error_file is not None:
+        variables["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    folder = tmp_path / "my lab"
+    folder.mkdir()
+    (folder / "train.py").write_text(SEES)
+    (folder / "helper.py").write_text("NAME = 'beside'\n")
+    (folder / "__init__.py").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("my lab/train.py", "--run", "-m"), ("./my lab/../my lab/train.py",), ("link.py", "x")],
+    ids=["options", "dots", "link"],
+)
+def test_a_script_sees_what_it_sees_in_python(words: tuple[str, ...], lab: Path) -> None:
+    (lab / "link.py").symlink_to(lab / "my lab" / "train.py")
+    plain, rank = python(lab, *words), python(lab, "-m", "ddp_loop.elastic", *words)
+    assert (plain.returncode, plain.stderr) == (rank.returncode, rank.stderr) == (0, "")
+    expected, seen = json.loads(plain.stdout), json.loads(rank.stdout)
+    assert (expected["beside"], expected["torch"], expected["pickled"]) == ("beside", False, True)
+    for name in ("file", "path"):
+        expected[name], seen[name] = ([os.path.normpath(one)] for one in (expected[name][0], seen[name][0]))
+    assert seen == expected
+
+
+def test_a_module_sees_what_it_sees_in_python(lab: Path) -> None:
+    words = ("-m", "train", "--run", "--", "x")
+    plain, rank = python(lab / "my lab", *words), python(lab / "my lab", "-m", "ddp_loop.elastic", *words)
+    assert (plain.returncode, plain.stderr) == (rank.returncode, rank.stderr) == (0, "")
+    expected, seen = json.loads(plain.stdout), json.loads(rank.stdout)
+    assert expected["spec"] == "train"
+    del expected["builtins"], seen["builtins"]  # of the module, or its names, as an interpreter likes
+    assert seen == expected
+
+
+def test_a_folder_with_a_main_is_run(lab: Path) -> None:
+    (lab / "my lab" / "__main__.py").write_text("import helper, sys\nprint(helper.NAME, sys.argv[1:])\n")
+    assert python(lab, "-m", "ddp_loop.elastic", "my lab", "x").stdout == "beside ['x']\n"
+
+
+BAD = {
+    "error": ("import helper\nhelper.fail()\n", "KeyError: 'rate'"),
+    "import": ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
+    "syntax": ("x = (\n", "SyntaxError: '(' was never closed (bad.py, line 1)"),
+    "long": ("raise ValueError('x' * 10**7)\n", "x" * 8000),
+}
+
+
+@pytest.mark.parametrize("way", BAD)
+def test_an_error_is_left_to_the_launcher_or_else_printed_as_python_prints_it(way: str, lab: Path) -> None:
+    text, line = BAD[way]
+    (lab / "bad.py").write_text(text)
+    (lab / "helper.py").write_text("def fail():\n    raise KeyError('rate')\n")
+    rank = python(lab, "-m", "ddp_loop.elastic", "bad.py", error_file=lab / "error.json")
+    assert (rank.returncode, rank.stdout, rank.stderr) == (1, "", "")
+    found = json.loads((lab / "error.json").read_text())["message"]
+    assert found["message"].splitlines()[-1] == line
+    assert found["extraInfo"]["is_shown"] is False
+    plain = python(lab, "bad.py").stderr
+    assert found["extraInfo"]["py_callstack"] == plain.replace('"bad.py"', f'"{lab}/bad.py"')[-8000:]
+    assert python(lab, "-m", "ddp_loop.elastic", "bad.py").stderr == plain.replace('"bad.py"', f'"{lab}/bad.py"')
+    nowhere = python(lab, "-m", "ddp_loop.elastic", "bad.py", error_file=lab / "none" / "error.json")
+    assert nowhere.stderr.endswith(plain[-100:])
+
+
+def test_a_hook_of_the_script_is_used(lab: Path) -> None:
+    (lab / "own.py").write_text("import sys\nsys.excepthook = lambda *a: print('own', a[0].__name__)\nraise OSError\n")
+    rank = python(lab, "-m", "ddp_loop.elastic", "own.py", error_file=lab / "error.json")
+    assert (rank.returncode, rank.stdout, rank.stderr) == (1, "own OSError\n", "")
+    assert not (lab / "error.json").exists()
+
+
+@pytest.mark.parametrize(("text", "code", "said"), [("3", 3, ""), ("'no data'", 1, "no data\n"), ("", 0, "")])
+def test_an_exit_is_the_script_s(text: str, code: int, said: str, lab: Path) -> None:
+    (lab / "exit.py").write_text(f"import sys\nsys.exit({text})\n")
+    rank = python(lab, "-m", "ddp_loop.elastic", "exit.py", error_file=lab / "error.json")
+    assert (rank.returncode, rank.stderr) == (code, said)
