@@ -297,9 +297,15 @@ def batchify(tokens: torch.Tensor, lanes: int) -> list[tuple[torch.Tensor, torch
         `lanes` pairs of inputs (t,) and targets (t,).
 
     Raises:
+        TypeError: `tokens` is not a tensor.
         ValueError: `tokens` has another shape, or fewer than two tokens for each lane.
     """
     lanes = check_count("lanes", lanes)
+    if not isinstance(tokens, torch.Tensor):
+        raise TypeError(
+            f"batchify needs a tensor of tokens. Got {type(tokens).__name__}. Pass torch.tensor(tokens), one number for "
+            "each token."
+        )
     if tokens.dim() != 1 or len(tokens) < 2 * lanes:
         raise ValueError(
             f"batchify needs a text of shape (N,) with two tokens or more for each lane. Got shape "

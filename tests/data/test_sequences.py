@@ -168,6 +168,8 @@ def test_bad_sequences_are_refused(what: str) -> None:
 def test_a_text_that_is_too_short_is_refused() -> None:
     with pytest.raises(ValueError, match=r"two tokens or more for each lane. Got shape \(5,\) for 3 lanes"):
         dl.batchify(torch.arange(5), 3)
+    with pytest.raises(TypeError, match=r"Got list\. Pass torch\.tensor\(tokens\)"):
+        dl.batchify([1, 2, 3, 4], 2)  # type: ignore[arg-type]
 
 
 def test_unpad_refuses_another_shape() -> None:

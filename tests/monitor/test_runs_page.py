@@ -222,6 +222,25 @@ def test_a_card_opens_from_its_line_and_closes_with_escape(visit: Any, sweep: Pa
         assert not one.page.locator(".run").is_visible()
 
 
+def test_the_run_of_an_open_card_is_drawn_until_it_is_closed(visit: Any, sweep: Path) -> None:
+    with served(sweep) as page:
+        one = visit(page)
+        one.page.get_by_role("button", name="Draw none").click()
+        one.waits_for("#limit", "No run is chosen.")
+        one.page.locator(".line[data-run='trials/0003'] .open").click()
+        until(lambda: one.last("loss") == [[20, 2]], "its curve")
+        assert not one.page.locator("#limit").is_visible()
+        assert checked(one) == []
+        one.page.locator(".line[data-run='trials/0002'] .open").click()
+        until(lambda: one.last("loss") == [[20, 4]], "that of the other one")
+        one.page.get_by_role("checkbox", name="Draw trials/0002").check()
+        one.page.get_by_role("button", name="Close").click()
+        assert one.last("loss") == [[20, 4]]
+        one.page.get_by_role("checkbox", name="Draw trials/0002").uncheck()
+        one.waits_for("#limit", "No run is chosen.")
+        assert one.last("loss") == []
+
+
 @pytest.mark.covers("E4", "E5")
 def test_stop_stops_the_run_of_its_card_and_no_other(visit: Any, sweep: Path) -> None:
     with (

@@ -20,6 +20,7 @@ export class Curves {
     this.asks = asks;
     this.runs = new Map(); // key -> {key, summary, curves, parts, asked, reading, read}; parts: metric -> {asks, curves}
     this.chosen = new Set();
+    this.opened = null; // the run of the open card, which is drawn too
     this.places = new Map(); // key -> place among the colours, of the runs that are drawn
     this.isOwnChoice = false;
     this.charts = new Map(); // metric -> Chart
@@ -92,9 +93,21 @@ export class Curves {
     this.onChosen();
   }
 
+  // The run whose card is open is drawn for that time, also if its box is not ticked.
+  open(key) {
+    const before = this.drawn();
+    this.opened = key;
+    if (this.drawn().some((one) => !before.includes(one)) || this.drawn().length < before.length) this.onChosen();
+  }
+
+  drawn() {
+    const beside = this.runs.has(this.opened) && !this.chosen.has(this.opened) ? [this.opened] : [];
+    return [...beside, ...this.chosen].slice(0, MOST);
+  }
+
   // The runs that are drawn keep their colours; others take the first free ones.
   onChosen() {
-    const drawn = [...this.chosen].slice(0, MOST);
+    const drawn = this.drawn();
     for (const key of this.places.keys()) {
       if (!drawn.includes(key)) this.places.delete(key);
     }
@@ -107,7 +120,7 @@ export class Curves {
       this.places.set(key, free);
     }
     const limit = element("limit");
-    limit.hidden = this.runs.size < 2 || (this.chosen.size > 0 && this.chosen.size <= MOST);
+    limit.hidden = this.runs.size < 2 || (drawn.length > 0 && this.chosen.size <= MOST);
     write(limit, this.chosen.size
       ? `The curves of ${MOST} of the ${this.chosen.size} chosen runs are drawn, which is the most.`
       : "No run is chosen. Tick runs in the list to draw their curves.");
@@ -241,7 +254,7 @@ export class Curves {
     const log = document.querySelector("[name=scale]:checked").value === "log";
     const how = { log, axis, marks: element("marks").checked };
     for (const chart of this.charts.values()) {
-      const hasCome = drawn.some(({ parts }) => parts.get(chart.name)?.curves.axis === axis);
+      const hasCome = !this.places.size || drawn.some(({ parts }) => parts.get(chart.name)?.curves.axis === axis);
       chart.wanted = hasCome ? () => chart.show(drawn, how) : null;
       if (chart.isNear) chart.draw();
     }

@@ -73,6 +73,7 @@ function open(key) {
   const before = opened;
   opened = key === opened ? null : key;
   list.mark(opened);
+  curves.open(opened);
   showCard([]);
   if (opened) {
     fold(false);
