@@ -303,8 +303,8 @@ def batchify(tokens: torch.Tensor, lanes: int) -> list[tuple[torch.Tensor, torch
     lanes = check_count("lanes", lanes)
     if not isinstance(tokens, torch.Tensor):
         raise TypeError(
-            f"batchify needs a tensor of tokens. Got {type(tokens).__name__}. Pass torch.tensor(tokens), one number for "
-            "each token."
+            f"batchify needs a tensor of tokens. Got {type(tokens).__name__}. Pass torch.tensor(tokens), with a number "
+            "for each token."
         )
     if tokens.dim() != 1 or len(tokens) < 2 * lanes:
         raise ValueError(

@@ -30,6 +30,8 @@ import torch
 import ddp_loop as dl
 
 mode, run = sys.argv[1], sys.argv[2]
+if mode == "hook":
+    sys.excepthook = lambda kind, error, trace: sys.stderr.write("own hook: " + kind.__name__ + "\\n")
 if mode == "before":
     raise FileNotFoundError("there is no config")
 if mode == "environment":
@@ -46,7 +48,7 @@ with dl.join_world(device="cpu") as world:
     for step in dl.Loop(batches, epochs, state=state, run_dir=run, progress=mode == "endless"):
         for images, classes in step:
             if step.iteration == 3 and world.rank == 1:
-                if mode == "raise":
+                if mode in ("raise", "hook"):
                     raise ValueError("the labels are bad")
                 if mode == "exit":
                     sys.exit(3)
@@ -218,6 +220,16 @@ def test_an_error_of_all_ranks_outside_of_the_world_is_printed_once(
         return
     assert (out + errors).count("Traceback") == 1
     assert re.match(r"ddp_loop: rank \d failed:\nTraceback", errors)
+
+
+def test_a_script_s_own_hook_shows_its_error(
+    start: Callable[..., subprocess.Popen[str]], script: str, tmp_path: Path
+) -> None:
+    code, _, errors = ended(start(*RUN, script, "hook", str(tmp_path / "run")))
+    assert code == 1
+    assert "Traceback" not in errors
+    assert errors.count("own hook: ValueError\n") == 1
+    assert "ddp_loop: rank 1 ended with exit code 1" in errors
 
 
 def test_a_failure_is_followed_by_a_restart_where_one_is_left(
