@@ -51,7 +51,7 @@ def start_command(environment: Mapping[str, str] | None = None, directory: str |
 
 
 def _typed(process: int) -> list[str]:
-    """The command of a torchrun; empty if the process is another one, or its command cannot be read."""
+    """The command of a torchrun; empty for any other process, or where its command cannot be read."""
     with suppress(OSError):
         words = [os.fsdecode(word) for word in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[:-1]]
         names = [Path(word).name for word in words[:2]]
