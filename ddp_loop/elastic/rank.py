@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import pkgutil
 import runpy
 import sys
 import time
@@ -37,11 +38,11 @@ def run_as_main(words: Sequence[str]) -> None:
         return
     path = os.path.abspath(words[0])
     sys.argv[:] = words
-    if os.path.isdir(path):
-        runpy.run_path(path, run_name="__main__")
-        return
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
+    if pkgutil.get_importer(path) is not None or path.endswith(".pyc"):  # a folder or an archive, with a __main__
+        runpy.run_path(path, run_name="__main__")
+        return
     loader = SourceFileLoader("__main__", path)
     code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
     module = ModuleType("__main__")

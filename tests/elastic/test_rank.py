@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,9 +86,17 @@ def test_a_module_sees_what_it_sees_in_python(lab: Path) -> None:
     assert seen == expected
 
 
-def test_a_folder_with_a_main_is_run(lab: Path) -> None:
+@pytest.mark.parametrize("kind", ["folder", "archive", "compiled"])
+def test_a_folder_an_archive_or_compiled_code_is_run(kind: str, lab: Path) -> None:
     (lab / "my lab" / "__main__.py").write_text("import helper, sys\nprint(helper.NAME, sys.argv[1:])\n")
-    assert python(lab, "-m", "ddp_loop.elastic", "my lab", "x").stdout == "beside ['x']\n"
+    word = "my lab"
+    if kind == "archive":
+        word = Path(shutil.make_archive(str(lab / "packed"), "zip", lab / "my lab")).name
+    elif kind == "compiled":
+        word = "my lab/main.pyc"
+        py_compile.compile(str(lab / "my lab" / "__main__.py"), str(lab / word))
+    plain, rank = python(lab, word, "x"), python(lab, "-m", "ddp_loop.elastic", word, "x")
+    assert (rank.stdout, rank.stderr) == (plain.stdout, plain.stderr) == ("beside ['x']\n", "")
 
 
 BAD = {
