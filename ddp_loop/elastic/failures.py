@@ -99,6 +99,8 @@ def _of_first(one: Ending) -> str:
         return f"ddp_loop: rank {one.rank} was ended{one.where}{why}"
     if one.error and not one.is_shown:
         return f"ddp_loop: rank {one.rank} failed{one.where}:\n{one.error.rstrip()}"
+    if one.error:  # the launcher may have ended it before it could end by itself, so its code says nothing
+        return f"ddp_loop: rank {one.rank} failed{one.where}, and has printed its error"
     said = one.line if one.line and not one.is_shown else _of_code(one)
     return f"ddp_loop: rank {one.rank} {said}{one.where}"
 

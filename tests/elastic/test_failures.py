@@ -55,7 +55,8 @@ def test_the_culprit_is_red_on_a_terminal_and_the_rest_is_not() -> None:
         ([Ending(0, 1, 1.0), CULPRIT], 2, "rank 2 failed in forward of step 3"),
         ([Ending(0, 0), PEER], 0, "rank 0 was ended in fold of step 3: rank 2 failed"),
         ([Ending(0, 75, 1.0, is_peer=True)], 0, "rank 0 was ended, since another host was ended or a rank there"),
-        ([Ending(0, 1, 1.0, TRACE, "x", " in fold of step 2")], 0, "rank 0 ended with exit code 1 in fold of step 2"),
+        ([Ending(0, 1, 1.0, TRACE, "x", " in fold of step 2")], 0, "rank 0 failed in fold of step 2, and has printed"),
+        ([Ending(0, 1, 1.0), Ending(1, -15, 2.0, TRACE, "x")], 1, "rank 1 failed, and has printed its error"),
         ([PEER, Ending(1, -15, 1.0)], 0, "rank 0 was ended in fold of step 3: rank 2 failed"),
         (
             [PEER, Ending(1, -15, 1.0, "", "ended with exit code 3", " in data of step 1", is_shown=False)],

@@ -229,7 +229,7 @@ def test_a_script_s_own_hook_shows_its_error(
     assert code == 1
     assert "Traceback" not in errors
     assert errors.count("own hook: ValueError\n") == 1
-    assert "ddp_loop: rank 1 ended with exit code 1" in errors
+    assert "\nddp_loop: rank 1 failed, and has printed its error\n" in errors
 
 
 def test_a_failure_is_followed_by_a_restart_where_one_is_left(
