@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -85,8 +86,10 @@ def left_behind(before: Surroundings, allowed_processes: Collection[int] = ()) -
         before: what `look_around` said.
         allowed_processes: ids of child processes that may stay: those of the pool of ranks.
     """
-    for thread in set(threading.enumerate()) - before.thread:
-        thread.join(THREAD_END_S)
+    if threads := set(threading.enumerate()) - before.thread:
+        gc.collect()  # contextlib of Python 3.13 leaves a raised exception, and all that its frames hold, in a cycle
+        for thread in threads:
+            thread.join(THREAD_END_S)
     after = look_around()
     lines = []
     for field in fields(Surroundings):
