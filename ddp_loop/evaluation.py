@@ -104,6 +104,9 @@ def evaluate(
     the default, another number of ranks gives another draw of the same mean. The model's mode and all streams, Python's
     and NumPy's too, are restored.
 
+    The model runs in the precision of the call: put `torch.autocast` around it, or into `forward`, to evaluate a model
+    as it was trained.
+
     Args:
         model: the same on every rank. Its parameters and buffers are compared first, without buffers that are "local"
             in a `Loop` or no part of the state dict.

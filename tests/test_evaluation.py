@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -265,3 +267,42 @@ def test_a_failure_on_one_rank_ends_all(call: Callable[..., Any], on_ranks: OnRa
         on_ranks(3, failing_on_rank_1, call)
     assert caught.value.rank == 1
     assert time.monotonic() - start < FAULT_S
+
+
+# -- precision -------------------------------------------------------------------------------------------------
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "evaluate": dl.evaluate,
+    "predict": dl.predict,
+    "update_bn": dl.update_bn,
+    "confusion_matrix": partial(dl.confusion_matrix, classes=3),
+}
+
+
+def precision_of(call: str, where: str) -> set[torch.dtype]:
+    """The dtypes in which a model that is evaluated gives its outputs."""
+    seen = set[torch.dtype]()
+
+    def bfloat16(here: str) -> AbstractContextManager[object]:
+        return torch.autocast("cpu", torch.bfloat16) if where == here else nullcontext()
+
+    def note(model: nn.Module, data: Any) -> torch.Tensor:
+        with bfloat16("inside of forward"):
+            output: torch.Tensor = model(data[0])
+        seen.add(output.dtype)
+        return output
+
+    with dl.join_world() as world:
+        batches = dl.Batches(images(10), 5, world, shuffle=False)
+        with bfloat16("around the call"):
+            CALLS[call](network(), batches, forward=note)
+    return seen
+
+
+@pytest.mark.covers("B8")
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("where", ["nowhere", "around the call", "inside of forward"])
+def test_autocast_is_that_of_the_caller_or_of_forward(call: str, where: str, on_ranks: OnRanks) -> None:
+    expected = torch.float32 if where == "nowhere" else torch.bfloat16
+    assert on_ranks(2, precision_of, call, where) == [{expected}] * 2

@@ -64,6 +64,7 @@ docs/tutorial
 docs/when_to_use
 docs/faq
 docs/migrate
+docs/data
 docs/checkpoints
 docs/batch_norm
 docs/gradient_accumulation
