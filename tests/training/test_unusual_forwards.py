@@ -298,3 +298,72 @@ def test_gradients_are_those_of_the_plain_loop(name: str, ranks: int, shards: in
     for found in on_ranks(ranks, trained, name, shards):
         for step, (one, other) in enumerate(zip(found, reference, strict=True), 1):
             assert [key for key in other if not is_same(one[key], other[key])] == [], f"step {step}"
+
+
+def infer_on_one_rank(infers: bool, synced: bool) -> Gradients:
+    """Train, and look at the outputs on rank 1 alone, in evaluation mode, after each step."""
+    with dl.join_world(seed=0) as world:
+        torch.manual_seed(7)
+        model: nn.Module = nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+        if synced:
+            model = dl.sync_batch_norm(model, world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = dl.Batches(torch.cat([rows_of(1), rows_of(2)]), SAMPLES, world, shuffle=False)
+        found = []
+        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
+            for rows in step:
+                step.backward(model(rows).square().mean())
+            step.fold()
+            optimizer.step()
+            found.append(gradients_of(model))
+            if infers and world.rank == 1:
+                model.eval()
+                with torch.no_grad():
+                    model(rows_of(3))
+                model.train()
+        return found
+
+
+@pytest.mark.parametrize("synced", [False, True])
+def test_one_rank_may_infer_alone_between_two_steps(synced: bool, on_ranks: OnRanks) -> None:
+    for found, other in zip(*(on_ranks(2, infer_on_one_rank, infers, synced) for infers in (True, False)), strict=True):
+        assert all(map(torch.equal, *([p for step in run for p in step.values()] for run in (found, other))))
+
+
+class Failing(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        raise ArithmeticError("planted")
+
+
+def train_once(world: dl.World, model: nn.Module, fails: bool) -> None:
+    batches = dl.Batches(rows_of(1), SAMPLES, world, shuffle=False)
+    for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+        for rows in step:
+            output = model(rows)[0]
+            step.backward((Failing.apply(output) if fails else output).square().mean())
+        step.fold()
+
+
+def train_after_an_error(fails: bool) -> dict[str, torch.Tensor | None]:
+    """The gradients of a loop; one before it over the same model ended in an error of a backward, on all ranks."""
+    with dl.join_world(seed=0) as world:
+        model = make("an output that the loss leaves out")
+        if fails:
+            with pytest.raises(ArithmeticError, match="planted"):
+                train_once(world, model, fails=True)
+        train_once(world, model, fails=False)
+        return gradients_of(model)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_new_loop_after_an_error_of_backward_is_as_any_other(ranks: int, on_ranks: OnRanks) -> None:
+    (found, *_), (other, *_) = (on_ranks(ranks, train_after_an_error, fails) for fails in (True, False))
+    assert found["body.weight"] is not None
+    assert [key for key in other if not is_same(found[key], other[key])] == []
