@@ -82,6 +82,7 @@ docs/shares
 docs/sweeps
 docs/profile
 docs/scaling
+docs/comparison_of_tests
 docs/design
 docs/capabilities
 ```
