@@ -104,15 +104,12 @@ def evaluate(
     the default, another number of ranks gives another draw of the same mean. The model's mode and all streams, Python's
     and NumPy's too, are restored.
 
-    The model runs in the precision of the call: put `torch.autocast` around it, or into `forward`, to evaluate a model
-    as it was trained.
-
     Args:
         model: the same on every rank. Its parameters and buffers are compared first, without buffers that are "local"
             in a `Loop` or no part of the state dict.
         batches: usually with `shuffle=False`; the shards' sizes do not change the result.
         forward: `forward(model, data)` gives the output for a shard's data; by default the model takes the data's
-            first part.
+            first part. It runs in the `torch.autocast` around the call, if there is one, and may enter its own.
         metrics: metrics of torchmetrics by name, also collections of them. They get what functions get. Their states
             are merged in the order of the shards, and the objects themselves are not changed.
         functions: by name, `metric(output, *other parts of the data)`, or `metric(output, data)` where data are a
