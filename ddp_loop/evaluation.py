@@ -75,6 +75,7 @@ def _going_through(
             channel.check()
         require_one_model(model, world, what)
         key = world.begin_evaluation(before)
+        torch.clear_autocast_cache()  # may hold weights from before an update; see Step
         with preserved_streams(world.device), evaluating(model), closing(_shards(batches, key)) as shards:
             yield shards
 
