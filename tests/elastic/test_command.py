@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from torch.distributed import run as torchrun
@@ -60,9 +61,10 @@ def test_two_dashes_give_a_script_its_option_under_torchrun(option: str, capsys:
     """The row of docs/launching.md."""
     row = next(line for line in text_of("docs/launching.md").splitlines() if line.startswith("| the script's `--run`"))
     assert f"`{option}`" in row
-    with pytest.raises(SystemExit):
-        torchrun.parse_args(["--nproc_per_node=2", "train.py", option, "x"])
-    assert f"ambiguous option: {option} could match" in capsys.readouterr().err
+    if sys.version_info < (3, 12):  # argparse of newer Pythons leaves it to the script
+        with pytest.raises(SystemExit):
+            torchrun.parse_args(["--nproc_per_node=2", "train.py", option, "x"])
+        assert f"ambiguous option: {option} could match" in capsys.readouterr().err
     options = torchrun.parse_args(["--nproc_per_node=2", "--", "train.py", option, "x"])
     assert (options.training_script, options.training_script_args) == ("train.py", [option, "x"])
 
