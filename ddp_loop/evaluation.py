@@ -75,6 +75,7 @@ def _going_through(
             channel.check()
         require_one_model(model, world, what)
         key = world.begin_evaluation(before)
+        torch.clear_autocast_cache()  # may hold weights from before an update; see Step
         with preserved_streams(world.device), evaluating(model), closing(_shards(batches, key)) as shards:
             yield shards
 
@@ -109,7 +110,7 @@ def evaluate(
             in a `Loop` or no part of the state dict.
         batches: usually with `shuffle=False`; the shards' sizes do not change the result.
         forward: `forward(model, data)` gives the output for a shard's data; by default the model takes the data's
-            first part.
+            first part. It runs in the `torch.autocast` around the call, if there is one, and may enter its own.
         metrics: metrics of torchmetrics by name, also collections of them. They get what functions get. Their states
             are merged in the order of the shards, and the objects themselves are not changed.
         functions: by name, `metric(output, *other parts of the data)`, or `metric(output, data)` where data are a

@@ -65,6 +65,7 @@ def _recompute(
     world = batches.world
     others = Buffers(find_buffers({"model": model}, {*layers.values(), *_norms(model)}, {}))
     statistics = BatchNormStatistics(layers)
+    torch.clear_autocast_cache()  # may hold weights from before an update; see Step
     try:
         reading = closing(batches.epoch(1, agrees=True))
         with _anew(model), preserved_streams(world.device), torch.no_grad(), reading as stream:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -265,3 +267,68 @@ def test_a_failure_on_one_rank_ends_all(call: Callable[..., Any], on_ranks: OnRa
         on_ranks(3, failing_on_rank_1, call)
     assert caught.value.rank == 1
     assert time.monotonic() - start < FAULT_S
+
+
+# -- precision -------------------------------------------------------------------------------------------------
+
+
+def level(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return output.float().mean(1)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "evaluate": partial(dl.evaluate, level=level),
+    "predict": dl.predict,
+    "update_bn": dl.update_bn,
+    "confusion_matrix": partial(dl.confusion_matrix, classes=3),
+}
+
+
+def precision_of(call: str, where: str) -> set[torch.dtype]:
+    """The dtypes in which a model that is evaluated gives its outputs."""
+    seen = set[torch.dtype]()
+
+    def bfloat16(here: str) -> AbstractContextManager[object]:
+        return torch.autocast("cpu", torch.bfloat16) if where == here else nullcontext()
+
+    def note(model: nn.Module, data: Any) -> torch.Tensor:
+        with bfloat16("inside of forward"):
+            output: torch.Tensor = model(data[0])
+        seen.add(output.dtype)
+        return output
+
+    with dl.join_world() as world:
+        batches = dl.Batches(images(10), 5, world, shuffle=False)
+        with bfloat16("around the call"):
+            CALLS[call](network(), batches, forward=note)
+    return seen
+
+
+@pytest.mark.covers("B8")
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("where", ["nowhere", "around the call", "inside of forward"])
+def test_autocast_is_that_of_the_caller_or_of_forward(call: str, where: str, on_ranks: OnRanks) -> None:
+    expected = torch.float32 if where == "nowhere" else torch.bfloat16
+    assert on_ranks(2, precision_of, call, where) == [{expected}] * 2
+
+
+def after_an_update(call: str, looks: bool) -> tuple[Any, list[torch.Tensor]]:
+    """What a call in autocast gives after an update; before it, the model may have been called with gradients."""
+    with dl.join_world() as world, torch.autocast("cpu", torch.bfloat16):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.BatchNorm1d(3)).eval()
+        batches = dl.Batches(images(10), 5, world, shuffle=False)
+        if looks:
+            model(images(10)[0])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        return CALLS[call](model, batches), list(model.buffers())
+
+
+@pytest.mark.covers("B8", "B10")
+@pytest.mark.parametrize("call", CALLS)
+def test_in_autocast_the_weights_are_the_current_ones(call: str, on_ranks: OnRanks) -> None:
+    (found, moved), (expected, buffers) = (on_ranks(2, after_an_update, call, looks)[0] for looks in (True, False))
+    assert all(map(torch.equal, moved, buffers))
+    assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected

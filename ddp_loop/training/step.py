@@ -172,6 +172,7 @@ class Step:
                 f"Only the newest step of a loop can be iterated and folded. Step {self.iteration} is over, and a pass "
                 "of another one is open. Use the step that the loop gave last."
             )
+        torch.clear_autocast_cache()  # a forward of the script's between fold and update kept the weights before it
         self._fold.open(self, gathers=self._gathering.is_used)
         if self._gathering.is_used:
             self._gathering.open()

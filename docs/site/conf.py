@@ -64,6 +64,7 @@ docs/tutorial
 docs/when_to_use
 docs/faq
 docs/migrate
+docs/data
 docs/checkpoints
 docs/batch_norm
 docs/gradient_accumulation
@@ -81,6 +82,7 @@ docs/shares
 docs/sweeps
 docs/profile
 docs/scaling
+docs/comparison_of_tests
 docs/design
 docs/capabilities
 ```

@@ -316,6 +316,10 @@ def note(worker: int) -> None:
     """Runs in a worker when it starts."""
 
 
+def test_without_workers_their_start_function_is_ignored_as_by_torch() -> None:
+    assert equal(first_of(Images(), num_workers=0, worker_init_fn=note), FOUR)
+
+
 def test_tensors_are_read_on_their_device_unless_an_option_needs_a_loader() -> None:
     cpu = torch.device("cpu")
     assert isinstance(make_reader(TensorDataset(INPUTS), 0, cpu, {})[0], TensorReader)

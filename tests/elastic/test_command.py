@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
+from torch.distributed import run as torchrun
 
 from ddp_loop.cli import main
 from ddp_loop.elastic import command
 from ddp_loop.elastic.command import _meet_here, _parse, _ranks_of
+from tests.support.documents import text_of
 
 pytestmark = pytest.mark.covers("J6")
 
@@ -51,6 +54,19 @@ def test_what_follows_the_script_belongs_to_it() -> None:
     options = _parse(["--ranks", "2", "train.py", *words])
     assert (options.training_script, options.training_script_args) == ("train.py", words)
     assert (options.nproc_per_node, options.role, options.module) == ("2", "default", False)
+
+
+@pytest.mark.parametrize("option", ["--run", "--max", "--log"])
+def test_two_dashes_give_a_script_its_option_under_torchrun(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The row of docs/launching.md."""
+    row = next(line for line in text_of("docs/launching.md").splitlines() if line.startswith("| the script's `--run`"))
+    assert f"`{option}`" in row
+    if sys.version_info < (3, 12):  # argparse of newer Pythons leaves it to the script
+        with pytest.raises(SystemExit):
+            torchrun.parse_args(["--nproc_per_node=2", "train.py", option, "x"])
+        assert f"ambiguous option: {option} could match" in capsys.readouterr().err
+    options = torchrun.parse_args(["--nproc_per_node=2", "--", "train.py", option, "x"])
+    assert (options.training_script, options.training_script_args) == ("train.py", [option, "x"])
 
 
 def test_ranks_are_the_gpus_by_default_or_one(

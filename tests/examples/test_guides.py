@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_loop.data.readers import LOADER_OPTIONS
 from tests.support.compiling import compiling
 from tests.support.documents import text_of
 from tests.support.harness import OnRanks
@@ -19,6 +20,7 @@ COMPILING_S = 200.0
 NEW = (
     "batch_norm",
     "gradient_accumulation",
+    "data",
     "faq",
     "compile",
     "larger_models",
@@ -58,6 +60,23 @@ def test_the_guide_to_accumulation_gives_the_numbers_that_it_promises(on_ranks: 
     (found,) = on_ranks(1, run_python, str(tmp_path / "same"), job, check)
     first, *others = [[float(word) for word in re.findall(r"-?\d\.\d+", line)] for line in found.printed.splitlines()]
     assert [one == pytest.approx(first, rel=1e-12) for one in others] == [True, True]
+
+
+@pytest.mark.covers("J17")
+def test_the_guide_to_data_gives_the_numbers_that_it_promises(on_ranks: OnRanks, tmp_path: Path) -> None:
+    one, two = run_guide("data", on_ranks, tmp_path)
+    trained = 2  # the block that trains
+    assert one.weights[trained] == pytest.approx(two.weights[trained], rel=1e-12, abs=1e-12)
+    assert one.printed == two.printed
+    assert re.fullmatch(r"\d\.\d{3} per token\n", one.printed)
+
+
+def test_the_guide_to_data_lists_the_keywords_of_the_loader() -> None:
+    _, _, section = text_of("docs/data.md").partition("## Keywords of the loader\n")
+    taken, refused = (set(re.findall(r"`(\w+)(?:=\w+)?`", table)) for table in section.split("\n\n| keyword")[1:])
+    assert taken >= LOADER_OPTIONS
+    for keyword in ("sampler", "batch_sampler", "generator", "in_order"):
+        assert keyword in refused - LOADER_OPTIONS
 
 
 @pytest.mark.covers("J17")

@@ -233,6 +233,17 @@ def test_every_link_leads_to_a_file() -> None:
     assert [(path.name, link) for path, link in links if not (path.parent / link).exists()] == []
 
 
+def test_each_property_of_the_comparison_has_an_answer_and_a_test_of_ours() -> None:
+    there = {name for path in TESTS for name in re.findall(r"^def test_(\w+)", path.read_text(), re.MULTILINE)}
+    rows = re.findall(r"^\| .+ \| [ADE ]+ \| (.+) \| ?(.*) \|$", text_of("docs/comparison_of_tests.md"), re.MULTILINE)
+    named = [(here, re.findall(r"\*([^*]+)\*", ours)) for here, ours in rows]
+    assert len(named) > 100
+    assert [name for _, names in named for name in names if name.replace(" ", "_") not in there] == []
+    answers = ("right", "refused", "not supported", "not needed")
+    assert [here for here, _ in named if not here.startswith(answers)] == []
+    assert [here for here, names in named if not names and not here.startswith("not ")] == []
+
+
 def test_the_files_that_a_change_needs_are_there() -> None:
     _, _, section = text_of("docs/design.md").partition("## Where a change goes\n")
     named = re.findall(r"`(\w[\w/]*\.\w+)`", section.partition("\n## ")[0])

@@ -202,14 +202,17 @@ def make_loop(world: dl.World, folder: str, keywords: dict[str, Any]) -> None:
 
 
 def divide_the_optimizer(world: dl.World, folder: str, kind: str, culprit: int) -> None:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
     from torch.distributed.tensor import Shard, distribute_tensor
 
     model = network()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if kind == "zero":
         divided: torch.optim.Optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    elif kind == "local sgd":
+        divided = PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period=4))
     else:
         mesh = init_device_mesh("cpu", (world.size,))
         divided = torch.optim.SGD([nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))], 0.1)
@@ -223,6 +226,7 @@ def divide_the_optimizer(world: dl.World, folder: str, kind: str, culprit: int) 
     ("kind", "said"),
     [
         ("zero", r"'optimizer' is torch's ZeroRedundancyOptimizer, .* Pass the optimizer inside it, such as"),
+        ("local sgd", r"'optimizer' is torch's PostLocalSGDOptimizer, .* Pass the optimizer inside it, such as"),
         ("a part of a parameter", r"optimizer\.0\.0 is a DTensor, a part of one\. Build .* torchtitan"),
     ],
 )

@@ -94,6 +94,7 @@ def train_under(where: str) -> Tensors:
                     with autocast(where == "the backward too"):
                         step.backward(loss_of(model, rows) if where == "the backward too" else loss)
             losses.append(step.fold().loss)
+            loss_of(model, samples(2).float())  # a look at the outputs, with a graph, before the update
             optimizer.step()
             if step.is_last_of_epoch:
                 with autocast(where != "nothing"):
