@@ -78,7 +78,10 @@ def _compile(compiler: str, folder: Path) -> None:
         if process.returncode:
             raise NoFakeCuda(f"the fake GPU does not compile with torch {torch.__version__}: {said.decode()[-2000:]}")
     linked = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    subprocess.run([compiler, "-shared", "-o", str(extension), *objects, f"-L{libraries}", f"-Wl,-rpath,{libraries}", *linked], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-o", str(extension), *objects, f"-L{libraries}", f"-Wl,-rpath,{libraries}", *linked],
+        check=True,
+    )
     preloaded = [str(HERE / "preloaded.cpp"), "-o", str(folder / "preloaded.so"), "-ldl"]
     subprocess.run([compiler, "-shared", "-fPIC", "-std=c++17", "-O1", *preloaded], check=True)
 

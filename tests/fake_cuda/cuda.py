@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 VARIABLES = ("FAKE_CUDA_DEVICES", "FAKE_CUDA_NAME", "FAKE_CUDA_MEMORY", "FAKE_CUDA_SHARED", "FAKE_CUDA_SLOW_S")
 BYTES = 80 * 2**30
+OWN = (__file__, str(Path(__file__).with_name("kernels.py")))
 
 count = int(os.environ.get("FAKE_CUDA_DEVICES", os.environ.get("LOCAL_WORLD_SIZE", "1")))
 total_bytes = int(os.environ.get("FAKE_CUDA_MEMORY", BYTES))
@@ -30,7 +32,7 @@ def place() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         path = frame.f_code.co_filename
-        if "/torch/" not in path and "/fake_cuda/" not in path and "importlib" not in path:
+        if "/torch/" not in path and not path.startswith(OWN) and "importlib" not in path:
             return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "in a backward"
@@ -46,19 +48,21 @@ def _waited(what: str) -> None:
         listener(what, where)
 
 
-@contextmanager
-def noted_waits() -> Iterator[list[tuple[str, str]]]:
-    """The waits of the host inside the block: what it did, and where."""
-    found: list[tuple[str, str]] = []
+class Waits:
+    """The waits of the host inside a block, as (what it did, where)."""
 
-    def note(what: str, where: str) -> None:
-        found.append((what, where))
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str]] = []
 
-    _listeners.append(note)
-    try:
-        yield found
-    finally:
-        _listeners.remove(note)
+    def _note(self, what: str, where: str) -> None:
+        self.found.append((what, where))
+
+    def __enter__(self) -> Waits:
+        _listeners.append(self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _listeners.remove(self._note)
 
 
 class Stream(torch.Stream):
