@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -26,6 +27,7 @@ _NAP_S = 0.0002
 _READS = "synchronizing CUDA operation"  # in torch's warning
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
 _SLICE = "MIG"
+_WATCHDOG_LATER = timedelta(seconds=30)  # than the host's own timeout
 _checks: list[Callable[[], None]] = []
 Recorded = TypeVar("Recorded")
 
@@ -95,12 +97,20 @@ class Accelerator:
         return ""
 
     def process_group(self, identities: Sequence[str]) -> tuple[str, torch.device | None]:
-        """The backends of a process group, and the device that it is bound to; None without one.
+        """The backends of a process group, and the device that `connect` binds it to; None without one.
 
         Args:
             identities: of the devices of all ranks, in rank order.
         """
         return "gloo", None
+
+    def connect(self, group: Any, timeout: timedelta) -> None:
+        """Connect this device's own backend of a process group, such as NCCL, after all other connections.
+
+        Args:
+            group: of torch, not yet bound to a device.
+            timeout: after which the host gives up a wait, and names the culprit.
+        """
 
     def has_bfloat16(self) -> bool:
         """Whether it multiplies in bfloat16. Where it does not, torch refuses or converts, which is slower."""
@@ -231,6 +241,16 @@ class Cuda(Accelerator):
         """NCCL where each rank has a GPU of its own, since it refuses two ranks on one."""
         has_own = len(set(identities)) == len(identities)
         return ("cpu:gloo,cuda:nccl", self.device) if has_own else ("gloo", None)
+
+    def connect(self, group: Any, timeout: timedelta) -> None:
+        """Connect NCCL at once, so that what it needs is known to be there.
+
+        Its watchdog ends a process at NCCL's own timeout, which therefore comes after that of the host's waits.
+        """
+        backend = group._get_backend(self.device)
+        backend._set_default_timeout(timeout + _WATCHDOG_LATER)
+        group.bound_device_id = self.device
+        backend.eager_connect_single_device(self.device)
 
     def has_bfloat16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))

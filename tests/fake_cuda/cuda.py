@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -246,13 +247,11 @@ class _HasItsName(type):
 
 
 class ProcessGroupNCCL(metaclass=_HasItsName):
-    """Made by torch for the backend "nccl"; `timeouts` has the timeout of each group so far."""
+    """Made by torch for the backend "nccl"."""
 
     Options = _Options
-    timeouts: list[Any] = []  # noqa: RUF012
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
-        cls.timeouts.append(options._timeout)
         below = _gloo(store, rank, size, timeout=options._timeout)
         return device.nccl(below, rank, size)
 
@@ -265,6 +264,27 @@ class _Gloo(metaclass=type(_gloo)):
 
     def __new__(cls, store: Any, rank: int, size: int, *more: Any, **keywords: Any) -> Any:
         return device.gloo(_gloo(store, rank, size, *more, **keywords), rank, size)
+
+
+class _Sockets:
+    """Connections of NCCL's own, as for bootstrap and RAS, some of which it closes when they have been idle."""
+
+    def __init__(self) -> None:
+        self.open: list[socket.socket] = []
+
+    def connect(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.open.append(socket.create_connection(listener.getsockname()))
+            self.open.append(listener.accept()[0])
+
+    def close(self) -> None:
+        """Close all, as NCCL's RAS does with idle ones."""
+        for one in self.open:
+            one.close()
+        self.open.clear()
+
+
+nccl_sockets = _Sockets()
 
 
 def _put_backends() -> None:
@@ -283,3 +303,4 @@ device.limit_memory(total_bytes)
 device.slow_down(float(os.environ.get("FAKE_CUDA_SLOW_S", "0")))
 device.on_wait(_waited)
 device.on_place(place)
+device.on_connect(nccl_sockets.connect)

@@ -5,6 +5,8 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/extension.h>
 
+#include <pybind11/chrono.h>
+
 #include <functional>
 #include <mutex>
 #include <sstream>
@@ -15,6 +17,8 @@ constexpr int64_t kCommunication = (1 << 16) - 1;  // the stream of NCCL's kerne
 
 static auto& log_lock = *new std::mutex;
 static auto& log = *new std::vector<std::string>;
+
+static py::object* on_connect = nullptr;  // opens the sockets that NCCL has
 
 static void add_to_log(const std::string& line) {
   std::lock_guard<std::mutex> held(log_lock);
@@ -68,7 +72,12 @@ struct Nccl final : c10d::Backend {
 
   const std::string getBackendName() const override { return "nccl"; }
   bool supportsSplitting() const override { return false; }
-  void eagerConnectSingleDevice(at::Device) override { add_to_log("eager connect"); }
+  void eagerConnectSingleDevice(at::Device) override {
+    add_to_log("connect");
+    if (!on_connect) return;
+    py::gil_scoped_acquire gil;
+    (*on_connect)();
+  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
   void abort() override { add_to_log("abort"); }
@@ -283,7 +292,13 @@ struct Gloo final : c10d::Backend {
 };
 
 void add_nccl(py::module& m) {
-  m.def("nccl", [](c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
+  // As torch's own has it: a method of the subclass.
+  py::class_<Nccl, c10::intrusive_ptr<Nccl>>(m, "Nccl", py::module::import("torch._C._distributed_c10d").attr("Backend"))
+      .def("_set_default_timeout", [](Nccl&, std::chrono::milliseconds timeout) {
+        add_to_log("timeout " + std::to_string(timeout.count()) + " ms");
+      });
+  m.def("on_connect", [](py::object call) { on_connect = call.is_none() ? nullptr : new py::object(call); });
+  m.def("nccl", [](c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size) {
     return c10::make_intrusive<Nccl>(gloo, rank, size);
   });
   m.def("nccl_log", [] {
