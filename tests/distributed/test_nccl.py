@@ -25,8 +25,7 @@ def wait_while_nccl_closes_its_sockets() -> float:
         with dl.join_world(device="gpu") as world:
             nccl_sockets.close()
             values = torch.ones(2, device=world.device)
-            _, event = accelerators.accelerator_of(world.device).start_copy(world.sum(values))
-            accelerators.wait_for(event)
+            accelerators.HostCopy(world.sum(values)).wait()
             return float(world.sum(torch.ones(())))
     finally:
         device.slow_down(0)

@@ -71,8 +71,8 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: Any = None, priority: int = 0, **keywords: Any) -> Stream:
         if keywords:
-            return super().__new__(cls, **keywords)  # type: ignore[no-any-return]
-        return super().__new__(cls, device=_device(device), priority=priority)  # type: ignore[no-any-return]
+            return super().__new__(cls, **keywords)
+        return super().__new__(cls, device=_device(device), priority=priority)
 
     @property
     def cuda_stream(self) -> int:
@@ -83,7 +83,7 @@ class Event(torch.Event):
     """An event of a fake device."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        return super().__new__(cls, device=_device(None), enable_timing=enable_timing)  # type: ignore[no-any-return]
+        return super().__new__(cls, device=_device(None), enable_timing=enable_timing)
 
 
 def _device(given: Any) -> torch.device:
@@ -212,13 +212,13 @@ def _put_on_torch() -> None:
     }
     for attribute, value in beneath.items():
         setattr(torch._C, attribute, value)
-    torch.cuda.graphs._cuda_isCurrentStreamCapturing = lambda: False  # type: ignore[attr-defined,misc]
-    torch.cuda.nccl.version = lambda: (2, 28, 3)  # type: ignore[attr-defined]
+    torch.cuda.graphs._cuda_isCurrentStreamCapturing = lambda: False
+    torch.cuda.nccl.version = lambda: (2, 28, 3)
 
 
 def _put_storages() -> None:
     """Let storages of the device be cloned, for `deepcopy` and `torch.load`."""
-    clone = torch.UntypedStorage.clone
+    clone: Any = torch.UntypedStorage.clone
 
     def clone_any(storage: Any) -> Any:
         if storage.device.type != "cuda":
@@ -259,11 +259,9 @@ class ProcessGroupNCCL(metaclass=_HasItsName):
 _gloo = dist.ProcessGroupGloo
 
 
-class _Gloo(metaclass=type(_gloo)):
-    """gloo that takes tensors of the device, where ranks share one."""
-
-    def __new__(cls, store: Any, rank: int, size: int, *more: Any, **keywords: Any) -> Any:
-        return device.gloo(_gloo(store, rank, size, *more, **keywords), rank, size)
+def _gloo_of_device(store: Any, rank: int, size: int, *more: Any, **keywords: Any) -> Any:
+    """gloo that takes tensors of the device too, for ranks that share one."""
+    return device.gloo(_gloo(store, rank, size, *more, **keywords), rank, size)
 
 
 class _Sockets:
@@ -289,11 +287,12 @@ nccl_sockets = _Sockets()
 
 def _put_backends() -> None:
     groups: Any = dist.distributed_c10d
-    groups.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
+    package: Any = dist
+    groups.ProcessGroupNCCL = package.ProcessGroupNCCL = ProcessGroupNCCL
     groups._NCCL_AVAILABLE = True
-    groups.is_nccl_available = dist.is_nccl_available = lambda: True
+    groups.is_nccl_available = package.is_nccl_available = lambda: True
     if os.environ.get("FAKE_CUDA_SHARED"):
-        groups.ProcessGroupGloo = _Gloo
+        groups.ProcessGroupGloo = _gloo_of_device
 
 
 _put_on_torch()

@@ -79,7 +79,7 @@ def _column(values: Any, like: torch.Tensor) -> Any:
     return None if values is None else values.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def batch_norm_elemt(rows: Any, weight: Any, bias: Any, mean: Any, inverse: Any, eps: float) -> torch.Tensor:
+def batch_norm_elemt(rows: Any, weight: Any, bias: Any, mean: Any, inverse: Any, eps: float) -> Any:
     result = (rows.to(mean.dtype) - _column(mean, rows)) * _column(inverse, rows)
     if weight is not None:
         result = result * _column(weight, rows)
@@ -100,7 +100,7 @@ def batch_norm_backward_reduce(
 
 def batch_norm_backward_elemt(
     grad: Any, rows: Any, mean: Any, inverse: Any, weight: Any, sums: Any, products: Any, counts: Any
-) -> torch.Tensor:
+) -> Any:
     number = counts.sum()
     centred = rows.to(mean.dtype) - _column(mean, rows)
     inner = grad.to(mean.dtype) - _column(sums / number, rows)
@@ -109,7 +109,7 @@ def batch_norm_backward_elemt(
 
 
 _LIBRARY = torch.library.Library("aten", "IMPL")  # unregisters all when it is freed
-for name, kernel in {
+KERNELS: dict[str, Callable[..., Any]] = {
     "_thnn_fused_lstm_cell": lstm_cell,
     "_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
     "_thnn_fused_gru_cell": gru_cell,
@@ -117,5 +117,6 @@ for name, kernel in {
     "batch_norm_elemt": batch_norm_elemt,
     "batch_norm_backward_reduce": batch_norm_backward_reduce,
     "batch_norm_backward_elemt": batch_norm_backward_elemt,
-}.items():
+}
+for name, kernel in KERNELS.items():
     _LIBRARY.impl(name, _on_device(kernel), "CUDA")

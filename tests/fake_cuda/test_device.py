@@ -203,7 +203,7 @@ def test_a_limit_of_memory_is_torchs_own_error(on_fake_gpus: OnRanks) -> None:
     assert "CUDA out of memory" in on_fake_gpus(1, run_out_of_memory)[0]
 
 
-def recur(kind: type[nn.RNNBase]) -> list[float]:
+def recur(kind: type[nn.LSTM | nn.GRU]) -> list[float]:
     torch.manual_seed(0)
     on_cpu = kind(5, 7)
     on_gpu = copy.deepcopy(on_cpu).cuda()
@@ -222,7 +222,9 @@ def recur(kind: type[nn.RNNBase]) -> list[float]:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 @pytest.mark.filterwarnings("ignore")
-def test_recurrent_cells_and_deep_copies_are_those_of_the_cpu(on_fake_gpus: OnRanks, kind: type[nn.RNNBase]) -> None:
+def test_recurrent_cells_and_deep_copies_compute_what_the_cpu_does(
+    on_fake_gpus: OnRanks, kind: type[nn.LSTM | nn.GRU]
+) -> None:
     (errors,) = on_fake_gpus(1, recur, kind)
     assert len(errors) == 8
     assert max(errors) < 1e-5  # float32, sums of some ten products
