@@ -27,7 +27,6 @@ ROOMS = {
         "reporting",
         "monitor",
         "determinism",
-        "graphs",
         "profiling",
         "sweeps",
         "tracing",
