@@ -130,12 +130,6 @@ def report_surface(machine: Machine, sheet: Sheet) -> int:
         gpu = answering(late, step_ms, machine.device, side, 1, number)
         shown = [f"{value:.3f}" for value in (*cpu, gpu)]
         sheet.row(f"{side**2:,}", *shown, *(f"{value / gpu:.2f}" for value in cpu))
-    sheet.head("what | median | quartiles | ms | pairs")
-    if late:
-        sheet.row("eager / captured", surface.LEFT_OUT, "", "", "")
-    else:
-        for what, ratio in surface.measure_capture().items():
-            sheet.row(what, *ratio.columns())
     return 0
 
 

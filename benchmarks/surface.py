@@ -5,9 +5,8 @@
 "plain loop": the example's step over that of a plain PyTorch loop with the data resident and the same optimizer, with
 the same number of threads, each in processes of its own. "reading": resident data over `DataLoader`. "sizes": grids of
 100 to 1,000,000 points on both devices. "compile": start-up and first step apart from the others. "rounding": how far
-two trainings from the same weights lie apart after 1, 10 and 2,000 steps. "capture": an eager step of a plain loop over
-the same step by `dl.capture`, and that one over a CUDA graph made by hand; and the step of a `Loop`, eager over with a
-captured loss. What needs a GPU is left out without one, and the report says so.
+two trainings from the same weights lie apart after 1, 10 and 2,000 steps. What needs a GPU is left out without one, and
+the report says so.
 """
 
 from __future__ import annotations
@@ -36,9 +35,6 @@ SIDES = (10, 32, 100, 200, 316, 1000)
 LEFT_OUT = "left out: torch sees no GPU"
 RATIO = "what | median | quartiles | ms | pairs"
 COMPARED = (1, 10, 2000)  # the steps that the example keeps weights of
-PLAIN_PAIR = "plain loop, eager", "plain loop, dl.capture"
-HAND_PAIR = "plain loop, dl.capture", "plain loop, captured by hand"
-LOOP_PAIR = "Loop, eager", "Loop, dl.capture of the loss"
 
 
 Job = tuple[nn.Module, torch.optim.Optimizer]
@@ -51,21 +47,16 @@ def make_job(device: torch.device) -> Job:
     return model, torch.optim.Adam(model.parameters(), lr=0.08, fused=True, capturable=True)
 
 
-def our_step(world: dl.World, side: int | None = None, *, captured: bool = False) -> Step:
-    """A step of the example's loop, perhaps with a captured loss."""
+def our_step(world: dl.World, side: int | None = None) -> Step:
+    """A step of the example's loop."""
     model, optimizer = make_job(world.device)
     data, state = grid(side or SIDE), {"model": model, "optimizer": optimizer}
     batches = dl.Batches(data, len(data[0]), world, shuffle=False)
 
-    def loss_of(points: torch.Tensor, heights: torch.Tensor) -> torch.Tensor:
-        return mse_loss(model(points), heights)
-
-    loss = dl.capture(loss_of, world, state=state) if captured else loss_of
-
     def steps() -> Iterator[None]:
         for step in dl.Loop(batches, 10**9, state=state, progress=False):
             for points, heights in step:
-                step.backward(loss(points, heights))
+                step.backward(mse_loss(model(points), heights))
             step.fold()
             optimizer.step()
             yield
@@ -90,42 +81,6 @@ def plain_step(job: Job, device: torch.device, loader: Iterable[Sequence[torch.T
 def resident_step(device: torch.device, side: int, job: Job | None = None) -> Step:
     """A step of a plain loop over tensors that stay on the device."""
     return plain_step(job or make_job(device), device, [[part.to(device) for part in grid(side)]])
-
-
-def capture_by_hand(step: Step, warm_up: int = 3) -> Step:
-    """The CUDA graph of a step of fixed shapes, which launches all its kernels at once.
-
-    The step must not read a value on the host, and its optimizer must be capturable.
-
-    Args:
-        step: is called `warm_up` times first, which sets up what a capture must not.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(warm_up):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
-def captured_step(world: dl.World, side: int, job: Job | None = None) -> Step:
-    """A step of a plain loop over tensors that stay on the device, by `dl.capture`."""
-    model, optimizer = job or make_job(world.device)
-    data = [part.to(world.device) for part in grid(side)]
-
-    def update(points: torch.Tensor, heights: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = mse_loss(model(points), heights)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    captured = dl.capture(update, world, state={"model": model, "optimizer": optimizer})
-    return lambda: captured(*data)
 
 
 def completed(step: Step, device: torch.device, times: int = 10) -> Step:
@@ -223,26 +178,6 @@ def measure_reading() -> dict[str, Ratio]:
         }
 
 
-def measure_capture(device: str = "gpu") -> dict[str, Ratio]:
-    """Eager steps over captured ones."""
-    found = {}
-    with dl.join_world(device=device) as world:
-        for side in SIDES:
-            plain, by_hand = (resident_step(world.device, side) for _ in range(2))
-            steps = {
-                "plain loop, eager": plain,
-                "plain loop, dl.capture": captured_step(world, side),
-                "plain loop, captured by hand": capture_by_hand(by_hand),
-                "Loop, eager": our_step(world, side),
-                "Loop, dl.capture of the loss": our_step(world, side, captured=True),
-            }
-            done = {name: completed(step, world.device) for name, step in steps.items()}
-            for one, other in (PLAIN_PAIR, HAND_PAIR, LOOP_PAIR):
-                ratio = compare(done[one], done[other], pairs=20, steps=2)
-                found[f"{world.device.type}, {side**2:,} points: {one} / {other}"] = ratio
-    return found
-
-
 # -- the report --------------------------------------------------------------------------------------------
 
 
@@ -258,13 +193,6 @@ def report_plain_loop() -> None:
 
 def report_reading() -> None:
     print_table(RATIO, _ratios(measure_reading))
-
-
-def report_capture() -> None:
-    if torch.cuda.is_available():
-        print_table(RATIO, _ratios(measure_capture))
-    else:
-        print(f"Eager over captured steps: {LEFT_OUT}.\n")
 
 
 def trainings(*options: str) -> dict[str, Trained]:
@@ -319,7 +247,6 @@ PARTS = {
     "sizes": report_sizes,
     "compile": report_compile,
     "rounding": report_rounding,
-    "capture": report_capture,
 }
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     )
     from ddp_loop.early_stopping import EarlyStopping
     from ddp_loop.evaluation import confusion_matrix, evaluate, predict
-    from ddp_loop.graphs import capture
     from ddp_loop.kernels import compile_model, use_bfloat16
     from ddp_loop.recalibration import update_bn
     from ddp_loop.sweeps import TrialResult, sweep
@@ -52,7 +51,6 @@ __all__ = [
     "TrialResult",
     "World",
     "batchify",
-    "capture",
     "compile_model",
     "confusion_matrix",
     "datasets",
@@ -89,7 +87,6 @@ _ROOMS = {
     ),
     "early_stopping": ("EarlyStopping",),
     "evaluation": ("confusion_matrix", "evaluate", "predict"),
-    "graphs": ("capture",),
     "kernels": ("compile_model", "use_bfloat16"),
     "recalibration": ("update_bn",),
     "sweeps": ("TrialResult", "sweep"),

@@ -13,10 +13,11 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -26,8 +27,8 @@ _NAP_S = 0.0002
 _READS = "synchronizing CUDA operation"  # in torch's warning
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
 _SLICE = "MIG"
+_WATCHDOG_LATER = timedelta(seconds=30)  # than the host's own timeout
 _checks: list[Callable[[], None]] = []
-Recorded = TypeVar("Recorded")
 
 
 class Event(Protocol):
@@ -38,23 +39,6 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has reached it."""
-
-
-class GraphRecorder(Protocol):
-    """Records the work that a function launches, without doing it, to be done again later as one graph."""
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Launch the block's work where graphs are recorded, between what came before it and what follows."""
-
-    def record(self, function: Callable[[], Recorded]) -> tuple[Recorded, Callable[[], None]]:
-        """Record the work of a call.
-
-        Returns:
-            What the call returned, tensors without values yet, and what does all its work on the same memory.
-
-        Raises:
-            RuntimeError: the function did what a graph cannot hold, such as to read a value. Nothing was done.
-        """
 
 
 class Accelerator:
@@ -95,12 +79,20 @@ class Accelerator:
         return ""
 
     def process_group(self, identities: Sequence[str]) -> tuple[str, torch.device | None]:
-        """The backends of a process group, and the device that it is bound to; None without one.
+        """The backends of a process group, and the device that `connect` binds it to; None without one.
 
         Args:
             identities: of the devices of all ranks, in rank order.
         """
         return "gloo", None
+
+    def connect(self, group: Any, timeout: timedelta) -> None:
+        """Connect this device's own backend of a process group, such as NCCL, after all other connections.
+
+        Args:
+            group: of torch, not yet bound to a device.
+            timeout: after which the host gives up a wait, and names the culprit.
+        """
 
     def has_bfloat16(self) -> bool:
         """Whether it multiplies in bfloat16. Where it does not, torch refuses or converts, which is slower."""
@@ -139,12 +131,6 @@ class Accelerator:
     def host_reads(self, note: Callable[[str, int], None]) -> Iterator[None]:
         """Inside the block call `note` with the file and the line of each operation that makes the host wait for it."""
         yield
-
-    # -- graphs --------------------------------------------------------------------------------------------
-
-    def graph_recorder(self) -> GraphRecorder | None:
-        """Records graphs of its work; None where it has no graphs."""
-        return None
 
     # -- random numbers ------------------------------------------------------------------------------------
 
@@ -232,6 +218,16 @@ class Cuda(Accelerator):
         has_own = len(set(identities)) == len(identities)
         return ("cpu:gloo,cuda:nccl", self.device) if has_own else ("gloo", None)
 
+    def connect(self, group: Any, timeout: timedelta) -> None:
+        """Connect NCCL at once, so that what it needs is known to be there.
+
+        Its watchdog ends a process at NCCL's own timeout, which therefore comes after that of the host's waits.
+        """
+        backend = group._get_backend(self.device)
+        backend._set_default_timeout(timeout + _WATCHDOG_LATER)
+        group.bound_device_id = self.device
+        backend.eager_connect_single_device(self.device)
+
     def has_bfloat16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
@@ -282,9 +278,6 @@ class Cuda(Accelerator):
             finally:
                 torch.cuda.set_sync_debug_mode(before)
 
-    def graph_recorder(self) -> CudaGraphRecorder:
-        return CudaGraphRecorder(self.device)
-
     def seed(self, key: int) -> None:
         """Seed its generator. A DataLoader's worker has no GPU, and does nothing."""
         if torch.cuda.is_initialized():
@@ -305,66 +298,6 @@ class Cuda(Accelerator):
 
     def memory_free(self) -> float:
         return float(torch.cuda.mem_get_info(self.device)[0])
-
-
-class CudaGraphRecorder:
-    """Records CUDA graphs, on a stream and in a memory pool of its own.
-
-    Work is warmed up on the stream on which it is captured, since libraries keep handles and workspaces for each
-    stream. Other threads (a watchdog, one that pins memory) may call CUDA meanwhile: the mode is "thread_local".
-
-    Args:
-        device: such as cuda:0.
-    """
-
-    _failed: ClassVar[list[torch.cuda.CUDAGraph]] = []
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            current.wait_stream(self._stream)
-
-    def record(self, function: Callable[[], Recorded]) -> tuple[Recorded, Callable[[], None]]:
-        launched = torch.cuda.Event()
-        launched.record(torch.cuda.current_stream(self._device))
-        wait_for(launched)  # torch waits for the device next, where no check ends a wait that is in vain
-        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index or 0]
-        fresh, state = generator.clone_state(), generator.get_state()
-        capturing = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
-        try:
-            # After an invalid capture torch.cuda.graph leaves its stream the current one: the outer block restores it.
-            with torch.cuda.stream(torch.cuda.current_stream(self._device)), capturing:
-                found = function()
-        except BaseException:
-            self._recover(graph, generator, fresh)
-            generator.set_state(state)
-            raise
-        return found, graph.replay
-
-    def _recover(self, graph: torch.cuda.CUDAGraph, generator: torch.Generator, fresh: torch.Generator) -> None:
-        """Undo what an invalid capture leaves: torch then ends neither its allocations nor its random numbers.
-
-        While torch believes that a capture is under way, to free memory ends the process (pytorch/pytorch#180395).
-        """
-        self._failed.append(graph)  # allocators may still hold its address
-        with suppress(RuntimeError, AttributeError):  # a valid capture has ended them
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
-        with suppress(RuntimeError):
-            graph.reset()
-        self._pool = torch.cuda.graph_pool_handle()
-        try:
-            torch.empty(1, device=self._device).uniform_()
-        except RuntimeError:
-            generator.graphsafe_set_state(fresh)
 
 
 KINDS: dict[str, type[Accelerator]] = {"cpu": Cpu, "cuda": Cuda}

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from ddp_loop.distributed import Pool
+from tests.fake_cuda.build import NoFakeCuda, environment
 from tests.support.both_exchanges import exchange_of
 from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS, current_mode, device_mode_of, run_in_mode, ways_of
-from tests.support.harness import TASK_S, OnRanks, Result, left_behind, look_around
+from tests.support.harness import TASK_S, OnRanks, Result, left_behind, look_around, run_cleanly
 from tests.support.limits import run_within_limits
 from tests.support.refusals import Refused
 from tests.support.slurm import Slurm, running_slurm
@@ -117,6 +119,36 @@ def on_ranks(pool: Pool) -> OnRanks:
     return run
 
 
+@pytest.fixture(scope="session")
+def fake_gpu_pool() -> Iterator[tuple[Pool, dict[str, str]]]:
+    """Workers with fake GPUs, and the variables that give a process some; skips where these cannot be built."""
+    try:
+        variables = environment(USUAL_RANKS)
+    except NoFakeCuda as why:
+        pytest.skip(str(why))
+    with Pool(USUAL_RANKS, variables) as pool:
+        yield pool, variables
+
+
+@pytest.fixture
+def on_fake_gpus(fake_gpu_pool: tuple[Pool, dict[str, str]]) -> OnRanks:
+    """Run a function of the test file on ranks with a fake GPU each; see `tests.fake_cuda`."""
+    pool, variables = fake_gpu_pool
+
+    def run(
+        ranks: int,
+        function: Callable[..., Result],
+        /,
+        *arguments: Any,
+        timeout_s: float = TASK_S,
+        **keywords: Any,
+    ) -> list[Result]:
+        with mock.patch.dict(os.environ, variables):  # of the workers that are started now
+            return pool.run(run_cleanly, ranks, function, *arguments, timeout_s=timeout_s, **keywords)
+
+    return run
+
+
 @pytest.fixture
 def refused(on_ranks: OnRanks, tmp_path: Path) -> Refused:
     """Ask that all ranks refuse a scenario: `refused(3, scenario, kind="ValueError", said="must be")`."""
@@ -126,10 +158,13 @@ def refused(on_ranks: OnRanks, tmp_path: Path) -> Refused:
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test after which something is there that was not there before."""
-    pool: Pool | None = request.getfixturevalue("pool") if "pool" in request.fixturenames else None
+    pools: list[Pool] = [request.getfixturevalue("pool")] if "pool" in request.fixturenames else []
+    if "fake_gpu_pool" in request.fixturenames:
+        pools.append(request.getfixturevalue("fake_gpu_pool")[0])
     before = look_around()
     yield
-    left = left_behind(before, pool.process_ids if pool else ())  # a test may have had the pool replace some
+    allowed = {process for pool in pools for process in pool.process_ids}  # a test may have had one replaced
+    left = left_behind(before, allowed)
     if left:
         pytest.fail("a test must leave its surroundings as they were; left:\n  " + "\n  ".join(left), pytrace=False)
 

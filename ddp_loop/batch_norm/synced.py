@@ -138,10 +138,9 @@ class SyncChannel:
         message = torch.full((size, self.length), -0.0, dtype=torch.float64, device=self.device)
         own = message[0 if self.adds_up else self._world.rank]
         place = (call * len(self._names) + layer) * _KINDS + kind
-        own[0], own[1] = place, count
-        if self.adds_up:
-            mark = place % _MARKS
-            own[0], own[2] = mark, mark * mark
+        mark = place % _MARKS
+        for column, number in enumerate((mark, count, mark * mark) if self.adds_up else (place, count)):
+            own[column : column + 1].fill_(number)  # own[column] = number would make a GPU's host wait
         wide = sum(len(value) for value in values)
         if wide:
             own[_HEADER : _HEADER + wide].copy_(torch.cat(values))

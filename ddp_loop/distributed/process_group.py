@@ -71,7 +71,8 @@ class ProcessGroups:
         self._timeout, self._place = timedelta(seconds=timeout_s), place
         self._hosts: list[str] = []
         self._owns = not dist.is_initialized()
-        self.connections: dict[int, str] = {}
+        self.connections: dict[int, str] = {}  # by which this rank sees that a peer has ended
+        self._bound: torch.device | None = None  # the device of a backend of its own
         free_kept()
         self._before = open_sockets()
         if self._owns:
@@ -93,13 +94,15 @@ class ProcessGroups:
         try:
             self.memory, machines = self._meet(place, device, exchange, timeout_s, where, in_vain)
             self.backends = self._make_backends(place, device, timeout_s, self.memory, machines)
+            self.connections = _new_sockets(self._before)  # NCCL, which closes some of its own at will, has none yet
+            if self._bound is not None:
+                self._connect(default, self._bound)
         except BaseException:
             if self.memory is not None:
                 self.memory.end()
             if self._owns:
                 dist.destroy_process_group()
             raise
-        self.connections = _new_sockets(self._before)
 
     def _meet(
         self,
@@ -186,7 +189,7 @@ class ProcessGroups:
             identities, self._hosts = describe_all(store, place, device, timeout_s)
         except RuntimeError as error:
             raise _not_all_came(place, timeout_s, error) from error
-        backends, bound_device = accelerator_of(device).process_group(identities)
+        backends, self._bound = accelerator_of(device).process_group(identities)
         require_pinned(backends)
         try:
             dist.init_process_group(
@@ -195,10 +198,15 @@ class ProcessGroups:
                 store=store,
                 rank=place.rank,
                 world_size=place.size,
-                device_id=bound_device,  # NCCL connects at once, so what it needs is known to be there
             )
         except RuntimeError as error:
             raise _not_all_came(place, timeout_s, error) from error
+
+    def _connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        try:
+            accelerator_of(device).connect(group, self._timeout)
+        except RuntimeError as error:
+            raise _not_all_came(self._place, self._timeout.total_seconds(), error) from error
 
     def _make_group(self, place: RankEnv, timeout_s: float, ranks: list[int] | None = None) -> dist.ProcessGroup:
         """A new group of these ranks, by default of all. Each of them must call this, and no other one.

@@ -17,6 +17,7 @@ from ddp_loop.training.buffers import Buffers
 from ddp_loop.training.flat_all_reduce import FlatAllReduce
 from ddp_loop.training.moments import MomentSums
 from ddp_loop.training.payload import PayloadLayout, ShardRecord, shares, total_of, weighted_mean
+from ddp_loop.training.validation import Weight
 
 _DTYPE = attrgetter("dtype")
 _MOST_SIZES = 16  # that are kept; mini-batches of sequences have sizes of their own, one after the other
@@ -87,7 +88,7 @@ class Slots:
         for record in records if layout.weighted or layout.buffers else ():
             number = record.shard.number
             if layout.weighted:
-                values[number, 0] = record.shard.samples if record.weight is None else record.weight
+                _write(values[number, :1], record.shard.samples if record.weight is None else record.weight)
             if layout.buffers:
                 self._buffers.pack(record.taken, layout.buffers, buffers[number])
         if widths[1]:
@@ -153,6 +154,14 @@ class Slots:
                 full = [number for number, size in enumerate(sizes) if size]
                 # By samples also where losses have weights of their own: forward saw them all.
                 self._buffers.apply(buffers, layout.buffers, self.share(sizes, torch.float64), full, keep)
+
+
+def _write(place: torch.Tensor, weight: Weight) -> None:
+    """Write a weight into its place, (1,). `place[0] = number` would be a copy that a GPU's host waits for."""
+    if isinstance(weight, torch.Tensor):
+        place.copy_(weight)
+    else:
+        place.fill_(weight)
 
 
 def _stacked(values: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

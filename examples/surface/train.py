@@ -6,9 +6,6 @@ All your GPUs:    torchrun --nproc_per_node=gpu train.py --device cuda
 
 The mini-batch is the whole grid, 40,000 points of MATLAB's peaks, which is divided among the ranks. Both devices start
 from the same weights and see the same points in the same order, so that only the rounding of their sums differs.
-
-With --capture a GPU does each update, backward and optimizer with it, by one launch: a CUDA graph. That is one rank's
-own loop; without a GPU the same function runs eagerly.
 """
 
 from __future__ import annotations
@@ -111,39 +108,15 @@ def folded(job: Job, world: dl.World, arguments: argparse.Namespace) -> Steps:
     return steps()
 
 
-def captured(job: Job, world: dl.World, arguments: argparse.Namespace) -> Steps:
-    """Train on one rank by updates that are captured where the device has graphs."""
-    network, state, (points, heights) = job
-    points, heights, optimizer = points.to(world.device), heights.to(world.device), state["optimizer"]
-
-    def update(points: torch.Tensor, heights: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = mse_loss(network(points), heights)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    captured_update = dl.capture(update, world, state=state)
-    return ((number, captured_update(points, heights)) for number in range(1, arguments.steps + 1))
-
-
-def is_captured(world: dl.World, arguments: argparse.Namespace) -> bool:
-    """Whether updates are captured, as --capture asks; prints why not."""
-    if arguments.capture and (world.size > 1 or (arguments.shards or 1) > 1):
-        world.print("--capture is left out: an update is captured on one rank with one shard")
-        return False
-    return bool(arguments.capture)
-
-
 def train(device: str, arguments: argparse.Namespace) -> Trained:
     """Train on the whole grid in every step, on "cpu" or "gpu". Every rank must call this."""
     began = time.perf_counter()
     with dl.join_world(device=device, seed=arguments.seed, threads=arguments.threads, keep_memory=True) as world:
         model = networks.surface_network(arguments.linear_end).to(world.device)
         network = dl.compile_model(model, world) if arguments.compile else model
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.08, fused=True, capturable=arguments.capture)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.08, fused=True)
         job = network, {"model": model, "optimizer": optimizer}, grid(arguments.side)
-        steps = (captured if is_captured(world, arguments) else folded)(job, world, arguments)
+        steps = folded(job, world, arguments)
         weights: dict[int, torch.Tensor] = {}
         ready = first = seconds(world)
 
@@ -221,7 +194,6 @@ def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--linear-end", action="store_true", help="leave out the last relu")
     parser.add_argument("--shards", type=int, help="of the grid (default: one per rank)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
-    parser.add_argument("--capture", action="store_true", help="capture the update as a CUDA graph, on one rank")
     parser.add_argument("--compile", action="store_true", help="compile the network in the first step")
     parser.add_argument("--folder", default="runs/surface", help="for the picture")
     return parser.parse_args(given)

@@ -189,14 +189,27 @@ def test_without_gpus_the_cpu_is_described_and_two_ranks_are_proposed() -> None:
     assert command.split("#")[0].split() == ["python", "-m", "ddp_loop", "run", "--ranks", "2", "train.py"]
 
 
+def require_description(lines: list[str], gpus: int) -> None:
+    assert [line.split(":")[:2] for line in lines[1:-1]] == [["cuda", str(number)] for number in range(gpus)]
+    assert all(line.rpartition(", ")[2].startswith("GPU-") for line in lines[1:-1])
+    assert f"run --ranks {gpus} " in lines[-1]
+
+
+def describe_all() -> tuple[int, list[str]]:
+    return torch.cuda.device_count(), describe_devices().splitlines()
+
+
+@pytest.mark.covers("C1")
+def test_with_fake_gpus_each_is_described_and_one_rank_each_is_proposed(on_fake_gpus: OnRanks) -> None:
+    gpus, lines = on_fake_gpus(1, describe_all)[0]
+    assert gpus > 1
+    require_description(lines, gpus)
+
+
 @pytest.mark.covers("C1")
 @pytest.mark.gpu
 def test_with_gpus_each_is_described_and_one_rank_each_is_proposed() -> None:
-    gpus = torch.cuda.device_count()
-    lines = describe_devices().splitlines()
-    assert [line.split(":")[:2] for line in lines[1:-1]] == [["cuda", str(number)] for number in range(gpus)]
-    assert all(line.rpartition(", ")[2].startswith("GPU-") for line in lines[1:-1])
-    assert f"--nproc_per_node={gpus} " in lines[-1]
+    require_description(describe_devices().splitlines(), torch.cuda.device_count())
 
 
 # -- the devices of all ranks --------------------------------------------------------------------------------

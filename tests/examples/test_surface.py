@@ -6,7 +6,6 @@ import hashlib
 import math
 import re
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from torch.nn.functional import mse_loss
 from ddp_loop import networks
 from ddp_loop.accelerators import Cpu
 from examples.surface import train as example
-from tests.support.graphs import cpu_graphs
 from tests.support.harness import OnRanks
 from tests.support.paths import EXAMPLES
 from tests.support.scripts import run
@@ -155,33 +153,6 @@ def test_the_grid_is_divided_among_ranks_with_the_numbers_of_one_process(ranks: 
     assert len(set(found)) == 1
     assert found[0][1] == pytest.approx(whole[1], rel=1e-3)
     assert on_ranks(ranks, train_on_ranks, "--shards", 4) == [train_on_ranks("--shards", 4)] * ranks
-
-
-# -- captured updates --------------------------------------------------------------------------------------
-
-
-@pytest.mark.covers("I2")
-@pytest.mark.parametrize("graphs", [False, True])
-def test_captured_updates_have_the_bits_of_the_loop(graphs: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--steps", 12, "--side", 20]
-    looped = example.train("cpu", arguments(*options))
-    with cpu_graphs() if graphs else nullcontext():
-        captured = example.train("cpu", arguments(*options, "--capture"))
-    assert example.largest_differences(looped, captured) == {1: 0.0, 10: 0.0, 12: 0.0}
-    assert captured.error == looped.error
-    said = "ddp_loop: update is not captured and runs eagerly. A device of the kind cpu has no graphs.\n"
-    assert (said in capsys.readouterr().out) == (not graphs)
-
-
-def test_captured_updates_of_several_shards_are_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    example.train("cpu", arguments("--steps", 2, "--side", 10, "--shards", 2, "--capture"))
-    said = "--capture is left out: an update is captured on one rank with one shard\n"
-    assert capsys.readouterr().out.startswith(said)
-
-
-def test_a_dead_network_ends_captured_updates_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(example.train("cpu", arguments("--seed", 1, "--capture")).weights) == [1]
-    assert example.DEAD in capsys.readouterr().out
 
 
 # -- the times ---------------------------------------------------------------------------------------------

@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import ddp_loop as dl
 from benchmarks import surface
 from benchmarks.measuring import compare
 from ddp_loop.accelerators import Cpu
 from examples.surface.train import grid
-from tests.support.graphs import cpu_graphs
 from tests.support.harness import OnRanks, child_processes
 
 CPU = torch.device("cpu")
@@ -106,12 +104,6 @@ def test_the_sizes_go_from_100_to_1_000_000_points() -> None:
     assert 200 in surface.SIDES
 
 
-@pytest.mark.usefixtures("no_gpu")
-def test_a_capture_is_left_out_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    surface.report_capture()
-    assert capsys.readouterr().out == "Eager over captured steps: left out: torch sees no GPU.\n\n"
-
-
 @pytest.mark.gpu
 @pytest.mark.covers("I5")
 def test_the_gpu_is_measured_at_every_size(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,50 +111,3 @@ def test_the_gpu_is_measured_at_every_size(capsys: pytest.CaptureFixture[str]) -
     rows = rows_in(capsys.readouterr().out.partition("| points")[2])
     assert [row[0] for row in rows] == [f"{side**2:,}" for side in surface.SIDES]
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
-
-
-def test_a_captured_step_has_the_bits_of_a_plain_one() -> None:
-    with cpu_graphs(), dl.join_world(device="cpu") as world:
-        plain, captured = surface.make_job(CPU), surface.make_job(CPU)
-        for step in surface.resident_step(CPU, 8, plain), surface.captured_step(world, 8, captured):
-            for _ in range(6):
-                step()
-    assert torch.equal(weights_of(plain), weights_of(captured))
-
-
-@pytest.mark.usefixtures("small")
-def test_each_way_of_a_captured_step_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(surface, "compare", lambda one, other, **_: compare(one, other, pairs=2, steps=1))
-    monkeypatch.setattr(surface, "capture_by_hand", lambda step: step)
-    with cpu_graphs():
-        found = surface.measure_capture("cpu")
-    pairs = (surface.PLAIN_PAIR, surface.HAND_PAIR, surface.LOOP_PAIR)
-    assert list(found) == [f"cpu, {points} points: {one} / {other}" for points in (16, 64) for one, other in pairs]
-    assert "is not captured" not in capsys.readouterr().out
-
-
-@pytest.mark.gpu
-def test_captured_steps_have_the_bits_of_the_eager_one_on_a_gpu() -> None:
-    gpu = torch.device("cuda", 0)
-    plain, captured, by_hand = (surface.make_job(gpu) for _ in range(3))
-    with dl.join_world(device="gpu") as world:
-        steps = surface.resident_step(gpu, 32, plain), surface.captured_step(world, 32, captured)
-        for step in steps:
-            for _ in range(3 + 5):
-                step()
-    replayed = surface.capture_by_hand(surface.resident_step(gpu, 32, by_hand))  # makes three steps before
-    for _ in range(5):
-        replayed()
-    assert torch.equal(weights_of(plain), weights_of(captured))
-    assert torch.equal(weights_of(plain), weights_of(by_hand))
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_a_captured_update_is_at_least_five_times_as_fast_as_an_eager_one_on_a_small_grid() -> None:
-    with dl.join_world(device="gpu") as world:
-        eager, captured = surface.resident_step(world.device, 32), surface.captured_step(world, 32)
-        steps = (surface.completed(step, world.device) for step in (eager, captured))
-        assert compare(*steps, pairs=20, steps=2).median >= 5

@@ -27,7 +27,6 @@ ROOMS = {
         "reporting",
         "monitor",
         "determinism",
-        "graphs",
         "profiling",
         "sweeps",
         "tracing",
@@ -36,7 +35,7 @@ ROOMS = {
         "sinks",
     ),
 }
-BESIDE_THE_ROOMS = {"examples", "launch", "project", "support", "faults"}  # folders of the tests
+BESIDE_THE_ROOMS = {"examples", "launch", "project", "support", "faults", "fake_cuda"}  # folders of the tests
 
 COLLECTIVES = ("join_world", "Loop", "Step.fold", "evaluate", "predict", "Batches")
 OPTIONAL = {

@@ -1,19 +1,12 @@
-"""Steps on a simulated GPU, by a script of their own: torch keeps a type of device for the rest of a process.
-
-    python -m tests.support.gpu_steps RANKS
-
-Prints a line of JSON: of each rank for each scenario the places at which a step makes the host wait, and the weights at
-the end on the simulated GPU and on the CPU. With 0 ranks it prints what the simulation makes of PLANTED.
-"""
+"""Steps on fake GPUs: each scenario's waits of the host and its weights, beside those on the CPU."""
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +14,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
-from ddp_loop.accelerators import accelerator_of
-from tests.support.simulated_gpu import simulated_gpu
 
+AFTER_ALL_WORK = ("event.synchronize",)  # a value of the step before is waited for, not the device
 SAMPLES, WARM_UP, COUNTED = 40, 13, 9  # an epoch has 4 steps, and the checks of a loop's first steps are over
 Scenario = Callable[[dl.World], Generator[nn.Module, None, None]]
 ROWS: list[Any] = []
@@ -176,73 +168,58 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def run(scenario: Scenario, *, on_gpu: bool) -> tuple[dict[str, int], list[float]]:
-    """The places of the counted steps, and the last weights."""
-    places = Counter[str]()
-
-    def note(file: str, line: int) -> None:
-        places[f"{file}:{line}"] += 1
-
-    with simulated_gpu() if on_gpu else nullcontext(), dl.join_world(device="cpu", seed=0) as world:
-        steps = scenario(world)
-        for _ in range(WARM_UP):
-            next(steps)
-        with accelerator_of(world.device).host_reads(note):
-            for _ in range(COUNTED):
-                model = next(steps)
-        last = nn.utils.parameters_to_vector(model.parameters()).detach().cpu().tolist()
-        steps.close()
-        return dict(places), last
+def weights_of(
+    scenario: Scenario, world: dl.World, counting: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> list[float]:
+    """The weights after all steps; those after the warm-up are made inside of `counting`."""
+    steps = scenario(world)
+    for _ in range(WARM_UP):
+        next(steps)
+    with counting():
+        for _ in range(COUNTED):
+            model = next(steps)
+    last: list[float] = nn.utils.parameters_to_vector(model.parameters()).detach().cpu().tolist()
+    steps.close()
+    return last
 
 
-def run_all() -> dict[str, Any]:
-    """For each scenario the places, the weights on the simulated GPU and on the CPU; or its error."""
+@dataclass(frozen=True)
+class Ran:
+    """A scenario on one rank.
+
+    Attributes:
+        waits: the places of the counted steps at which the host waits for the device.
+        errors: of the order of streams and of late copies.
+        elsewhere: the allocations on devices of other ranks.
+        on_gpu, on_cpu: the last weights.
+    """
+
+    waits: dict[str, int]
+    errors: list[str]
+    elsewhere: int
+    on_gpu: list[float]
+    on_cpu: list[float]
+
+
+def run(name: str) -> Ran:
+    """Run a scenario on this rank's fake GPU, then on the CPU."""
+    import fake_cuda_extension as device
+
+    from tests.fake_cuda import cuda
+
     warnings.simplefilter("ignore")
-    found: dict[str, Any] = {}
-    for name, scenario in SCENARIOS.items():
-        places, on_gpu = run(scenario, on_gpu=True)
-        _, on_cpu = run(scenario, on_gpu=False)
-        found[name] = places, on_gpu, on_cpu
-    return found
-
-
-PLANTED: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
-    "item": lambda gpu, cpu: gpu[0].item(),
-    "truth": lambda gpu, cpu: bool(gpu.any()),
-    "equal": lambda gpu, cpu: torch.equal(gpu, gpu),
-    "to the host": lambda gpu, cpu: gpu.cpu(),
-    "to the GPU": lambda gpu, cpu: cpu.to(gpu.device),
-    "copied into it": lambda gpu, cpu: gpu.clone().copy_(cpu),
-    "a tensor of numbers": lambda gpu, cpu: torch.tensor([1.0, 2.0], device=gpu.device),
-    "numbers as a tensor": lambda gpu, cpu: torch.as_tensor(1.0, device=gpu.device),
-    "a new tensor": lambda gpu, cpu: gpu.new_tensor(1.0),
-    "by a mask": lambda gpu, cpu: gpu[gpu > 0],
-    "by an index of the host": lambda gpu, cpu: gpu[torch.tensor([0, 1])],
-    "not blocking": lambda gpu, cpu: cpu.to(gpu.device, non_blocking=True),
-    "filled": lambda gpu, cpu: torch.full((), 1.0, device=gpu.device) + gpu.new_full((), 2.0) + 3.0,
-    "by a number": lambda gpu, cpu: gpu[1] + gpu[1:].sum(),
-    "two devices": lambda gpu, cpu: gpu + cpu,
-    "stacked from two devices": lambda gpu, cpu: torch.stack([gpu[0], cpu[0]]),
-}
-
-
-def try_planted() -> dict[str, int | str]:
-    """How often each makes the host wait, or its error."""
-    found: dict[str, int | str] = {}
-    with simulated_gpu() as mode:
-        cpu = torch.ones(2)
-        gpu = cpu.to("simulated")
-        for name, function in PLANTED.items():
-            places: list[str] = []
-            mode.note = lambda file, line, places=places: places.append(f"{file}:{line}")  # type: ignore[misc]
-            try:
-                function(gpu, cpu)
-                found[name] = sum(place.startswith(__file__) for place in places)
-            except RuntimeError as error:
-                found[name] = str(error)
-    return found
-
-
-if __name__ == "__main__":
-    ranks = int(sys.argv[1])
-    print(json.dumps(dl.launch(run_all, ranks) if ranks else try_planted()))
+    device.errors()
+    device.check_order(True)
+    before = device.allocations()
+    try:
+        with dl.join_world(device="gpu", seed=0) as world:
+            waits = cuda.Waits()
+            on_gpu = weights_of(SCENARIOS[name], world, lambda: waits)
+            counted = Counter(f"{what}: {place}" for what, place in waits.found if what not in AFTER_ALL_WORK)
+            own = world.device.index
+    finally:
+        device.check_order(False)
+    allocated = [now - then for now, then in zip(device.allocations(), before, strict=True)]
+    with dl.join_world(device="cpu", seed=0) as world:
+        on_cpu = weights_of(SCENARIOS[name], world)
+    return Ran(dict(counted), device.errors(), sum(allocated) - allocated[own], on_gpu, on_cpu)

@@ -26,6 +26,7 @@ KNOWN_REASONS = (
     "root may write everywhere",
     "needs a small disk, which root can mount",
     "needs Linux",
+    "the fake GPU needs ",
 )
 
 

@@ -1,0 +1,305 @@
+"""`torch.cuda` of a process with fake devices; imported at its start, before anything uses torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import fake_cuda_extension as device
+import torch
+import torch.cuda
+import torch.distributed as dist
+
+VARIABLES = ("FAKE_CUDA_DEVICES", "FAKE_CUDA_NAME", "FAKE_CUDA_MEMORY", "FAKE_CUDA_SHARED", "FAKE_CUDA_SLOW_S")
+BYTES = 80 * 2**30
+OWN = (__file__, str(Path(__file__).with_name("kernels.py")))
+
+count = int(os.environ.get("FAKE_CUDA_DEVICES", os.environ.get("LOCAL_WORLD_SIZE", "1")))
+total_bytes = int(os.environ.get("FAKE_CUDA_MEMORY", BYTES))
+name = os.environ.get("FAKE_CUDA_NAME", "Fake H100")
+_listeners: list[Callable[[str, str], None]] = []
+_mode = 0  # of torch.cuda.set_sync_debug_mode
+
+
+def place() -> str:
+    """The line of Python outside of torch that launched the kernel at hand; a backward's kernels have none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if "/torch/" not in path and not path.startswith(OWN) and "importlib" not in path:
+            return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "in a backward"
+
+
+def _waited(what: str) -> None:
+    where = place()
+    if _mode == 1 and what != "event.synchronize":  # torch does not warn of events
+        import warnings
+
+        warnings.warn(f"called a synchronizing CUDA operation: {what}", stacklevel=2)
+    for listener in _listeners:
+        listener(what, where)
+
+
+class Waits:
+    """The waits of the host inside a block, as (what it did, where)."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str]] = []
+
+    def _note(self, what: str, where: str) -> None:
+        self.found.append((what, where))
+
+    def __enter__(self) -> Waits:
+        _listeners.append(self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _listeners.remove(self._note)
+
+
+class Stream(torch.Stream):
+    """A stream of a fake device."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **keywords: Any) -> Stream:
+        if keywords:
+            return super().__new__(cls, **keywords)
+        return super().__new__(cls, device=_device(device), priority=priority)
+
+    @property
+    def cuda_stream(self) -> int:
+        return int(self.stream_id)
+
+
+class Event(torch.Event):
+    """An event of a fake device."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+        return super().__new__(cls, device=_device(None), enable_timing=enable_timing)
+
+
+def _device(given: Any) -> torch.device:
+    if given is None:
+        return torch.device("cuda", device.device())
+    if isinstance(given, int):
+        return torch.device("cuda", given)
+    found = torch.device(given)
+    return torch.device("cuda", device.device() if found.index is None else found.index)
+
+
+def _current_stream(of: Any = None) -> Stream:
+    return _wrapped(torch.accelerator.current_stream(_device(of)))
+
+
+def _wrapped(stream: torch.Stream) -> Stream:
+    return Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
+@contextmanager
+def _stream(stream: torch.Stream | None) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+def _exchange(index: int) -> int:
+    before: int = device.device()
+    if index >= 0:
+        device.set_device(index)
+    return before
+
+
+def _set_device(given: Any) -> None:
+    index = _device(given).index
+    if index >= count:
+        raise RuntimeError(f"CUDA error: invalid device ordinal {index}; there are {count} fake devices")
+    device.set_device(index)
+
+
+def _properties(of: Any = None) -> types.SimpleNamespace:
+    index = _device(of).index
+    return types.SimpleNamespace(
+        name=name,
+        total_memory=total_bytes,
+        uuid=f"fake-{index}",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        warp_size=32,
+        is_integrated=False,
+        gcnArchName="",
+    )
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    global _mode
+    _mode = {"default": 0, "warn": 1, "error": 2}.get(mode, 0) if isinstance(mode, str) else mode
+
+
+def _memory_stats(of: Any = None) -> dict[str, int]:
+    now, peak = device.memory()
+    return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak, "num_ooms": 0}
+
+
+def _put_on_torch() -> None:
+    cuda: Any = torch.cuda
+    generators = tuple(device.generator(index) for index in range(max(count, 1)))
+    replaced: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "init": lambda: None,
+        "is_available": lambda: count > 0,
+        "is_initialized": lambda: True,
+        "device_count": lambda: count,
+        "current_device": device.device,
+        "set_device": _set_device,
+        "synchronize": lambda of=None: device.synchronize(),
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "default_generators": generators,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": _current_stream,
+        "default_stream": lambda of=None: Stream(stream_id=0, device_index=_device(of).index, device_type=1),
+        "set_stream": lambda stream: torch.accelerator.set_stream(stream),
+        "stream": _stream,
+        "get_device_properties": _properties,
+        "get_device_name": lambda of=None: name,
+        "get_device_capability": lambda of=None: (9, 0),
+        "memory_reserved": lambda of=None: device.memory()[0],
+        "memory_allocated": lambda of=None: device.memory()[0],
+        "max_memory_allocated": lambda of=None: device.memory()[1],
+        "max_memory_reserved": lambda of=None: device.memory()[1],
+        "reset_peak_memory_stats": lambda of=None: device.reset_peak(),
+        "memory_stats": _memory_stats,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda of=None: (total_bytes - device.memory()[0], total_bytes),
+        "can_device_access_peer": lambda one, other: True,
+        "get_sync_debug_mode": lambda: _mode,
+        "set_sync_debug_mode": _set_sync_debug_mode,
+        "manual_seed": lambda seed: generators[device.device()].manual_seed(seed),
+        "manual_seed_all": lambda seed: [one.manual_seed(seed) for one in generators],
+        "get_rng_state": lambda of=None: generators[_device(of).index].get_state(),
+        "set_rng_state": lambda state, of=None: generators[_device(of).index].set_state(state),
+        "is_current_stream_capturing": lambda: False,
+        "_exchange_device": _exchange,
+        "_maybe_exchange_device": _exchange,
+    }
+    for attribute, value in replaced.items():
+        setattr(cuda, attribute, value)
+    beneath: dict[str, Any] = {
+        "_cuda_getDeviceCount": lambda: count,
+        "_cuda_getDevice": device.device,
+        "_cuda_setDevice": device.set_device,
+        "_cuda_exchangeDevice": _exchange,
+        "_cuda_maybeExchangeDevice": _exchange,
+        "_cuda_isCurrentStreamCapturing": lambda: False,
+        "_cuda_synchronize": device.synchronize,
+        "_cuda_getCurrentRawStream": lambda index: torch.accelerator.current_stream(index).stream_id,
+        "_nccl_version": lambda: (2 << 32) | (28 << 16) | 3,
+    }
+    for attribute, value in beneath.items():
+        setattr(torch._C, attribute, value)
+    torch.cuda.graphs._cuda_isCurrentStreamCapturing = lambda: False
+    torch.cuda.nccl.version = lambda: (2, 28, 3)
+
+
+def _put_storages() -> None:
+    """Let storages of the device be cloned, for `deepcopy` and `torch.load`."""
+    clone: Any = torch.UntypedStorage.clone
+
+    def clone_any(storage: Any) -> Any:
+        if storage.device.type != "cuda":
+            return clone(storage)
+        made = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
+        made.copy_(storage)
+        return made
+
+    torch.UntypedStorage.clone = clone_any  # type: ignore[method-assign]
+
+
+class _Options:
+    """ProcessGroupNCCL.Options."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self._timeout: Any = None
+        self.is_high_priority_stream = is_high_priority_stream
+        self.global_ranks_in_group: list[int] = []
+        self.group_name = ""
+        self.config = types.SimpleNamespace()
+
+
+class _HasItsName(type):
+    def __instancecheck__(cls, one: object) -> bool:
+        return getattr(one, "name", lambda: "")() == "nccl"
+
+
+class ProcessGroupNCCL(metaclass=_HasItsName):
+    """Made by torch for the backend "nccl"."""
+
+    Options = _Options
+
+    def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
+        below = _gloo(store, rank, size, timeout=options._timeout)
+        return device.nccl(below, rank, size)
+
+
+_gloo = dist.ProcessGroupGloo
+
+
+def _gloo_of_device(store: Any, rank: int, size: int, *more: Any, **keywords: Any) -> Any:
+    """gloo that takes tensors of the device too, for ranks that share one."""
+    return device.gloo(_gloo(store, rank, size, *more, **keywords), rank, size)
+
+
+class _Sockets:
+    """Connections of NCCL's own, as for bootstrap and RAS, some of which it closes when they have been idle."""
+
+    def __init__(self) -> None:
+        self.open: list[socket.socket] = []
+
+    def connect(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.open.append(socket.create_connection(listener.getsockname()))
+            self.open.append(listener.accept()[0])
+
+    def close(self) -> None:
+        """Close all, as NCCL's RAS does with idle ones."""
+        for one in self.open:
+            one.close()
+        self.open.clear()
+
+
+nccl_sockets = _Sockets()
+
+
+def _put_backends() -> None:
+    groups: Any = dist.distributed_c10d
+    package: Any = dist
+    groups.ProcessGroupNCCL = package.ProcessGroupNCCL = ProcessGroupNCCL
+    groups._NCCL_AVAILABLE = True
+    groups.is_nccl_available = package.is_nccl_available = lambda: True
+    if os.environ.get("FAKE_CUDA_SHARED"):
+        groups.ProcessGroupGloo = _gloo_of_device
+
+
+_put_on_torch()
+_put_storages()
+_put_backends()
+device.limit_memory(total_bytes)
+device.slow_down(float(os.environ.get("FAKE_CUDA_SLOW_S", "0")))
+device.on_wait(_waited)
+device.on_place(place)
+device.on_connect(nccl_sockets.connect)

@@ -1,0 +1,230 @@
+"""What the fake device shows: planted waits, races between streams, early reads and writes, and what NCCL refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp_loop as dl
+from tests.support.harness import OnRanks
+
+pytestmark = pytest.mark.covers("J18")
+
+WAITING: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "item": lambda gpu, cpu: gpu[0].item(),
+    "truth": lambda gpu, cpu: bool(gpu.any()),
+    "equal": lambda gpu, cpu: torch.equal(gpu, gpu),
+    "to the host": lambda gpu, cpu: gpu.cpu(),
+    "to the GPU": lambda gpu, cpu: cpu.to(gpu.device),
+    "copied into it": lambda gpu, cpu: gpu.clone().copy_(cpu),
+    "a tensor of numbers": lambda gpu, cpu: torch.tensor([1.0, 2.0], device=gpu.device),
+    "a new tensor": lambda gpu, cpu: gpu.new_tensor(1.0),
+    "a number at a place": lambda gpu, cpu: gpu.__setitem__(0, 1.0),
+    "by a mask": lambda gpu, cpu: gpu[gpu > 0],
+    "by an index of the host": lambda gpu, cpu: gpu[torch.tensor([0, 1])],
+    "synchronize": lambda gpu, cpu: torch.cuda.synchronize(),
+    "an event": lambda gpu, cpu: torch.cuda.current_stream().record_event().synchronize(),
+}
+FREE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "not blocking": lambda gpu, cpu: cpu.to(gpu.device, non_blocking=True),
+    "filled": lambda gpu, cpu: torch.full((), 1.0, device=gpu.device) + gpu.new_full((), 2.0) + 3.0,
+    "by a number": lambda gpu, cpu: gpu[1] + gpu[1:].sum(),
+    "a number in a slice": lambda gpu, cpu: gpu.__setitem__(slice(0, 1), 1.0),
+    "a backward": lambda gpu, cpu: gpu.clone().requires_grad_().square().sum().backward(),
+}
+TWO_DEVICES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "added": lambda gpu, cpu: gpu + cpu,
+    "stacked": lambda gpu, cpu: torch.stack([gpu[0], cpu[0]]),
+    "two GPUs": lambda gpu, cpu: gpu + cpu.to("cuda:1"),
+}
+
+
+def count_waits() -> dict[str, int]:
+    """How often each makes the host wait; torch copies an index to the device and then waits for it again."""
+    from tests.fake_cuda import cuda
+
+    cpu = torch.ones(2)
+    found = {}
+    for name, function in {**WAITING, **FREE}.items():
+        gpu = torch.ones(2, device="cuda")
+        with cuda.Waits() as waits:
+            function(gpu, cpu)
+        assert all(__file__ in place for _, place in waits.found), waits.found
+        found[name] = len(waits.found)
+    return found
+
+
+def test_each_wait_of_the_host_is_noted_with_its_place(on_fake_gpus: OnRanks) -> None:
+    (found,) = on_fake_gpus(1, count_waits)
+    assert {name for name, count in found.items() if count} == set(WAITING)
+    assert found["item"] == found["to the host"] == 1
+
+
+def try_two_devices() -> dict[str, str]:
+    found = {}
+    for name, function in TWO_DEVICES.items():
+        try:
+            function(torch.ones(2, device="cuda"), torch.ones(2))
+            found[name] = ""
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_tensors_of_two_devices_are_refused(on_fake_gpus: OnRanks) -> None:
+    (found,) = on_fake_gpus(1, try_two_devices)
+    assert found.keys() == TWO_DEVICES.keys()
+    assert all("Expected all tensors to be on the same device" in said for said in found.values()), found
+
+
+def on_another_stream(*, waits: bool, records: bool = True, waits_back: bool = True) -> list[str]:
+    """What is wrong when another stream reads a tensor, and its memory is given back."""
+    import fake_cuda_extension as device
+
+    device.errors()
+    device.check_order(True)
+    try:
+        current, other = torch.cuda.current_stream(), torch.cuda.Stream()
+        values = torch.ones(3, device="cuda")
+        if waits:
+            other.wait_stream(current)
+        with torch.cuda.stream(other):
+            result = values * 2
+        if records:
+            values.record_stream(other)
+        del values
+        if waits_back:
+            current.wait_stream(other)
+        result += 1
+        result.record_stream(current)
+        return list(device.errors())
+    finally:
+        device.check_order(False)
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ({}, []),
+        ({"waits": False}, ["aten::mul", "reads memory that aten::fill_", "does not wait for it"]),
+        ({"records": False, "waits_back": False}, ["given back", "aten::mul", "record_stream or a wait is missing"]),
+        ({"waits_back": False}, ["aten::add", "memory that aten::mul", "does not wait for it"]),
+    ],
+)
+def test_streams_that_do_not_wait_for_each_other_are_named(
+    on_fake_gpus: OnRanks, missing: dict[str, bool], said: list[str]
+) -> None:
+    (errors,) = on_fake_gpus(1, on_another_stream, **{"waits": True, **missing})
+    assert bool(errors) == bool(said)
+    assert all(word in "\n".join(errors) for word in said), errors
+    assert all(__file__ in error for error in errors)
+
+
+def copy_late() -> tuple[list[bool], list[bool], list[str]]:
+    import fake_cuda_extension as device
+
+    device.errors()
+    host = torch.empty(2, pin_memory=True)
+    host.copy_(torch.ones(2, device="cuda"), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    early = [host.isnan().all().item()]
+    looks = []
+    while not event.query():
+        looks.append(bool(host.isnan().all()))
+    early.append(bool((host == 1).all()))
+    host.fill_(5)
+    host.to("cuda", non_blocking=True)
+    host.zero_()  # too early
+    torch.cuda.synchronize()
+    return [bool(one) for one in early], looks, list(device.errors())
+
+
+def test_copies_arrive_late_and_read_pinned_memory_late(on_fake_gpus: OnRanks) -> None:
+    (found,) = on_fake_gpus(1, copy_late)
+    early, looks, errors = found
+    assert early == [True, True]
+    assert looks
+    assert all(looks)
+    assert errors == ["pinned memory was written before the copy to the device that reads it was done"]
+
+
+def try_nccl() -> tuple[bool, bool, dict[str, str]]:
+    with dl.join_world(device="gpu"):
+        group = dist.distributed_c10d._get_default_group()
+        values = torch.ones(4, device="cuda")
+        work = group.allreduce([values])
+        early = bool(values.isnan().all())
+        work.wait()
+        refused: dict[str, str] = {}
+        given: dict[str, Any] = {
+            "with gaps": torch.ones(4, device="cuda")[::2],
+            "complex": torch.ones(4, device="cuda", dtype=torch.complex64),
+        }
+        for name, tensor in given.items():
+            try:
+                group.allreduce([tensor])
+                refused[name] = ""
+            except RuntimeError as error:
+                refused[name] = str(error)
+        return early, values.tolist() == [2.0] * 4, refused
+
+
+def test_nccl_gives_nothing_before_wait_and_refuses_as_the_real_one_does(on_fake_gpus: OnRanks) -> None:
+    for early, is_sum, refused in on_fake_gpus(2, try_nccl):
+        assert early
+        assert is_sum
+        assert "contiguous" in refused["with gaps"]
+        assert "data type is not supported" in refused["complex"]
+
+
+def run_out_of_memory() -> str:
+    import fake_cuda_extension as device
+
+    from tests.fake_cuda.cuda import total_bytes
+
+    device.limit_memory(device.memory()[0] + 1000)
+    try:
+        torch.empty(1000, device="cuda")
+        return ""
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    finally:
+        device.limit_memory(total_bytes)
+
+
+def test_a_limit_of_memory_is_torchs_own_error(on_fake_gpus: OnRanks) -> None:
+    assert "CUDA out of memory" in on_fake_gpus(1, run_out_of_memory)[0]
+
+
+def recur(kind: type[nn.LSTM | nn.GRU]) -> list[float]:
+    torch.manual_seed(0)
+    on_cpu = kind(5, 7)
+    on_gpu = copy.deepcopy(on_cpu).cuda()
+    twin = copy.deepcopy(on_gpu)
+    rows = torch.randn(3, 2, 5)
+    errors = []
+    gradients: list[list[torch.Tensor]] = []
+    for module in (on_cpu, on_gpu, twin):
+        output, _ = module(rows.to(next(module.parameters()).device))
+        output.square().sum().backward()
+        gradients.append([parameter.grad.cpu() for parameter in module.parameters() if parameter.grad is not None])
+    for other in gradients[1:]:
+        errors += [float((one - two).abs().max()) for one, two in zip(gradients[0], other, strict=True)]
+    return errors
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.filterwarnings("ignore")
+def test_recurrent_cells_and_deep_copies_compute_what_the_cpu_does(
+    on_fake_gpus: OnRanks, kind: type[nn.LSTM | nn.GRU]
+) -> None:
+    (errors,) = on_fake_gpus(1, recur, kind)
+    assert len(errors) == 8
+    assert max(errors) < 1e-5  # float32, sums of some ten products
