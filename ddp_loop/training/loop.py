@@ -87,6 +87,7 @@ class Loop:
     """
 
     _begun: str | None  # where it is in its epochs, or was left
+    _is_iterated: bool  # whether an iterator of it goes on
     _compares: bool  # whether ranks compare their state
     _announces: bool  # whether the current mini-batch has news for the other ranks
 
@@ -119,6 +120,7 @@ class Loop:
     ) -> None:
         check_batches(batches)
         self._begun, epochs, steps = None, as_int(epochs), as_int(steps)
+        self._is_iterated = False
         self.batches, self.world, self._compares = batches, batches.world, batches.world.size > 1
         self._where, self._gathering = LoopPosition(batches, epochs, steps), BatchGather(self.world)
         watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir).absolute()
@@ -162,6 +164,7 @@ class Loop:
         parts |= self.batches.checkpointed(skips=rule == "skip")
         if folder is not None:
             checkpointer = Checkpointer(folder, self.world, state, policy, local, parts, self._state_check.check)
+            checkpointer.give_up = self._give_up
         recorder = RunRecorder(self.world, self._where, checkpointer, state)
         self.world.on_leaving(self._leave)
         log = recorder.run_log
@@ -257,6 +260,7 @@ class Loop:
             raise self.world.stops.ended()
         if self._begun or (where.is_done and self.iteration != where.resumed_at):
             raise self._where.out_of_turn(self._begun, is_over=self._is_over)
+        self._is_iterated = True
         try:
             while again or not self._is_over:
                 again, number = False, where.epochs + 1
@@ -266,6 +270,7 @@ class Loop:
             self.world.stops.agree()  # a request since the last fold
         finally:
             self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
+            self._is_iterated = False
             self._leave(abandoned=True)
         self._recorder.end()
         if self.stopped is not None:
@@ -442,6 +447,12 @@ class Loop:
         if hasattr(self, "fold"):
             self.fold.release()
         self._recorder.close()
+
+    def _give_up(self) -> None:
+        """End, as a newer Loop wants the run folder, unless this one is being iterated."""
+        if not self._is_iterated:
+            self._begun = "when a newer Loop took over its run folder"
+            self._leave()
 
     def _leave(self, *, abandoned: bool = False) -> None:
         self.close()
