@@ -224,6 +224,14 @@ BAD_CALLS: dict[str, tuple[Callable[[dl.Step, nn.Module, torch.Tensor], None], s
         "ValueError",
         "weight must be a finite number, 0 or more. Got",
     ),
+    "another weight in a tensor": (
+        lambda s, m, r: (
+            s.backward(loss_of(m, r), weight=torch.tensor(2.0), more_losses=True),  # type: ignore[func-returns-value]
+            s.backward(loss_of(m, r), weight=torch.tensor(3.0)),  # type: ignore[func-returns-value]
+        )[0],
+        "ValueError",
+        "All losses of a shard must have the same weight. Got 3.* after 2",
+    ),
     "a weight per sample": (
         lambda s, m, r: s.backward(loss_of(m, r), weight=torch.ones(len(r))),
         "ValueError",
@@ -264,6 +272,26 @@ BAD_CALLS: dict[str, tuple[Callable[[dl.Step, nn.Module, torch.Tensor], None], s
 }
 
 
+def weigh_two_losses() -> list[torch.Tensor]:
+    """Two losses of each shard, with equal weights in two tensors."""
+    with dl.join_world() as world:
+        model = network()
+        for step in loop_over(world, "", model, run_dir=None):
+            for rows in step:
+                step.backward(loss_of(model, rows) / 4, weight=torch.tensor(float(len(rows))), more_losses=True)
+                step.backward(loss_of(model, rows) * 3 / 4, weight=torch.tensor(float(len(rows))))
+            step.fold()
+        return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+
+def test_two_losses_of_a_shard_with_equal_weights_in_tensors_add_up(on_ranks: OnRanks) -> None:
+    model = network()
+    loss_of(model, samples(24)[18:]).backward()
+    for found in on_ranks(2, weigh_two_losses):
+        for one, expected in zip(found, model.parameters(), strict=True):
+            assert torch.allclose(one, expected.grad, rtol=1e-12, atol=1e-14)  # type: ignore[arg-type]
+
+
 def call_badly(world: dl.World, folder: str, how: str, culprit: int) -> None:
     model, has_weights = network(), how.endswith("weight in a tensor")
     for step in loop_over(world, folder, model):
@@ -281,7 +309,7 @@ def test_a_backward_with_wrong_things_is_refused(how: str, culprit: int, late: b
     _, kind, said = BAD_CALLS[how]
     by = culprit
     if late and how.endswith("weight in a tensor"):  # its value is seen in the next step, and by all ranks
-        by, kind, said = ALL, "FloatingPointError", "The loss of step 3 is nan"
+        by, kind, said = ALL, "FloatingPointError", r"The loss of step 3 is nan\. Look at the weights: each"
     refused(2, call_badly, how, culprit, kind=kind, said=said, by=by)
 
 
