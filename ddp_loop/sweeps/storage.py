@@ -165,7 +165,8 @@ def _create_whole(url: str) -> None:
         made = optuna.storages.RDBStorage("sqlite://")
         try:
             with made.engine.connect() as memory:
-                statements = [*memory.connection.driver_connection.iterdump()][1:-1]  # without BEGIN and COMMIT
+                database: Any = memory.connection.driver_connection
+                statements = [*database.iterdump()][1:-1]  # without BEGIN and COMMIT
         finally:
             made.remove_session()
             made.engine.dispose()

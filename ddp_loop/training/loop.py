@@ -87,7 +87,7 @@ class Loop:
     """
 
     _begun: str | None  # where it is in its epochs, or was left
-    _is_iterated: bool  # whether an iterator of it goes on
+    _is_iterated = False  # whether an iterator of it goes on
     _compares: bool  # whether ranks compare their state
     _announces: bool  # whether the current mini-batch has news for the other ranks
 
@@ -120,7 +120,6 @@ class Loop:
     ) -> None:
         check_batches(batches)
         self._begun, epochs, steps = None, as_int(epochs), as_int(steps)
-        self._is_iterated = False
         self.batches, self.world, self._compares = batches, batches.world, batches.world.size > 1
         self._where, self._gathering = LoopPosition(batches, epochs, steps), BatchGather(self.world)
         watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir).absolute()

@@ -133,6 +133,33 @@ def test_a_loop_that_was_not_iterated_yet_gives_the_folder_up(on_ranks: OnRanks,
     assert status_of(tmp_path)["status"] == "done"
 
 
+def go_on_with_the_same_model(folder: str, how: str) -> tuple[list[int], list[float]]:
+    """The model and its optimizer were made in another cell, which is not run again."""
+    with dl.join_world(seed=1) as world:
+        model, made = network(), list[int]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for leave_at in (None,) if how == "undisturbed" else (3, None):
+            loop = loop_over(world, folder, model, optimizer, save_every=1)
+            if how == "not iterated" and leave_at is not None:
+                continue
+            for step in loop:
+                for rows in step:
+                    step.backward(loss_of(model, rows))
+                step.fold()
+                optimizer.step()
+                made.append(step.iteration)
+                if step.iteration == leave_at:
+                    break
+        return made, [float(one.detach().double().sum()) for one in model.parameters()]
+
+
+@pytest.mark.parametrize(("how", "steps"), [("not iterated", [1, 2, 3, 4]), ("break", [1, 2, 3, 3, 4])])
+def test_the_model_and_the_optimizer_may_stay(how: str, steps: list[int], on_ranks: OnRanks, tmp_path: Path) -> None:
+    whole = on_ranks(2, go_on_with_the_same_model, str(tmp_path / "whole"), "undisturbed")
+    for rank, (made, weights) in enumerate(on_ranks(2, go_on_with_the_same_model, str(tmp_path / "run"), how)):
+        assert (made, weights) == (steps, whole[rank][1])
+
+
 def use_two_at_once(folder: str, place: str) -> tuple[tuple[str, str, float], list[int]]:
     """A second Loop is asked for inside a step of the first, or between its epochs."""
     with dl.join_world(seed=1) as world:
