@@ -183,5 +183,8 @@ def _numbers(name: str, result: Any) -> dict[str, float]:
         return {name: float(result)}
     if isinstance(result, torch.Tensor) and result.dim() == 1:
         return {f"{name}_{place}": float(one) for place, one in enumerate(result)}
-    what = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
-    raise ValueError(f"A metric's result must be a number, or numbers in one dimension. {name} gave {what}. {_REMEDY}")
+    what, remedy = type(result).__name__, _REMEDY
+    if isinstance(result, torch.Tensor):
+        what = f"shape {tuple(result.shape)}"
+        remedy = f"dl.confusion_matrix(model, batches, classes=...) counts pairs of classes. {_REMEDY}"
+    raise ValueError(f"A metric's result must be a number, or numbers in one dimension. {name} gave {what}. {remedy}")

@@ -249,7 +249,11 @@ def refuse(world: dl.World, folder: str, metrics: Any, plain: bool) -> None:
         (OfFirst(), "TypeError", "by name. Got OfFirst. Pass a dict"),
         ([OfFirst()], "TypeError", "by name. Got list. Pass a dict"),
         ({"f": len}, "TypeError", "metrics of torchmetrics by name. Got builtin_function_or_method for 'f'"),
-        ({"m": MulticlassConfusionMatrix(CLASSES)}, "ValueError", r"m gave shape \(3, 3\)"),
+        (
+            {"m": MulticlassConfusionMatrix(CLASSES)},
+            "ValueError",
+            r"m gave shape \(3, 3\)\. dl\.confusion_matrix\(model",
+        ),
         ({"samples": MulticlassF1Score(CLASSES)}, "ValueError", 'not be named "samples"'),
         ({"f1": MulticlassF1Score(CLASSES)}, "ValueError", "a name of its own"),
         ({"per": Classes()}, "ValueError", "a name of its own.*per_0"),

@@ -31,7 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.batch_norm.captures import BatchStatistics, Captures, FlatStatistics
+from ddp_loop.batch_norm.captures import NO_VALUES, BatchStatistics, Captures, FlatStatistics
 from ddp_loop.batch_norm.custom_layers import BatchNormInterceptor, CustomNorm
 from ddp_loop.batch_norm.pooled import LayerGroup, RecomputeGuard
 from ddp_loop.determinism import same_bits
@@ -405,7 +405,7 @@ class BatchNormStatistics:
         pieces: list[torch.Tensor] = []
         for call, group in enumerate(self.groups(calls)):
             found = [captures[number][call] if call < len(captures[number]) else None for number in group.numbers]
-            pieces.append(self._on_device(tuple(0 if one is None else one.count for one in found), row))
+            pieces.append(self._on_device(tuple(0 if one is None else one.count or NO_VALUES for one in found), row))
             for kind in ("mean", "rest", "variance"):
                 for one, size in zip(found, group.sizes, strict=True):
                     pieces.append(row.new_zeros(size) if one is None else getattr(one, kind).to(row.dtype))

@@ -21,6 +21,7 @@ from ddp_loop.accelerators import accelerator_of
 
 _FAR = 64.0  # deviations from 0; a closer mean changes the variance by less than 2e-6
 _SMALL_BYTES = 2**20  # of inputs that are kept until the backward
+NO_VALUES = -1  # the count in a row of a call without values, as torch counts it too; 0 stands for no call
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -171,5 +172,5 @@ class Captures(list[list[BatchStatistics]]):
         if {*map(len, self)} != {1}:
             return None
         channels = self._form.channels
-        counts = tuple([calls[0].count for calls in self])
+        counts = tuple([calls[0].count or NO_VALUES for calls in self])
         return counts, [self._whole[:channels], self._form.rests, self._whole[channels:]]

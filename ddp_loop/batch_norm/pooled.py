@@ -74,11 +74,13 @@ class PooledStatistics:
 
     Attributes:
         counts: the number of values per channel of each layer, (L,).
+        called: whether a shard called the layer, perhaps without values, (L,), bool.
         mean, variance: of each channel, the variance biased, (C,).
         momenta: of the user's norm layers, (own,).
     """
 
     counts: torch.Tensor
+    called: torch.Tensor
     mean: torch.Tensor
     variance: torch.Tensor
     momenta: torch.Tensor
@@ -95,11 +97,11 @@ class LayerGroup:
     def __init__(self, numbers: list[int], layers: Sequence[_BatchNorm | CustomNorm]) -> None:
         self.numbers = numbers
         self.sizes = [layer.num_features for layer in layers]
-        self.own = [place for place, layer in enumerate(layers) if isinstance(layer, CustomNorm)]
+        self.own = [place for place, layer in enumerate(layers) if isinstance(layer, CustomNorm)]  # the last ones
         self.channels = sum(self.sizes)
         self._columns = [len(layers), *3 * [self.channels], len(self.own)]  # of a row
         self.width = sum(self._columns)
-        self.moments_width = len(layers) + 2 * self.channels + 2 * len(self.own)
+        self.moments_width = 2 * len(layers) + 2 * self.channels + len(self.own)
         self._layers = layers
         sizes = torch.tensor(self.sizes, device="cpu")
         owner = torch.arange(len(layers), device="cpu").repeat_interleave(sizes)  # of each channel
@@ -114,14 +116,16 @@ class LayerGroup:
 
         Args:
             rows: (S, width): counts, means, the rounding errors of the means, variances as torch keeps them (times
-                m / (m - 1)), and the momenta of the user's norm layers; zeros for a shard that did not call a layer.
+                m / (m - 1)), and the momenta of the user's norm layers; zeros for a shard that did not call a layer,
+                and the count `NO_VALUES` of a call without values.
         """
-        layer_counts, means, rests, variances, momenta = rows.double().split(self._columns, dim=1)
+        sent, means, rests, variances, momenta = rows.double().split(self._columns, dim=1)
+        layer_counts = sent.clamp(min=0)
         counts = layer_counts.index_select(1, self._owner)
         # Merge the biased variances, then correct the bias.
         biased = variances * ((counts - 1).clamp_(min=0) / counts.clamp(min=1))
         mean, variance = pool_statistics(counts, means + rests, biased)
-        return PooledStatistics(_sum_of_rows(layer_counts), mean, variance, momenta.amax(0))
+        return PooledStatistics(_sum_of_rows(layer_counts), (sent != 0).any(0), mean, variance, momenta.amax(0))
 
     def moments(self, rows: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         """The moments of some shards, to be added up, (K, moments_width). See [Note: Moments].
@@ -130,25 +134,26 @@ class LayerGroup:
             rows: as for `pooled`, (K, width).
             shift: about which, (C,), float64.
         """
-        counts, means, rests, variances, momenta = rows.double().split(self._columns, dim=1)
+        sent, means, rests, variances, momenta = rows.double().split(self._columns, dim=1)
+        counts = sent.clamp(min=0)
         values = counts.index_select(1, self._owner)
         off = (means - shift).add_(rests)
         first = values * off
         second = (values - 1).clamp_(min=0).mul_(variances).addcmul_(first, off)
-        # Equal in all shards that call the layer, so their mean is exact for a float32.
-        callers = (counts[:, self.own] > 0).double()
-        return torch.cat([counts, first, second, momenta, callers], dim=1)
+        return torch.cat([counts, first, second, momenta, (sent != 0).double()], dim=1)
 
     def pooled_moments(self, sums: torch.Tensor, shift: torch.Tensor) -> PooledStatistics:
         """The statistics whose moments about `shift` add up to `sums`, (moments_width,)."""
         own = len(self.own)
         counts, first, second, momenta, callers = sums.split_with_sizes(
-            [len(self.sizes), *2 * [self.channels], own, own]
+            [len(self.sizes), *2 * [self.channels], own, len(self.sizes)]
         )
         total = counts.index_select(0, self._owner).clamp_(min=1)
         off = first / total
         variance = (second / total).sub_(off.square()).clamp_(min=0)
-        return PooledStatistics(counts, shift + off, variance, momenta / callers.clamp(min=1))
+        # Equal in all shards that call the layer, so their mean is exact for a float32.
+        momenta = momenta / callers[len(callers) - own :].clamp(min=1)
+        return PooledStatistics(counts, callers > 0, shift + off, variance, momenta)
 
     def shift(self) -> torch.Tensor:
         """The running means, (C,), float64; 0 in place of what is not finite."""
@@ -172,8 +177,8 @@ class LayerGroup:
         """
         layers, total = self._layers, pooled.counts.index_select(0, self._owner)
         unbiased = pooled.variance * (total / (total - 1).clamp_(min=1))
-        self._count(pooled.counts > 0, keep)
-        # A layer that no shard called keeps its values to the bit.
+        self._count(pooled.called, keep)
+        # A layer that no shard called, or all without values, keeps its values to the bit.
         factor = torch.where(total > 0, self._factor(pooled.momenta), 0.0)
         for name, new in (("running_mean", pooled.mean), ("running_var", unbiased)):
             # Past the version counter, as torch's kernels: a graph that crosses the fold may hold them.

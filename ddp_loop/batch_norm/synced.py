@@ -126,7 +126,7 @@ class SyncChannel:
 
         Raises:
             RuntimeError: the ranks are not at the same place, or the world was left.
-            ValueError: a channel has less than two values, over all ranks together.
+            ValueError: a channel has a single value, over all ranks together.
             PeerFailed: another rank failed.
         """
         if self._world.is_left:
@@ -148,7 +148,7 @@ class SyncChannel:
         head = message[:, :_HEADER]
         if not self._late and self.adds_up:
             marks, counts, squares = head[0].tolist()
-            if self.size * squares != marks * marks or counts < 2:
+            if self.size * squares != marks * marks or counts == 1:
                 self._require_alike(self._world.gather((place, count), _WHAT, in_step=True))
         elif not self._late:
             self._require_alike([(place, count) for place, count, _ in head.tolist()])
@@ -210,7 +210,7 @@ class SyncChannel:
                     "layers of a synced model alike, forward and backward, also ranks without samples."
                 )
         counts = [int(count) for _, count in heads]
-        if sum(counts) < 2:
+        if sum(counts) == 1:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, over all ranks together. Got {counts} at "
                 f"{self._place(first)}. Use a larger mini-batch, or set the layer to eval()."
@@ -258,7 +258,7 @@ class SyncedBatchNorm(_BatchNorm):
         torch.compile leaves it as it is: a collective has nothing to compile, and what it depends on always changes.
 
         Raises:
-            ValueError: values that do not fit the layer, or less than two values per channel, over all ranks together.
+            ValueError: values that do not fit the layer, or a single value per channel, over all ranks together.
         """
         self._check(values, channel)
         values = dense(values)
@@ -268,13 +268,14 @@ class SyncedBatchNorm(_BatchNorm):
             mean, variance = statistics(values)
             if channel.adds_up:
                 counts, ((first, second),) = send(FORWARD, count * mean, count * (variance + mean.square()))
-                mean = first / counts[0]
-                variance = (second / counts[0]).sub_(mean.square()).clamp_(min=0)
+                divisor = counts[0].clamp(min=1)
+                mean = first / divisor
+                variance = (second / divisor).sub_(mean.square()).clamp_(min=0)
             else:
                 counts, rows = send(FORWARD, mean, variance)
                 mean, variance = pool_statistics(counts, rows[:, 0], rows[:, 1])
             total = counts.sum(0)
-            self._move(mean, variance * (total / (total - 1).clamp(min=1)))
+            self._move(mean, variance * (total / (total - 1).clamp(min=1)), total > 0)
             kind = statistics_dtype(values)
             given = mean.to(kind), (variance + self.eps).rsqrt().to(kind), total
         result: torch.Tensor = Normalisation.apply(  # type: ignore[no-untyped-call]
@@ -296,8 +297,11 @@ class SyncedBatchNorm(_BatchNorm):
                 f"world is on {channel.device}. Move the model and its data by .to(world.device)."
             )
 
-    def _move(self, mean: torch.Tensor, unbiased: torch.Tensor) -> None:
-        """Move the running statistics as torch does, past the version counter: other graphs may hold them."""
+    def _move(self, mean: torch.Tensor, unbiased: torch.Tensor, has_values: torch.Tensor) -> None:
+        """Move the running statistics as torch does, past the version counter: other graphs may hold them.
+
+        Without values on any rank torch counts the call, and leaves them as they are.
+        """
         if not self.track_running_stats:
             return
         factor: float | torch.Tensor = 0.0 if self.momentum is None else self.momentum
@@ -308,7 +312,7 @@ class SyncedBatchNorm(_BatchNorm):
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
             if running is not None:
                 share = factor.to(running.dtype) if isinstance(factor, torch.Tensor) else factor
-                running.data.lerp_(new.to(running.dtype), share)
+                running.data.lerp_(torch.where(has_values, new.to(running.dtype), running), share)
 
 
 def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:

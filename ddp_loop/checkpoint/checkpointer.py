@@ -1,5 +1,11 @@
 """Checkpoints of a run: when they are saved, how a background thread saves them, and how a run resumes from one.
 
+[Note: A left loop] A loop that was left by a break or an error keeps its folder until the world is left: only then is
+it known whether the run failed, and until then the script may still ask for a checkpoint. A newer Loop of the process,
+as in a notebook's cell that is run again, takes the folder over. It also takes it from a loop that was never iterated,
+but not from one that is being iterated. Each rank decides this by itself, and all alike: they leave a loop and create
+the next one together.
+
 [Note: A save] Rank 0 copies the state, the other ranks put checksums of theirs into the store, and training continues.
 Rank 0's thread waits for these checksums, compares them with those of its copy, and only then writes: a checkpoint
 proves that the replicas were equal. Rows are flushed to the disk before the checkpoint that counts them, so that a loss
@@ -9,6 +15,7 @@ of power leaves no gap between them. An error of the thread is raised on all ran
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -16,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -34,6 +42,7 @@ _LOOK_S = 0.005
 _READ_S = 1800.0  # for rank 0 to read and verify a checkpoint
 _GRACE_S = 0.5  # for other ranks' checksums after this rank left; a rank whose peer failed is ended after 1.6
 _WHY_LETTERS = 2000  # of the error in status.json
+_newest: WeakValueDictionary[tuple[int, str], Checkpointer] = WeakValueDictionary()  # by process and folder
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,7 @@ class Checkpointer:
         newest: the name of the newest durable checkpoint, on rank 0; empty without one.
         asked: whether a checkpoint was asked for after the current step; equal on all ranks.
         score: of the next checkpoint.
+        give_up: ends the loop, unless it is being iterated, since a newer one wants the folder; makes no collective.
         say: prints a line about the run, on rank 0; it does not keep the state alive.
     """
 
@@ -121,6 +131,8 @@ class Checkpointer:
         self._is_refused = True  # until it is restored; what its status said then stays
         self.newest, self.asked = "", False
         self.score: float | None = None
+        self.give_up: Callable[[], None] = lambda: None
+        self._place = os.getpid(), os.path.realpath(folder)
 
     def open(
         self, facts: Mapping[str, object], resume: bool | None, extent: Mapping[str, object], config: Config | None
@@ -137,7 +149,7 @@ class Checkpointer:
             The position in the checkpoint; None if there is no checkpoint.
 
         Raises:
-            OSError, RuntimeError, ValueError: the folder cannot be used, or its checkpoint does not fit.
+            OSError, RuntimeError, ValueError: the folder cannot be used, or is in use, or its checkpoint does not fit.
             TypeError, ValueError: the state cannot be saved.
             ReplicaMismatch: restored values differ from those saved.
             PeerFailed: another rank raised one of these.
@@ -156,7 +168,11 @@ class Checkpointer:
             for line in (*self._run.news, *([self._store.last_warning] if self._store.last_warning else [])):
                 self.say(line)
 
+        former = _newest.get(self._place)
+        if former is not None and not former._ended:
+            former.give_up()  # see [Note: A left loop]
         self._world.on_rank_zero(take)
+        _newest[self._place] = self
         with suppress(OSError):  # the folder may not exist on another machine
             self._identity = identity(self.folder)
         self._job = JobState(self._state, self._parts, self._local, self._world.device)
@@ -233,7 +249,12 @@ class Checkpointer:
         return self._take(position, self._held_buffers)
 
     def save_held(self, held: Snapshot, score: float | None = None) -> None:
-        """Start to save the state of the last `hold`. Every rank must call this."""
+        """Start to save the state of the last `hold`. Every rank must call this.
+
+        Raises:
+            RuntimeError: a newer Loop has the folder.
+        """
+        self._require_folder()
         self.wait()
         self._buffers, self._held_buffers = self._held_buffers, self._buffers  # the next `hold` needs other memory
         self._begin(held, score)
@@ -254,7 +275,11 @@ class Checkpointer:
         Args:
             score: as in `Loop.save`.
             is_last: whether there is no next step; an error is then raised here.
+
+        Raises:
+            RuntimeError: a newer Loop has the folder.
         """
+        self._require_folder()
         self.wait()
         if self._store is not None and self.newest:
             try:
@@ -263,6 +288,13 @@ class Checkpointer:
                 self._take_error(error, "A checkpoint's score was not written")
         if is_last and (problem := self.problem()) is not None:
             raise problem
+
+    def _require_folder(self) -> None:
+        if _newest.get(self._place, self) is not self:
+            raise RuntimeError(
+                f"A Loop saves into its run folder as long as it has it. A newer Loop has taken over {self.folder}. "
+                "Call save of that one, or call it before the new Loop is created."
+            )
 
     def wait(self) -> None:
         """Wait until the current save has ended."""

@@ -20,7 +20,15 @@ _open_here: dict[Path, int] = {}  # the descriptors of this process's locks; a f
 
 
 class Locked(Exception):
-    """A process holds the lock; the text names it."""
+    """A process holds the lock; the text names it.
+
+    Attributes:
+        is_here: whether it is this process.
+    """
+
+    def __init__(self, who: str, *, is_here: bool = False) -> None:
+        super().__init__(who)
+        self.is_here = is_here
 
 
 class FileLock:
@@ -41,7 +49,7 @@ class FileLock:
     def __init__(self, path: Path, holder: str) -> None:
         self._place, self.holds = Path(os.path.realpath(path)), True
         if self._place in _open_here:
-            raise Locked(f"another {holder} of this process")
+            raise Locked(f"another {holder} of this process", is_here=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             _lock_file(self._descriptor)

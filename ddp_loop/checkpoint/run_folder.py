@@ -120,7 +120,7 @@ class RunFolder:
 
     Raises:
         OSError: the folder cannot be created or written.
-        RuntimeError: another process has locked it.
+        RuntimeError: another process, or a Loop of this one, has locked it.
         ValueError: it has another run.
     """
 
@@ -156,7 +156,7 @@ class RunFolder:
             try:
                 lock = FileLock(self.folder / LOCK, "Loop")
             except Locked as error:
-                raise RuntimeError(_locked(self.folder, str(error))) from None
+                raise RuntimeError(_locked(self.folder, error)) from None
         if not lock.holds:
             self.news.append(f"{self.folder} is on a file system without locks. Start no second run in it.")
         return lock
@@ -315,10 +315,15 @@ class RunFolder:
         self._lock.close()
 
 
-def _locked(folder: Path, who: str) -> str:
-    return (
-        f"{folder} is held by {who}. Wait for it, stop it (python -m ddp_loop stop {folder}), or pass another run_dir=."
-    )
+def _locked(folder: Path, error: Locked) -> str:
+    if error.is_here:
+        remedy = "It is being iterated. Let it end, leave it by a break, drop its iterator, or pass another run_dir=."
+    else:
+        remedy = (
+            f"Wait for it, stop it (python -m ddp_loop stop {folder}), or pass another run_dir=. A notebook that left "
+            "its loop holds the folder until it calls world.leave() or ends."
+        )
+    return f"{folder} is held by {error}. {remedy}"
 
 
 def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:

@@ -42,6 +42,10 @@ LOADER_OPTIONS = frozenset(
     | {"worker_init_fn", "multiprocessing_context"}
 )
 
+_DRAWS_INSTEAD = (
+    " For weighted draws, as by a WeightedRandomSampler, pass a data set without a length that draws a sample in its "
+    "__getitem__, and length=; docs/migrate.md shows one."
+)
 _PROBE_S = 30  # for a worker to start and read three samples; if it takes longer, they are not compared
 
 
@@ -404,7 +408,7 @@ def make_reader(
     if unknown := sorted(set(options) - LOADER_OPTIONS):
         raise TypeError(
             f"Batches takes these arguments of DataLoader: {sorted(LOADER_OPTIONS)}. Got {unknown}. Batches itself "
-            "makes the order, the mini-batches and the shards."
+            f"makes the order, the mini-batches and the shards.{_DRAWS_INSTEAD if 'sampler' in unknown else ''}"
         )
     if isinstance(data, str | bytes):
         raise TypeError(

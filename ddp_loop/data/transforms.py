@@ -6,12 +6,14 @@ made at once on its device, and none depends on the others.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ddp_loop.data.placement import tensors_in
 from ddp_loop.determinism import DRAWS, logical_shift, preserved_streams, seed_transform, splitmix64, stream_key
@@ -130,6 +132,16 @@ class Transform:
     def __post_init__(self) -> None:
         if not callable(self.change):
             raise TypeError(f"transform must be a function, transform(data, draws). Got {self.change!r}.")
+        form = _form_of(self.change)
+        try:
+            if form is not None:
+                form.bind(None, None)
+        except TypeError:
+            raise TypeError(
+                "transform takes a shard's data, as the loop gets them, and the random draws: transform(data, draws). "
+                f"Got one of the form {form}. Write lambda data, draws: ..., and apply transforms of a single sample "
+                "in the data set."
+            ) from None
 
     def __call__(self, epoch: int, start: int, samples: torch.Tensor, data: Any) -> Any:
         """Transform the data of the shard whose first sample is number `start` of an epoch.
@@ -157,6 +169,16 @@ class Transform:
                     "data."
                 )
         return changed
+
+
+def _form_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The arguments that a function takes, without types; a module's are those of its forward. None if unknown."""
+    try:
+        form = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except ValueError:  # of a compiled function
+        return None
+    parameters = [one.replace(annotation=inspect.Parameter.empty) for one in form.parameters.values()]
+    return inspect.Signature(parameters)
 
 
 def _lengths(data: Any) -> list[int | None]:

@@ -334,13 +334,16 @@ def _run(task: Task, threads: int, cells: socket.socket) -> Answer:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         function, arguments, keywords = pickle.loads(task.call)
         result = None
-        with suppress(Stopped):  # it stopped when asked to, and has no result
+        try:
             result = function(*arguments, **keywords)
+        except SystemExit as ending:  # without an error it has no result
+            if not isinstance(ending, Stopped) and ending.code not in (None, 0):
+                raise
         leave_open_worlds(None)
         answer = _returned(result)
         _leave_group(failed=False)
     except BaseException as error:
-        # SystemExit and KeyboardInterrupt too: no task may end a worker of the pool.
+        # SystemExit with an error and KeyboardInterrupt too: no task may end a worker of the pool.
         with suppress(Exception):  # what ended the task counts
             leave_open_worlds(error)
         _leave_group(failed=True)

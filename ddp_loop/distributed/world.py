@@ -193,12 +193,16 @@ class World:
     def gather(self, value: Value, what: str = "a value", *, in_step: bool = False) -> list[Value]:
         """Every rank's `value`, in rank order. Every rank must call this.
 
-        For small values outside of steps: they travel as JSON, in two collectives on the CPU. TypeError for others.
+        For small values outside of steps: they travel as JSON, in two collectives on the CPU.
 
         Args:
             value: None, a boolean, number, string, bytes, path, torch dtype, or a list, tuple, set or dict of these.
+                Also a dense tensor, which arrives on the CPU; `step.gather` is for those that need a gradient.
             what: the value in words, for the error where ranks gather different things.
             in_step: allow it inside a step too.
+
+        Raises:
+            TypeError: it is, or contains, something else.
         """
         self._require_allowed(in_step=in_step)
         return self._collectives.gather(value, what, self.where)

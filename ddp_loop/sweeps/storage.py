@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import optuna
+    import sqlalchemy
 
 CONNECT_S = 5
 PATIENCE_S, RETRY_S = 60.0, 0.5
@@ -145,31 +144,40 @@ def open_storage(
 
 
 def _create_whole(url: str) -> None:
-    """Create the file of an SQLite storage, with all its tables or not at all.
+    """Create the tables of an SQLite storage, all of them or none, and no other file.
 
     SQLite commits each table and each index by itself, and Optuna adds only tables that are missing. After a kill in
-    between, the study's name had no unique index, and each start added another study of the same name.
+    between, the study's name had no unique index, and each start added another study of the same name. So they are made
+    in memory, and written in one transaction, which SQLite undoes after a kill.
     """
     import optuna
+    import sqlalchemy
     from sqlalchemy.engine import make_url
+    from sqlalchemy.pool import NullPool
 
     name = make_url(url).database if url.startswith("sqlite") else None
-    if not name or name == ":memory:" or Path(name).exists():
+    if not name or name == ":memory:":
         return
-    temporary = Path(name).with_name(f".{Path(name).name}-{secrets.token_hex(4)}")
-    try:
-        storage = optuna.storages.RDBStorage(f"sqlite:///{temporary}")
-        storage.remove_session()
-        storage.engine.dispose()
+    engine = sqlalchemy.create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT", **_settings(url))
+    with engine.connect() as file:
+        if _has_tables(file):
+            return
+        made = optuna.storages.RDBStorage("sqlite://")
         try:
-            os.link(temporary, name)
-        except FileExistsError:
-            pass  # another process has just created it
-        except OSError:  # a file system without links
-            temporary.replace(name)
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+            with made.engine.connect() as memory:
+                database: Any = memory.connection.driver_connection
+                statements = [*database.iterdump()][1:-1]  # without BEGIN and COMMIT
+        finally:
+            made.remove_session()
+            made.engine.dispose()
+        file.exec_driver_sql("BEGIN IMMEDIATE")
+        for statement in () if _has_tables(file) else statements:  # another process may just have made them
+            file.exec_driver_sql(statement)
+        file.exec_driver_sql("COMMIT")
+
+
+def _has_tables(connection: sqlalchemy.Connection) -> bool:
+    return connection.exec_driver_sql("SELECT 1 FROM sqlite_master").first() is not None
 
 
 @contextmanager

@@ -87,6 +87,7 @@ class Loop:
     """
 
     _begun: str | None  # where it is in its epochs, or was left
+    _is_iterated = False  # whether an iterator of it goes on
     _compares: bool  # whether ranks compare their state
     _announces: bool  # whether the current mini-batch has news for the other ranks
 
@@ -162,6 +163,7 @@ class Loop:
         parts |= self.batches.checkpointed(skips=rule == "skip")
         if folder is not None:
             checkpointer = Checkpointer(folder, self.world, state, policy, local, parts, self._state_check.check)
+            checkpointer.give_up = self._give_up
         recorder = RunRecorder(self.world, self._where, checkpointer, state)
         self.world.on_leaving(self._leave)
         log = recorder.run_log
@@ -257,6 +259,7 @@ class Loop:
             raise self.world.stops.ended()
         if self._begun or (where.is_done and self.iteration != where.resumed_at):
             raise self._where.out_of_turn(self._begun, is_over=self._is_over)
+        self._is_iterated = True
         try:
             while again or not self._is_over:
                 again, number = False, where.epochs + 1
@@ -266,6 +269,7 @@ class Loop:
             self.world.stops.agree()  # a request since the last fold
         finally:
             self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
+            self._is_iterated = False
             self._leave(abandoned=True)
         self._recorder.end()
         if self.stopped is not None:
@@ -442,6 +446,12 @@ class Loop:
         if hasattr(self, "fold"):
             self.fold.release()
         self._recorder.close()
+
+    def _give_up(self) -> None:
+        """End, as a newer Loop wants the run folder, unless this one is being iterated."""
+        if not self._is_iterated:
+            self._begun = "when a newer Loop took over its run folder"
+            self._leave()
 
     def _leave(self, *, abandoned: bool = False) -> None:
         self.close()

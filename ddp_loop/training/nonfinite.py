@@ -217,10 +217,13 @@ class NonFiniteGuard:
         told = culprits[:1] if len(culprits) < len(full) or len(full) == 1 else []  # else it is the whole's
         state = blamed.by_now if len(culprits) == len(full) else []  # by which other shards' losses would be bad too
         said = f"Not finite by now, and perhaps before: {listed(state)}. " if state else ""
+        remedy = "Look for NaN in these data and their labels, and at the learning rate."
+        if not culprits and any(map(math.isnan, rest[shards:])):
+            remedy = "Look at the weights: each must be 0 or more, and all losses of a shard must have the same."
         return (
             f"A mini-batch's loss must be a finite number. The loss of step {look.iteration} is {value}"
             + "".join(self._shard_message(look.mini_batch, number) for number in told)
-            + f". {said}Look for NaN in these data and their labels, and at the learning rate. {TOLERATE}"
+            + f". {said}{remedy} {TOLERATE}"
         )
 
     def _gradient_message(self, look: _PendingCheck, loss: float) -> str:

@@ -9,6 +9,7 @@ again only when the sum itself says that a rank has something new.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -36,7 +37,7 @@ class PayloadLayout:
     Attributes:
         metrics: names, sorted; None from a rank without a shard.
         sums: which of "loss" and the metrics add up; None likewise.
-        weighted: whether a shard came with a weight of its own.
+        weighted: whether the shards came with weights of their own; None likewise.
         calls: the most calls of each batch-norm layer in a shard.
         buffers: the other buffers that a shard changed.
         parameters: those that want a gradient.
@@ -45,7 +46,7 @@ class PayloadLayout:
 
     metrics: tuple[str, ...] | None
     sums: frozenset[str] | None
-    weighted: bool
+    weighted: bool | None
     calls: tuple[int, ...]
     buffers: frozenset[str]
     parameters: tuple[str, ...]
@@ -56,7 +57,7 @@ class PayloadLayout:
         return (
             seen.metrics in (None, self.metrics)
             and seen.sums in (None, self.sums)
-            and seen.weighted <= self.weighted
+            and seen.weighted in (None, self.weighted)
             and all(map(le, seen.calls, self.calls))
             and seen.buffers <= self.buffers
             and seen.parameters == self.parameters
@@ -68,7 +69,8 @@ def agreed(seen: Sequence[PayloadLayout], former: PayloadLayout | None) -> Paylo
     """The layout that covers what every rank has seen, and the former layout.
 
     Raises:
-        ValueError: metric names, or the parameters that want a gradient, differ between ranks.
+        ValueError: metric names, the parameters that want a gradient, or whether there are weights, differ between
+            ranks.
         RuntimeError: other ranks gather where this one folds.
     """
     if not all(isinstance(one, PayloadLayout) for one in seen):
@@ -87,11 +89,13 @@ def agreed(seen: Sequence[PayloadLayout], former: PayloadLayout | None) -> Paylo
             raise metrics_differ(f"rank {first}", own.metrics or (), f"rank {rank}", one.metrics or ())
         if one.sums != own.sums:
             raise sums_differ(f"rank {first}", own.sums or frozenset(), f"rank {rank}", one.sums or frozenset())
+        if one.weighted != own.weighted:
+            raise weights_differ(f"rank {first}", f"rank {rank}", is_first=bool(own.weighted))
     all_seen = [*seen] if former is None else [*seen, former]
     return PayloadLayout(
         metrics=own.metrics,
         sums=own.sums,
-        weighted=any(one.weighted for one in all_seen),
+        weighted=own.weighted,
         calls=tuple(max(calls) for calls in zip(*(one.calls for one in all_seen), strict=True)),
         buffers=frozenset().union(*(one.buffers for one in all_seen)),
         parameters=seen[0].parameters,
@@ -116,6 +120,15 @@ def sums_differ(where: str, names: frozenset[str], elsewhere: str, others: froze
     )
 
 
+def weights_differ(where: str, elsewhere: str, *, is_first: bool) -> ValueError:
+    """The error of two shards where the first alone has a weight, or the other alone."""
+    has, lacks = (where, elsewhere) if is_first else (elsewhere, where)
+    return ValueError(
+        f"Every shard of a mini-batch must come with a weight, or none. {has} has one, {lacks} has none. Give "
+        "step.backward weight= for each shard; by default it is the number of the shard's samples."
+    )
+
+
 def layout_of(
     records: Iterable[ShardRecord], layers: int, parameters: tuple[str, ...], unplanned: frozenset[str] = frozenset()
 ) -> tuple[PayloadLayout, Exception | None]:
@@ -123,7 +136,8 @@ def layout_of(
     metrics: tuple[str, ...] | None = None
     sums: frozenset[str] | None = None
     problem: Exception | None = None
-    weighted, buffers, calls, known = False, frozenset[str](), (0,) * layers, dict[str, torch.Tensor]().keys()
+    weighted: bool | None = None
+    buffers, calls, known = frozenset[str](), (0,) * layers, dict[str, torch.Tensor]().keys()
     for record in records:
         is_known, number = record.metrics.keys() == known, record.shard.number
         names = metrics if is_known and metrics is not None else tuple(sorted(record.metrics))
@@ -132,7 +146,9 @@ def layout_of(
         if sums is not None and sums != record.sums and problem is None:
             problem = sums_differ("an earlier shard", sums, f"shard {number}", record.sums)
         known, metrics, sums = record.metrics.keys(), names, record.sums
-        weighted = weighted or record.weight is not None
+        if weighted is not None and weighted != (record.weight is not None) and problem is None:
+            problem = weights_differ("an earlier shard", f"shard {number}", is_first=weighted)
+        weighted = record.weight is not None
         if record.taken:
             buffers = buffers.union(record.taken)
         if layers:
@@ -227,7 +243,9 @@ class ShardRecord:
         """
         if not RESERVED_NAMES.isdisjoint(metrics):
             raise reserved_names(metrics)
-        if self.losses and not _is_same(weight, self.weight):
+        if self.losses and isinstance(weight, torch.Tensor) and isinstance(self.weight, torch.Tensor):
+            weight = weight.where(weight == self.weight, math.nan)  # the guard finds it one step later
+        elif self.losses and not _is_same(weight, self.weight):
             raise ValueError(
                 f"All losses of a shard must have the same weight. Got {weight} after {self.weight}. Multiply the loss "
                 "itself by a factor."
@@ -250,9 +268,7 @@ class ShardRecord:
 
 
 def _is_same(one: Weight | None, other: Weight | None) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return True  # reading a GPU's values would hold up the host
-    return type(one) is type(other) and one == other
+    return isinstance(one, torch.Tensor) == isinstance(other, torch.Tensor) and one == other
 
 
 @dataclass(frozen=True, slots=True)

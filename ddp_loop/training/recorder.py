@@ -47,6 +47,11 @@ def _end(
     report.end()
 
 
+def _end_early(world: World, ending: Callable[[], None]) -> None:
+    world.forget(ending)
+    ending()
+
+
 def open_trace(
     run: Path | None,
     batches: Batches,
@@ -392,7 +397,7 @@ class RunRecorder:
     def end(self, *, later: bool = False) -> None:
         """Write how the run ended, and release its folder; if `later`, when the world is left, which gives the reason.
 
-        What waits until then keeps neither the state nor a copy of it alive.
+        A newer Loop in the folder does not wait for that. What waits keeps neither the state nor a copy of it alive.
         """
         self.run_log.has_ended = True
         self._world.forget(self._ending)
@@ -400,6 +405,7 @@ class RunRecorder:
         if later and self.checkpointer is not None:
             self.checkpointer.release_state()
             self._world.on_leaving(self._ending)
+            self.checkpointer.give_up = partial(_end_early, self._world, self._ending)
         else:
             self._held = None
             self._ending()

@@ -267,7 +267,8 @@ _WRAPPERS = {
     "DataParallel": "Put the wrapped model, wrapped.module, into state, and call that.",
     "FullyShardedDataParallel": f"Put the wrapped model, wrapped.module, into state. {_TOO_LARGE}",
     "FSDPModule": f"Leave fully_shard out. {_TOO_LARGE}",
-    "ReplicateModule": "Create the Loop with the model before replicate.",
+    "DDP": "Leave replicate(model) out.",  # which makes it a class of torch's own composable DDP
+    "ReplicateModule": "Leave replicate(model) out.",
     "SyncBatchNorm": "Convert these layers by dl.sync_batch_norm(model, world), which works on the CPU too.",
 }
 _IN_TRAINING = ("SyncBatchNorm",)

@@ -431,7 +431,7 @@ def call_differently(how: str) -> str:
             with dl.join_world() as world:
                 first, second = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
                 model: Any = sync_batch_norm(nn.ModuleList([first, second]), world)
-                rows = torch.randn(0 if how == "no values" else 4, 3)
+                rows = torch.randn(int(world.rank == 0) if how == "one value" else 4, 3)
                 model[world.rank == 1 if how == "another layer" else 0](rows)
                 model[0]._channel.send_control()
         except (RuntimeError, ValueError) as error:
@@ -443,7 +443,7 @@ def call_differently(how: str) -> str:
 @pytest.mark.both_exchanges
 @pytest.mark.one_mode("synchronous", "on a GPU the hosts compare digests, whatever the messages are")
 @pytest.mark.parametrize(
-    ("how", "said"), [("another layer", "rank 1 at the forward of layer `1`"), ("no values", "more than 1 value")]
+    ("how", "said"), [("another layer", "rank 1 at the forward of layer `1`"), ("one value", "more than 1 value")]
 )
-def test_ranks_that_call_other_layers_or_have_no_values_all_raise(how: str, said: str, on_ranks: OnRanks) -> None:
+def test_ranks_that_call_other_layers_or_have_one_value_all_raise(how: str, said: str, on_ranks: OnRanks) -> None:
     assert [one for one in on_ranks(3, call_differently, how) if said not in one] == []

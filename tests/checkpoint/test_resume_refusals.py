@@ -22,21 +22,6 @@ from tests.support.refusals import Refused, loop_over, loss_of, network
 from tests.support.resuming import different, train
 
 
-def hold_and_try(folder: str) -> tuple[str, str, float]:
-    """One Loop of this process holds the folder while another asks for it."""
-    with dl.join_world() as world:
-        loop_over(world, folder, network())
-        return caught(loop_over, world, folder, network())
-
-
-def test_a_second_loop_of_a_process_is_refused_the_folder_of_the_first(on_ranks: OnRanks, tmp_path: Path) -> None:
-    for ranks, own in ((1, ["RuntimeError"]), (2, ["RuntimeError", "PeerFailed"])):
-        results = on_ranks(ranks, hold_and_try, str(tmp_path / str(ranks)))
-        assert [kind for kind, _, _ in results] == own
-        for _, text, _ in results:
-            assert "is held by another Loop of this process. Wait for it, stop it (python -m ddp_loop stop" in text
-
-
 def test_a_second_process_is_refused_and_told_who_holds_the_folder(on_ranks: OnRanks, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     with dl.join_world() as world:

@@ -132,7 +132,11 @@ def test_a_run_folder_may_be_moved_and_linked_to_but_held_once(tmp_path: Path) -
         model = nn.Linear(1, 1)
         loops = [tmp_path / "there", tmp_path / "link"]
         state = {"model": model}
-        dl.Loop(dl.Batches(torch.ones(4, 1), 2, world), 1, state=state, run_dir=loops[0], progress=False, resume=False)
+        loop = dl.Loop(
+            dl.Batches(torch.ones(4, 1), 2, world), 1, state=state, run_dir=loops[0], progress=False, resume=False
+        )
+        epochs = loop.epochs()
+        next(epochs)  # it is iterated now, and so keeps the folder
         with pytest.raises(RuntimeError, match="is held by another Loop of this process"):
             dl.Loop(
                 dl.Batches(torch.ones(4, 1), 2, world), 1, state=state, run_dir=loops[1], progress=False, resume=False

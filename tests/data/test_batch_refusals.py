@@ -82,6 +82,13 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     ),
     "nothing left": (numbers(3), 4, {"drop_last": True}, ValueError, "3 samples with batch_size=4"),
     "an unknown option": (Drawn(), 2, {"workers": 2}, TypeError, r"Got \['workers'\]"),
+    "a DataLoader's sampler": (
+        Drawn(),
+        2,
+        {"sampler": [0]},
+        TypeError,
+        "pass a data set without a length .*migrate.md",
+    ),
     "a DataLoader's batch_sampler": (Drawn(), 2, {"batch_sampler": []}, TypeError, "Batches itself makes"),
     "out of order": (Drawn(), 2, {"in_order": False, "num_workers": 2}, TypeError, r"Got \['in_order'\]"),
     "workers negative": (Drawn(), 2, {"num_workers": -1}, ValueError, "num_workers"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -211,6 +212,57 @@ def test_a_transform_that_changes_the_number_of_samples_or_raises_ends_all_ranks
 def test_a_transform_that_is_not_a_function_is_refused_at_once(on_ranks: OnRanks) -> None:
     with pytest.raises(RankFailed, match=r"transform must be a function, transform\(data, draws\)\. Got 'flip'"):
         on_ranks(2, batches_with, "flip")
+
+
+class Flip(nn.Module):
+    """As torchvision's: of a single image."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image.flip(-1)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "of data alone": (lambda rows: rows, r"\(rows\)"),
+    "of each part": (lambda images, labels, draws: images, r"\(images, labels, draws\)"),
+    "of nothing": (lambda: None, r"\(\)"),
+    "with a keyword": (lambda data, *, draws: data, r"\(data, \*, draws\)"),
+    "a module of one image": (Flip(), r"\(image\)"),
+}
+
+
+def batches_of_a_wrong_form(form: str, culprit: int | None) -> tuple[str, str, float]:
+    with dl.join_world() as world:
+        wrong = WRONG[form][0] if culprit in (None, world.rank) else lambda data, draws: data
+        refused = caught(lambda: dl.Batches(ROWS, 8, world, transform=wrong))
+        world.gather(None)
+        return refused
+
+
+@pytest.mark.parametrize("culprit", [None, 1])
+@pytest.mark.parametrize("form", WRONG)
+def test_a_transform_of_another_form_is_refused_with_the_right_one(
+    form: str, culprit: int | None, on_ranks: OnRanks
+) -> None:
+    for rank, (kind, text, _) in enumerate(on_ranks(2, batches_of_a_wrong_form, form, culprit)):
+        assert kind == ("TypeError" if culprit in (None, rank) else "PeerFailed")
+        assert re.search(
+            rf"transform\(data, draws\)\. Got one of the form {WRONG[form][1]}\. Write lambda data, draws", text
+        )
+
+
+class Twice(nn.Module):
+    def forward(self, rows: torch.Tensor, draws: dl.Draws) -> torch.Tensor:
+        return 2 * rows
+
+
+def shift(by: float, rows: torch.Tensor, draws: dl.Draws, more: float = 0.0) -> torch.Tensor:
+    return rows + by + more
+
+
+@pytest.mark.parametrize("change", [partial(shift, 1.0), Twice(), lambda *both: both[0], torch.Tensor.add_])
+def test_a_transform_of_two_arguments_is_taken_whatever_it_is(change: Any) -> None:
+    with dl.join_world() as world:
+        dl.Batches(ROWS, 8, world, transform=change)
 
 
 def batches_with(transform: Any) -> None:

@@ -334,10 +334,34 @@ def test_a_rank_that_does_not_end_after_anothers_failure_is_ended(pool: Pool) ->
     assert pool.run(own_rank, 2) == [0, 1]
 
 
-def test_an_end_of_the_interpreter_is_an_exception_like_others(pool: Pool) -> None:
-    with pytest.raises(RankFailed, match=r"^rank 0 raised SystemExit: 3"):
-        pool.run(sys.exit, 1, 3)
+@pytest.mark.parametrize(("code", "said"), [(3, "3"), ("no data", "no data"), (1, "1")])
+def test_an_end_of_the_interpreter_with_an_error_is_an_exception_like_others(
+    code: object, said: str, pool: Pool
+) -> None:
+    with pytest.raises(RankFailed, match=rf"^rank 0 raised SystemExit: {said}"):
+        pool.run(sys.exit, 1, code)
     assert pool.run(own_rank, 1) == [0]
+
+
+def exit_well(where: str) -> int:
+    with dl.join_world() as world:
+        total = int(world.sum(torch.ones(())))
+        if where == "inside the world":
+            sys.exit(0)
+    if where == "after it" or (where == "on one rank" and world.rank == 1):
+        sys.exit()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("where", "results"),
+    [("inside the world", [None, None]), ("after it", [None, None]), ("on one rank", [2, None])],
+)
+def test_an_end_of_the_interpreter_without_an_error_ends_a_rank_well(
+    where: str, results: list[int | None], pool: Pool
+) -> None:
+    assert pool.run(exit_well, 2, where) == results
+    assert pool.run(own_rank, 2) == [0, 1]
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank(pool: Pool) -> None:

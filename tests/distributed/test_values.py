@@ -48,6 +48,27 @@ def test_numbers_of_numpy_arrive_as_pythons_own() -> None:
     assert from_bytes(to_bytes([np.int64(3), np.float32(0.5), np.bool_(True)])) == [3, 0.5, True]
 
 
+def gather_tensors() -> list[list[torch.Tensor]]:
+    with dl.join_world() as world:
+        own = [torch.full((world.rank, 2), -0.0, dtype=torch.bfloat16), torch.tensor(float("nan")), torch.ones(2) > 0]
+        own.append(torch.arange(6, requires_grad=True, dtype=torch.float64).view(2, 3).T + world.rank)
+        refused = caught(world.gather, torch.ones(2).to_sparse())
+        assert (refused[0], "dense tensors" in refused[1]) == ("TypeError", True)
+        return world.gather(own)
+
+
+def test_a_dense_tensor_arrives_with_every_bit_and_without_a_graph(on_ranks: OnRanks) -> None:
+    for every in on_ranks(3, gather_tensors):
+        for rank, (first, nan, truths, last) in enumerate(every):
+            assert first.shape == (rank, 2)
+            assert first.dtype == torch.bfloat16
+            assert bool(first.signbit().all())
+            assert bool(nan.isnan())
+            assert truths.tolist() == [True, True]
+            assert torch.equal(last, torch.arange(6, dtype=torch.float64).view(2, 3).T + rank)
+            assert not last.requires_grad
+
+
 class Call:
     """Unpickled, it makes a folder."""
 

@@ -97,6 +97,16 @@ def test_the_guide_to_larger_models_runs_and_its_figures_are_right(on_ranks: OnR
     assert one.weights[1] == pytest.approx(two.weights[1], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.covers("J17")
+def test_the_guide_to_migration_draws_by_weight_alike_on_any_number_of_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
+    (draws,) = [one.text for one in blocks_of("docs/migrate.md") if "WeightedDraws" in one.text]
+    printed = [on_ranks(ranks, run_python, str(tmp_path / str(ranks)), draws)[0].printed for ranks in (1, 2, 3)]
+    assert printed == [printed[0]] * 3
+    ones, of, total = printed[0].split()
+    assert (of, total) == ("of", "1000")
+    assert abs(int(ones) - 500) < 80  # five standard deviations of 16; without weights they are 100
+
+
 def run_compiled(folder: str, *texts: str) -> Ran:
     with compiling():
         return run_python(folder, *texts)

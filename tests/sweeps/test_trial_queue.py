@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import signal
 import sqlite3
 import threading
 from collections import Counter
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 from optuna.pruners import MedianPruner
 from optuna.trial import TrialState
+from sqlalchemy import Engine, event
 from sqlalchemy.sql.ddl import SchemaGenerator
 
 from ddp_loop.sweeps.plan import make_sampler
@@ -277,3 +280,38 @@ def test_a_kill_while_the_storage_is_made_leaves_none(tmp_path: Path, monkeypatc
         assert queue.newest() == {}
         queue.close()
     assert [path.name for path in tmp_path.iterdir()] == ["study.db"]
+
+
+def open_and_die(folder: str, at: int) -> None:
+    """Kill this process before the table or index number `at` that it creates, in whatever file or memory."""
+    made: list[str] = []
+
+    def look(*arguments: Any) -> None:
+        if str(arguments[2]).lstrip().startswith("CREATE"):
+            made.append(arguments[2])
+            if len(made) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    event.listen(Engine, "before_cursor_execute", look)
+    opened(Path(folder))
+
+
+def indices_of(folder: Path) -> set[str]:
+    with closing(sqlite3.connect(folder / "study.db")) as file:
+        return {name for (name,) in file.execute("SELECT name FROM sqlite_master WHERE type = 'index'")}
+
+
+@pytest.mark.covers("G5")
+@pytest.mark.parametrize("at", [3, 16, 21, 30])  # of twice 15: in memory, and then in the file
+def test_a_kill_while_the_study_is_made_leaves_no_file_that_stays(at: int, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    opened(tmp_path / "whole").close()
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    process = SPAWN.Process(target=open_and_die, args=(str(folder), at))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    opened(folder).close()
+    assert [path.name for path in folder.iterdir()] == ["study.db"]
+    assert indices_of(folder) == indices_of(tmp_path / "whole")

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
+from tests.support.device_modes import SYNCHRONOUS
 from tests.support.harness import FAULT_S, OnRanks
 from tests.support.refusals import (
     ALL,
@@ -223,6 +224,14 @@ BAD_CALLS: dict[str, tuple[Callable[[dl.Step, nn.Module, torch.Tensor], None], s
         "ValueError",
         "weight must be a finite number, 0 or more. Got",
     ),
+    "another weight in a tensor": (
+        lambda s, m, r: (
+            s.backward(loss_of(m, r), weight=torch.tensor(2.0), more_losses=True),  # type: ignore[func-returns-value]
+            s.backward(loss_of(m, r), weight=torch.tensor(3.0)),  # type: ignore[func-returns-value]
+        )[0],
+        "ValueError",
+        "All losses of a shard must have the same weight. Got 3.* after 2",
+    ),
     "a weight per sample": (
         lambda s, m, r: s.backward(loss_of(m, r), weight=torch.ones(len(r))),
         "ValueError",
@@ -263,14 +272,34 @@ BAD_CALLS: dict[str, tuple[Callable[[dl.Step, nn.Module, torch.Tensor], None], s
 }
 
 
-def call_badly(world: dl.World, folder: str, how: str, culprit: int) -> None:
+def weigh_two_losses() -> list[torch.Tensor]:
+    """Two losses of each shard, with equal weights in two tensors."""
+    with dl.join_world() as world:
+        model = network()
+        for step in loop_over(world, "", model, run_dir=None):
+            for rows in step:
+                step.backward(loss_of(model, rows) / 4, weight=torch.tensor(float(len(rows))), more_losses=True)
+                step.backward(loss_of(model, rows) * 3 / 4, weight=torch.tensor(float(len(rows))))
+            step.fold()
+        return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+
+def test_two_losses_of_a_shard_with_equal_weights_in_tensors_add_up(on_ranks: OnRanks) -> None:
     model = network()
+    loss_of(model, samples(24)[18:]).backward()
+    for found in on_ranks(2, weigh_two_losses):
+        for one, expected in zip(found, model.parameters(), strict=True):
+            assert torch.allclose(one, expected.grad, rtol=1e-12, atol=1e-14)  # type: ignore[arg-type]
+
+
+def call_badly(world: dl.World, folder: str, how: str, culprit: int) -> None:
+    model, has_weights = network(), how.endswith("weight in a tensor")
     for step in loop_over(world, folder, model):
         for rows in step:
             if does_it(world, culprit) and step.iteration == 3:
                 BAD_CALLS[how][0](step, model, rows)
             else:
-                step.backward(loss_of(model, rows))
+                step.backward(loss_of(model, rows), weight=len(rows) if has_weights else None)
         step.fold()
 
 
@@ -280,7 +309,7 @@ def test_a_backward_with_wrong_things_is_refused(how: str, culprit: int, late: b
     _, kind, said = BAD_CALLS[how]
     by = culprit
     if late and how.endswith("weight in a tensor"):  # its value is seen in the next step, and by all ranks
-        by, kind, said = ALL, "FloatingPointError", "The loss of step 3 is nan"
+        by, kind, said = ALL, "FloatingPointError", r"The loss of step 3 is nan\. Look at the weights: each"
     refused(2, call_badly, how, culprit, kind=kind, said=said, by=by)
 
 
@@ -299,6 +328,62 @@ def name_metrics(world: dl.World, folder: str, differing: str, at: int) -> None:
 def test_metric_names_that_differ_are_refused(differing: str, by: int | None, at: int, refused: Refused) -> None:
     said = r"Every shard must come with the same metrics. .*\['usual'\].*\['extra'\]"
     refused(2, name_metrics, differing, at, kind="ValueError", said=said, by=by)
+
+
+def give_weights(world: dl.World, folder: str, differing: str, at: int, shards: int | None) -> None:
+    model = network()
+    for step in loop_over(world, folder, model, shards=shards):
+        for number, rows in enumerate(step):
+            odd = step.iteration == at and (world.rank == 1 if "rank" in differing else number == 1)
+            has_weight = odd != differing.endswith("without")
+            step.backward(loss_of(model, rows), weight=torch.tensor(5.0) if has_weight else None)
+        step.fold()
+
+
+@pytest.mark.parametrize("shards", [None, 6])
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("differing", ["a rank with", "a rank without", "a shard with", "a shard without"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_weight_of_some_shards_alone_is_refused(
+    ranks: int, differing: str, at: int, shards: int | None, refused: Refused
+) -> None:
+    if "shard" in differing and shards is None:
+        shards = 6  # a rank has a single one otherwise
+    said = (
+        r"Every shard of a mini-batch must come with a weight, or none\. .* has one, .* has none\. Give step.backward"
+    )
+    refused(ranks, give_weights, differing, at, shards, kind="ValueError", said=said)
+
+
+@pytest.mark.both_exchanges
+@pytest.mark.one_mode(SYNCHRONOUS, "the asynchronous one has an exchange of its own")
+def test_either_exchange_refuses_a_weight_of_a_single_rank(refused: Refused) -> None:
+    refused(2, give_weights, "a rank with", 3, None, kind="ValueError", said="rank 1 has one, rank 0 has none")
+
+
+def change_weights() -> list[float]:
+    """All ranks alike give weights in some steps alone; of a mini-batch of two samples one of three ranks has none."""
+    with dl.join_world() as world:
+        model, found = network(), []
+        batches = dl.Batches(samples(14), 6, world, shuffle=False)
+        for step in dl.Loop(batches, 2, state={"model": model}, progress=False):
+            for rows in step:
+                weight = float(rows[0, 0].square()) if step.iteration in (2, 3, 5) else None
+                step.backward(loss_of(model, rows), weight=weight)
+            found.append(float(step.fold().weight))
+        return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_weights_may_come_and_go_from_step_to_step(ranks: int, on_ranks: OnRanks) -> None:
+    def weight(first: int, count: int) -> float:
+        sizes = dl.split_sizes(count, ranks)
+        starts = [first + sum(sizes[:rank]) for rank in range(ranks) if sizes[rank]]
+        return sum(float(samples(14)[start, 0].square()) for start in starts)
+
+    expected = [6.0, weight(6, 6), weight(12, 2), 6.0, weight(6, 6), 2.0]
+    for found in on_ranks(ranks, change_weights):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def order_metrics(world: dl.World, folder: str) -> None:

@@ -24,6 +24,11 @@ def wrapped(kind: str) -> nn.Module:
 
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         return model
+    if kind == "DDP":
+        from torch.distributed._composable.replicate import replicate
+
+        replicate(model)
+        return model
     return nn.Sequential(model, nn.SyncBatchNorm(1).double())
 
 
@@ -48,6 +53,7 @@ REMEDIES = {
     "DistributedDataParallel": "Put the wrapped model, wrapped.module, into state",
     "DataParallel": "Put the wrapped model, wrapped.module, into state",
     "FSDPModule": "Leave fully_shard out. A model that is too large .* torchtitan",
+    "DDP": r"Leave replicate\(model\) out",
     "SyncBatchNorm": r"dl.sync_batch_norm\(model, world\)",
 }
 

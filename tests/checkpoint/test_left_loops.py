@@ -1,0 +1,245 @@
+"""A Loop that was left by a break or an error gives its run folder to the next one, as in a cell that is run again."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ddp_loop as dl
+from ddp_loop.checkpoint import is_running
+from tests.support.harness import OnRanks, caught
+from tests.support.refusals import loop_over, loss_of, network
+from tests.support.runs import ROWS, checkpoints_of, rows_of, status_of
+
+pytestmark = [pytest.mark.covers("E5"), pytest.mark.both_modes]
+
+WAYS = ("break", "an error", "an error before the fold", "an error in a shard")
+
+
+class Interrupted(Exception):
+    """What a cell raises."""
+
+
+def run_cell(world: dl.World, folder: str, leave_at: int | None = None, how: str = "break", **more: Any) -> list[int]:
+    """A notebook's cell: a new model, optimizer and Loop, and all steps or some; returns the steps that it made."""
+    model, made = network(), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loop = loop_over(world, folder, model, optimizer, save_every=1, **{"epochs": 2, **more})
+    with suppress(Interrupted):
+        for step in loop:
+            here = how if step.iteration == leave_at else ""
+            for rows in step:
+                step.backward(loss_of(model, rows))
+                if here == "an error in a shard":
+                    raise Interrupted
+            if here == "an error before the fold":
+                raise Interrupted
+            step.fold()
+            optimizer.step()
+            made.append(step.iteration)
+            if here == "break":
+                break
+            if here == "an error":
+                raise Interrupted
+    return made
+
+
+def losses_of(folder: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (folder / ROWS).read_text().splitlines()]
+    return [(row["iteration"], row["loss"]) for row in rows]
+
+
+def run_cells(folder: str, how: str | None, shards: int | None) -> tuple[list[list[int]], list[str]]:
+    """Which steps the cells made, and the folder's status after each and in the end."""
+    made, statuses = [], []
+    with dl.join_world(seed=1) as world:
+        for leave_at in (None,) if how is None else (3, 5, None):
+            made.append(run_cell(world, folder, leave_at, how or "", shards=shards))
+            world.gather(None)
+            statuses.append(str(status_of(Path(folder))["status"]))
+    return made, [*statuses, str(status_of(Path(folder))["status"])]
+
+
+@pytest.mark.quick_in_both_modes
+@pytest.mark.parametrize("shards", [None, 3])
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_cell_that_is_run_again_resumes_from_the_newest_checkpoint(
+    ranks: int, how: str, shards: int | None, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    on_ranks(ranks, run_cells, str(tmp_path / "whole"), None, shards)
+    for made, statuses in on_ranks(ranks, run_cells, str(tmp_path / "run"), how, shards):
+        # A checkpoint of a step is made as the next one begins: the cells resume after steps 2 and 4.
+        assert [made[0][0], made[1][0]] == [1, 3]
+        assert made[2] == [5, 6, 7, 8]
+        assert statuses == ["running", "running", "done", "done"]
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
+    assert not is_running(tmp_path / "run")
+
+
+@pytest.mark.both_exchanges
+def test_either_exchange_lets_a_cell_be_run_again(on_ranks: OnRanks, tmp_path: Path) -> None:
+    for made, _ in on_ranks(2, run_cells, str(tmp_path / "run"), "an error in a shard", None):
+        assert made == [[1, 2], [3, 4], [5, 6, 7, 8]]
+
+
+def start_over(folder: str) -> list[list[int]]:
+    with dl.join_world(seed=1) as world:
+        return [run_cell(world, folder, 3), run_cell(world, folder, resume=False)]
+
+
+def test_a_cell_may_start_over_too(on_ranks: OnRanks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert on_ranks(2, start_over, str(folder)) == [[[1, 2, 3], [*range(1, 9)]]] * 2
+    assert checkpoints_of(folder / "before" / "1") == [1, 2]
+    assert rows_of(folder / "before" / "1") == [1, 2, 3]
+    assert status_of(folder / "before" / "1")["status"] == "left"
+    assert rows_of(folder) == [*range(1, 9)]
+
+
+def fail_at_last(folder: str) -> None:
+    with suppress(ZeroDivisionError), dl.join_world(seed=1) as world:
+        run_cell(world, folder, 3)
+        run_cell(world, folder, 5)
+        1 / 0  # noqa: B018
+
+
+def test_an_error_after_a_second_break_ends_the_run_that_has_the_folder(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(2, fail_at_last, str(tmp_path))
+    said = status_of(tmp_path)
+    assert (said["status"], said["iteration"]) == ("failed", 5)
+    assert "ZeroDivisionError" in said["why"]
+    assert rows_of(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def replace_before_its_first_step(folder: str) -> tuple[tuple[str, str, float], list[int]]:
+    """A cell that creates the Loop is run again before the cell that iterates it."""
+    with dl.join_world(seed=1) as world:
+        first = loop_over(world, folder, network())
+        made = run_cell(world, folder)
+        return caught(next, iter(first)), made
+
+
+def test_a_loop_that_was_not_iterated_yet_gives_the_folder_up(on_ranks: OnRanks, tmp_path: Path) -> None:
+    for (kind, text, _), made in on_ranks(2, replace_before_its_first_step, str(tmp_path)):
+        assert (kind, made) == ("RuntimeError", [*range(1, 9)])
+        assert "This one stopped when a newer Loop took over its run folder. Create a new Loop." in text
+    assert status_of(tmp_path)["status"] == "done"
+
+
+def go_on_with_the_same_model(folder: str, how: str) -> tuple[list[int], list[float]]:
+    """The model and its optimizer were made in another cell, which is not run again."""
+    with dl.join_world(seed=1) as world:
+        model, made = network(), list[int]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for leave_at in (None,) if how == "undisturbed" else (3, None):
+            loop = loop_over(world, folder, model, optimizer, save_every=1)
+            if how == "not iterated" and leave_at is not None:
+                continue
+            for step in loop:
+                for rows in step:
+                    step.backward(loss_of(model, rows))
+                step.fold()
+                optimizer.step()
+                made.append(step.iteration)
+                if step.iteration == leave_at:
+                    break
+        return made, [float(one.detach().double().sum()) for one in model.parameters()]
+
+
+@pytest.mark.parametrize(("how", "steps"), [("not iterated", [1, 2, 3, 4]), ("break", [1, 2, 3, 3, 4])])
+def test_the_model_and_the_optimizer_may_stay(how: str, steps: list[int], on_ranks: OnRanks, tmp_path: Path) -> None:
+    whole = on_ranks(2, go_on_with_the_same_model, str(tmp_path / "whole"), "undisturbed")
+    for rank, (made, weights) in enumerate(on_ranks(2, go_on_with_the_same_model, str(tmp_path / "run"), how)):
+        assert (made, weights) == (steps, whole[rank][1])
+
+
+def use_two_at_once(folder: str, place: str) -> tuple[tuple[str, str, float], list[int]]:
+    """A second Loop is asked for inside a step of the first, or between its epochs."""
+    with dl.join_world(seed=1) as world:
+        model, made, refused = network(), list[int](), ("", "", 0.0)
+        for epoch in loop_over(world, folder, model, epochs=2, save_every=1).epochs():
+            for step in epoch:
+                for rows in step:
+                    step.backward(loss_of(model, rows))
+                step.fold()
+                made.append(step.iteration)
+                if place == "inside an epoch" and step.iteration == 2:
+                    refused = caught(loop_over, world, folder, network())
+            if place == "between epochs" and epoch.number == 1:
+                refused = caught(loop_over, world, folder, network())
+        return refused, made
+
+
+@pytest.mark.parametrize("place", ["inside an epoch", "between epochs"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loop_that_is_iterated_keeps_its_folder(ranks: int, place: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    results = on_ranks(ranks, use_two_at_once, str(tmp_path), place)
+    assert [refused[0] for refused, _ in results] == ["RuntimeError", "PeerFailed"][:ranks]
+    for (_, text, _), made in results:
+        assert "is held by another Loop of this process. It is being iterated. Let it end, leave it by a break," in text
+        assert made == [*range(1, 9)]
+    assert rows_of(tmp_path) == [*range(1, 9)]
+    assert status_of(tmp_path)["status"] == "done"
+
+
+def save_too_late(folder: str, epochs: int, save_every: int | None) -> tuple[str, str, float]:
+    """After the first of `epochs`."""
+    with dl.join_world(seed=1) as world:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = loop_over(world, folder, model, optimizer, epochs=epochs, save_every=save_every)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for rows in step:
+                    step.backward(loss_of(model, rows))
+                step.fold()
+            break
+        run_cell(world, folder)
+        return caught(loop.save, 0.5)
+
+
+@pytest.mark.parametrize(("epochs", "save_every"), [(1, None), (2, None), (2, 3)])
+def test_a_loop_whose_folder_was_taken_over_saves_nothing_there(
+    epochs: int, save_every: int | None, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    for kind, text, _ in on_ranks(2, save_too_late, str(tmp_path), epochs, save_every):
+        assert kind == "RuntimeError"
+        assert f"A newer Loop has taken over {tmp_path}. Call save of that one" in text
+
+
+def test_another_process_is_refused_with_remedies_that_help(on_ranks: OnRanks, tmp_path: Path) -> None:
+    world = dl.join_world(seed=1)
+    try:
+        run_cell(world, str(tmp_path), 3, epochs=1)
+        for kind, text, _ in on_ranks(2, caught, run_in_a_world, str(tmp_path)):
+            assert kind in ("RuntimeError", "PeerFailed")
+            assert f"{tmp_path} is held by process {os.getpid()} on " in text
+            assert "A notebook that left its loop holds the folder until it calls world.leave() or ends." in text
+    finally:
+        world.leave()
+    assert on_ranks(2, run_in_a_world, str(tmp_path)) == [[3, 4]] * 2
+
+
+def run_in_a_world(folder: str) -> list[int]:
+    with dl.join_world(seed=1) as world:
+        return run_cell(world, folder, epochs=1)
+
+
+def test_a_new_world_of_the_process_takes_over_what_a_loop_of_the_old_one_left(tmp_path: Path) -> None:
+    """All cells of a notebook are run again, the one that joins the world too."""
+    worlds = [dl.join_world(seed=1), dl.join_world(seed=1)]
+    try:
+        assert run_cell(worlds[0], str(tmp_path), 3) == [1, 2, 3]
+        assert run_cell(worlds[1], str(tmp_path)) == [*range(3, 9)]
+        worlds[0].leave()
+        assert status_of(tmp_path)["status"] == "done"
+    finally:
+        for world in worlds[::-1]:
+            world.leave()
