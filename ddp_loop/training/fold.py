@@ -113,7 +113,7 @@ class Fold:
         )
         self._statistics = BatchNormStatistics(layers, own if shards > 1 else {}, others)
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
-        self._buffers = Buffers(find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {}), shards)
+        self._buffers = Buffers(find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {}))
         self._loss_scale: torch.Tensor | None = None  # of a GradScaler, in this pass
         # On the CPU the word is in the step's own sum; on a GPU reading it there would hold up the host.
         self.control = ControlExchange(world) if world.accelerator.is_asynchronous else None
@@ -133,6 +133,14 @@ class Fold:
         self.decision: ControlDecision | None = None  # of all ranks at the last fold
         self.waited_s: float = 0.0 if former is None else former.waited_s  # for the sums, in all folds so far
         self.clock: Callable[[], float] = time.perf_counter  # read as a wait begins and as it ends
+
+    def check_pending(self) -> None:
+        """Raise what a GPU had yet to find out about the last step's buffers; the same on every rank.
+
+        Raises:
+            ValueError: shards changed a buffer of the rule "same" differently.
+        """
+        self._buffers.settle()
 
     def release(self) -> None:
         """Remove all hooks."""
