@@ -66,6 +66,7 @@ docs/faq
 docs/migrate
 docs/checkpoints
 docs/batch_norm
+docs/buffers
 docs/gradient_accumulation
 docs/compile
 docs/larger_models
