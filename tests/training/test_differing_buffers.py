@@ -145,7 +145,7 @@ def break_after_a_new_parameter(world: dl.World, folder: str) -> None:
         for rows in step:
             step.backward(loss_of(model, rows))
         step.fold()
-        model[0].largest.fill_(0.0)
+        model[0].get_buffer("largest").fill_(0.0)
         if step.iteration == 1:
             model.append(nn.Linear(1, 1).double())  # the next step has another fold
 
