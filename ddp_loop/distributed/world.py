@@ -418,6 +418,10 @@ class World:
         """Refuse all collectives but those of a step, for this reason; None allows them again."""
         self._busy = why
 
+    def count_raw_collectives(self) -> int:
+        """The collectives so far that the script made by torch.distributed itself; over NCCL the world's as well."""
+        return 0 if self._groups is None else self._groups.count_on_default()
+
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
         """Be in a stage inside the block, and stay in it where the block raises: a failed rank's error names it."""

@@ -289,6 +289,13 @@ def _why(one: Trace, other: Trace, unequal: FirstMismatch) -> str:
         return f"{where} So {MEANING[unequal.stage]}."
     if (explained := _explained(one, other, unequal)) is not None:
         return f"{where} {explained}"
+    if unequal.name.startswith("buffer "):
+        return (
+            f"{where} Shards change this buffer, and what the fold makes of them depends on their number. Running "
+            f"statistics behind another batch norm do: fix the shards, {fixed}. Any other buffer has a rule that is "
+            "not exact for it (buffer_reduction=): compute it from the whole mini-batch, after step.gather "
+            "(docs/buffers.md)."
+        )
     return (
         f"{where} The runs cut a mini-batch into {shards[0]} and {counted(shards[1], 'shard')}, and a result depends "
         "on the shard: by its statistics (batch norm), its random numbers (dropout), a loss that is not a mean over "

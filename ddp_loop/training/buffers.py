@@ -1,5 +1,9 @@
 """Buffers other than batch-norm statistics: equal when a shard starts, merged by a rule when the step ends.
 
+[Note: Default rule] A buffer may hold anything: a mean of a batch, a sum, an extreme, a queue. Only the running
+statistics of instance norm are known to be means over the samples, so they are averaged. Every other buffer must become
+the same in all shards, or have a rule from the user. A wrong value would be silent, and an error is not.
+
 [Note: Silent writes] torch's version counter misses writes through `.data`, by norm layers' kernels, by scripted code.
 So a buffer with the same version is compared with its copy, bit by bit: on the CPU always. On a GPU the host would
 wait, so there in passes 1, 2, 4, 8, ... alone. What the first pass finds counts as written from then on. What a later
@@ -26,15 +30,15 @@ from ddp_loop.training.payload import weighted_mean
 BufferReduction = Literal["mean", "same", "first", "min", "max", "local"]
 _holders = methodcaller("_use_count")  # of a tensor: Python, saved tensors of graphs, views
 BUFFER_REDUCTIONS = ("mean", "same", "first", "min", "max", "local")
+_STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(slots=True)
 class Buffer:
     """One buffer: its owner, its tensor, its value when the step opened, and its rule.
 
-    The rules are "mean" (weighted by the shards' samples, the default of floating buffers), "same" (every shard must
-    change it alike, the default of others), "first" (the first shard's), "min" and "max" (the extreme of the shards',
-    for observers), and "local" (each rank keeps its own).
+    The rules are "same" (every shard must change it alike, the default), "mean" (weighted by the shards' samples),
+    "first" (the first shard's), "min" and "max" (the extreme of the shards'), and "local" (each rank keeps its own).
     """
 
     name: str
@@ -43,7 +47,6 @@ class Buffer:
     tensor: torch.Tensor
     policy: BufferReduction
     others: list[tuple[nn.Module, str]] = field(default_factory=list)  # other places of the same tensor
-    given: bool = True  # whether the user gave the rule
     opened: torch.Tensor = field(init=False)
     version: int = field(init=False)
     late: bool = field(init=False)  # whether reading it makes the host wait
@@ -83,13 +86,6 @@ class Buffer:
     def is_rewritten(self) -> bool:
         """Whether its bits differ from those when the step opened, see [Note: Silent writes]; waits for a GPU."""
         return not same_bits(self.tensor, self.opened)
-
-    @property
-    def is_understated(self) -> bool:
-        """Whether it is a running variance that was moved silently, whose mean would be too small."""
-        if self.key != "running_var" or self.given or isinstance(self.owner, _NormBase):
-            return False
-        return self.now is self.tensor and self.tensor._version == self.version
 
     def _stand(self, tensor: torch.Tensor) -> None:
         self.owner._buffers[self.key] = tensor
@@ -140,13 +136,13 @@ def find_buffers(
     for shared in each_buffer(modules):
         if any(owner in without for owner, _ in shared.places):
             continue
-        default: BufferReduction = "mean" if shared.tensor.is_floating_point() or shared.tensor.is_complex() else "same"
         (owner, key), *others = shared.places
         given = {name: buffer_reduction[name] for name in shared.names if name in buffer_reduction}
         if len(set(given.values())) > 1:
             raise ValueError(f"A buffer has one rule. {' and '.join(given)} are one buffer and got {given}. Pass one.")
+        default: BufferReduction = "mean" if isinstance(owner, _NormBase) and key in _STATISTICS else "same"
         policy = next(iter(given.values()), default)
-        found.append(Buffer(shared.names[0], owner, key, shared.tensor, policy, others, bool(given)))
+        found.append(Buffer(shared.names[0], owner, key, shared.tensor, policy, others))
         names.update(dict.fromkeys(shared.names, found[-1]))
     for name, policy in buffer_reduction.items():
         is_ordered = name not in names or not names[name].tensor.is_complex()
@@ -166,9 +162,9 @@ class Buffers:
     A buffer travels with every bit, whatever its dtype, see `distributed/encoding`; one that no shard changed does not.
     """
 
-    def __init__(self, found: Mapping[str, Buffer], shards: int = 1) -> None:
-        self.found, self._shards = dict(found), shards
-        self._doubts: list[tuple[Buffer, torch.Tensor, torch.Tensor, HostCopy]] = []
+    def __init__(self, found: Mapping[str, Buffer]) -> None:
+        self.found = dict(found)
+        self._doubts: tuple[HostCopy, list[_Doubt]] | None = None
         self._passes = 0
 
     def open(self) -> None:
@@ -177,7 +173,7 @@ class Buffers:
         Raises:
             ValueError: on a GPU, shards of the last step changed a buffer of the rule "same" differently.
         """
-        self._settle()
+        self.settle()
         for buffer in self.found.values():
             buffer.open()
         if late := [buffer for buffer in self.found.values() if buffer.late]:
@@ -202,13 +198,6 @@ class Buffers:
                 raise ValueError(
                     f"A buffer must keep its shape and dtype in a step. {buffer.name} had {tuple(opened.shape)}, "
                     f'{opened.dtype} and has {now}. Pass Loop buffer_reduction={{"{buffer.name}": "local"}}.'
-                )
-            if self._shards > 1 and buffer.is_understated:
-                raise ValueError(
-                    "Batch norm's running statistics are those of the whole mini-batch where Python calls its layers. "
-                    f"{buffer.name} was moved unseen (in a scripted layer, in compiled code, or through .data), and "
-                    "the mean of the shards' variances is less than the variance of all. Make it an nn.BatchNorm, or "
-                    f'F.batch_norm in its forward, or pass Loop buffer_reduction={{"{buffer.name}": "mean"}}.'
                 )
             taken[buffer.name] = value.detach().clone()
             buffer.unseen = value is buffer.tensor and value._version == buffer.version
@@ -289,7 +278,7 @@ class Buffers:
         Raises:
             ValueError: shards changed a buffer of the rule "same" differently.
         """
-        offset = 0
+        offset, doubts = 0, list[_Doubt]()
         for name in sorted(names):
             buffer = self.found[name]
             buffer.travels |= buffer.late  # what one rank found, all take: a shard may have left the same bits
@@ -297,26 +286,74 @@ class Buffers:
             values = decode(rows[:, offset : offset + length], buffer.opened.dtype)
             offset += length
             if buffer.policy == "same" and len(full) > 1:
-                doubts = _of_shards(values, full)
-                doubts = doubts if keep is None else torch.where(keep, doubts[:1], doubts)
-                self._doubts.append((buffer, doubts, buffer.opened.clone(), HostCopy(_unlike(doubts).any())))
+                some = _of_shards(values, full)
+                doubts.append(_Doubt(buffer, full, some if keep is None else torch.where(keep, some[:1], some)))
             merged = assemble(_merged(values, buffer, share, full), buffer.opened)
             buffer.restore(merged if keep is None else torch.where(keep, buffer.opened, merged))
             buffer.opened.copy_(buffer.tensor)
-        if not is_asynchronous(rows):
-            self._settle()
+        if doubts:
+            self._doubts = HostCopy(torch.stack([one.unlike.any() for one in doubts])), doubts
+            if not is_asynchronous(rows):
+                self.settle()
 
-    def _settle(self) -> None:
-        """Raise ValueError if shards changed a buffer of the rule "same" differently."""
-        doubts, self._doubts = self._doubts, []
-        for buffer, values, opened, is_unlike in doubts:
-            if bool(is_unlike.wait()):
-                raise ValueError(_differs(buffer, values, opened, int(_unlike(values).any(0).nonzero()[0])))
+    def settle(self) -> None:
+        """Check the last step's buffers of the rule "same"; on a GPU the next step does it, and so nothing waits.
+
+        Raises:
+            ValueError: shards changed one of them differently.
+        """
+        if self._doubts is None:
+            return
+        (flags, doubts), self._doubts = self._doubts, None
+        for doubt, is_unlike in zip(doubts, flags.wait().tolist(), strict=True):
+            if is_unlike:
+                raise ValueError(doubt.text())
 
 
-def _unlike(values: torch.Tensor) -> torch.Tensor:
-    """Where shards differ from the first one, (S, K); NaN is like NaN."""
-    return (values != values[0]) & ((values == values) | (values[0] == values[0]))
+@dataclass(frozen=True, slots=True)
+class _Doubt:
+    """A buffer that all shards must have changed alike, with the values of those that have samples, (S, K)."""
+
+    buffer: Buffer
+    shards: list[int]
+    values: torch.Tensor
+
+    @property
+    def unlike(self) -> torch.Tensor:
+        """Where shards differ from the first one, (S - 1, K); NaN is like NaN."""
+        first, others = self.values[0], self.values[1:]
+        differs = others != first
+        return differs & ((others == others) | (first == first)) if others.is_floating_point() else differs
+
+    def text(self) -> str:
+        """The error: the first element that differs, in the first shard and in the first other one, and the remedy."""
+        buffer = self.buffer
+        column = int(self.unlike.any(0).nonzero()[0])
+        other = 1 + int(self.unlike[:, column].nonzero()[0])
+        place = column // 2 if buffer.opened.is_complex() else column
+        before, after = (assemble(self.values[row], buffer.opened).reshape(-1)[place].item() for row in (0, other))
+        return (
+            f'Every shard must change a buffer alike, unless another rule than "same" is given. Element {place} of '
+            f"{buffer.name} ({buffer.tensor.dtype}) became {before!r} in shard {self.shards[0]} and {after!r} in shard "
+            f"{self.shards[other]}. {_remedy(buffer)}"
+        )
+
+
+def _remedy(buffer: Buffer) -> str:
+    """How a buffer that depends on the shard becomes the whole mini-batch's."""
+    if buffer.key in _STATISTICS and all(key in buffer.owner._buffers for key in _STATISTICS):
+        rules = {f"{buffer.name.removesuffix(buffer.key)}{key}": "mean" for key in _STATISTICS}
+        return (
+            "Call F.batch_norm in the layer's forward, from Python and not from scripted code, and its statistics are "
+            f"the whole mini-batch's. Or pass Loop buffer_reduction={rules}; the mean of the shards' variances is less "
+            "than the variance of all."
+        )
+    extremes = "" if buffer.opened.is_complex() else '"min", "max", '
+    return (
+        "Compute it from the whole mini-batch, after step.gather (docs/buffers.md). Or pass Loop "
+        f'buffer_reduction={{"{buffer.name}": "mean"}} if its change is a mean over the samples, or another rule: '
+        f'{extremes}"first" or "local".'
+    )
 
 
 def _merged(values: torch.Tensor, buffer: Buffer, share: torch.Tensor, full: list[int]) -> torch.Tensor:
@@ -344,16 +381,3 @@ def _mean_of(values: torch.Tensor, buffer: Buffer, share: torch.Tensor, full: li
 def _of_shards(values: torch.Tensor, numbers: list[int]) -> torch.Tensor:
     """The rows of these shards; a list as an index would be copied to the device, for which the host waits."""
     return values if len(numbers) == len(values) else torch.stack([values[number] for number in numbers])
-
-
-def _differs(buffer: Buffer, values: torch.Tensor, opened: torch.Tensor, place: int) -> str:
-    if values.is_floating_point():
-        said = "became " + ", ".join(f"{float(value):g}" for value in values[:, place])
-    else:
-        before = decode(encode(opened, torch.float64).unsqueeze(0), opened.dtype)[0, place]
-        said = "was changed by " + ", ".join(f"{int(value - before)}" for value in values[:, place])
-    return (
-        f'Every shard must change a buffer of the rule "same" alike. Element {place} of {buffer.name} '
-        f"({buffer.tensor.dtype}) {said}. Make it a function of the step alone, or pass Loop "
-        f'buffer_reduction={{"{buffer.name}": "first"}} (or "mean" for a floating one, or "local").'
-    )

@@ -53,6 +53,11 @@ _OPEN = (
     "Between a step's first shard and its fold the ranks are not at the same place. Run this collective after "
     "step.fold()."
 )
+_RAW = (
+    "A shard must not call torch.distributed where a rank has several shards. Such a collective combines one shard of "
+    "each rank, not the whole mini-batch, and waits for ranks with fewer shards. This step's earlier shards made "
+    "{collectives}. Use step.hold and step.gather, or a rule for the buffer (docs/buffers.md), or one shard per rank."
+)
 _DONE = attrgetter("done")
 
 
@@ -113,7 +118,7 @@ class Fold:
         )
         self._statistics = BatchNormStatistics(layers, own if shards > 1 else {}, others)
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
-        self._buffers = Buffers(find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {}), shards)
+        self._buffers = Buffers(find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {}))
         self._loss_scale: torch.Tensor | None = None  # of a GradScaler, in this pass
         # On the CPU the word is in the step's own sum; on a GPU reading it there would hold up the host.
         self.control = ControlExchange(world) if world.accelerator.is_asynchronous else None
@@ -128,11 +133,20 @@ class Fold:
         self._tails: dict[int, int] = {}  # of the layout, by shards
         self._records: list[ShardRecord] = []
         self._empty: ShardRecord | None = None  # of a rank without a shard, under synced batch norm
+        self._counts_raw, self._raw = shards > world.size > 1, 0  # collectives of the script as the first shard began
         self.opened_by: object = None  # the step of the pass between its first shard and its fold
         self.had_gradients = False  # whether the last fold left any
         self.decision: ControlDecision | None = None  # of all ranks at the last fold
         self.waited_s: float = 0.0 if former is None else former.waited_s  # for the sums, in all folds so far
         self.clock: Callable[[], float] = time.perf_counter  # read as a wait begins and as it ends
+
+    def check_pending(self) -> None:
+        """Raise what a GPU had yet to find out about the last step's buffers; the same on every rank.
+
+        Raises:
+            ValueError: shards changed a buffer of the rule "same" differently.
+        """
+        self._buffers.settle()
 
     def release(self) -> None:
         """Remove all hooks."""
@@ -168,7 +182,12 @@ class Fold:
 
         Args:
             shard: None on a rank without one, which takes part in synced batch norm.
+
+        Raises:
+            RuntimeError: an earlier shard of this rank called torch.distributed itself.
         """
+        if self._counts_raw:
+            self._refuse_raw_collectives()
         record = ShardRecord(shard or Shard(0, 0, 0), self._statistics.recording())
         if shard is None:
             self._empty = record
@@ -180,6 +199,14 @@ class Fold:
             self._statistics.stop()
             if self._buffers.found:
                 record.taken = self._buffers.take(graph_goes_on=record.held)
+
+    def _refuse_raw_collectives(self) -> None:
+        """Raise if the shards so far called torch.distributed; the package's own sums begin in the last backward."""
+        made = self._world.count_raw_collectives()
+        if not self._records:
+            self._raw = made
+        elif made != self._raw:
+            raise RuntimeError(_RAW.format(collectives=made - self._raw))
 
     def unscaled(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss's value without a GradScaler's factor, as a new tensor, shape ()."""

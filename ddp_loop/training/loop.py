@@ -57,8 +57,9 @@ class Loop:
             `sinks`). Further passes of a step add theirs: `loss_2`.
         progress: show progress in the terminal, from rank 0, and draw curves in the run folder at the end.
         monitor: serve a page of the run folder from another process; needs `pip install 'ddp_loop[monitor]'`.
-        buffer_reduction: rules for single buffers, such as "model.0.counter": "mean", "same" (all shards change it
-            alike), "first" (that of the first shard), "min" and "max" (for observers), "local" (each rank its own).
+        buffer_reduction: rules for single buffers, such as "model.0.level": "same" (all shards change it alike, the
+            default), "mean" (over the samples), "first" (that of the first shard), "min" and "max" (for observers),
+            "local" (each rank its own). See docs/buffers.md.
         bucket_cap_mib: size of the buckets in which gradients are summed, in MiB.
         allow_single_sample_shards: accept shards of one sample although the model has BatchNorm1d layers, which
             cannot normalise one value (but can, if their inputs have positions).
@@ -171,6 +172,8 @@ class Loop:
         return recorder
 
     def _make_fold(self, former: Fold | None = None) -> Fold:
+        if former is not None:
+            former.check_pending()
         watch = None if self._recorder.tracer is None else self._recorder.tracer.backward
         return self._job.make_fold(self, self._guard, watch, former)
 
@@ -335,6 +338,7 @@ class Loop:
         stops, saves = (False, False) if decision is None else (decision.stop, decision.save)
         ends = iteration == where.most_steps or (is_last_of_epoch and where.ends_all(mini_batch))
         if stops or ends:
+            self.fold.check_pending()
             step.leave(f"it ended the loop after step {iteration}", self.fold)  # finds a peer that left it before
             self._replicas.end(iteration)
         if stops or self._recorder.keeps:

@@ -67,6 +67,7 @@ docs/migrate
 docs/data
 docs/checkpoints
 docs/batch_norm
+docs/buffers
 docs/gradient_accumulation
 docs/compile
 docs/larger_models

@@ -82,7 +82,8 @@ def buffers_with_weights(weights: list[float] | None, shards: int) -> list[torch
     with dl.join_world(seed=0) as world:
         model = Counting().double()
         rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        for step in dl.Loop(dl.Batches(rows, 8, world, shards=shards), 1, state={"model": model}, progress=False):
+        batches, rules = dl.Batches(rows, 8, world, shards=shards), {"model.level": "mean"}
+        for step in dl.Loop(batches, 1, state={"model": model}, buffer_reduction=rules, progress=False):  # type: ignore[arg-type]
             given = iter(weights or [])
             for shard in step:
                 step.backward(model(shard), weight=next(given, None))

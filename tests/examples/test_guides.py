@@ -19,6 +19,7 @@ from tests.support.snippets import Ran, blocks_of, run_python
 COMPILING_S = 200.0
 NEW = (
     "batch_norm",
+    "buffers",
     "gradient_accumulation",
     "data",
     "faq",

@@ -22,19 +22,22 @@ ROWS: list[Any] = []
 
 
 class Memory(nn.Module):
-    """A moving average and a counter, which the fold reduces."""
+    """A moving average, and a counter and a rate that all shards change alike; the fold reduces them."""
 
     average: torch.Tensor
     count: torch.Tensor
+    rate: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("average", torch.zeros(8))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("rate", torch.ones(()))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.average.lerp_(rows.detach().mean(0), 0.1)
         self.count += 1
+        self.rate *= 0.99
         return rows
 
 
@@ -85,6 +88,11 @@ def spectral(world: dl.World) -> Generator[nn.Module, None, None]:
     torch.manual_seed(0)
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 16))
     yield from plain(world, nn.Sequential(layer, nn.Tanh(), nn.Linear(16, 4)).to(world.device))
+
+
+def remembering(world: dl.World, **options: Any) -> Generator[nn.Module, None, None]:
+    model = nn.Sequential(Memory(), network(world)).to(world.device)
+    yield from plain(world, model, buffer_reduction={"model.0.average": "mean"}, **options)
 
 
 def weights(world: dl.World) -> Generator[nn.Module, None, None]:
@@ -154,10 +162,8 @@ SCENARIOS: dict[str, Scenario] = {
     "synced batch norm": synced,
     "Adam": adam,
     "spectral norm": spectral,
-    "buffers": lambda world: plain(world, nn.Sequential(Memory(), network(world)).to(world.device)),
-    "buffers, empty shards": lambda world: plain(
-        world, nn.Sequential(Memory(), network(world)).to(world.device), batch_size=38
-    ),
+    "buffers": remembering,
+    "buffers, empty shards": lambda world: remembering(world, batch_size=38),
     "weights on the device": weights,
     "two passes, two losses": several,
     "gathered outputs": gathered,

@@ -86,7 +86,8 @@ def mean_of_two() -> torch.Tensor:
         model = nn.Linear(1, 1)
         model.register_buffer("seen", torch.zeros((), dtype=torch.float64))
         data = torch.tensor([[1 / 3], [2 / 7], [1e-9]], dtype=torch.float64)
-        for step in dl.Loop(dl.Batches(data, 3, world, shuffle=False), 1, state={"model": model}, progress=False):
+        batches, rules = dl.Batches(data, 3, world, shuffle=False), {"model.seen": "mean"}
+        for step in dl.Loop(batches, 1, state={"model": model}, buffer_reduction=rules, progress=False):  # type: ignore[arg-type]
             for rows in step:
                 model.seen = rows.mean()
                 step.backward(model(rows.float()).mean())

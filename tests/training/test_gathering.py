@@ -7,6 +7,7 @@ hundred terms, each rounded at 1.1e-16.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -128,7 +129,9 @@ def train(scene: Callable[[dl.Step, nn.Module], torch.Tensor], build: Callable[[
         model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = dl.Batches(samples(48), MINI_BATCH, world, shards=shards, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
+        rules: dict[str, Any] = {"model.scale": "mean"} if isinstance(model, Scaling) else {}
+        state = {"model": model, "optimizer": optimizer}
+        for step in dl.Loop(batches, 1, state=state, buffer_reduction=rules, progress=False):
             step.backward(scene(step, model))
             step.fold()
             optimizer.step()

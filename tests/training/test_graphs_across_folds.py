@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import sha256
+from typing import Any
 
 import pytest
 import torch
@@ -218,7 +219,9 @@ def train(kind: str, size: int, shards: int | None, synced: bool = False) -> tup
         before = {name: id(one) for name, one in both.named_buffers()}
         optimizer = optimizers(both)
         batches = dl.Batches(rows(STEPS * size), size, world, shards=shards, shuffle=False)
-        loop = dl.Loop(batches, 1, state={"both": both, **optimizer}, progress=False, check_replicas_every=1)
+        rules = {f"both.{name}": "mean" for name, _ in both.named_buffers() if name.endswith("size")}
+        state: dict[str, Any] = {"both": both, **optimizer}
+        loop = dl.Loop(batches, 1, state=state, buffer_reduction=rules, progress=False, check_replicas_every=1)  # type: ignore[arg-type]
         for step in loop:
             fakes: list[torch.Tensor] = []
             for drawn in step:

@@ -295,7 +295,7 @@ def meet_news(news: str, on: list[int], signs: list[str], launches: bool) -> tup
         model, returned, gradients = Varying(), False, list[torch.Tensor | None]()
         model.other.requires_grad_(news != "an unfrozen parameter")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in loop_over(world, "", model, optimizer, **QUIET):
+        for step in loop_over(world, "", model, optimizer, buffer_reduction=LARGEST, **QUIET):
             is_new = step.iteration == HELD and world.rank in on
             model.other.requires_grad_(news != "an unfrozen parameter" or step.iteration >= HELD)
             for rows in step:
@@ -316,7 +316,13 @@ def meet_news(news: str, on: list[int], signs: list[str], launches: bool) -> tup
 
 
 NEWS_OF = ("", "", "a second call", MISSING, "", "a buffer", MISSING, "")  # by step and rank, one after the other
-IN_ORDER: dict[str, Any] = {"bucket_cap_mib": 1e-4, "check_replicas_every": 3, "ordered": True}
+LARGEST: dict[str, Any] = {"model.largest": "max"}
+IN_ORDER: dict[str, Any] = {
+    "bucket_cap_mib": 1e-4,
+    "check_replicas_every": 3,
+    "ordered": True,
+    "buffer_reduction": LARGEST,
+}
 BY = [
     *((news, [rank]) for news in ("a second call", "a buffer", "a weight", MISSING) for rank in (0, 1)),
     *((news, [0, 1]) for news in NEWS),
@@ -349,7 +355,7 @@ def test_a_fold_waits_for_what_its_update_depends_on(
 def change_a_buffer_late(world: dl.World, folder: str) -> None:
     torch.manual_seed(5)
     model = Varying()
-    for step in loop_over(world, folder, model, count=36):
+    for step in loop_over(world, folder, model, count=36, buffer_reduction=LARGEST):
         for rows in step:
             step.backward(model(rows, "").mean())
             if world.rank == 1 and step.iteration == HELD:

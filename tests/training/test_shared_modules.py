@@ -118,7 +118,7 @@ def test_a_shared_buffer_has_the_rule_of_each_of_its_names(name: str, on_ranks: 
     level = 4.0
     for first, second in ((0.5, 2.0), (3.5, 5.0)):
         level = level / 4 + 1.5 * (2 * first + second) / 3
-    for found in on_ranks(2, train_levels, {name: "first"}):
+    for found in on_ranks(2, train_levels, {name: "first", name.replace("count", "level"): "mean"}):
         assert found == [pytest.approx(level, rel=1e-12), 8.0]
 
 
@@ -149,7 +149,7 @@ def train_local(rules: dict[str, str]) -> float:
 
 @pytest.mark.covers("D6")
 def test_a_local_buffer_is_local_under_each_of_its_names(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, train_local, {"both.0.count": "local"}) == [4.0, 2.0]
+    assert on_ranks(2, train_local, {"both.0.count": "local", "one.level": "mean"}) == [4.0, 2.0]
 
 
 def share_statistics(shards: int) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Buffers that are written without torch's version counter: found, and pooled or refused.
+"""Buffers that are written without torch's version counter: found, and reduced by their rule or refused.
 
 Compared with 1e-12: float64, sums of some ten terms.
 """
@@ -128,7 +128,7 @@ SCRIPTED = "ignore:.*torch.jit:DeprecationWarning"
 @pytest.mark.covers("D4")
 @pytest.mark.filterwarnings(SCRIPTED)
 def test_scripted_batch_norm_over_several_shards_is_refused(refused: Refused) -> None:
-    said = r"model\.1\.running_var was moved unseen .* buffer_reduction=\{\"model.1.running_var\": \"mean\"\}"
+    said = r"of model\.1\.running_mean .* Call F\.batch_norm .* 'model\.1\.running_var': 'mean'"
     refused(2, train_scripted, {}, None, kind="ValueError", said=said, by=ALL)
 
 
@@ -141,7 +141,8 @@ def test_scripted_batch_norm_with_a_rule_is_pooled_by_it(ranks: int, shards: int
     with torch.no_grad():
         for rows in rows_of().split(11):
             mean = 0.9 * mean + 0.1 * first(rows).mean(0)
-    for found in on_ranks(ranks, train_scripted_in_a_world, {"model.1.running_var": "mean"}, shards):
+    rules = {"model.1.running_mean": "mean", "model.1.running_var": "mean"}
+    for found in on_ranks(ranks, train_scripted_in_a_world, rules, shards):
         assert torch.allclose(found["1.running_mean"], mean, rtol=1e-12, atol=1e-14)
         assert int(found["1.num_batches_tracked"]) == 2
 
@@ -166,7 +167,15 @@ def train_codebook(shards: int | None, between: bool) -> State:
     with dl.join_world() as world:
         model = Codebook()
         batches = dl.Batches(torch.arange(6.0, dtype=torch.float64), 3, world, shards=shards, shuffle=False)
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False, check_replicas_every=1):
+        loop = dl.Loop(
+            batches,
+            1,
+            state={"model": model},
+            buffer_reduction={"model.level": "mean"},
+            progress=False,
+            check_replicas_every=1,
+        )
+        for step in loop:
             for rows in step:
                 step.backward(model(rows))
             step.fold()
@@ -179,7 +188,7 @@ def train_codebook(shards: int | None, between: bool) -> State:
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize(("ranks", "shards"), [(1, 2), (2, None), (3, 2), (3, 3), (1, 1)])
 @pytest.mark.quick_in_both_modes
-def test_buffers_written_through_data_are_pooled(
+def test_buffers_written_through_data_follow_their_rules(
     ranks: int, shards: int | None, between: bool, on_ranks: OnRanks
 ) -> None:
     # Each shard halves the level and adds its mean; weighted by samples that adds the mini-batch's mean.
@@ -241,7 +250,7 @@ def test_where_the_host_would_wait_a_write_that_is_found_later_is_an_error(begin
 def test_a_recomputation_leaves_buffers_alone_however_they_are_written(write: Callable[[torch.Tensor], object]) -> None:
     model = nn.Module()
     model.register_buffer("count", torch.ones(2))
-    buffers = Buffers(find_buffers({"model": model}, set(), {}), shards=2)
+    buffers = Buffers(find_buffers({"model": model}, set(), {}))
     with buffers.untouched():
         write(model.get_buffer("count"))
     assert model.get_buffer("count").tolist() == [1.0, 1.0]
