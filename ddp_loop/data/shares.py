@@ -100,6 +100,7 @@ class Division:
 
     def __init__(self, shards: int | None, ranks: int, rank: int, shares: Any = None) -> None:
         self._is_fixed, self._ranks, self._rank = shards is not None, ranks, rank
+        self._pieces = 1  # into which each shard is cut
         self.shards = ranks if shards is None else shards
         is_measured = isinstance(shares, str) and shares == MEASURED
         given = None if shares is None or is_measured else check_shares(shares, ranks)
@@ -127,6 +128,13 @@ class Division:
         first = sum(self.carried[: self._rank])
         self.mine = range(first, first + self.carried[self._rank])
 
+    def halve(self) -> None:
+        """Cut each shard into two from now on; a second call changes nothing."""
+        if self._pieces == 1:
+            self._pieces = 2
+            self.shards *= 2
+            self.give(self.shares)
+
     @property
     def is_unmeasured(self) -> bool:
         """Whether the shares are to be measured, and were not yet."""
@@ -135,8 +143,10 @@ class Division:
     def sizes(self, samples: int) -> tuple[int, ...]:
         """The number of samples in each of the S shards of a mini-batch of so many `samples`."""
         if self.shares is None or self._is_fixed:
-            return split_sizes(samples, self.shards)
-        return split_by_shares(samples, self.shares)
+            sizes = split_sizes(samples, self.shards // self._pieces)
+        else:
+            sizes = split_by_shares(samples, self.shares)
+        return sizes if self._pieces == 1 else tuple(half for size in sizes for half in split_sizes(size, self._pieces))
 
     def cut(self, samples: int) -> tuple[tuple[int, ...], tuple[Shard, ...]]:
         """The sizes of all shards of a mini-batch of so many `samples`, and this rank's shards that are not empty."""
