@@ -355,9 +355,10 @@ def _why(one: Trace, other: Trace, unequal: FirstMismatch) -> str:
         return f"{where} {explained}"
     return (
         f"{where} The runs cut a mini-batch into {shards[0]} and {counted(shards[1], 'shard')}, and a result depends "
-        "on the shard: by its statistics (batch norm), its random numbers (dropout), a loss that is not a mean over "
-        f"its samples, or mixed precision. Fix the shards, {fixed}. Or pass step.backward the weight that the loss is "
-        "a mean over. Or, for mixed precision, verify --tolerance 0.02."
+        "on the shard: by its statistics (batch norm), its random numbers (dropout), a loss that is neither a mean nor "
+        "a sum over its samples (a penalty beside a sum counts once per shard), or mixed precision. Fix the shards, "
+        f"{fixed}. Or pass step.backward the weight that the loss is a mean over. Or, for mixed precision, verify "
+        "--tolerance 0.02."
     )
 
 

@@ -60,6 +60,24 @@ def test_with_fixed_shards_the_number_of_shards_follows_the_share() -> None:
     assert {one.sizes(20) for one in divisions} == {(3, 3, 3, 3, 2, 2, 2, 2)}
 
 
+@pytest.mark.parametrize(
+    ("shards", "shares", "sizes", "carried"),
+    [
+        (3, None, (3, 2, 2, 2, 2, 2), (3, 3)),
+        (None, None, (4, 3, 3, 3), (2, 2)),
+        (None, (12, 1), (6, 6, 1, 0), (2, 2)),
+    ],
+)
+def test_halves_are_pieces_of_the_shards(shards: int | None, shares: Any, sizes: Any, carried: Any) -> None:
+    division = Division(shards, 2, 1, shares)
+    division.cut(13)
+    division.halve()
+    division.halve()  # a second Loop over the same batches
+    assert division.shards == len(sizes)
+    assert division.sizes(13) == division.cut(13)[0] == sizes
+    assert division.carried == carried
+
+
 def own_samples(shares: Any, **options: Any) -> tuple[list[int], tuple[int, ...], tuple[float, ...] | None]:
     """This rank's samples of an epoch, the sizes of the first mini-batch, and the shares."""
     with dl.join_world(seed=0) as world:

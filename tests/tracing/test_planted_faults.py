@@ -1,4 +1,4 @@
-"""Twenty faults that `verify` names and twenty sound scripts that it does not blame, with fixed shards and without."""
+"""Planted faults that `verify` names, with fixed shards and without, and sound scripts that it does not blame."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ddp_loop.tracing import CannotVerify
 from tests.support.scripts import changed, verdict_of, write
 
 SCRIPT = """
-import itertools
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -38,10 +37,6 @@ class Kept(nn.Module):
         with torch.no_grad():
             self.level.copy_(self.rule(self.level, x))
         return self.last(x)
-
-class Always(nn.Dropout):
-    def train(self, mode=True):
-        return super().train(True)
 
 class Autoencoder(nn.Module):
     def __init__(self):
@@ -256,7 +251,7 @@ WHOLE = """
 LOCAL = """F.cross_entropy(
                 F.normalize(logits) @ F.normalize(model(a.flip(1))).T * 5, torch.arange(size)
             )"""
-STREAM = "dl.datasets if False else type('S', (), {'__iter__': lambda self: zip(x, y, tokens)})()"
+STREAM = "type('Stream', (), {'__iter__': lambda self: zip(x, y, tokens)})()"
 SEQUENCES = """
     texts = [(torch.randn(9, 6, generator=generator), torch.randint(3, (9,), generator=generator)) for _ in range(12)]
     batches = dl.SequenceBatches(texts, 6, 5, world, shards=SHARDS)
@@ -332,8 +327,18 @@ SOUND: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.covers("H9")
-@pytest.mark.parametrize("script", quick(SOUND, "a sum beside an exact penalty"))
+@pytest.mark.parametrize("script", quick(SOUND, "several losses"))
 def test_a_sound_script_of_fixed_shards_is_not_blamed(script: str, pool: Pool, tmp_path: Path) -> None:
     equal, said = verdict({**FIXED, **SOUND[script]}, pool, tmp_path)
     assert equal, said
     assert "the same bits" in said.splitlines()[-1]
+
+
+@pytest.mark.covers("H9")
+@pytest.mark.parametrize(
+    ("script", "is_said"), [("batch norm", True), ("bfloat16", True), ("a mean", False), ("sequences", False)]
+)
+@pytest.mark.slow
+def test_a_result_that_depends_on_the_shard_is_said(script: str, is_said: bool, pool: Pool, tmp_path: Path) -> None:
+    _, said = verdict({**FIXED, **SOUND[script]}, pool, tmp_path)
+    assert ("So keep the number of shards" in said) == is_said, said
