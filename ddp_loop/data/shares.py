@@ -129,7 +129,7 @@ class Division:
         self.mine = range(first, first + self.carried[self._rank])
 
     def halve(self) -> None:
-        """Cut each shard into two from now on; a second call changes nothing."""
+        """Cut each shard into two from now on, where all have two samples; a second call changes nothing."""
         if self._pieces == 1:
             self._pieces = 2
             self.shards *= 2
@@ -146,7 +146,11 @@ class Division:
             sizes = split_sizes(samples, self.shards // self._pieces)
         else:
             sizes = split_by_shares(samples, self.shares)
-        return sizes if self._pieces == 1 else tuple(half for size in sizes for half in split_sizes(size, self._pieces))
+        if self._pieces == 1:
+            return sizes
+        if 1 in sizes:  # only the last shards may be empty
+            return split_sizes(samples, self.shards)
+        return tuple(half for size in sizes for half in split_sizes(size, self._pieces))
 
     def cut(self, samples: int) -> tuple[tuple[int, ...], tuple[Shard, ...]]:
         """The sizes of all shards of a mini-batch of so many `samples`, and this rank's shards that are not empty."""

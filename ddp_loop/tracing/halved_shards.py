@@ -17,8 +17,9 @@ few samples grows with them, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -26,6 +27,7 @@ from ddp_loop.tracing.compare import rounding_of
 from ddp_loop.tracing.diagnosis import folded_values, split_name
 from ddp_loop.tracing.trace import Trace
 
+_EXACT = 1e-6  # the allowed error of a metric, relative to it
 _FITS = 1e-3  # the allowed remainder, relative to the value
 _SAME = 1e-2  # the allowed difference of what must be the same in every shard, and of two weights
 _NEAR = 0.02  # the allowed error of a sum of fitted weights
@@ -109,7 +111,8 @@ class _Pair:
         unit = halves / halves.norm(dim=1, keepdim=True)
         if abs(float(unit[0] @ unit[1])) > 1 - _SAME:
             return None
-        return torch.linalg.lstsq(halves.T, self.gradients[0].unsqueeze(1), driver="gelsd").solution[:, 0]
+        factors: torch.Tensor = torch.linalg.lstsq(halves.T, self.gradients[0].unsqueeze(1), driver="gelsd").solution
+        return factors[:, 0]
 
     def excess(self) -> torch.Tensor:
         """What the halves' sum has more than the shard: of the gradients, then of the loss; (elements + 1,)."""
@@ -146,6 +149,8 @@ def explain_halves(one: Trace, halved: Trace) -> str | None:
 
 def difference_of_halves(one: Trace, halved: Trace) -> float:
     """The difference of the first step's gradients, relative to their size; 0 if it is rounding."""
+    if not (one.numbers[1:] and halved.numbers[1:]):
+        return 0.0
     step = one.numbers[1]
     (_, here), (_, there) = (folded_values(trace, step, "") for trace in (one, halved))
     if len(here) != len(there) or not float(here.norm()):
@@ -180,44 +185,55 @@ def _pieces(trace: Trace, step: int) -> dict[str, dict[int, _Piece]]:
     return found
 
 
-def _halves_of(number: int, halves: dict[int, _Piece]) -> list[_Piece]:
-    return [halves[half] for half in (2 * number, 2 * number + 1) if half in halves]
+def _cut_shards(shards: Mapping[int, _Piece], halves: Mapping[int, _Piece]) -> list[tuple[int, _Piece, _Piece, _Piece]]:
+    """The number of each shard with two halves, the shard and its halves.
+
+    A mini-batch with a shard of one sample is cut otherwise, so the places of the samples are compared.
+    """
+    starts, starts_of_halves = _starts(shards), _starts(halves)
+    found = []
+    for number, shard in sorted(shards.items()):
+        one, two = (halves.get(half) for half in (2 * number, 2 * number + 1))
+        if one is None or two is None:
+            continue
+        if starts[number] == starts_of_halves[2 * number] and shard.samples == one.samples + two.samples:
+            found.append((number, shard, one, two))
+    return found
 
 
-def _pairs(shards: dict[int, _Piece], halves: dict[int, _Piece], *, alone: bool) -> list[_Pair]:
-    """The shards of two samples or more whose own loss and gradients are known, as those of their halves are."""
+def _starts(pieces: Mapping[int, _Piece]) -> dict[int, int]:
+    """The number of samples before each piece of a mini-batch."""
+    numbers = sorted(pieces)
+    return dict(zip(numbers, accumulate((pieces[number].samples for number in numbers), initial=0), strict=False))
+
+
+def _pairs(shards: Mapping[int, _Piece], halves: Mapping[int, _Piece], *, alone: bool) -> list[_Pair]:
+    """The shards whose own loss and gradients are known, as those of their halves are; `alone` for one shard."""
     pieces = *shards.values(), *halves.values()
     nothing = {name: torch.zeros_like(one) for piece in pieces for name, one in sorted(piece.gradients.items())}
-    total = sum(shard.samples for shard in shards.values())
-    weights = [sum(piece.weight for piece in cut.values()) for cut in (shards, halves)]
+    samples = sum(shard.samples for shard in shards.values())
+    all_weights = [sum(piece.weight for piece in cut.values()) for cut in (shards, halves)]
     pairs = []
-    for number, shard in sorted(shards.items()):
-        three = [shard, *_halves_of(number, halves)]
-        losses = [piece.values.get((piece.reduction or "", "loss")) for piece in three]
-        if len(three) < 3 or None in losses or len({piece.reduction for piece in three}) > 1:
+    for number, *three in _cut_shards(shards, halves):
+        shard, reduction = three[0], three[0].reduction
+        losses = [piece.values.get((reduction or "", "loss")) for piece in three]
+        if None in losses or not all(piece.weight > 0 for piece in three):
             continue
-        if not all(piece.weight > 0 for piece in three) or shard.samples != sum(each.samples for each in three[1:]):
-            continue
-        factors = [1.0 if shard.reduction == "sum" else piece.weight / total for piece in three]
+        # A mean was multiplied by its weight before backward, but for an only shard's.
+        factors = [1.0 if reduction == "sum" else piece.weight / samples for piece in three]
         factors[0] = 1.0 if alone else factors[0]
-        gradients = torch.stack(
-            [_vector(piece, nothing) / factor for piece, factor in zip(three, factors, strict=True)]
-        )
+        rows = [_vector(piece, nothing) / factor for piece, factor in zip(three, factors, strict=True)]
+        gradients = torch.stack(rows)
         if gradients.shape[1] < _ELEMENTS or not gradients.isfinite().all() or not gradients.norm(dim=1).all():
             continue
-        samples = torch.tensor([each.samples for each in three[1:]], dtype=torch.float64, device="cpu")
-        counts = torch.tensor([each.weight for each in three[1:]], dtype=torch.float64, device="cpu")
-        pairs.append(
-            _Pair(
-                number,
-                torch.tensor(losses, dtype=torch.float64, device="cpu"),
-                gradients,
-                samples / shard.samples,
-                counts / weights[1] / (shard.weight / weights[0]),
-                shard.samples,
-            )
-        )
+        by_samples = _vector_of([piece.samples / shard.samples for piece in three[1:]])
+        counts = _vector_of([piece.weight / all_weights[1] for piece in three[1:]]) / (shard.weight / all_weights[0])
+        pairs.append(_Pair(number, _vector_of(losses), gradients, by_samples, counts, shard.samples))
     return pairs
+
+
+def _vector_of(numbers: Sequence[float | None]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 def _vector(piece: _Piece, nothing: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -229,7 +245,7 @@ def _vector(piece: _Piece, nothing: Mapping[str, torch.Tensor]) -> torch.Tensor:
 # -- reasons -----------------------------------------------------------------------------------------------
 
 
-def _of_loss(pairs: list[_Pair], shards: dict[int, _Piece], floor: float) -> str | None:
+def _of_loss(pairs: list[_Pair], shards: Mapping[int, _Piece], floor: float) -> str | None:
     if not pairs:
         return None
     if shards[pairs[0].number].reduction == "sum":
@@ -287,29 +303,20 @@ def _have_ratio(pairs: list[_Pair], expected: float) -> bool:
     if len(large) < 2:
         return False
     ratios = [float(pair.losses[0] / pair.losses[1:].sum()) / expected for pair in large]
-    whole, halves = (sum(part(pair) for pair in large) for part in (_gradient, _gradient_of_halves))
-    of_gradients = float(torch.as_tensor(whole).norm() / torch.as_tensor(halves).norm()) / expected
+    of_all = torch.stack([pair.gradients for pair in large]).sum(0)
+    of_gradients = float(of_all[0].norm() / of_all[1:].sum(0).norm()) / expected
     return all(abs(ratio - 1) < _ABOUT[0] for ratio in ratios) and abs(of_gradients - 1) < _ABOUT[1]
 
 
-def _gradient(pair: _Pair) -> torch.Tensor:
-    return pair.gradients[0]
-
-
-def _gradient_of_halves(pair: _Pair) -> torch.Tensor:
-    return pair.gradients[1:].sum(0)
-
-
-def _of_metrics(shards: dict[int, _Piece], halves: dict[int, _Piece]) -> str | None:
+def _of_metrics(shards: Mapping[int, _Piece], halves: Mapping[int, _Piece]) -> str | None:
     """The first metric that is given as a mean and adds up in every shard, in two shards of more than zeros."""
     names = dict.fromkeys(name for shard in shards.values() for reduction, name in shard.values if reduction == "mean")
     for name in names:
-        found = []
-        for number, shard in shards.items():
-            three = [piece.values.get(("mean", name)) for piece in (shard, *_halves_of(number, halves))]
-            if name != "loss" and len(three) == 3:
-                found.append([0.0 if one is None else one for one in three])
-        adds = all(abs(whole - one - two) <= _FITS * _FITS * abs(whole) for whole, one, two in found)
+        values = [[piece.values.get(("mean", name)) for piece in three] for _, *three in _cut_shards(shards, halves)]
+        found = [[one for one in three if one is not None] for three in values]
+        if name == "loss" or any(len(three) < 3 for three in found):
+            continue
+        adds = all(abs(whole - one - two) <= _EXACT * abs(whole) for whole, one, two in found)
         if adds and sum(all(three) for three in found) >= 2:
             return METRIC.format(name=name)
     return None

@@ -193,15 +193,15 @@ def _compare(reference: _Run, run: _Run, job: VerifyJob, folder: Path) -> _Verdi
     if verdict.may_be_rounding:
         return _following(expected, found, first, job, folder / f"following-{ranks}")
     if verdict.where is not None:
-        of_most = max(run, reference, key=_shards)
+        of_most = run if _shards(found) > _shards(expected) else reference
         reason = next(filter(None, starmap(explain_halves, _halved(*of_most, job, folder))), None)
         if reason is not None:
             return replace(verdict, problem=f"{verdict.where} With each shard cut into two: {reason}")
     return verdict
 
 
-def _shards(run: _Run) -> int:
-    return max(trace.head["shards"] for trace in run[1])
+def _shards(traces: list[Trace]) -> int:
+    return max(int(trace.head["shards"]) for trace in traces)
 
 
 def _halved(ranks: int, traces: list[Trace], job: VerifyJob, folder: Path) -> list[tuple[Trace, Trace]]:

@@ -61,20 +61,23 @@ def test_with_fixed_shards_the_number_of_shards_follows_the_share() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shards", "shares", "sizes", "carried"),
+    ("samples", "shards", "shares", "sizes", "carried"),
     [
-        (3, None, (3, 2, 2, 2, 2, 2), (3, 3)),
-        (None, None, (4, 3, 3, 3), (2, 2)),
-        (None, (12, 1), (6, 6, 1, 0), (2, 2)),
+        (13, 3, None, (3, 2, 2, 2, 2, 2), (3, 3)),
+        (4, 3, None, (1, 1, 1, 1, 0, 0), (3, 3)),  # not 1, 1, 1, 0, 1, 0
+        (13, None, None, (4, 3, 3, 3), (2, 2)),
+        (9, None, (2, 1), (3, 3, 2, 1), (2, 2)),
     ],
 )
-def test_halves_are_pieces_of_the_shards(shards: int | None, shares: Any, sizes: Any, carried: Any) -> None:
+def test_halves_are_pieces_of_the_shards(
+    samples: int, shards: int | None, shares: Any, sizes: Any, carried: Any
+) -> None:
     division = Division(shards, 2, 1, shares)
-    division.cut(13)
+    division.cut(samples)
     division.halve()
     division.halve()  # a second Loop over the same batches
     assert division.shards == len(sizes)
-    assert division.sizes(13) == division.cut(13)[0] == sizes
+    assert division.sizes(samples) == division.cut(samples)[0] == sizes
     assert division.carried == carried
 
 

@@ -304,7 +304,11 @@ SOUND: dict[str, dict[str, str]] = {
     "an autoencoder's mean": {**VAE, "LOSS": "step.backward(logits / size)"},
     "a loss of the whole mini-batch": {"STEP": WHOLE.strip()},
     "a contrastive loss of a shard": {"ROWS": "65", "LOSS": f"step.backward({LOCAL})"},
-    "a contrastive loss of few samples": {"ROWS": "13", "LOSS": f"step.backward({LOCAL})"},
+    "a contrastive loss of few samples, which is about their logarithm": {
+        "FIXED": "24",
+        "ROWS": "96",
+        "LOSS": f"step.backward({LOCAL.replace('* 5', '* 0.1')})",
+    },
     "advantages that are normed in a shard": {
         "LOSS": "step.backward(-(F.log_softmax(logits, 1)[:, 0] * (n - n.float().mean()) / n.float().std()).mean())"
     },
