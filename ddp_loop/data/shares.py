@@ -100,7 +100,7 @@ class Division:
 
     def __init__(self, shards: int | None, ranks: int, rank: int, shares: Any = None) -> None:
         self._is_fixed, self._ranks, self._rank = shards is not None, ranks, rank
-        self._pieces = 1  # into which each shard is cut
+        self._is_halved = False
         self.shards = ranks if shards is None else shards
         is_measured = isinstance(shares, str) and shares == MEASURED
         given = None if shares is None or is_measured else check_shares(shares, ranks)
@@ -130,10 +130,20 @@ class Division:
 
     def halve(self) -> None:
         """Cut each shard into two from now on, where all have two samples; a second call changes nothing."""
-        if self._pieces == 1:
-            self._pieces = 2
+        if not self._is_halved:
+            self._is_halved = True
             self.shards *= 2
             self.give(self.shares)
+
+    def _halves(self, samples: int) -> tuple[int, ...]:
+        """The sizes of the halves of all shards; as elsewhere, only the last ones may be empty."""
+        if self.shares is None or self._is_fixed:
+            sizes = split_sizes(samples, self.shards // 2)
+        else:
+            sizes = split_by_shares(samples, self.shares)
+        if 1 in sizes:
+            return split_sizes(samples, self.shards)
+        return tuple(half for size in sizes for half in split_sizes(size, 2))
 
     @property
     def is_unmeasured(self) -> bool:
@@ -142,15 +152,11 @@ class Division:
 
     def sizes(self, samples: int) -> tuple[int, ...]:
         """The number of samples in each of the S shards of a mini-batch of so many `samples`."""
+        if self._is_halved:
+            return self._halves(samples)
         if self.shares is None or self._is_fixed:
-            sizes = split_sizes(samples, self.shards // self._pieces)
-        else:
-            sizes = split_by_shares(samples, self.shares)
-        if self._pieces == 1:
-            return sizes
-        if 1 in sizes:  # only the last shards may be empty
             return split_sizes(samples, self.shards)
-        return tuple(half for size in sizes for half in split_sizes(size, self._pieces))
+        return split_by_shares(samples, self.shares)
 
     def cut(self, samples: int) -> tuple[tuple[int, ...], tuple[Shard, ...]]:
         """The sizes of all shards of a mini-batch of so many `samples`, and this rank's shards that are not empty."""
