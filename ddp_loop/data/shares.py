@@ -100,7 +100,6 @@ class Division:
 
     def __init__(self, shards: int | None, ranks: int, rank: int, shares: Any = None) -> None:
         self._is_fixed, self._ranks, self._rank = shards is not None, ranks, rank
-        self._is_halved = False
         self.shards = ranks if shards is None else shards
         is_measured = isinstance(shares, str) and shares == MEASURED
         given = None if shares is None or is_measured else check_shares(shares, ranks)
@@ -111,6 +110,7 @@ class Division:
                 f"Each rank with a share needs a shard. Got shares for {with_share} ranks and shards={self.shards}. "
                 f"Pass shards={with_share} or more, or a share of 0 for the other ranks."
             )
+        self._is_halved = False
         self.give(given)
 
     def give(self, shares: Sequence[float] | None) -> None:
