@@ -226,6 +226,16 @@ class Batches:
         """
         return {}
 
+    @property
+    def can_halve_shards(self) -> bool:
+        """Whether `halve_shards` gives the same mini-batches; the parts of data in parts follow from the shards."""
+        return self.partition == "global"
+
+    def halve_shards(self) -> None:
+        """Cut each shard into two from now on. Every rank must call this."""
+        self.division.halve()
+        self.shards = self.division.shards
+
     # -- sizes ---------------------------------------------------------------------------------------------
 
     @property

@@ -200,6 +200,11 @@ class SequenceBatches(Batches):
         return {"hidden": self._carried}
 
     @property
+    def can_halve_shards(self) -> bool:
+        """Whether shards can be cut into two: not with the hidden states that they carry."""
+        return False
+
+    @property
     def steps(self) -> int:
         """The number of mini-batches in an epoch."""
         return self._lanes.steps

@@ -110,6 +110,7 @@ class Division:
                 f"Each rank with a share needs a shard. Got shares for {with_share} ranks and shards={self.shards}. "
                 f"Pass shards={with_share} or more, or a share of 0 for the other ranks."
             )
+        self._is_halved = False
         self.give(given)
 
     def give(self, shares: Sequence[float] | None) -> None:
@@ -127,6 +128,23 @@ class Division:
         first = sum(self.carried[: self._rank])
         self.mine = range(first, first + self.carried[self._rank])
 
+    def halve(self) -> None:
+        """Cut each shard into two from now on, where all have two samples; a second call changes nothing."""
+        if not self._is_halved:
+            self._is_halved = True
+            self.shards *= 2
+            self.give(self.shares)
+
+    def _halves(self, samples: int) -> tuple[int, ...]:
+        """The sizes of the halves of all shards; as elsewhere, only the last ones may be empty."""
+        if self.shares is None or self._is_fixed:
+            sizes = split_sizes(samples, self.shards // 2)
+        else:
+            sizes = split_by_shares(samples, self.shares)
+        if 1 in sizes:
+            return split_sizes(samples, self.shards)
+        return tuple(half for size in sizes for half in split_sizes(size, 2))
+
     @property
     def is_unmeasured(self) -> bool:
         """Whether the shares are to be measured, and were not yet."""
@@ -134,6 +152,8 @@ class Division:
 
     def sizes(self, samples: int) -> tuple[int, ...]:
         """The number of samples in each of the S shards of a mini-batch of so many `samples`."""
+        if self._is_halved:
+            return self._halves(samples)
         if self.shares is None or self._is_fixed:
             return split_sizes(samples, self.shards)
         return split_by_shares(samples, self.shares)

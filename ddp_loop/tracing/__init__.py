@@ -2,7 +2,7 @@
 
 from ddp_loop.tracing.compare import compare_runs
 from ddp_loop.tracing.trace import TRACE
-from ddp_loop.tracing.tracer import Tracer, TraceRequest, current_trace_request
+from ddp_loop.tracing.tracer import Tracer, TraceRequest, trace_request_of
 from ddp_loop.tracing.verification import CannotVerify, VerifyJob, last_output, run_requested, verify
 
 __all__ = [
@@ -12,8 +12,8 @@ __all__ = [
     "Tracer",
     "VerifyJob",
     "compare_runs",
-    "current_trace_request",
     "last_output",
     "run_requested",
+    "trace_request_of",
     "verify",
 ]

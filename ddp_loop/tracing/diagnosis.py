@@ -23,9 +23,11 @@ _NEAR = 0.02  # the allowed error of a fitted ratio
 _ABOUT = 0.2, 0.4  # the allowed errors of the loss's and the gradients' ratio with random numbers
 
 SCALES = (
-    "{found}: a loss that scales with the shard, since it is a sum over its samples (or was divided by the number of "
-    'ranks). Pass a sum as step.backward(loss, reduction="sum"), or divide it by the shard\'s samples, '
-    "loss / len(inputs). Pass a mean over tokens or boxes with weight=, their number. Never divide a loss by the ranks."
+    "{found}: a loss that scales with the shard, since it is a sum over its samples, or was weighted by hand (loss * "
+    "len(inputs) / step.samples), or divided by the number of ranks. Pass a sum as "
+    'step.backward(loss, reduction="sum"), or divide it by the shard\'s samples, loss / len(inputs). Pass a mean '
+    "without a weight of your own, and a mean over tokens or boxes with weight=, their number. Never divide a loss by "
+    "the ranks."
 )
 GROWS = (
     '{found}: a loss that grows with the number of shards, since it is a mean passed with reduction="sum", or was '
@@ -67,7 +69,7 @@ def _samples(trace: Trace, step: int) -> dict[str, torch.Tensor]:
     for key, value in trace.of_shards(step).items():
         stage, _, name = key.partition(": ")
         if stage == "data":
-            turn, shard, part = _split(name)
+            turn, shard, part = split_name(name)
             all_shards.setdefault(turn, set()).add(shard)
             shards.setdefault(f"{turn}{part}", {})[shard] = value
     whole = {}
@@ -78,7 +80,7 @@ def _samples(trace: Trace, step: int) -> dict[str, torch.Tensor]:
     return whole
 
 
-def _split(name: str) -> tuple[str, int, str]:
+def split_name(name: str) -> tuple[str, int, str]:
     """`pass 2, shard 3, loss` as `pass 2, `, 3 and `loss`."""
     found = _OF_A_SHARD.fullmatch(name)
     if found is None:
@@ -102,7 +104,7 @@ def explain_loss(one: Trace, other: Trace, step: int, turn: str = "") -> str | N
         return None
     if few > many:  # the weights are those of the larger number of shards
         one, other, few, many = other, one, many, few
-    wholes = [_folded(trace, step, turn) for trace in (one, other)]
+    wholes = [folded_values(trace, step, turn) for trace in (one, other)]
     (loss, gradient), (other_loss, other_gradient) = wholes
     ratios = float(other_loss / loss), float(other_gradient.norm() / gradient.norm())
     shares, parts = _shards(other, step, turn)
@@ -140,7 +142,7 @@ def _by_weights(
     return None
 
 
-def _folded(trace: Trace, step: int, turn: str) -> tuple[torch.Tensor, torch.Tensor]:
+def folded_values(trace: Trace, step: int, turn: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The mini-batch's loss, and `sparse_part` of its gradients."""
     values = trace.values(step)
     begin = f"{turn}gradient of "
@@ -156,7 +158,7 @@ def _shards(trace: Trace, step: int, turn: str) -> tuple[torch.Tensor, torch.Ten
     for key, value in trace.of_shards(step).items():
         stage, _, name = key.partition(": ")
         if stage in ("forward", "backward"):
-            of, shard, what = _split(name)
+            of, shard, what = split_name(name)
             if of == turn and stage == "backward":
                 gradients.setdefault(shard, {})[what] = value
             elif of == turn and what == "weight":

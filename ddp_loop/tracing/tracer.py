@@ -16,7 +16,7 @@ hides nothing: the trace has the gradients before the replacement, and they are 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -51,6 +51,8 @@ class TraceRequest:
         rounding: the relative difference up to which two gradients are the same.
         profile: the number of steps that a profile measures; None for a trace.
         traces: the folder of Chrome traces, which a profile writes; None for none.
+        halves: whether each shard is cut into two, where that is possible. See [Note: Halved shards] in
+            `halved_shards`.
         loops: the number of Loops so far.
     """
 
@@ -60,6 +62,7 @@ class TraceRequest:
     rounding: float = 0.0
     profile: int | None = None
     traces: Path | None = None
+    halves: bool = False
     loops: int = field(default=0)
 
 
@@ -76,9 +79,12 @@ def tracing(request: TraceRequest) -> Iterator[None]:
         _REQUEST.reset(token)
 
 
-def current_trace_request() -> TraceRequest | None:
-    """The request that applies to this process, if any."""
-    return _REQUEST.get()
+def trace_request_of(batches: Batches) -> TraceRequest | None:
+    """The request that applies to a Loop over these batches, if any; cuts their shards as it asks."""
+    request = _REQUEST.get()
+    if request is not None and request.halves and batches.can_halve_shards:
+        batches.halve_shards()
+    return request
 
 
 def _is_long(value: torch.Tensor | float) -> bool:
@@ -109,7 +115,7 @@ class Tracer:
     ) -> None:
         world = batches.world
         self._state, self._indices = state, batches.indices
-        request = current_trace_request() if values else None
+        request = _REQUEST.get() if values else None
         self._world, self._rank = world, world.rank
         self._of_shards = folder if values else None
         self._values = folder if values and world.rank == 0 else None
@@ -132,6 +138,8 @@ class Tracer:
             "ranks": world.size,
             "rank": world.rank,
             "shards": batches.shards,
+            "fixed": batches.fixed_shards,
+            "can_halve": batches.can_halve_shards,
             "ordered": ordered,
             "tensors": tensors,
         }
@@ -181,16 +189,25 @@ class Tracer:
         for number, tensor in enumerate(tensors_in(data)):
             self._record("data", f"shard {shard}, part {number}", tensor)
         if self._of_shards is not None and self._mini_batch is not None:
-            sizes = {one.number: one.samples for one in self._mini_batch.shards}
-            for name, rows in sums_of_samples(data, sizes[shard]).items():
+            count = {one.number: one.samples for one in self._mini_batch.shards}[shard]
+            samples = f"forward: {self._pass}shard {shard}, samples"
+            self._kept_of_shards[samples] = torch.tensor(count, device="cpu")
+            for name, rows in sums_of_samples(data, count).items():
                 self._kept_of_shards[f"data: {self._pass}shard {shard}, {name}"] = rows
 
-    def forward(self, shard: int, values: Mapping[str, Leaf]) -> None:
-        """Record a shard's loss, metrics, weight or outputs."""
+    def forward(self, shard: int, values: Mapping[str, Leaf], sums: Collection[str] = ()) -> None:
+        """Record a shard's loss, metrics, weight or outputs; `sums` are those that add up over the shards."""
         for name, value in values.items():
             self._record("forward", f"shard {shard}, {name}", value)
         if self._of_shards is not None and isinstance(weight := values.get("weight"), float):
-            self._kept_of_shards[f"forward: {self._pass}shard {shard}, weight"] = torch.tensor(weight, device="cpu")
+            begin = f"forward: {self._pass}shard {shard}, "
+            self._kept_of_shards[f"{begin}weight"] = torch.tensor(weight, device="cpu")
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    key = f"{begin}{'sum' if name in sums else 'mean'} of {name}"
+                    number = value.detach().to("cpu", torch.float64, copy=True)
+                    former = self._kept_of_shards.get(key) if name == "loss" else None  # with more_losses=
+                    self._kept_of_shards[key] = number if former is None else former + number
 
     def backward(self, number: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Record the gradients of this rank's shard number `number`, counted from 0."""

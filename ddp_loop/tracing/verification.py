@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from itertools import starmap
 from math import inf, isinf, nan
 from pathlib import Path
 
@@ -21,8 +22,12 @@ from ddp_loop.tracing.compare import (
     rounding_of,
 )
 from ddp_loop.tracing.diagnosis import explain_loss, other_sample
+from ddp_loop.tracing.halved_shards import difference_of_halves, explain_halves, is_given_as_sum
 from ddp_loop.tracing.trace import MEANING, STAGES, Trace, check_comparable, differences, first_difference, read_trace
 from ddp_loop.tracing.tracer import TraceRequest, tracing
+
+_STEPS_IN_HALVES = 2  # a term that is 0 at the initial parameters shows in the second one
+_AGREES = "; everything before it agrees, up to rounding."
 
 
 class CannotVerify(Exception):
@@ -61,24 +66,20 @@ class VerifyJob:
     start: Callable[..., list[None]] = launch
 
 
-def run_on(
-    ranks: int, job: VerifyJob, folder: Path, followed: Path | None = None, rounding: float = 0.0
-) -> list[Trace]:
+def run_on(ranks: int, job: VerifyJob, request: TraceRequest) -> list[Trace]:
     """Run the script on a number of ranks, and read the trace of each of its Loops.
 
     Args:
         ranks: their number.
         job: the script.
-        folder: of the traces.
-        followed: the folder of a run whose gradients are used if they are equal up to rounding.
-        rounding: the relative difference up to which they are.
+        request: of the traces, in a folder that does not exist yet.
 
     Raises:
         CannotVerify: the script failed, or made no step.
     """
+    folder = request.folder
     folder.mkdir(parents=True)
     try:
-        request = TraceRequest(folder, job.steps, followed, rounding)
         job.start(run_requested, ranks, str(job.script), list(job.arguments), request, timeout_s=job.timeout_s)
     except RankFailed as error:
         raise CannotVerify(f"{job.script} fails on {_ranks(ranks)}:\n{error}\n{last_output(folder)}") from error
@@ -112,6 +113,7 @@ def verify(job: VerifyJob, ranks: Sequence[int], say: Callable[[str], None]) -> 
 
     Each run is compared with the first, and inside each run the ranks are compared with each other. With the same
     shards in an ordered fold, equal runs have the same bits. Otherwise their differences are within the tolerances.
+    If all are equal, a last run with fixed shards finds losses that follow the cut into shards.
 
     Args:
         job: the script.
@@ -125,14 +127,12 @@ def verify(job: VerifyJob, ranks: Sequence[int], say: Callable[[str], None]) -> 
     with tempfile.TemporaryDirectory(prefix="ddp_loop-verify-") as folder:
         reference: list[Trace] = []
         for number in ranks:
-            found = run_on(number, job, Path(folder) / str(number))
+            found = run_on(number, job, TraceRequest(Path(folder) / str(number), job.steps))
             steps = max(len(trace.numbers) - 1 for trace in found)
             heading = f"{_ranks(number)}, {counted(found[0].head['shards'], 'shard')}, {counted(steps, 'step')}"
             verdict = _Verdict(next(filter(None, map(_replicas, found)), None))
             if verdict.problem is None and reference:
-                verdict = _against(reference, found, ranks[0], job.tolerance)
-                if verdict.may_be_rounding:
-                    verdict = _following(reference, found, ranks[0], job, Path(folder) / f"following-{number}")
+                verdict = _compare((ranks[0], reference), (number, found), job, Path(folder))
                 same_bits = same_bits and verdict.same_bits
                 heading += f", against {_ranks(ranks[0])}" + (": the same bits" if verdict.same_bits else "")
             say("\n  ".join([heading, *verdict.lines]))
@@ -140,6 +140,8 @@ def verify(job: VerifyJob, ranks: Sequence[int], say: Callable[[str], None]) -> 
                 say(f"\nUNEQUAL on {_ranks(number)}. {verdict.problem}\n")
                 equal = False
             reference = reference or found
+        if equal:
+            equal = _try_halves(reference, ranks[0], job, Path(folder), say)
     if equal:
         what = "the same bits" if same_bits else "the same numbers, up to rounding"
         say(
@@ -157,12 +159,14 @@ class _Verdict:
         lines: the largest differences.
         same_bits: whether all bits are the same.
         may_be_rounding: whether the problem follows an optimizer's step, which can enlarge rounding errors.
+        where: the place of a difference that halved shards may explain; None without one.
     """
 
     problem: str | None
     lines: tuple[str, ...] = ()
     same_bits: bool = False
     may_be_rounding: bool = False
+    where: str | None = None
 
 
 def _replicas(trace: Trace) -> str | None:
@@ -177,6 +181,65 @@ def _replicas(trace: Trace) -> str | None:
                     "step.gather and dl.evaluate."
                 )
     return None
+
+
+_Run = tuple[int, list[Trace]]  # the ranks, and the trace of each Loop
+
+
+def _compare(reference: _Run, run: _Run, job: VerifyJob, folder: Path) -> _Verdict:
+    """Compare a run with the reference, and run the script again where its traces leave a question."""
+    (first, expected), (ranks, found) = reference, run
+    verdict = _against(expected, found, first, job.tolerance)
+    if verdict.may_be_rounding:
+        return _following(expected, found, first, job, folder / f"following-{ranks}")
+    if verdict.where is not None:
+        of_most = run if _shards(found) > _shards(expected) else reference
+        reason = next(filter(None, starmap(explain_halves, _halved(*of_most, job, folder))), None)
+        if reason is not None:
+            return replace(verdict, problem=f"{verdict.where} With each shard cut into two: {reason}")
+    return verdict
+
+
+def _shards(traces: list[Trace]) -> int:
+    return max(int(trace.head["shards"]) for trace in traces)
+
+
+def _halved(ranks: int, traces: list[Trace], job: VerifyJob, folder: Path) -> list[tuple[Trace, Trace]]:
+    """Loops, each with its trace in a run in which each shard is cut into two; none if the script fails so.
+
+    See [Note: Halved shards] in `halved_shards`.
+    """
+    if not any(trace.head["can_halve"] for trace in traces):
+        return []
+    steps = min(job.steps, _STEPS_IN_HALVES)
+    request = TraceRequest(folder / f"halved-{ranks}", steps, traces[0].folder.parent, inf, halves=True)
+    try:
+        found = {trace.folder.name: trace for trace in run_on(ranks, job, request)}
+    except CannotVerify:  # such as BatchNorm1d with one sample
+        return []
+    pairs = [(trace, found[trace.folder.name]) for trace in traces if trace.folder.name in found]
+    return [(trace, halved) for trace, halved in pairs if halved.head["shards"] == 2 * trace.head["shards"]]
+
+
+def _try_halves(traces: list[Trace], ranks: int, job: VerifyJob, folder: Path, say: Callable[[str], None]) -> bool:
+    """Report what follows the cut into fixed shards, and return whether no loss does that should not."""
+    fixed = [trace for trace in traces if trace.head["fixed"]]
+    pairs = _halved(ranks, fixed, job, folder) if fixed else []
+    reason = next(filter(None, starmap(explain_halves, pairs)), None)
+    if reason is not None:
+        say(
+            "\nUNEQUAL in other shards. All ranks agree, but the result follows the cut into shards. With each shard "
+            f"cut into two: {reason}\n"
+        )
+        return False
+    difference = max(starmap(difference_of_halves, pairs), default=0.0)
+    if difference:
+        say(
+            f"With each shard cut into two, the first gradients differ by {difference:.2g} of their size, by what "
+            "depends on the shard (batch norm, dropout, a loss over pairs of samples, mixed precision). So keep the "
+            "number of shards as it is."
+        )
+    return True
 
 
 def _against(reference: list[Trace], found: list[Trace], first: int, tolerance: float | None) -> _Verdict:
@@ -202,7 +265,7 @@ def _following(reference: list[Trace], found: list[Trace], first: int, job: Veri
     See [Note: Followed gradients] in `tracer`.
     """
     rounding = job.tolerance or max(map(rounding_of, reference))
-    again = run_on(first, job, folder, found[0].folder.parent, rounding)
+    again = run_on(first, job, TraceRequest(folder, job.steps, found[0].folder.parent, rounding))
     verdict = _against(again, found, first, job.tolerance)
     line = f"against {_ranks(first)} with these gradients, equal up to rounding, in the optimizer's step:"
     return replace(verdict, lines=(line, *verdict.lines), same_bits=False)
@@ -235,7 +298,9 @@ def _of_loop(one: Trace, other: Trace, first: int, tolerance: float | None) -> _
         late = late and sample.is_whole
         unequal = min(sampled, unequal or sampled, key=_place)
     if unequal is not None:
-        return _Verdict(_why(one, other, unequal), lines, may_be_rounding=late)
+        is_open = unequal.stage == "fold" and is_given_as_sum(one, unequal.step)
+        where = f"{_where(unequal)}{_AGREES}" if is_open and one.head["shards"] != other.head["shards"] else None
+        return _Verdict(_why(one, other, unequal), lines, may_be_rounding=late, where=where)
     return _Verdict(evaluated, lines, may_be_rounding=evaluated is not None)
 
 
@@ -271,13 +336,12 @@ def _evaluations(one: Trace, other: Trace, first: int, tolerance: float) -> str 
 
 def _why(one: Trace, other: Trace, unequal: FirstMismatch) -> str:
     """The first difference above the tolerance, its stage and its probable cause, as text."""
-    times = "" if isinf(unequal.tolerances) else f" by {unequal.tolerances:.3g} times the tolerance"
     step, shards = unequal.step, (one.head["shards"], other.head["shards"])
-    where = f"Step {step}, {unequal.stage}: `{unequal.name}` is off{times}"
+    where = _where(unequal)
     if shards[0] == shards[1]:
         found = first_difference(step, one.whole(step), other.whole(step))
         return f"{where}. {describe(found)}" if found is not None else where
-    where += "; everything before it agrees, up to rounding."
+    where += _AGREES
     fixed = f"such as dl.Batches(..., shards={max(shards)}), or --shards if the script has it"
     if unequal.stage == "data":
         return (
@@ -298,10 +362,16 @@ def _why(one: Trace, other: Trace, unequal: FirstMismatch) -> str:
         )
     return (
         f"{where} The runs cut a mini-batch into {shards[0]} and {counted(shards[1], 'shard')}, and a result depends "
-        "on the shard: by its statistics (batch norm), its random numbers (dropout), a loss that is not a mean over "
-        f"its samples, or mixed precision. Fix the shards, {fixed}. Or pass step.backward the weight that the loss is "
-        "a mean over. Or, for mixed precision, verify --tolerance 0.02."
+        "on the shard: by its statistics (batch norm), its random numbers (dropout), a loss that is neither a mean nor "
+        "a sum over its samples (a penalty beside a sum counts once per shard), or mixed precision. Fix the shards, "
+        f"{fixed}. Or pass step.backward the weight that the loss is a mean over. Or, for mixed precision, verify "
+        "--tolerance 0.02."
     )
+
+
+def _where(unequal: FirstMismatch) -> str:
+    times = "" if isinf(unequal.tolerances) else f" by {unequal.tolerances:.3g} times the tolerance"
+    return f"Step {unequal.step}, {unequal.stage}: `{unequal.name}` is off{times}"
 
 
 def _measured(largest: MaxDifference) -> str:

@@ -221,6 +221,9 @@ class Gradients:
         for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
             for place, gradient in zip(*bucket.fresh(), strict=True):
                 fresh[self._names[bucket.parameters[place]]] = gradient
+            if not self._shards:  # those of an earlier loss of this shard may be in the bucket
+                made = ((self._names[one], one.grad) for one in bucket.parameters)
+                fresh |= {name: gradient for name, gradient in made if gradient is not None}
         watch(self._shards, fresh)
 
     def _check_kept(self, *, adds: bool = False) -> None:

@@ -10,7 +10,7 @@ from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
 from ddp_loop.determinism import as_int, seed_step
 from ddp_loop.distributed import FrozenParameters, ReplicaCheck
 from ddp_loop.reporting import Receivers
-from ddp_loop.tracing import current_trace_request
+from ddp_loop.tracing import trace_request_of
 from ddp_loop.training.buffers import BufferReduction
 from ddp_loop.training.control import NO_REQUEST, ControlRequest
 from ddp_loop.training.fold import Fold
@@ -123,7 +123,7 @@ class Loop:
         self._begun, epochs, steps = None, as_int(epochs), as_int(steps)
         self.batches, self.world, self._compares = batches, batches.world, batches.world.size > 1
         self._where, self._gathering = LoopPosition(batches, epochs, steps), BatchGather(self.world)
-        watched, folder = current_trace_request(), None if run_dir is None else Path(run_dir).absolute()
+        watched, folder = trace_request_of(batches), None if run_dir is None else Path(run_dir).absolute()
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         is_ordered = batches.fixed_shards if ordered is None else ordered
         self._job = Job(state, batches, ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}))

@@ -234,7 +234,7 @@ class Step:
         size = record.add(value, weight, reduction, metrics)
         if self._tracer is not None:
             said: dict[str, Leaf] = {"loss": record.losses[-1], "weight": float(size), **record.metrics}
-            self._tracer.forward(record.shard.number, said)
+            self._tracer.forward(record.shard.number, said, record.sums)
         last = not more_losses and record.shard is mini_batch.shards[-1]
         factor = loss_factor(size, self.samples, alone=reduction == "sum" or len(mini_batch.sizes) == 1)
         self._fold.backward(record, loss, factor, last=last, more=more_losses)

@@ -60,6 +60,26 @@ def test_with_fixed_shards_the_number_of_shards_follows_the_share() -> None:
     assert {one.sizes(20) for one in divisions} == {(3, 3, 3, 3, 2, 2, 2, 2)}
 
 
+@pytest.mark.parametrize(
+    ("samples", "shards", "shares", "sizes", "carried"),
+    [
+        (13, 3, None, (3, 2, 2, 2, 2, 2), (3, 3)),
+        (4, 3, None, (1, 1, 1, 1, 0, 0), (3, 3)),  # not 1, 1, 1, 0, 1, 0
+        (13, None, None, (4, 3, 3, 3), (2, 2)),
+        (9, None, (2, 1), (3, 3, 2, 1), (2, 2)),
+    ],
+)
+def test_halves_are_pieces_of_the_shards(
+    samples: int, shards: int | None, shares: Any, sizes: Any, carried: Any
+) -> None:
+    division = Division(shards, 2, 1, shares)
+    division.halve()
+    division.halve()  # a second Loop over the same batches
+    assert division.shards == len(sizes)
+    assert division.sizes(samples) == sizes
+    assert division.carried == carried
+
+
 def own_samples(shares: Any, **options: Any) -> tuple[list[int], tuple[int, ...], tuple[float, ...] | None]:
     """This rank's samples of an epoch, the sizes of the first mini-batch, and the shares."""
     with dl.join_world(seed=0) as world:
