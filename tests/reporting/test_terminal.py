@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,8 +26,7 @@ from ddp_loop.reporting.throughput import TrainingLength
 from tests.support.device_modes import ASYNCHRONOUS
 from tests.support.harness import FAULT_S, until
 from tests.support.paths import ROOT
-
-END_S = 100.0  # two ranks that import torch take 5 s on two idle cores
+from tests.support.terminals import END_S, read_until, screen_of
 
 
 class Screen:
@@ -106,26 +99,6 @@ def start(folder: Path, *arguments: str, columns: int = 80, **options: Any) -> s
     environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "COLUMNS": str(columns)}
     command = [sys.executable, str(script), str(folder / "run"), *arguments]
     return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **options)
-
-
-@contextmanager
-def screen_of(columns: int) -> Iterator[tuple[int, int]]:
-    """Both ends of a terminal of so many columns."""
-    near, far = pty.openpty()
-    fcntl.ioctl(far, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    try:
-        yield near, far
-    finally:
-        os.close(near)
-        os.close(far)
-
-
-def read_until(near: int, mark: str) -> str:
-    """What is sent up to this mark: the kernel hands it on a little later."""
-    said, deadline = b"", time.monotonic() + END_S
-    while mark.encode() not in said and select.select([near], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        said += os.read(near, 65536)
-    return said.decode(errors="replace")
 
 
 def read_until_end(near: int, process: subprocess.Popen[bytes], stop_when: Path | None = None) -> str:
