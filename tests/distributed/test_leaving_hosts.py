@@ -38,7 +38,7 @@ def test_the_error_of_a_rank_names_its_host(machines: tuple[int, ...], on_ranks:
 def silent_limits() -> list[int]:
     """The milliseconds after which a connection to the store ends that confirms nothing."""
     before = open_sockets()
-    with dl.join_world(timeout_s=7.0):
+    with dl.join_world(timeout_s=37.0):
         return [
             one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
             for _, one in _opened(_new_sockets(before))  # without those that another thread closes meanwhile
@@ -48,7 +48,7 @@ def silent_limits() -> list[int]:
 
 def test_a_store_that_is_cut_off_is_not_waited_for_beyond_the_timeout(on_ranks: OnRanks) -> None:
     for limits in on_ranks(2, silent_limits):
-        assert limits.count(7000) >= 2, "the main thread's connection, and the watchdog's"
+        assert limits.count(37_000) >= 2, "the main thread's connection, and the watchdog's"
 
 
 def stop(kind: str, machines: tuple[int, ...], signalled: tuple[int, ...], elastic: bool) -> object:

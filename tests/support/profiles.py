@@ -1,8 +1,8 @@
 """A small training script with a place for a planted fault, and its profile on the pool's ranks.
 
-[Note: Planned time] A machine that is busy is slow anywhere, so the profile's clock shows a planned time here. It passes
-where the script calls `spend`, and a little between any two phases. A rank that has waited has the time of the last rank
-that began the wait.
+[Note: Planned time] A machine that is busy is slow anywhere, so the profile's clock shows a planned time here. It
+passes where the script calls `spend`, and a little between any two phases. A rank that has waited has the time of the
+last rank that began the wait.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def planned_time(folder: Path) -> Iterator[None]:
     _times.append(one)
     try:
         with (
-            mock.patch.object(kind, "mark", lambda accelerator: one.mark()),
+            mock.patch.object(kind, "mark", one.mark),
             mock.patch.object(kind, "seconds", lambda accelerator, first, last: last - first),
             mock.patch.object(PhaseClock, "cut", cut),
         ):
