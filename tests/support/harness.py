@@ -28,6 +28,7 @@ Result = TypeVar("Result")
 FAULT_S = float(os.environ.get("FAULT_S", 18 if "PYTEST_VERSION" in os.environ else 3))
 TASK_S = 100.0  # the longest tasks take seconds; a shared machine may be ten times slower
 MOMENT_S, LOOK_S = 60.0, 0.02  # how long to wait for what takes a moment, and how often to look
+THREAD_END_S = 20.0  # a thread needs a moment to end after the request
 
 PYTEST_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the latter when it likes
 
@@ -91,7 +92,7 @@ def left_behind(before: Surroundings, allowed_processes: Collection[int] = ()) -
     if threads := set(threading.enumerate()) - before.thread:
         gc.collect()  # contextlib of Python 3.13 leaves a raised exception, and all that its frames hold, in a cycle
         for thread in threads:
-            thread.join(MOMENT_S)
+            thread.join(THREAD_END_S)
     after = look_around()
     lines = []
     for field in fields(Surroundings):

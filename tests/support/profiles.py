@@ -11,6 +11,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,8 +87,12 @@ class PlannedTime:
     def end_wait(self) -> None:
         last = self._own.stat().st_size - _TIME.size
         for file in self._files:
-            until(lambda file=file: file.exists() and file.stat().st_size > last, "the other ranks begin the wait")
+            until(partial(_is_longer, file, last), "the other ranks begin the wait")
             self.now = max(self.now, *_TIME.unpack_from(file.read_bytes(), last))
+
+
+def _is_longer(file: Path, size: int) -> bool:
+    return file.exists() and file.stat().st_size > size
 
 
 _times: list[PlannedTime] = []  # of this rank, while a task runs in planned time
