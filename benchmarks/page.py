@@ -117,6 +117,33 @@ def ends(page: Page) -> list[float]:
     return [point[0] for point in json.loads(said) if point]
 
 
+# A move of the mouse over a chart and a whole picture, and a keystroke in the search: medians, in ms.
+MOVE = """() => new Promise((done) => {
+    const over = document.querySelector(".u-over");
+    const box = over.getBoundingClientRect();
+    const took = [];
+    const move = () => {
+        const began = performance.now();
+        const where = { clientX: box.left + 5 * took.length, clientY: box.top + 50, bubbles: true };
+        over.dispatchEvent(new MouseEvent("mousemove", where));
+        document.getElementById("marks").click();
+        requestAnimationFrame(() => {
+            took.push(performance.now() - began);
+            if (took.length < 60) move(); else done(took.sort((one, other) => one - other)[30]);
+        });
+    };
+    move();
+})"""
+KEYSTROKE = """(text) => [...text].map((_, at) => {
+    const search = document.getElementById("search");
+    search.value = text.slice(0, at + 1);
+    const began = performance.now();
+    search.dispatchEvent(new Event("input", { bubbles: true }));
+    document.body.offsetHeight;
+    return performance.now() - began;
+}).sort((one, other) => one - other)[Math.floor(text.length / 2)]"""
+
+
 def measure_long(lab: Lab, page: Page, began: float) -> Iterator[tuple[str, str]]:
     """The rows of the report about long runs."""
     yield "first curve", f"{waited(lambda: ends(page), began):.1f} s"
@@ -135,6 +162,7 @@ def measure_long(lab: Lab, page: Page, began: float) -> Iterator[tuple[str, str]
         yield f"the axis shows {axis}", f"{waited(lambda whole=whole: ends(page) == whole):.1f} s"  # type: ignore[misc]
     page.get_by_label("Smoothing").select_option("1000")
     yield "smoothing over 1,000 steps", f"{waited(lambda: len(ends(page)) == 2 * lab.runs):.1f} s"
+    yield "a move of the mouse and a picture", f"{page.evaluate(MOVE):.0f} ms"
     page.locator(".line[data-run='run-0003']").hover()
     page.locator(".line[data-run='run-0003'] .hide").click()
     yield "a run is hidden", f"{waited(lambda: len(ends(page)) == 2 * lab.runs - 2):.2f} s"
@@ -151,6 +179,7 @@ def measure_many(lab: Lab, page: Page, began: float) -> Iterator[tuple[str, str]
     lines = page.locator(".lines .line")
     yield "first curve", f"{waited(lambda: ends(page), began):.1f} s"
     yield f"{lab.runs:,} runs in the list", f"{waited(lambda: lines.count() == lab.runs, began):.1f} s"
+    yield "a keystroke in the search", f"{page.evaluate(KEYSTROKE, 'rate<0.0002 seed>900'):.0f} ms"
     page.get_by_label("Search runs").fill("rate<0.0002 seed>900")
     yield "99 of them found", f"{waited(lambda: page.locator('.lines .line:visible').count() == 99):.2f} s"
     page.get_by_label("Search runs").fill("")

@@ -76,7 +76,7 @@ def test_memory_that_a_process_keeps_is_not_cleared_again(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     returned, kept = map(int, done.stdout.split())
     assert returned > 10_000
-    assert kept < 100
+    assert kept < returned / 100  # what else the process does
 
 
 @pytest.mark.parametrize("largest", [2**30, 2**25])

@@ -3,6 +3,13 @@
 [Note: Interruption] A rank whose peer failed raises PeerFailed in its own collective. A rank elsewhere (in a long
 forward, in a sleep, waiting for a DataLoader's worker) is interrupted by a signal whose handler raises it. A rank that
 cannot be interrupted, in compiled code, is ended. So all ranks end within 3 s of a failure, wherever they are.
+
+[Note: Lost interruptions] Python ignores an exception that leaves a finalizer, a callback of a weak reference, or other
+code that it calls by itself. The handler raises nothing in those that it can tell by their frames, since they do
+needed work. Python passes what it ignores in all others to `sys.unraisablehook`, and the main thread is interrupted
+again.
+A main thread that holds the interpreter, as in a long garbage collection, keeps the watchdog from running too. Such
+time does not count: the main thread has had no chance to raise.
 """
 
 from __future__ import annotations
@@ -30,12 +37,13 @@ from ddp_loop.distributed.store import RankStore
 _LOOK_S = 0.25  # between two polls of 0.1 ms
 _CALLBACKS = (weakref.__file__, _weakrefset.__file__)
 _INTERRUPT_S = 0.4  # until the main thread is interrupted, unless it noticed a failure by itself
-_AGAIN_S = 0.1  # until a main thread that has not raised is interrupted again
+_AGAIN_S = 0.02  # until a main thread that has not raised is interrupted again
 _END_S = 1.6  # until the process is ended; before the pool kills it, which reports less
 _OWN_END_S = 20.0  # for a failed rank to leave its world
 _JOIN_S = 1.0  # for the thread to end; a store that does not answer delays it
 _WRITE_S = 0.2  # for the reader of stderr
 _END = 255  # the byte that ends the thread; no signal has this number
+_BY = "_interrupted_by"  # an attribute of a raised interruption
 _INTERRUPT = getattr(signal, "SIGRTMIN", None)  # not used by others
 
 
@@ -58,6 +66,7 @@ class Watchdog:
 
     _open: ClassVar[list[Watchdog]] = []  # those whose main thread can be interrupted; worlds can be nested
     _handler_before: ClassVar[Any] = None
+    _hook_before: ClassVar[Callable[[Any], Any]] = sys.unraisablehook
 
     def __init__(self, store: RankStore, rank: int, where: Callable[[], RankStatus]) -> None:
         self._store, self._rank, self._where = store, rank, where
@@ -70,6 +79,7 @@ class Watchdog:
         self._leaving = self._fails = self._answered = False
         self._deadline, self._exit = float("inf"), (1, "")
         self._interrupt_at = float("inf")
+        self._kept_s = 0.0  # how long the thread was kept from running; it alone changes this
         self._seen_news = 0
         self._noted = RankStatus()
         self._lock = threading.Lock()  # guards what stop_followed changes
@@ -84,6 +94,7 @@ class Watchdog:
         if _INTERRUPT is not None and threading.current_thread() is threading.main_thread():
             if not Watchdog._open:
                 Watchdog._handler_before = signal.signal(_INTERRUPT, _interrupted)
+                Watchdog._hook_before, sys.unraisablehook = sys.unraisablehook, _ignored
             Watchdog._open.append(self)
         self._thread.start()
 
@@ -92,6 +103,8 @@ class Watchdog:
         self.signals.restore()
         if self in Watchdog._open:
             Watchdog._open.remove(self)
+            if not Watchdog._open and sys.unraisablehook is _ignored:
+                sys.unraisablehook = Watchdog._hook_before
             if not Watchdog._open and signal.getsignal(_INTERRUPT) is _interrupted:  # type: ignore[arg-type]
                 with suppress(ValueError):  # outside of the main thread the handler stays, and does nothing
                     signal.signal(_INTERRUPT, Watchdog._handler_before)  # type: ignore[arg-type]
@@ -146,7 +159,13 @@ class Watchdog:
         if isinstance(pending, KeyboardInterrupt):
             self._deadline = float("inf")  # it is raised below; a notebook continues after it
         if pending is not None and not self._leaving:
+            pending.__dict__[_BY] = id(self)
             raise pending
+
+    def raise_again(self, ignored: BaseException) -> None:
+        """Interrupt the main thread again: Python ignored what was raised there."""
+        self._pending = ignored.with_traceback(None)
+        self._interrupt_at = self._clock()
 
     # -- the thread ----------------------------------------------------------------------------------------
 
@@ -154,8 +173,10 @@ class Watchdog:
         poll = select.poll()  # select takes no descriptor above 1023
         poll.register(self._read, select.POLLIN)
         while True:
-            due = min(self._interrupt_at, self._deadline) - time.monotonic()
-            ready = poll.poll(1e3 * min(max(due, 0.0), _LOOK_S))
+            began = time.monotonic()
+            due = min(self._interrupt_at, self._deadline) - self._clock()
+            pause_s = min(max(due, 0.0), _LOOK_S)
+            ready = poll.poll(1e3 * pause_s)
             for number in os.read(self._read, 64) if ready else b"":
                 if number == _END:
                     os.close(self._read)
@@ -164,11 +185,16 @@ class Watchdog:
             # The store is gone with the launcher, which the main thread will notice; or a folder cannot be read now.
             with suppress(RuntimeError, OSError):
                 self._poll()
-            now = time.monotonic()
+            self._kept_s += max(time.monotonic() - began - pause_s, 0.0)
+            now = self._clock()
             if now >= self._interrupt_at:
                 self._interrupt()
             if now >= self._deadline:
                 self._end_process()
+
+    def _clock(self) -> float:
+        """The time that counts, in seconds: without what passed while the thread was kept from running."""
+        return time.monotonic() - self._kept_s
 
     def _poll(self) -> None:
         if self.stop is None and (why := self.look_for_stop()):
@@ -190,7 +216,7 @@ class Watchdog:
         if failure is not None and not self._fails and self._pending is None and self._deadline == float("inf"):
             self._pending = failure
             os.write(self._notify, b"!")
-            self._interrupt_at = time.monotonic() + _INTERRUPT_S
+            self._interrupt_at = self._clock() + _INTERRUPT_S
             first = str(failure).split("\n", 1)[0]
             self._limit(_END_S, PEER_FAILED_EXIT, f"ddp_loop: rank {self._rank} was ended{self._where()}: {first}\n")
 
@@ -220,7 +246,7 @@ class Watchdog:
             self.say(line)
 
     def _interrupt(self) -> None:
-        """Interrupt the main thread, repeatedly until it raises.
+        """Interrupt the main thread, repeatedly until it raises. See [Note: Lost interruptions].
 
         One signal can be missed: Python runs the handlers and then enters the system call again. A signal between the
         two is handled when the call ends, which may be hours later.
@@ -228,10 +254,10 @@ class Watchdog:
         self._interrupt_at = float("inf")
         if _INTERRUPT is not None and self._pending is not None and not self._leaving and self in Watchdog._open:
             signal.pthread_kill(self._main, _INTERRUPT)
-            self._interrupt_at = time.monotonic() + _AGAIN_S
+            self._interrupt_at = self._clock() + _AGAIN_S
 
     def _limit(self, seconds: float, code: int, message: str) -> None:
-        if (deadline := time.monotonic() + seconds) < self._deadline:
+        if (deadline := self._clock() + seconds) < self._deadline:
             self._deadline, self._exit = deadline, (code, message)
 
     def _end_process(self) -> None:
@@ -253,10 +279,20 @@ class Watchdog:
 def _interrupted(number: int, frame: FrameType | None) -> None:
     while frame is not None:
         if frame.f_code.co_name == "__del__" or frame.f_code.co_filename in _CALLBACKS:
-            return  # Python ignores what is raised there; the watchdog interrupts again
+            return  # the watchdog interrupts again
         frame = frame.f_back
     for watchdog in reversed(Watchdog._open):  # the innermost world first
         watchdog.raise_pending()
+
+
+def _ignored(unraisable: Any) -> None:
+    """Python ignores an exception, perhaps an interruption."""
+    by = getattr(unraisable.exc_value, _BY, None)
+    for watchdog in Watchdog._open:
+        if id(watchdog) == by:
+            watchdog.raise_again(unraisable.exc_value)
+            return
+    Watchdog._hook_before(unraisable)
 
 
 def _write_if_read(text: bytes) -> None:

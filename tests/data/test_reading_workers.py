@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import ddp_loop as dl
 from ddp_loop.data import readers as reading
 from ddp_loop.distributed import children_except
-from tests.support.harness import OnRanks, child_processes
+from tests.support.harness import MOMENT_S, OnRanks, child_processes
 from tests.support.runs import LONG_S
 from tests.support.sources import SIZE, WORKERS, Images
 
@@ -237,11 +237,11 @@ def test_a_worker_that_ends_with_the_lock_of_its_event_blocks_nothing() -> None:
     before = children_except(set())
     loaded: Any = iter(DataLoader(Images(), num_workers=1))
     next(loaded)
-    assert loaded._workers_done_event._cond._lock.acquire(timeout=5.0)  # as the worker does; nothing releases it
+    assert loaded._workers_done_event._cond._lock.acquire(timeout=MOMENT_S)  # as the worker does; nothing releases it
     reading._end_workers(loaded, children_except(before))
     ending = threading.Thread(target=loaded._shutdown_workers, daemon=True)
     ending.start()
-    ending.join(20.0)
+    ending.join(MOMENT_S)
     assert not ending.is_alive()
     assert not loaded._workers[0].is_alive()
 
@@ -259,5 +259,5 @@ def test_a_worker_that_sigterm_kills_raises_nothing_in_the_rank_that_ended_it() 
     next(loaded)  # the worker has run its worker_init_fn
     (worker,) = children_except(before)
     reading._end_workers(loaded, {worker})
-    worker.join(20.0)
+    worker.join(MOMENT_S)
     assert worker.exitcode == -signal.SIGTERM

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.harness import MOMENT_S
 from tests.support.scripts import SCRIPT_S, StartPython, run, write
 
 pytestmark = pytest.mark.covers("C7")
@@ -127,7 +128,7 @@ if __name__ == "__main__":
     assert [process.stdout.readline() for _ in range(2)] == ["waiting\n"] * 2
     process.kill()
     # The pipes end when the last process that holds them has ended; else this raises TimeoutExpired.
-    assert process.communicate(timeout=10.0) == ("", "")
+    assert process.communicate(timeout=MOMENT_S) == ("", "")
 
 
 @pytest.mark.slow

@@ -28,18 +28,18 @@ from ddp_loop.distributed.local_sockets import (
     await_accepted,
     connect,
 )
-from tests.support.harness import OnRanks
+from tests.support.harness import MOMENT_S, OnRanks
 
 pytestmark = pytest.mark.covers("D10")
 
-SOON_S, OTHER_USER, FLOOD = 5.0, 65534, 500
+OTHER_USER, FLOOD = 65534, 500
 
 
 def stranger(name: str, *messages: bytes) -> socket.socket:
     """A connection that sends something else than a rank does."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     one.connect(_address(name))
-    one.settimeout(SOON_S)
+    one.settimeout(MOMENT_S)
     for message in messages:
         one.send(message)
     return one
@@ -64,7 +64,7 @@ GREETINGS: dict[str, Callable[[Listener], bytes]] = {
 def accept_beside(listener: Listener, disturb: Callable[[], None]) -> None:
     """Rank 1 joins rank 0, which listens, after something else happened; they exchange a message."""
     found: dict[int, socket.socket] = {}
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + MOMENT_S
     thread = threading.Thread(target=lambda: found.update(listener.accept([1], deadline)))
     thread.start()
     try:
@@ -73,10 +73,10 @@ def accept_beside(listener: Listener, disturb: Callable[[], None]) -> None:
         with one:
             await_accepted(one, deadline)
             one.send(b"from rank 1")
-            thread.join(SOON_S)
+            thread.join(MOMENT_S)
             assert found[1].recv(20) == b"from rank 1"
     finally:
-        thread.join(SOON_S)
+        thread.join(MOMENT_S)
         listener.close()
         for one in found.values():
             one.close()
@@ -94,7 +94,7 @@ def test_a_wrong_greeting_is_refused_and_the_rank_still_joins(kind: str) -> None
 
 
 def test_a_rank_joins_once() -> None:
-    listener, deadline = Listener(), time.monotonic() + SOON_S
+    listener, deadline = Listener(), time.monotonic() + MOMENT_S
     one = connect(listener.name, listener.token, 1, deadline)
     again = connect(listener.name, listener.token, 1, deadline)
     other = connect(listener.name, listener.token, 2, deadline)
@@ -116,9 +116,7 @@ def test_many_silent_connections_keep_no_rank_away() -> None:
             for _ in range(FLOOD):
                 opened.enter_context(stranger(listener.name))
 
-        began = time.monotonic()
         accept_beside(listener, disturb)
-        assert time.monotonic() - began < SOON_S
 
 
 def test_a_rank_joins_with_descriptors_above_those_of_select() -> None:
@@ -167,7 +165,7 @@ def test_a_listener_of_another_user_is_refused() -> None:
         os.seteuid(OTHER_USER)
         try:
             with pytest.raises(PermissionError, match="belongs to another user"):
-                connect(listener.name, listener.token, 1, time.monotonic() + SOON_S)
+                connect(listener.name, listener.token, 1, time.monotonic() + MOMENT_S)
         finally:
             os.seteuid(0)
     finally:
@@ -192,7 +190,7 @@ def test_what_a_rank_sent_before_it_ended_can_be_read() -> None:
     here.send(note, [1])  # it is not read, so the end of the connection is an error
     there.send(note, [0], b"the last words")
     there.close()
-    assert here.wait(SOON_S) == [1]
+    assert here.wait(MOMENT_S) == [1]
     message = here.receive(1)
     assert message is not None
     assert message[0] == note._replace(words=(8, -9, 0, 0, 0, 0, 0, 0))

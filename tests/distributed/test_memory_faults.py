@@ -23,12 +23,11 @@ from ddp_loop.distributed.meetings import ARENA_BYTES, PART_BYTES
 from ddp_loop.distributed.memory import MemoryBackend
 from ddp_loop.training.ordered_sum import tree_order
 from tests.support.exchanges import CPU
-from tests.support.harness import OnRanks
+from tests.support.harness import FAULT_S, OnRanks, until
 from tests.support.refusals import Caught, loop_over, loss_of, mean_of, network, samples
 
 pytestmark = pytest.mark.covers("D10")
 
-SOON_S = 3.0  # alone on a machine some ms
 LATE_S = 0.2
 
 
@@ -98,7 +97,7 @@ def test_ranks_that_part_all_get_one_error_with_the_places(kind: str, ranks: int
     assert len({one.text for one in results}) == 1, results
     for rank in range(ranks):
         assert f"rank {rank} is at " in results[0].text
-    assert max(one.took_s for one in results) < SOON_S
+    assert max(one.took_s for one in results) < FAULT_S
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
@@ -108,7 +107,7 @@ def test_a_rank_that_comes_later_gets_the_error_too(late: int, on_ranks: OnRanks
     for rank, one in enumerate(results):
         assert one.kind in ("Parted", "PeerFailed") if rank == late else one.kind == "Parted", results
         assert "rank 1 is at a gather of numbers" in one.text or late == 1
-        assert one.took_s < SOON_S + LATE_S
+        assert one.took_s < FAULT_S + LATE_S
 
 
 def fail_where_another_waits_for_room() -> tuple[str, int | None]:
@@ -180,7 +179,7 @@ def kill(culprit: int, workers: int, pool: Pool, tmp_path: Path) -> None:
         assert (one["rank"], one["step"]) == (culprit, 2), one  # its last message was of step 2
         assert one["stage"], one
         assert f"Rank {culprit} ended without an error of Python" in one["text"]
-        assert one["took"] < SOON_S
+        assert one["took"] < FAULT_S
 
 
 @pytest.mark.slow
@@ -194,7 +193,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(tmp_path: Path) -> None:
     for one in told(tmp_path, 3, 1):
         print("seconds until PeerFailed:", round(one["took"], 3))
         assert one["rank"] == 1
-        assert timeout_s - 1.0 < one["took"] < timeout_s + SOON_S
+        assert timeout_s - 1.0 < one["took"] < timeout_s + FAULT_S
 
 
 def fill_a_stopped_ranks_connection(folder: str) -> None:
@@ -222,23 +221,32 @@ def test_a_start_that_has_no_room_ends_with_the_timeout(tmp_path: Path) -> None:
             pool.run(fill_a_stopped_ranks_connection, 2, str(tmp_path), timeout_s=20.0)
     (one,) = told(tmp_path, 2, 1)
     assert one["rank"] == 1
-    assert one["took"] < 2.0 + SOON_S
+    assert one["took"] < 2.0 + FAULT_S
 
 
 # -- what is left ------------------------------------------------------------------------------------------
 
 
 def leavings() -> dict[str, int]:
-    """Descriptors, threads, mappings of shared memory, files in /dev/shm, child processes."""
+    """Descriptors, threads, mappings of shared memory, own files in /dev/shm, child processes."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
+        "in /dev/shm": sum(f"torch_{os.getpid()}_" in name for name in os.listdir("/dev/shm")),  # others have some too
         "mappings": sum("memfd:ddp_loop" in line for line in maps),
-        "in /dev/shm": len(os.listdir("/dev/shm")),
         "children": len(Path("/proc/self/task", str(os.getpid()), "children").read_text().split()),
     }
+
+
+def await_no_more_than(before: list[dict[str, int]]) -> None:
+    """Wait until this rank has no more of anything; a thread that was joined lives on for a moment in the kernel."""
+    most = before[int(os.environ["RANK"])]
+    try:
+        until(lambda: all(count <= most[what] for what, count in leavings().items()), "nothing is left")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {most} before, and {leavings()} then") from None
 
 
 def leave_in_order() -> None:
@@ -278,9 +286,7 @@ def judge(pool: Pool, ranks: int, tasks: list[Callable[[], None]]) -> None:
     before = pool.run(leavings, ranks)
     for task in tasks:
         pool.run(task, ranks)
-    for rank, (one, other) in enumerate(zip(before, pool.run(leavings, ranks), strict=True)):
-        for what, count in other.items():
-            assert count <= one[what], f"rank {rank} has more {what}: {one} and then {other}"
+    pool.run(await_no_more_than, ranks, before)
 
 
 def test_nothing_is_left_after_a_world(pool: Pool) -> None:

@@ -11,7 +11,6 @@ import io
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from unittest import mock
 import pytest
 
 import ddp_loop as dl
-from tests.support.harness import OnRanks
+from tests.support.harness import OnRanks, held_ports
 from tests.support.paths import DOCS, ROOT
 
 SCRIPTS = "plain", "ddp", "accelerated", "fabric"
@@ -80,13 +79,11 @@ def run_peer(script: str, *arguments: str) -> list[Result]:
     """The results of a script without ddp_loop on 2 ranks."""
     if script != "fabric":
         return results_in("".join(dl.launch(run_script, 2, "before", script, *arguments)))
-    with socket.socket() as free:  # its own default is one port, for all that run at the same time
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     fabric = str(Path(sys.executable).with_name("fabric"))
-    command = [fabric, "run", "--accelerator=cpu", "--devices=2", f"--main-port={port}"]
     path = str(ROOT / path_of("before", script))
-    done = subprocess.run([*command, path, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    with held_ports(1) as [port]:  # its own default is one port, for all that run at the same time
+        command = [fabric, "run", "--accelerator=cpu", "--devices=2", f"--main-port={port}", path, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     # The exit code is not checked: torch's threads sometimes abort a process that leaves its group open.
     results = results_in(done.stdout)
     assert results, done.stderr

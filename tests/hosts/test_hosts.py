@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,26 +20,24 @@ from ddp_loop.hosts.command import HostsOptions, check_hosts
 from ddp_loop.hosts.facts import digest_of
 from ddp_loop.hosts.links import Listener, connect, own_address
 from ddp_loop.hosts.verdict import Bounds
-from tests.support.harness import OnRanks
+from tests.support.harness import OnRanks, held_ports
 
 pytestmark = pytest.mark.covers("C4", "J14")
 AHEAD_S = 7.0
 SEEN_S = 0.3  # for a new file; the files are on this machine
 
 
-def closed_port() -> int:
-    """A port without a listener."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Say that this rank listens at a port where nobody does."""
 
+    class Blocked(Listener):
+        def __init__(self, rank: int, token: str) -> None:
+            super().__init__(rank, token)
+            self.address = ("127.0.0.1", port)
 
-class Blocked(Listener):
-    """Listens where no other rank reaches it."""
-
-    def __init__(self, rank: int, token: str) -> None:
-        super().__init__(rank, token)
-        self.address = ("127.0.0.1", closed_port())
+    with held_ports(1) as [port], mock.patch("ddp_loop.hosts.command.Listener", Blocked):
+        yield
 
 
 @contextmanager
@@ -51,7 +48,7 @@ def planted(fault: str) -> Iterator[None]:
     faults: dict[str, AbstractContextManager[Any]] = {
         "version": mock.patch.object(facts, "versions", return_value=others),
         "words": mock.patch.object(command, "asdict", lambda one: {**dataclasses.asdict(one), "of another version": 1}),
-        "port": mock.patch("ddp_loop.hosts.command.Listener", Blocked),
+        "port": blocked(),
         "clock": mock.patch.object(links, "time", ahead),
         "interface": mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "none0"}),
     }

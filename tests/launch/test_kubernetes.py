@@ -15,8 +15,8 @@ import yaml
 from jsonschema import Draft202012Validator
 from torch.distributed.run import config_from_args, get_args_parser
 
+from tests.support.harness import held_ports
 from tests.support.paths import ROOT
-from tests.support.slurm import free_ports
 
 LAUNCH, SCHEMAS = ROOT / "launch", Path(__file__).parent / "schemas/kubernetes.json"
 PODS_S = 120.0
@@ -109,19 +109,19 @@ def test_a_pods_command_is_one_that_torchrun_understands(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.covers("C4", "J16")
 def test_two_pods_are_one_world(tmp_path: Path) -> None:
-    [port] = free_ports(1)
     (script := tmp_path / "job.py").write_text(JOB)
     (results := tmp_path / "results").mkdir()
     running = []
-    for index in reversed(range(2)):  # the first one may come last
-        command, environment = pod(tmp_path, index, RANKS="1", FIRST=f"127.0.0.1:{port}", PYTHONPATH=str(ROOT))
-        command = [*command[: command.index("train.py")], str(script), str(results)]
-        running.append(subprocess.Popen(command, env=environment))
-    try:
-        assert [one.wait(PODS_S) for one in running] == [0, 0]
-    finally:
-        for one in running:
-            one.kill()
+    with held_ports(1) as [port]:
+        try:
+            for index in reversed(range(2)):  # the first one may come last
+                command, environment = pod(tmp_path, index, RANKS="1", FIRST=f"127.0.0.1:{port}", PYTHONPATH=str(ROOT))
+                command = [*command[: command.index("train.py")], str(script), str(results)]
+                running.append(subprocess.Popen(command, env=environment))
+            assert [one.wait(PODS_S) for one in running] == [0, 0]
+        finally:
+            for one in running:
+                one.kill()
     assert [(results / str(rank)).read_text() for rank in range(2)] == ["3.0 2", "3.0 2"]
 
 

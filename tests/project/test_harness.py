@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ddp_loop.distributed import RankFailed
-from tests.support.harness import OnRanks, Surroundings, left_behind, look_around
+from tests.support import harness
+from tests.support.harness import OnRanks, Surroundings, held_ports, left_behind, look_around
 from tests.support.paths import TESTS
 
 pytest_plugins = ["pytester"]
@@ -81,7 +84,8 @@ def test_a_thread_is_found_and_one_that_ends_by_itself_is_not(before: Surroundin
     release = threading.Event()
     thread = threading.Thread(target=release.wait, name="forgotten")
     thread.start()
-    assert [line.partition(",")[0] for line in left_behind(before)] == ["thread: <Thread(forgotten"]
+    with mock.patch.object(harness, "THREAD_END_S", 0.1):
+        assert [line.partition(",")[0] for line in left_behind(before)] == ["thread: <Thread(forgotten"]
     release.set()
     assert left_behind(before) == []
 
@@ -131,6 +135,14 @@ def test_a_changed_setting_of_torch_is_found(before: Surroundings) -> None:
         assert left_behind(before) == ["torch setting: ('default dtype', torch.float64)"]
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_held_port_is_for_the_server_that_asks_for_it_by_number() -> None:
+    with held_ports(1) as [port]:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+            pass
 
 
 def test_a_test_that_leaves_something_fails_and_a_gpu_test_is_skipped_with_the_reason(

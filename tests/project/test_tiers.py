@@ -17,8 +17,9 @@ from tests.support.tiers import ALL_ITEMS, cases_by_function, is_quick, is_secon
 # Run in a folder of its own, with the project's own rules for tests.
 LATE = """
 import time
-import pytest
+from tests.support import limits
 
+limits.slowness = lambda: {slowness}
 times = iter([{first}, {second}])
 
 def test_it():
@@ -87,19 +88,20 @@ def test_what_make_test_leaves_out_is_what_continuous_integration_runs_after_it(
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (LATE.format(first=0.4, second=0.4), r"1 failed.*"),
-        (LATE.format(first=0.4, second=0), r"1 passed.*"),
+        (LATE.format(first=1.2, second=1.2, slowness=1), r"1 failed.*"),
+        (LATE.format(first=1.2, second=0, slowness=1), r"1 passed.*"),
+        (LATE.format(first=1.2, second=1.2, slowness=2), r"1 passed.*"),
         ("import pytest\n\ndef test_it():\n    pytest.skip('no wish')\n", r"1 failed.*"),
         (f"import pytest\n\ndef test_it():\n    pytest.skip('{KNOWN_REASONS[0]}')\n", r"1 skipped.*"),
     ],
-    ids=["late twice", "late once", "skipped", "skipped with a known reason"],
+    ids=["late twice", "late once", "late on a slow machine", "skipped", "skipped with a known reason"],
 )
 @pytest.mark.slow
 def test_continuous_integration_holds_the_limits(body: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(body)
     command = [sys.executable, "-m", "pytest", f"--confcutdir={ROOT}", "-p", "tests.conftest", f"--rootdir={tmp_path}"]
     done = subprocess.run(
-        [*command, "--hold-limits=0.3", "-o", "addopts=", str(tmp_path)],
+        [*command, "--hold-limits=1", "-o", "addopts=", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert re.search(said, done.stdout), done.stdout

@@ -24,6 +24,7 @@ from ddp_loop.reporting.terminal import ProgressView, open_display
 from ddp_loop.reporting.throughput import TrainingLength
 from tests.support.harness import OnRanks, until
 from tests.support.paths import ROOT
+from tests.support.terminals import read_until
 
 RUN, EMPTY = "run.json", "{}"
 VIEW = ProgressView(TrainingLength(epochs=20), 3, 41, {"loss": 0.25}, 12.5, 1.0, None)
@@ -303,7 +304,7 @@ def test_a_terminal_stays_one_and_a_live_display_leaves_only_real_lines(
         display.close()
         print("after the display")
         assert sys.stdout is stream
-        shown = os.read(near, 65536).decode()
+        shown = read_until(near, "after the display")
     assert one.text == "real line 0\nreal line 1\nreal line 2\nafter the display\n"
     assert "Epoch 3" in shown
     assert "real line 0" in shown

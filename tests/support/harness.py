@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,12 +23,12 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 
 # What the project promises: a fault on one rank ends all within 3 s. The campaigns of tests/faults hold it to that,
-# alone on a machine; tests run beside others, and what they would miss is a timeout of 20 s or more. On an idle machine
-# `FAULT_S=3 python -m pytest ...` holds the tests to the promise too.
-FAULT_S = float(os.environ.get("FAULT_S", 9 if "PYTEST_VERSION" in os.environ else 3))
-TASK_S = 60.0  # the longest tasks take seconds; a shared machine may be ten times slower
-MOMENT_S, LOOK_S = 20.0, 0.02  # how long to wait for what takes a moment, and how often to look
-THREAD_END_S = 1.0  # a thread needs a moment to end after the request
+# alone on a machine. Tests run beside others, and must only tell such an end from a timeout, which is 20 s or more in
+# their worlds. On an idle machine `FAULT_S=3 python -m pytest ...` holds the tests to the promise too.
+FAULT_S = float(os.environ.get("FAULT_S", 18 if "PYTEST_VERSION" in os.environ else 3))
+TASK_S = 100.0  # the longest tasks take seconds; a shared machine may be ten times slower
+MOMENT_S, LOOK_S = 60.0, 0.02  # how long to wait for what takes a moment, and how often to look
+THREAD_END_S = 20.0  # a thread needs a moment to end after the request
 
 PYTEST_OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the latter when it likes
 
@@ -110,6 +113,38 @@ def until(holds: Callable[[], Any], what: str, within_s: float = MOMENT_S) -> An
             raise AssertionError(f"not within {within_s:g} s: {what}")
         time.sleep(LOOK_S)
     return found
+
+
+@contextmanager
+def held_ports(number: int) -> Iterator[list[int]]:
+    """Ports of this machine for servers that must be told theirs.
+
+    A socket is bound to each and does not listen: the kernel gives the port to nobody who asks for any, and lets a
+    server have it that asks for it by number with SO_REUSEADDR, as servers do.
+    """
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("127.0.0.1", 0))
+        yield [one.getsockname()[1] for one in sockets]
+
+
+def count_calls(function: Callable[[], Any]) -> Counter[str]:
+    """How often a function calls others, by their names: its work in Python, whatever else the machine does."""
+    counts: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            counts[frame.f_code.co_name if event == "call" else argument.__name__] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return counts
 
 
 def child_processes() -> frozenset[int]:

@@ -19,8 +19,9 @@ import torch
 
 import ddp_loop as dl
 from ddp_loop.distributed.backend import Backend, FlatSum, PieceOrder, Work
+from tests.support.harness import MOMENT_S
 
-HELD_S = 10.0  # a rank that waits for a sign so long was waited for by the rank that was to give it
+HELD_S = MOMENT_S / 3  # a rank that waits for a sign so long was waited for by the rank that was to give it
 NOTHING_S = 0.3  # so long a sign must not come
 
 

@@ -1,19 +1,22 @@
 """The limits that continuous integration holds: a quick test is quick, and nothing is skipped for an unknown reason.
 
-[Note: Twice] On a shared machine a test can be late through no fault of its own. One that is over the limit runs again,
-and only if it is over it again does it fail: a slow test is slow each time. What a test found the first time counts; a
-test that failed is not run again.
+[Note: Twice] On a shared machine a test can be late through no fault of its own. Its time is divided by the machine's
+slowness, which is measured after a test that was late. One that is over the limit in spite of that runs again, and only
+if it is over it again does it fail: a slow test is slow each time. What a test found the first time counts; a test that
+failed is not run again.
 """
 
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from _pytest.runner import runtestprotocol
 
 from tests.support.tiers import is_quick
 
+SAMPLE_S = 0.3  # of work, to measure how slow the machine is
 KNOWN_REASONS = (
     "needs a GPU",
     "there is a GPU",
@@ -42,10 +45,21 @@ def is_known(reason: str) -> bool:
     return any(re.match(known, reason) for known in KNOWN_REASONS)
 
 
+def slowness() -> float:
+    """How many times as long as alone on its core this thread now takes for work."""
+    began, used = time.perf_counter(), time.thread_time()
+    while (spent := time.thread_time() - used) < SAMPLE_S:
+        pass
+    return max(1.0, (time.perf_counter() - began) / spent)
+
+
 def seconds_over(reports: list[pytest.TestReport], limit_s: float) -> float | None:
-    """How long a passed test took, if that is over the limit."""
+    """How long a passed test would take alone on the machine, if that is over the limit."""
     call = next((report for report in reports if report.when == "call" and report.passed), None)
-    return call.duration if call is not None and call.duration > limit_s else None
+    if call is None or call.duration <= limit_s:
+        return None
+    alone_s = call.duration / slowness()
+    return alone_s if alone_s > limit_s else None
 
 
 def hold(reports: list[pytest.TestReport], over: list[float], limit_s: float) -> None:

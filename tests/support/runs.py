@@ -16,10 +16,10 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.checkpoint import STOP
 from ddp_loop.determinism import digest, leaves
-from tests.support.harness import until
+from tests.support.harness import MOMENT_S, until
 
 STATUS, ROWS = "status.json", "rows.jsonl"
-ASKED_S = 10.0  # a watcher looks every 0.25 s
+ASKED_S = MOMENT_S  # a watcher looks every 0.25 s
 LONG_S = 30.0
 
 

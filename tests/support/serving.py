@@ -20,7 +20,7 @@ from ddp_loop.monitor.server import HERE, listen, make_server, names_of
 
 TOKEN = "a-token-of-the-tests"
 COMMAND = {"command": ["lab/train.py", "--run", "runs/the one"], "directory": "/home/me"}
-WAIT_S = 20.0  # for what takes a moment
+WAIT_S = 60.0  # for what takes a moment
 
 
 @dataclass(frozen=True)

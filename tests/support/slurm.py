@@ -16,14 +16,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.support import guard
-from tests.support.harness import until
+from tests.support.harness import held_ports, until
 
 START_S, END_S, COMMAND_S = 30.0, 30.0, 120.0
 CORES = 4
@@ -106,18 +106,8 @@ class Slurm:
         return done.stdout.split() == ["idle"]
 
 
-def free_ports(number: int) -> list[int]:
-    """Ports on which nothing listens now."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
-def written(folder: Path) -> list[dict[str, object]]:
+def written(folder: Path, controller_port: int, node_port: int) -> list[dict[str, object]]:
     """Write the configuration and the key into a folder; returns the servers, for `tests.support.guard`."""
-    controller_port, node_port = free_ports(2)
     configuration, key = folder / "slurm.conf", folder / "munge.key"
     values = {"folder": folder, "host": socket.gethostname().partition(".")[0], "user": getpass.getuser()}
     ports = {"controller_port": controller_port, "node_port": node_port}
@@ -157,9 +147,14 @@ def running_slurm() -> Iterator[Slurm]:
     try:
         folder.chmod(0o755)  # munged refuses a socket that others cannot reach
         slurm = Slurm(folder, {"SLURM_CONF": str(folder / "slurm.conf")})
-        command = [sys.executable, guard.__file__, json.dumps(written(folder))]
         environment = {**os.environ, **slurm.environment, "PATH": path}
-        with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=folder, env=environment) as process:
+        with (
+            held_ports(2) as ports,
+            subprocess.Popen(
+                [sys.executable, guard.__file__, json.dumps(written(folder, *ports))],
+                stdin=subprocess.PIPE, cwd=folder, env=environment,
+            ) as process,
+        ):  # fmt: skip
             assert process.stdin is not None
             try:
                 wait_until_idle(slurm)

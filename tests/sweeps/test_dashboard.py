@@ -17,8 +17,7 @@ import pytest
 from ddp_loop.sweeps.command import USUAL
 from ddp_loop.sweeps.jobs import FunctionJob
 from ddp_loop.sweeps.plan import SweepPlan
-from tests.support.harness import TASK_S, until
-from tests.support.slurm import free_ports
+from tests.support.harness import TASK_S, held_ports, until
 from tests.support.sweep_jobs import train
 
 PROGRAM = shutil.which("optuna-dashboard", path=str(Path(sys.executable).parent))
@@ -49,9 +48,11 @@ def check_dashboard(folder: Path, storage: str | None) -> None:
     plan = SweepPlan(FunctionJob(train, {}), {"rate": [0.1, 0.05, 0.01]}, **USUAL)
     with plan.begun(folder, storage):
         pass
-    [port] = free_ports(1)
-    command = [PROGRAM, storage or f"sqlite:///{folder}/study.db", f"--port={port}"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    command = [PROGRAM, storage or f"sqlite:///{folder}/study.db"]
+    with (
+        held_ports(1) as [port],
+        subprocess.Popen([*command, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process,
+    ):
         try:
             page = f"http://127.0.0.1:{port}/api/studies"
             listed = until(lambda: answer(page), "the dashboard answers", TASK_S)
