@@ -160,7 +160,14 @@ def go_on_after() -> tuple[State, bool]:
     with dl.join_world(seed=0) as world:
         model = network()
         batches = dl.Batches(rows_of(), 11, world, shards=4, shuffle=False)
-        loop = dl.Loop(batches, 2, state={"model": model}, progress=False, check_replicas_every=1)
+        loop = dl.Loop(
+            batches,
+            2,
+            state={"model": model},
+            buffer_reduction={"model.level": "mean"},
+            progress=False,
+            check_replicas_every=1,
+        )
         for epoch in loop.epochs():
             for step in epoch:
                 for rows in step:
