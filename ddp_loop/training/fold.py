@@ -78,7 +78,7 @@ class Fold:
         watch: called with each shard's number on this rank and its gradients by name.
 
     Raises:
-        ValueError: a model that torch shares between ranks, or a rule for an unknown buffer.
+        ValueError: a model that torch shares between ranks, a hook on a parameter, or a rule for an unknown buffer.
     """
 
     def __init__(
@@ -109,7 +109,14 @@ class Fold:
         self.sync_channels = [channel for channel in find_sync_channels(modules.values()) if channel.size > 1]
         synced = {layer for layer in each_module(modules).values() if is_synced(layer)}  # these move their statistics
         self.gradients = Gradients(
-            parameters, world, bucket_bytes, order, averaged=averaged, synced=bool(self.sync_channels), watch=watch
+            parameters,
+            world,
+            bucket_bytes,
+            order,
+            averaged=averaged,
+            synced=bool(self.sync_channels),
+            takes_hooks=shards == 1,
+            watch=watch,
         )
         self._statistics = BatchNormStatistics(layers, own if shards > 1 else {}, others)
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])

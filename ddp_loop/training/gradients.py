@@ -23,6 +23,7 @@ from ddp_loop.training.backpropagation import backpropagate_apart
 from ddp_loop.training.buckets import Bucket, grouped, set_grads
 from ddp_loop.training.flat_all_reduce import FlatAllReduce, finish_all
 from ddp_loop.training.ordered_sum import ReductionOrder
+from ddp_loop.training.parameter_checks import Hook, HookCheck
 from ddp_loop.training.unplanned import UnplannedGradients
 
 _FLOAT32_BYTES = 4
@@ -49,7 +50,11 @@ class Gradients:
         order: in which shards are added up.
         averaged: parameters that never need one; see [Note: Left out] in `unplanned`.
         synced: whether backward contains other collectives, those of synced batch norm.
+        takes_hooks: whether the script may have hooks on parameters.
         watch: called with each shard's number on this rank and its gradients by name; then no sum starts early.
+
+    Raises:
+        ValueError: a parameter has a hook.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Gradients:
         *,
         averaged: Collection[Parameter] = (),
         synced: bool = False,
+        takes_hooks: bool = False,
         watch: Callable[[int, dict[str, torch.Tensor]], None] | None = None,
     ) -> None:
         self.buckets: list[Bucket] = []
@@ -84,6 +90,9 @@ class Gradients:
         doubles = any(parameter.dtype == torch.float64 for parameter in self._names)
         self.slot_dtype = torch.float64 if doubles else torch.float32  # of statistics, losses and metrics
         self.known_norm: torch.Tensor | None = None  # of all gradients, once this pass has computed it
+        self._hook_check = None if takes_hooks else HookCheck(self._names, _is_own)
+        if self._hook_check is not None and (hooked := self._hook_check.find(own=0)) is not None:
+            raise ValueError(hooked)
         self._synced, self._watch = synced, watch
         self._overlaps = not synced and watch is None  # whether sums may start during backward
 
@@ -132,8 +141,10 @@ class Gradients:
         """Begin a pass without gradients.
 
         Raises:
-            RuntimeError: a parameter's dtype or memory format changed after the first step.
+            RuntimeError: a parameter's dtype or memory format changed after the first step, or it has a hook.
         """
+        if self._hook_check is not None and (hooked := self._hook_check.find(own=len(self._hooks))) is not None:
+            raise RuntimeError(hooked)
         forms = list(zip(map(_DTYPE, self._planned), map(_STRIDES, self._planned), strict=True))
         if forms != list(self._planned.values()):
             self._refuse_new_form()
@@ -420,6 +431,11 @@ class Gradients:
         """The Euclidean norm of all gradients as they are now; shape ()."""
         gradients = [parameter.grad for parameter in self._names if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients) if gradients else self.tail.new_zeros(())
+
+
+def _is_own(hook: Hook) -> bool:
+    """Whether a post-accumulate hook is of this class, perhaps of another loop."""
+    return isinstance(hook, partial) and getattr(hook.func, "__func__", None) is Gradients._arrived
 
 
 def _backpropagate(loss: torch.Tensor, seed: torch.Tensor, *, retain_graph: bool) -> None:
