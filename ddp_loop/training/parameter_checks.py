@@ -6,45 +6,32 @@ applied S times, to S parts. With one shard the part is the whole gradient, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 
 from torch.nn import Parameter
 
-_HOOKS, _AFTER_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+HOOKS, AFTER_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 Hook = Callable[..., object]
 
 
-class HookCheck:
-    """Finds the script's hooks on parameters, at 0.15 microseconds a parameter. See [Note: Hooks].
+def find_hook(names: Mapping[Parameter, str], is_own: Callable[[Hook], bool]) -> str | None:
+    """The error that names the first parameter on which the script has a hook; None without one. See [Note: Hooks].
 
     Args:
         names: of all parameters.
         is_own: whether a post-accumulate hook is the package's.
     """
-
-    def __init__(self, names: Mapping[Parameter, str], is_own: Callable[[Hook], bool]) -> None:
-        self._names, self._is_own = names, is_own
-
-    def find(self, own: int) -> str | None:
-        """The error that names the first parameter with a hook; None without one.
-
-        Args:
-            own: the number of hooks that the caller has registered.
-        """
-        after = sum(map(len, filter(None, map(_AFTER_HOOKS, self._names))))
-        if after == own and not any(map(_HOOKS, self._names)):
-            return None
-        for parameter, name in self._names.items():
-            if not parameter.requires_grad:
-                continue
-            if _HOOKS(parameter):
-                return _refusal(name, "register_hook")
-            others = _AFTER_HOOKS(parameter) or {}
-            if not all(map(self._is_own, others.values())):
-                remedy = " An optimizer in backward is not supported. Call optimizer.step() after the fold, too."
-                return _refusal(name, "register_post_accumulate_grad_hook") + remedy
-        return None
+    for parameter, name in names.items():
+        if not parameter.requires_grad:
+            continue  # it runs none
+        if HOOKS(parameter):
+            return _refusal(name, "register_hook")
+        others = AFTER_HOOKS(parameter) or {}
+        if not all(map(is_own, others.values())):
+            remedy = " An optimizer in backward is not supported. Call optimizer.step() after the fold, too."
+            return _refusal(name, "register_post_accumulate_grad_hook") + remedy
+    return None
 
 
 def _refusal(name: str, kind: str) -> str:
