@@ -372,6 +372,8 @@ class Loop:
         save, problem = False, None if self._state_check.found is None else self._state_check.take()
         if self._recorder.keeps:
             save, problem = self._recorder.save_requests(problem)
+        if self._job.structure.has_changed():
+            problem = problem or self._job.structure.changed_in_step()
         if not (stop or save or self._announces) and problem is None:
             return NO_REQUEST
         return ControlRequest(stop, save, problem)
