@@ -362,6 +362,7 @@ class Loop:
         if self._job.structure.has_changed():
             self._job.structure.make_new_equal(self.world)
             self.fold = self._make_fold(self.fold)
+        self.fold.modules = self._job.structure.modules
         if passes == 0 and self.world.rank == 0:
             self._job.unmoved.check(self._where.iteration, had_gradients=self.fold.had_gradients)
         return self.fold

@@ -265,7 +265,7 @@ class Step:
         # Autograd refuses outputs that were written later; those without a graph may be reused.
         taken = tuple(one if one.requires_grad else one.detach().clone() for one in taken)
         self._gathering.hold(HeldOutputs(record.shard, taken))
-        record.held = True
+        record.held, record.modes = True, self._fold.modes()
         if self._tracer is not None:
             self._tracer.forward(record.shard.number, {f"output {n}": one for n, one in enumerate(outputs)})
 
