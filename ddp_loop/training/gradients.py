@@ -165,6 +165,7 @@ class Gradients:
         self.known_norm = None
         for bucket in (*self.buckets, *self.unplanned.buckets):
             bucket.open()
+        self.tail = self.buckets[-1].tail
 
     def _refuse_new_form(self) -> None:
         for parameter, form in self._planned.items():

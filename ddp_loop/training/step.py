@@ -324,9 +324,10 @@ class Step:
     def fold(self) -> StepResult:
         """Make `.grad`, statistics, buffers, loss and metrics those of the whole mini-batch. Every rank must call this.
 
-        Each `.grad` is a view into memory that the next pass writes. A gradient that is kept longer must be copied:
+        A `.grad` that the script keeps stays as it is, as in a plain loop. A view of it is written by the next pass and
+        must be copied:
 
-            kept = [parameter.grad.clone() for parameter in model.parameters()]
+            kept = [parameter.grad.flatten().clone() for parameter in model.parameters()]
 
         Returns:
             The step's result; its values are on the device and the same on every rank.
