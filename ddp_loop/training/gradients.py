@@ -23,7 +23,7 @@ from ddp_loop.training.backpropagation import backpropagate_apart
 from ddp_loop.training.buckets import Bucket, grouped, set_grads
 from ddp_loop.training.flat_all_reduce import FlatAllReduce, finish_all
 from ddp_loop.training.ordered_sum import ReductionOrder
-from ddp_loop.training.parameter_checks import AFTER_HOOKS, HOOKS, Hook, find_hook
+from ddp_loop.training.parameter_checks import AFTER_HOOKS, HOOKS, Hook, OutsideParameters, find_hook
 from ddp_loop.training.unplanned import UnplannedGradients
 
 _FLOAT32_BYTES = 4
@@ -93,6 +93,8 @@ class Gradients:
         self._takes_hooks = takes_hooks
         if not takes_hooks and (hooked := find_hook(self._names, _is_own)) is not None:
             raise ValueError(hooked)
+        self._outside, self._passes = OutsideParameters(self._names), 0
+        self._looks = False  # whether this pass looks for parameters outside of the state
         self._synced, self._watch = synced, watch
         self._overlaps = not synced and watch is None  # whether sums may start during backward
 
@@ -141,8 +143,13 @@ class Gradients:
         """Begin a pass without gradients.
 
         Raises:
-            RuntimeError: a parameter's dtype or memory format changed after the first step, or it has a hook.
+            RuntimeError: a parameter's dtype or memory format changed after the first step, it has a hook, or it is
+                trained and in no part of the state.
         """
+        self._passes, looked = self._passes + 1, self._looks
+        self._looks = not self._passes & (self._passes - 1)
+        if self._looks or looked:
+            self._outside.open(again=self._looks)
         if not self._takes_hooks:  # 0.15 microseconds a parameter
             after = sum(map(len, filter(None, map(AFTER_HOOKS, self._names))))
             is_hooked = after != len(self._hooks) or any(map(HOOKS, self._names))
@@ -194,6 +201,8 @@ class Gradients:
         """
         apart = more or self._watch is not None
         self._check_kept(adds=not apart)
+        if self._looks and not self._shards:
+            self._outside.look(loss)
         for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
             bucket.begin_backward(apart=apart)
         is_low = loss.dtype.itemsize < _FLOAT32_BYTES

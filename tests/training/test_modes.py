@@ -13,8 +13,12 @@ from tests.support.refusals import ALL, Refused, loop_over, loss_of
 
 pytestmark = pytest.mark.both_modes
 
-SAID = r"Each module must be in the same mode, train\(\) or eval\(\), in every shard\. model\.1 was in evaluation mode on "
-OF_RANKS = SAID + r"rank 1, and in training mode on rank 0\. Call model\.train\(\) and model\.eval\(\) on all ranks alike"
+SAID = (
+    r"Each module must be in the same mode, train\(\) or eval\(\), in every shard\. model\.1 was in evaluation mode on "
+)
+OF_RANKS = (
+    SAID + r"rank 1, and in training mode on rank 0\. Call model\.train\(\) and model\.eval\(\) on all ranks alike"
+)
 
 
 def network(kind: str) -> nn.Sequential:

@@ -14,7 +14,9 @@ from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, sa
 pytestmark = pytest.mark.both_modes
 
 CLAMPED = r"hook on a parameter.* model\.0\.weight has one of register_hook\..* after step\.fold\(\)"
-IN_BACKWARD = r"hook on a parameter.* model\.0\.weight has one of register_post_accumulate_grad_hook\..*optimizer in back"
+IN_BACKWARD = (
+    r"hook on a parameter.* model\.0\.weight has one of register_post_accumulate_grad_hook\..*optimizer in back"
+)
 
 
 def clamp(gradient: torch.Tensor) -> torch.Tensor:
