@@ -198,5 +198,5 @@ def test_a_planted_fault_is_found_and_the_tensor_is_named(fault: str, pool: Pool
 def test_a_hook_on_a_parameter_is_named_with_fixed_shards_too(pool: Pool, tmp_path: Path) -> None:
     """On every number of ranks it would clamp four times, so equal bits prove nothing."""
     script = digit_script(tmp_path, before(BEFORE_TRAINING, "model[3].weight.register_hook(lambda g: g.clamp(-1, 1))"))
-    with pytest.raises(CannotVerify, match="model.3.weight has one of register_hook. Change and read .grad after"):
+    with pytest.raises(CannotVerify, match=r"model\.3\.weight has one of register_hook\. Change and read \.grad after"):
         verdict_of(script, pool, (1, 2), arguments=("--shards", "4", *SMALL), steps=3)
