@@ -36,7 +36,7 @@ STEPS = 20  # beside a save
 class _Unchecked:
     """Replaces the writer and the reader of the control word."""
 
-    said = ControlDecision(problem=False, new=False, ends=0, stop=False, save=False, parted=False)
+    said = ControlDecision(problem=False, new=False, ends=0, stop=False, save=False, parted=False, mixed=False)
     values = (0,) * CONTROL_LENGTH
 
     @classmethod

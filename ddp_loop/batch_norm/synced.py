@@ -207,7 +207,8 @@ class SyncChannel:
             if place != first:
                 raise RuntimeError(
                     f"rank 0 is at {self._place(first)}, rank {rank} at {self._place(place)}. Every rank must call the "
-                    "layers of a synced model alike, forward and backward, also ranks without samples."
+                    "layers of a synced model alike, forward and backward, also ranks without samples. Call train() "
+                    "and eval() on all ranks alike."
                 )
         counts = [int(count) for _, count in heads]
         if sum(counts) == 1:

@@ -81,13 +81,17 @@ def find_parameters(state: Mapping[str, object]) -> dict[str, Parameter]:
     found: dict[Parameter, str] = {}
     for name, one in named.items():
         if isinstance(one, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"Every parameter needs a shape before the Loop is made. {name} has none. Run the model once on "
-                "one sample."
-            )
+            raise _without_shape(name)
         if isinstance(one, torch.Tensor):
             found.setdefault(one, name)  # type: ignore[arg-type]  # optimizers take plain tensors too
     return {name: parameter for parameter, name in found.items()}
+
+
+def _without_shape(name: str) -> ValueError:
+    return ValueError(
+        f"Every parameter and buffer needs a shape before the Loop is made. {name} has none. Run the model once on one "
+        "sample."
+    )
 
 
 class FrozenParameters:
@@ -107,9 +111,16 @@ class FrozenParameters:
 
 
 def find_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """All parameters and buffers of a job, each once, by the first of its names."""
+    """All parameters and buffers of a job, each once, by the first of its names.
+
+    Raises:
+        ValueError: a parameter or buffer of a lazy module has no shape yet.
+    """
     tensors: dict[str, torch.Tensor] = dict(find_parameters(state))
-    tensors.update({shared.names[0]: shared.tensor for shared in each_buffer(find_modules(state))})
+    for shared in each_buffer(find_modules(state)):
+        if isinstance(shared.tensor, nn.parameter.UninitializedBuffer):
+            raise _without_shape(shared.names[0])
+        tensors[shared.names[0]] = shared.tensor
     return tensors
 
 

@@ -29,9 +29,9 @@ import torch
 
 from ddp_loop.data import Announcement, MiniBatch, check_end, check_first
 from ddp_loop.distributed import Work, World
-from ddp_loop.training.payload import PayloadLayout
+from ddp_loop.training.payload import PayloadLayout, require_same_modes
 
-PROBLEM, _NEW, _ENDS, _STOP, _SAVE, _PLACE, _SQUARE, CONTROL_LENGTH = range(8)
+PROBLEM, _NEW, _ENDS, _STOP, _SAVE, _PLACE, _SQUARE, _RAN, _MODES, _MODES_SQUARE, CONTROL_LENGTH = range(11)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ NO_REQUEST = ControlRequest()
 
 
 def control_word(
-    mini_batch: MiniBatch, given: Sequence[bool], *, problem: bool, new: bool, asked: ControlRequest
+    mini_batch: MiniBatch, given: Sequence[bool], *, problem: bool, new: bool, asked: ControlRequest, modes: int | None
 ) -> tuple[int, ...]:
     """This rank's part of the control word.
 
@@ -63,11 +63,14 @@ def control_word(
         problem: whether the rank has one.
         new: whether the rank has something that the layout has no room for.
         asked: its requests.
+        modes: the number of its shards' modes among those agreed on; None without a shard, with a problem and with
+            something new.
     """
     said = mini_batch.epoch, mini_batch.position, mini_batch.samples, mini_batch.digest
     place = zlib.crc32(b"%d %d %d %d" % said) & 0xFF
     news = () if mini_batch.announcement is None else mini_batch.announcement.values
-    return problem, new, mini_batch.ends_stream, asked.stop, asked.save, place, place * place, *news, *given
+    ran = (0, 0, 0) if modes is None else (1, modes, modes * modes)
+    return problem, new, mini_batch.ends_stream, asked.stop, asked.save, place, place * place, *ran, *news, *given
 
 
 @lru_cache(maxsize=1024)  # most words are one of 256
@@ -98,6 +101,7 @@ class ControlDecision:
         problem, new, stop, save: whether any rank says so.
         ends: the number of ranks whose stream ends.
         parted: whether ranks are at different mini-batches: n sum(p^2) = sum(p)^2 exactly if all p are the same.
+        mixed: whether the modules of ranks with shards were in different modes.
     """
 
     problem: bool
@@ -106,11 +110,12 @@ class ControlDecision:
     stop: bool
     save: bool
     parted: bool
+    mixed: bool
 
     @property
     def is_error(self) -> bool:
         """Whether `act_on` may raise."""
-        return self.problem or self.parted or self.ends > 0
+        return self.problem or self.parted or self.mixed or self.ends > 0
 
 
 def read_word(
@@ -120,22 +125,24 @@ def read_word(
 
     An announcement learns the values that were announced.
     """
-    problem, new, ends, stop, save, place, square = sums[:CONTROL_LENGTH]
+    problem, new, ends, stop, save, place, square, ran, modes, modes_square = sums[:CONTROL_LENGTH]
     given = CONTROL_LENGTH
     if announcement is not None:
         given += len(announcement.values)
         announcement.learn(sums[CONTROL_LENGTH:given])
-    parted = ranks * square != place**2
-    decision = ControlDecision(problem > 0, new > 0, int(ends), stop > 0, save > 0, parted)
+    parted, mixed = ranks * square != place**2, ran * modes_square != modes**2
+    decision = ControlDecision(problem > 0, new > 0, int(ends), stop > 0, save > 0, parted, mixed)
     return decision, list(map(bool, sums[given:]))
 
 
-def act_on(said: ControlDecision, mini_batch: MiniBatch, problem: Exception | None, world: World) -> None:
+def act_on(
+    said: ControlDecision, mini_batch: MiniBatch, problem: Exception | None, seen: PayloadLayout, world: World
+) -> None:
     """Raise on every rank what the word of a pass says. Every rank must call this.
 
     Args:
         said: of that pass.
-        mini_batch, problem: this rank's, in that pass.
+        mini_batch, problem, seen: this rank's, in that pass.
         world: the ranks.
     """
     if said.problem:
@@ -143,6 +150,8 @@ def act_on(said: ControlDecision, mini_batch: MiniBatch, problem: Exception | No
     if said.parted:
         world.require_equal("epoch and position of a step's mini-batch", (mini_batch.epoch, mini_batch.position))
         check_first(mini_batch, world)
+    if said.mixed:
+        require_same_modes(world.gather(seen, "the modes of the modules"))
     if said.ends:
         check_end(said.ends, mini_batch, world)
 
@@ -175,7 +184,8 @@ class ControlExchange:
         self.owes_flag = self.has_raised = False
         self.waits = True
         self._flag: tuple[torch.Tensor, Work | None] | None = None
-        self._word: tuple[torch.Tensor, Work | None, MiniBatch | None] | None = None
+        self._word: tuple[torch.Tensor, Work | None] | None = None
+        self._pass: tuple[MiniBatch, PayloadLayout] | None = None  # of the word; None of a rank that left
         self._is_kept = self._is_deferred = False  # whether deferred collectives leave the word; whether it is one
 
     def open(self, *, has_flags: bool) -> None:
@@ -211,15 +221,15 @@ class ControlExchange:
         self._flag = flag, self._world.start_sum(flag)
         return waited_s
 
-    def send(self, word: torch.Tensor, mini_batch: MiniBatch | None) -> None:
+    def send(self, word: torch.Tensor, of: tuple[MiniBatch, PayloadLayout] | None) -> None:
         """Start the sum of all ranks' words. Every rank must call this.
 
         Args:
             word: of this rank, which stays as it is.
-            mini_batch: of the pass; None without one.
+            of: the mini-batch of the pass, and what this rank's shards have; None where the rank leaves.
         """
         sums = word.clone()
-        self._word = sums, self._world.start_sum(sums), mini_batch
+        self._word, self._pass = (sums, self._world.start_sum(sums)), of
 
     def read(self, *, waits: bool) -> list[int]:
         """The sum of all words; where it is read in the next pass, that of words without a request or an error.
@@ -258,18 +268,18 @@ class ControlExchange:
     def read_last(self) -> None:
         """Read the last pass's word, if it was not read, and raise what it says. Every rank must call this."""
         if self._word is not None:
-            mini_batch = self._word[-1]
             said, _ = read_word(self._finish(), self._world.size)
-            if mini_batch is not None and said.is_error:
+            if self._pass is not None and said.is_error:
+                mini_batch, seen = self._pass
                 self.has_raised = True
                 self._world.block_collectives(None)
-                act_on(said, mini_batch, None, self._world)
+                act_on(said, mini_batch, None, seen, self._world)
                 self.has_raised = False
 
     def _finish(self) -> list[int]:
         if self._word is None:
             return []
-        sums, work, _ = self._word
+        sums, work = self._word
         self._world.finish(work)
         self._word = None
         found: list[int] = sums.tolist()

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, not_
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.moments import moment_sums
 from ddp_loop.training.nonfinite import NonFiniteGuard
 from ddp_loop.training.ordered_sum import rank_order, tree_order
-from ddp_loop.training.payload import PayloadLayout, ShardRecord, StepResult, agreed, layout_of
+from ddp_loop.training.payload import Modes, PayloadLayout, ShardRecord, StepResult, agreed, layout_of
 from ddp_loop.training.slots import Slots
 from ddp_loop.training.validation import Weight, find_scale, refuse_wrapped
 
@@ -58,7 +59,7 @@ _RAW = (
     "each rank, not the whole mini-batch, and waits for ranks with fewer shards. This step's earlier shards made "
     "{collectives}. Use step.hold and step.gather, or a rule for the buffer (docs/buffers.md), or one shard per rank."
 )
-_DONE = attrgetter("done")
+_DONE, _TRAINING = attrgetter("done"), attrgetter("training")
 
 
 class Fold:
@@ -83,7 +84,7 @@ class Fold:
         watch: called with each shard's number on this rank and its gradients by name.
 
     Raises:
-        ValueError: a model that torch shares between ranks, or a rule for an unknown buffer.
+        ValueError: a model that torch shares between ranks, a hook on a parameter, or a rule for an unknown buffer.
     """
 
     def __init__(
@@ -114,7 +115,14 @@ class Fold:
         self.sync_channels = [channel for channel in find_sync_channels(modules.values()) if channel.size > 1]
         synced = {layer for layer in each_module(modules).values() if is_synced(layer)}  # these move their statistics
         self.gradients = Gradients(
-            parameters, world, bucket_bytes, order, averaged=averaged, synced=bool(self.sync_channels), watch=watch
+            parameters,
+            world,
+            bucket_bytes,
+            order,
+            averaged=averaged,
+            synced=bool(self.sync_channels),
+            takes_hooks=shards == 1,
+            watch=watch,
         )
         self._statistics = BatchNormStatistics(layers, own if shards > 1 else {}, others)
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
@@ -129,6 +137,7 @@ class Fold:
         wanted, dtype = set(parameters.values()).difference(averaged), self.gradients.slot_dtype
         moments = moment_sums(self._statistics, world, order, shards, wanted, dtype)
         self._slots = Slots(self._statistics, self._buffers, dtype, world.device, moments)
+        self.modules = each_module(modules)  # whose modes must be the same in all shards
         self._layout: PayloadLayout | None = None
         self._tails: dict[int, int] = {}  # of the layout, by shards
         self._records: list[ShardRecord] = []
@@ -208,6 +217,10 @@ class Fold:
         elif made != self._raw:
             raise RuntimeError(_RAW.format(collectives=made - self._raw))
 
+    def modes(self) -> Modes:
+        """The modules in evaluation mode now, by name."""
+        return tuple(compress(self.modules, map(not_, map(_TRAINING, self.modules.values()))))
+
     def unscaled(self, loss: torch.Tensor) -> torch.Tensor:
         """A loss's value without a GradScaler's factor, as a new tensor, shape ()."""
         value = loss.detach()
@@ -229,6 +242,7 @@ class Fold:
             RuntimeError: the gradients of an earlier shard are gone, or a second gradient came too late.
         """
         record.failed = True  # stays True if backward raises
+        record.modes = () if all(map(_TRAINING, self.modules.values())) else self.modes()
         self._statistics.discard()
         if last and self.control is not None:
             self.waited_s += self.control.flag(self._has_news, self.clock)
@@ -325,12 +339,14 @@ class Fold:
         is_new = problem is None and not layout.covers(seen)
         if is_new and self.control is not None and not self.control.waits:
             problem, is_new = came_late(layout, seen), False
+        modes = layout.modes.index(seen.modes[0]) if problem is None and not is_new and seen.modes else None
         slots = self._pack(layout, len(given), shards, fill=problem is None and not is_new)
-        word = control_word(mini_batch, given, problem=problem is not None, new=is_new, asked=asked)
-        waits = self.control is not None and (problem is not None or not all(given) or mini_batch.ends_stream)
-        said, given_anywhere = self._send(layout, word_tensor(word, self._word_dtype), mini_batch, waits=waits)
+        has_problem = problem is not None
+        word = control_word(mini_batch, given, problem=has_problem, new=is_new, asked=asked, modes=modes)
+        waits = self.control is not None and (has_problem or not all(given) or mini_batch.ends_stream)
+        said, given_anywhere = self._send(layout, word_tensor(word, self._word_dtype), (mini_batch, seen), waits=waits)
         if said.is_error:
-            act_on(said, mini_batch, problem, self._world)
+            act_on(said, mini_batch, problem, seen, self._world)
         if said.new:
             layout, slots = self._exchange(layout, seen, shards)
         replans = self._assign(given_anywhere, layout)
@@ -390,7 +406,7 @@ class Fold:
         return not (is_known and self._buffers.changed() <= layout.buffers)
 
     def _send(
-        self, layout: PayloadLayout, word: torch.Tensor, mini_batch: MiniBatch, *, waits: bool
+        self, layout: PayloadLayout, word: torch.Tensor, of: tuple[MiniBatch, PayloadLayout], *, waits: bool
     ) -> tuple[ControlDecision, list[bool]]:
         """Sum gradients, slots and the word over all ranks; returns the decision and which parameters got a gradient.
 
@@ -402,7 +418,7 @@ class Fold:
             self.gradients.start_sums()
             self._slots.start_sums()
         if self.control is not None:  # after all buckets: the number that began during backward differs between ranks
-            self.control.send(word, mini_batch)
+            self.control.send(word, of)
         if self._events is not None:
             self._events.while_reducing()
         since = self.clock()
@@ -410,7 +426,7 @@ class Fold:
             self.gradients.finish_sums(self._slots.sums(layout))
         found = sums.tolist() if self.control is None else self.control.read(waits=waits)
         self.waited_s += self.clock() - since
-        self.decision, given = read_word(found, self._world.size, mini_batch.announcement)
+        self.decision, given = read_word(found, self._world.size, of[0].announcement)
         return self.decision, given
 
     def _exchange(self, layout: PayloadLayout, seen: PayloadLayout, shards: int) -> tuple[PayloadLayout, torch.Tensor]:

@@ -16,6 +16,7 @@ from itertools import chain
 from operator import attrgetter, is_, methodcaller
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -62,7 +63,12 @@ class ModuleStructure:
 
     Args:
         state: what the job is made of, by name.
+
+    Attributes:
+        modules: all modules in the state, by name, as of the last call of `has_changed`.
     """
+
+    modules: dict[str, nn.Module]
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self._state = state
@@ -71,7 +77,8 @@ class ModuleStructure:
         self._snapshot()
 
     def _snapshot(self) -> None:
-        modules = list(each_module(find_modules(self._state)).values())
+        self.modules = each_module(find_modules(self._state))
+        modules = list(self.modules.values())
         self._tables = [table for module in modules for table in (module._parameters, module._modules)]
         self._entries = self._current()
         tensors = find_tensors(self._state)
@@ -96,6 +103,19 @@ class ModuleStructure:
         self._snapshot()
         # A forward may create its activation modules in each call; modules without tensors change nothing.
         return not (_same(parameters, self._parameters) and _same(owners, self._owners))
+
+    def changed_in_step(self) -> RuntimeError:
+        """The error of a change that `has_changed` found at a fold.
+
+        Between steps new values become those of rank 0. In a step it is too late: the shards have used their own.
+        """
+        known = set(map(id, self._before))
+        new = [name for name, one in find_tensors(self._state).items() if id(one) not in known]
+        return RuntimeError(
+            "The parameters and buffers of state must stay the same ones from a step's first shard to its fold. "
+            + (f"{new[0]} is new or was replaced in between" if new else "One was removed in between")
+            + ", perhaps in a forward. Make it before the Loop, by one forward on a sample, or between two steps."
+        )
 
     def make_new_equal(self, world: World) -> None:
         """Give every rank rank 0's values of new parameters and buffers. Every rank must call this.
@@ -173,7 +193,7 @@ class UnmovedParametersCheck:
         warnings.warn(ACCUMULATION_LEFT.format(step=step - 1), stacklevel=2)
 
 
-def _averaged(state: Mapping[str, object], optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
+def _averaged(state: Mapping[str, object], optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     """The parameters of the averaged models in a state that no optimizer has.
 
     A state without an optimizer does not tell what is trained, so there they may get gradients.

@@ -370,6 +370,7 @@ class Loop:
         if self._job.structure.has_changed():
             self._job.structure.make_new_equal(self.world)
             self.fold = self._make_fold(self.fold)
+        self.fold.modules = self._job.structure.modules
         if passes == 0 and self.world.rank == 0:
             self._job.unmoved.check(self._where.iteration, had_gradients=self.fold.had_gradients)
         return self.fold
@@ -380,6 +381,8 @@ class Loop:
         save, problem = False, None if self._state_check.found is None else self._state_check.take()
         if self._recorder.keeps:
             save, problem = self._recorder.save_requests(problem)
+        if self._job.structure.has_changed():
+            problem = problem or self._job.structure.changed_in_step()
         if not (stop or save or self._announces) and problem is None:
             return NO_REQUEST
         return ControlRequest(stop, save, problem)

@@ -5,6 +5,11 @@ copies it exactly. Each rank merges the rows in shard order. A row is `weight, l
 batch-norm statistics | other buffers`; statistics of many shards travel as `moments` instead. A rank knows the columns
 only from its own shards, and without samples it knows none. So the ranks exchange what they have at the first fold, and
 again only when the sum itself says that a rank has something new.
+
+[Note: Modes] A shard's modes are the modules that were in evaluation mode when its backward began. They are read there
+and not as the pass opens, since scripts call `train()` between the two, which a rank without a shard does not. The
+layout has all modes that the ranks agreed on so far. In each pass the control word has the number of a rank's modes
+among them, so ranks in different known modes are found without an exchange, and going to and fro costs none.
 """
 
 from __future__ import annotations
@@ -24,6 +29,9 @@ from ddp_loop.distributed import sendable
 from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.validation import RESERVED_NAMES, Sum, Value, Weight, reserved_names
 
+Modes = tuple[str, ...]  # the modules in evaluation mode, by name
+_MOST_MODES = 64  # then the agreed ones are forgotten: a script draws them
+
 GATHER_EVERYWHERE = (
     "Every rank must call step.gather, or none. Some ranks fold without it. Call it also where a rank has no shard."
 )
@@ -42,6 +50,7 @@ class PayloadLayout:
         buffers: the other buffers that a shard changed.
         parameters: those that want a gradient.
         unplanned: those that got a gradient and had been left out of the plan.
+        modes: of a rank's shards, or all that were agreed on; none from a rank without a shard. See [Note: Modes].
     """
 
     metrics: tuple[str, ...] | None
@@ -51,6 +60,7 @@ class PayloadLayout:
     buffers: frozenset[str]
     parameters: tuple[str, ...]
     unplanned: frozenset[str]
+    modes: tuple[Modes, ...]
 
     def covers(self, seen: PayloadLayout) -> bool:
         """Whether a row of this layout has room for what was `seen`."""
@@ -62,6 +72,7 @@ class PayloadLayout:
             and seen.buffers <= self.buffers
             and seen.parameters == self.parameters
             and not seen.unplanned
+            and all(map(self.modes.__contains__, seen.modes))
         )
 
 
@@ -69,8 +80,8 @@ def agreed(seen: Sequence[PayloadLayout], former: PayloadLayout | None) -> Paylo
     """The layout that covers what every rank has seen, and the former layout.
 
     Raises:
-        ValueError: metric names, the parameters that want a gradient, or whether there are weights, differ between
-            ranks.
+        ValueError: metric names, modes, the parameters that want a gradient, or whether there are weights, differ
+            between ranks.
         RuntimeError: other ranks gather where this one folds.
     """
     if not all(isinstance(one, PayloadLayout) for one in seen):
@@ -91,7 +102,9 @@ def agreed(seen: Sequence[PayloadLayout], former: PayloadLayout | None) -> Paylo
             raise sums_differ(f"rank {first}", own.sums or frozenset(), f"rank {rank}", one.sums or frozenset())
         if one.weighted != own.weighted:
             raise weights_differ(f"rank {first}", f"rank {rank}", is_first=bool(own.weighted))
+    require_same_modes(seen)
     all_seen = [*seen] if former is None else [*seen, former]
+    modes = tuple(dict.fromkeys(mode for one in reversed(all_seen) for mode in one.modes))
     return PayloadLayout(
         metrics=own.metrics,
         sums=own.sums,
@@ -100,6 +113,26 @@ def agreed(seen: Sequence[PayloadLayout], former: PayloadLayout | None) -> Paylo
         buffers=frozenset().union(*(one.buffers for one in all_seen)),
         parameters=seen[0].parameters,
         unplanned=frozenset().union(*(one.unplanned for one in seen)),
+        modes=modes if len(modes) <= _MOST_MODES else modes[-1:],
+    )
+
+
+def require_same_modes(seen: Sequence[PayloadLayout]) -> None:
+    """Raise ValueError if ranks with shards had other modes, by what each rank has `seen`."""
+    with_shards = [(rank, one.modes[0]) for rank, one in enumerate(seen) if one.modes]
+    for rank, modes in with_shards[1:]:
+        first, others = with_shards[0]
+        if modes != others:
+            raise modes_differ(f"rank {first}", others, f"rank {rank}", modes)
+
+
+def modes_differ(where: str, modes: Modes, elsewhere: str, others: Modes) -> ValueError:
+    """The error of two shards whose modules were in different modes."""
+    name = min(set(modes) ^ set(others))
+    evaluates, trains = (where, elsewhere) if name in modes else (elsewhere, where)
+    return ValueError(
+        f"Each module must be in the same mode, train() or eval(), in every shard. {name} was in evaluation mode on "
+        f"{evaluates}, and in training mode on {trains}. Call model.train() and model.eval() on all ranks alike."
     )
 
 
@@ -135,6 +168,7 @@ def layout_of(
     """The layout that a rank's shards need under so many batch-norm `layers`, and the error where they differ."""
     metrics: tuple[str, ...] | None = None
     sums: frozenset[str] | None = None
+    modes: tuple[Modes, ...] = ()
     problem: Exception | None = None
     weighted: bool | None = None
     buffers, calls, known = frozenset[str](), (0,) * layers, dict[str, torch.Tensor]().keys()
@@ -145,15 +179,17 @@ def layout_of(
             problem = metrics_differ("an earlier shard", metrics, f"shard {number}", names)
         if sums is not None and sums != record.sums and problem is None:
             problem = sums_differ("an earlier shard", sums, f"shard {number}", record.sums)
-        known, metrics, sums = record.metrics.keys(), names, record.sums
+        if modes and modes[0] != record.modes and problem is None:
+            problem = modes_differ("an earlier shard", modes[0], f"shard {number}", record.modes)
         if weighted is not None and weighted != (record.weight is not None) and problem is None:
             problem = weights_differ("an earlier shard", f"shard {number}", is_first=weighted)
+        known, metrics, sums, modes = record.metrics.keys(), names, record.sums, (record.modes,)
         weighted = record.weight is not None
         if record.taken:
             buffers = buffers.union(record.taken)
         if layers:
             calls = tuple(map(max, calls, map(len, record.captures)))
-    return PayloadLayout(metrics, sums, weighted, calls, buffers, parameters, unplanned), problem
+    return PayloadLayout(metrics, sums, weighted, calls, buffers, parameters, unplanned, modes), problem
 
 
 def shares(weights: torch.Tensor) -> torch.Tensor:
@@ -230,6 +266,7 @@ class ShardRecord:
     done: bool = False  # had its last backward
     failed: bool = False  # a backward raised, perhaps with parts of its gradients made
     held: bool = False  # its outputs wait for a loss of the whole mini-batch
+    modes: Modes = ()  # when its backward began
 
     def add(self, value: torch.Tensor, weight: Weight | None, reduction: str, metrics: dict[str, Value]) -> Weight:
         """Record a loss and its metrics; returns the shard's weight.

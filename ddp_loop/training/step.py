@@ -266,7 +266,7 @@ class Step:
         # Autograd refuses outputs that were written later; those without a graph may be reused.
         taken = tuple(one if one.requires_grad else one.detach().clone() for one in taken)
         self._gathering.hold(HeldOutputs(record.shard, taken))
-        record.held = True
+        record.held, record.modes = True, self._fold.modes()
         if self._tracer is not None:
             self._tracer.forward(record.shard.number, {f"output {n}": one for n, one in enumerate(outputs)})
 
@@ -325,9 +325,10 @@ class Step:
     def fold(self) -> StepResult:
         """Make `.grad`, statistics, buffers, loss and metrics those of the whole mini-batch. Every rank must call this.
 
-        Each `.grad` is a view into memory that the next pass writes. A gradient that is kept longer must be copied:
+        A `.grad` that the script keeps stays as it is, as in a plain loop. A view of it is written by the next pass and
+        must be copied:
 
-            kept = [parameter.grad.clone() for parameter in model.parameters()]
+            kept = [parameter.grad.flatten().clone() for parameter in model.parameters()]
 
         Returns:
             The step's result; its values are on the device and the same on every rank.

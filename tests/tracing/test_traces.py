@@ -36,8 +36,8 @@ def train(folder: str, fault: str = "", width: int = 8, shards: int = 4, steps: 
         batches = dl.Batches((inputs.float(), labels), 12, world, shards=shards)
         state = {"model": model, "optimizer": optimizer}
         loop = dl.Loop(batches, steps=steps, state=state, run_dir=folder, progress=False, trace=trace)
-        model[4].get_parameter("weight").register_hook(
-            lambda gradient: gradient * 1.001 if fault == "gradient" and loop.iteration == 17 else gradient
+        model[4].register_full_backward_pre_hook(
+            lambda _, slopes: (slopes[0] * 1.001,) if fault == "gradient" and loop.iteration == 17 else slopes
         )
         for step in loop:
             for number, (inputs, labels) in enumerate(step):
@@ -62,7 +62,7 @@ def said_of(capsys: pytest.CaptureFixture[str], *runs: Path) -> tuple[int, str, 
 @pytest.mark.parametrize(
     ("fault", "where"),
     [
-        ("gradient", "Step 17, backward: `shard 0, gradient of model.4.weight` differs first"),
+        ("gradient", "Step 17, backward: `shard 0, gradient of model.4.bias` differs first"),
         ("noise", "Step 17, forward: `shard 0, loss` differs first"),
         ("rate", "Step 17, optimizer: `optimizer, group 0.lr` differs first"),
     ],

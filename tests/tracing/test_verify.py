@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddp_loop.distributed import Pool
+from ddp_loop.tracing import CannotVerify
 from tests.support.paths import EXAMPLES, ROOT
 from tests.support.scripts import verdict_of
 
@@ -147,9 +148,14 @@ FAULTS: dict[str, tuple[list[Change], str]] = {
         [(BACKWARD, "step.backward(cross_entropy(logits, labels) / world.size,")],
         "forward: `shard 0, loss` differs first",
     ),
-    "a hook that scales one gradient by the number of ranks": (
-        [before(BEFORE_TRAINING, "model[3].weight.register_hook(lambda gradient: gradient * world.size)")],
-        "backward: `shard 0, gradient of model.3.weight` differs first",
+    "a hook that scales a layer's gradient by the number of ranks": (
+        [
+            before(
+                BEFORE_TRAINING,
+                "model[4].register_full_backward_hook(lambda _, slopes, __: (slopes[0] * world.size,))",
+            )
+        ],
+        "backward: `shard 0, gradient of model.3.bias` differs first",
     ),
     "a transform that draws from a generator of its own": (
         [
@@ -186,3 +192,11 @@ def test_a_planted_fault_is_found_and_the_tensor_is_named(fault: str, pool: Pool
     assert not equal
     assert "UNEQUAL on 2 ranks" in said
     assert named in said.partition("UNEQUAL")[2]
+
+
+@pytest.mark.slow
+def test_a_hook_on_a_parameter_is_named_with_fixed_shards_too(pool: Pool, tmp_path: Path) -> None:
+    """On every number of ranks it would clamp four times, so equal bits prove nothing."""
+    script = digit_script(tmp_path, before(BEFORE_TRAINING, "model[3].weight.register_hook(lambda g: g.clamp(-1, 1))"))
+    with pytest.raises(CannotVerify, match=r"model\.3\.weight has one of register_hook\. Change and read \.grad after"):
+        verdict_of(script, pool, (1, 2), arguments=("--shards", "4", *SMALL), steps=3)

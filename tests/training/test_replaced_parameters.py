@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, same_on_all, values_of
 from tests.support.harness import OnRanks
-from tests.support.refusals import loss_of, network, samples
+from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 
 pytestmark = pytest.mark.both_modes
 
@@ -145,3 +145,117 @@ def activations_made_anew() -> int:
 
 def test_modules_without_tensors_change_nothing(on_ranks: OnRanks) -> None:
     assert on_ranks(2, activations_made_anew) == [1, 1]
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + self.get_buffer("shift")
+
+
+class Growing(nn.Module):
+    """Makes or replaces a part of itself in its third forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self._how, self._forwards = network(), how, 0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self._forwards += 1
+        if self._forwards == 3:
+            self.grow()
+        return self.layer(rows) * getattr(self, "scale", 1.0)  # type: ignore[no-any-return]
+
+    def grow(self) -> None:
+        if self._how == "made":
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        elif self._how == "replaced":
+            self.layer[2].weight = nn.Parameter(head(7).weight.detach())
+        elif self._how == "module":
+            self.layer[2] = head(7)
+        elif self._how == "buffer":
+            self.layer.append(Shift())
+        else:
+            del self.layer[2].bias
+            self.layer[2].bias = None  # type: ignore[assignment]
+
+
+IN_FORWARD = {
+    "made": r"model\.scale is new or was replaced in between",
+    "replaced": r"model\.layer\.2\.weight is new or was replaced in between",
+    "module": r"model\.layer\.2\.weight is new or was replaced in between",
+    "buffer": r"model\.layer\.3\.shift is new or was replaced in between",
+    "removed": r"One was removed in between",
+}
+
+
+def grow_in_forward(world: dl.World, folder: str, how: str, shards: int | None, count: int) -> None:
+    model = Growing(how)
+    for step in loop_over(world, folder, model, count=count, shards=shards, epochs=4):
+        for rows in step:
+            step.backward(loss_of(model, rows))
+        step.fold()
+
+
+@pytest.mark.covers("J4")
+@pytest.mark.parametrize("how", IN_FORWARD)
+@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 4), (2, None), (2, 4), (3, None), (3, 7)])
+@pytest.mark.quick_in_both_modes
+def test_a_parameter_that_a_forward_makes_or_replaces_is_refused_in_that_step(
+    how: str, ranks: int, shards: int | None, refused: Refused
+) -> None:
+    said = f"must stay the same ones.* {IN_FORWARD[how]}.*Make it before the Loop, by one forward"
+    refused(ranks, grow_in_forward, how, shards, 24, kind="RuntimeError", said=said)
+
+
+@pytest.mark.covers("J4")
+@pytest.mark.parametrize("how", ["made", "buffer"])
+def test_it_is_refused_beside_a_rank_without_a_shard(how: str, refused: Refused) -> None:
+    refused(2, grow_in_forward, how, None, 1, kind="RuntimeError", said=IN_FORWARD[how], by=0)
+
+
+def call_functionally() -> Tensors:
+    """A forward may put other tensors into the model's place, if it takes them away again."""
+    with dl.join_world(device="cpu", seed=0) as world:
+        model = network()
+        for step in loop_over(world, "", model, run_dir=None):
+            for rows in step:
+                doubled = {name: 2 * one for name, one in model.named_parameters()}
+                output = torch.func.functional_call(model, doubled, (rows,))
+                step.backward(mse_loss(output, rows.sum(1, keepdim=True)))
+            step.fold()
+        return values_of(model)
+
+
+def test_a_functional_call_is_no_replacement(on_ranks: OnRanks) -> None:
+    assert distance(same_on_all(on_ranks(2, call_functionally)), values_of(network())) == 0
+
+
+class Lazy(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = network()
+        norm = nn.LazyBatchNorm1d(affine=False) if kind == "statistics" else nn.LazyBatchNorm1d()
+        self.lazy = nn.LazyLinear(1) if kind == "linear" else norm
+        self.double()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.lazy(self.layer(rows))  # type: ignore[no-any-return]
+
+
+def begin_lazily(world: dl.World, folder: str, kind: str) -> None:
+    model = Lazy(kind)
+    for step in loop_over(world, folder, model):
+        for rows in step:
+            step.backward(loss_of(model, rows))
+        step.fold()
+
+
+@pytest.mark.parametrize("kind", ["linear", "norm", "statistics"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_lazy_module_without_shapes_is_refused_as_the_loop_begins(ranks: int, kind: str, refused: Refused) -> None:
+    said = r"needs a shape before the Loop is made\. model\.lazy\.\w+ has none\. Run the model once on one sample"
+    refused(ranks, begin_lazily, kind, kind="ValueError", said=said, by=ALL)

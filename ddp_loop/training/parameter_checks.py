@@ -1,0 +1,126 @@
+"""What a script does to parameters that a fold cannot make right: hooks on them, and training them outside of `state`.
+
+[Note: Hooks] A hook on a parameter runs in each shard's backward, on that shard's part of the gradient. A clamp is then
+applied S times, to S parts. With one shard the part is the whole gradient, so the hook stays and has its plain meaning.
+
+[Note: Outside of state] A criterion with parameters that is in no part of `state` gets gradients which nothing sums
+over the ranks and nothing clears. Whether a loss depends on such a parameter is in its graph alone, before backward
+frees it. A walk takes half a microsecond for each operation, milliseconds for a large network, so it is made in passes
+1, 2, 4, 8, ... and in the first shard. A gradient alone does no harm: perceptual losses often leave their networks
+unfrozen. So what is found is an error only once it has moved, which checksums show, also of writes that torch does not
+count. On a GPU the host waits for them, in the pass after each walk that found something, and at the next walk.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from ddp_loop.determinism import checksum_all
+
+HOOKS, AFTER_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+Hook = Callable[..., object]
+
+
+def find_hook(names: Mapping[Parameter, str], is_own: Callable[[Hook], bool]) -> str | None:
+    """The error that names the first parameter on which the script has a hook; None without one. See [Note: Hooks].
+
+    Args:
+        names: of all parameters.
+        is_own: whether a post-accumulate hook is the package's.
+    """
+    for parameter, name in names.items():
+        if not parameter.requires_grad:
+            continue  # it runs none
+        if HOOKS(parameter):
+            return _refusal(name, "register_hook")
+        others = AFTER_HOOKS(parameter) or {}
+        if not all(map(is_own, others.values())):
+            remedy = " An optimizer in backward is not supported. Call optimizer.step() after the fold, too."
+            return _refusal(name, "register_post_accumulate_grad_hook") + remedy
+    return None
+
+
+def _refusal(name: str, kind: str) -> str:
+    return (
+        "A hook on a parameter would run once for each shard, on that shard's part of the gradient. "
+        f"{name} has one of {kind}. Change and read .grad after step.fold(), when it is the whole mini-batch's."
+    )
+
+
+class OutsideParameters:
+    """Finds parameters that a script trains and that are in no part of its state. See [Note: Outside of state].
+
+    Args:
+        known: all parameters of the state.
+    """
+
+    def __init__(self, known: Collection[Parameter]) -> None:
+        self._known = known
+        self._found: list[Parameter] = []
+        self._sums: torch.Tensor | None = None  # of those, when they were found
+
+    def open(self, *, again: bool) -> None:
+        """Begin a pass with a look at its losses, or the one after it.
+
+        Args:
+            again: whether it has a look.
+
+        Raises:
+            RuntimeError: a parameter that was found before has moved.
+        """
+        if self._found:
+            self._require_unmoved()
+        if again:
+            self._found, self._sums = [], None
+
+    def look(self, loss: torch.Tensor) -> None:
+        """Find what a loss depends on, before its backward."""
+        new = [one for one in _leaves_of(loss) if one not in self._known and all(one is not old for old in self._found)]
+        if new:
+            self._found += new
+            self._sums = self._checksums()
+
+    def _checksums(self) -> torch.Tensor:
+        return checksum_all([one.detach() for one in self._found])
+
+    def _require_unmoved(self) -> None:
+        moved = [] if self._sums is None else (self._checksums() != self._sums).tolist()
+        for parameter, has_moved in zip(self._found, moved, strict=False):
+            if has_moved:
+                raise RuntimeError(
+                    "Every parameter that a step's loss trains must be part of state, or each rank trains it alone. "
+                    f"{_owner_of(parameter)} got gradients and was changed, and no module or optimizer in state has "
+                    "it. Add its module: Loop(state=dict(..., criterion=criterion)). If it is trained elsewhere, call "
+                    "requires_grad_(False) on it while this loss is computed."
+                )
+
+
+def _leaves_of(loss: torch.Tensor) -> list[Parameter]:
+    """The parameters that a loss depends on, each once."""
+    found: dict[Parameter, None] = {}
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(variable := getattr(node, "variable", None), Parameter):
+            found[variable] = None
+        waiting += [below for below, _ in node.next_functions]
+    return list(found)
+
+
+def _owner_of(parameter: Parameter) -> str:
+    """A parameter outside of the state in words, by a module of the process that has it."""
+    for one in gc.get_objects():  # some tens of milliseconds, for an error
+        if issubclass(type(one), nn.Module):
+            for key, value in one.__dict__.get("_parameters", {}).items():
+                if value is parameter:
+                    return f"{key} of a {type(one).__name__}, shape {tuple(parameter.shape)},"
+    return f"A parameter of shape {tuple(parameter.shape)}"
