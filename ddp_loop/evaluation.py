@@ -129,6 +129,7 @@ def evaluate(
     world, states = batches.world, MetricStates(metrics or {}, batches.world.device)
     _check_names([*functions, *states.names])
     world.stops.raise_if_stopped()
+    batches = batches.for_evaluation()
     world.require_equal("the names of the metrics", [*functions, *states.names])
     rows = dict[int, torch.Tensor]()  # by the shard's number in the epoch
     kinds: set[tuple[str, bool]] = set()  # which metrics are sums
@@ -235,6 +236,7 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
             "Predictions are for every sample. These batches drop some. Create them with drop_last=False and "
             'until="all".'
         )
+    batches = batches.for_evaluation()
     forms: list[tuple[tuple[int, ...], torch.dtype]] = []
     whole: torch.Tensor | None = None
     with _going_through(model, batches, "predict") as shards:
@@ -302,7 +304,7 @@ def confusion_matrix(
     world.require_equal("classes", classes)
     outside = classes * classes  # the place of labels that are no class
     counts = torch.zeros(outside + 1, dtype=torch.int64, device=world.device)
-    with _going_through(model, batches, "confusion_matrix") as shards:
+    with _going_through(model, batches.for_evaluation(), "confusion_matrix") as shards:
         for _, shard, data in shards:
             output, labels = (forward or forward_first)(model, data), _labels_of(data, shard.samples)
             if not isinstance(output, torch.Tensor) or output.shape != (shard.samples, classes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -13,11 +14,11 @@ from ddp_loop.data.agreement import ALIKE, StreamPass, check_data, check_epoch, 
 from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.loaded_batch import LoadedBatch
 from ddp_loop.data.own_streams import OwnStreamBatcher, OwnStreams
-from ddp_loop.data.partition import Parts, Unused, check_partition
+from ddp_loop.data.partition import OwnPieces, Parts, Unused, check_partition
 from ddp_loop.data.placement import Places, gpu_in, parse_devices, without_rows
 from ddp_loop.data.readers import LoaderReader, Request, TensorReader, is_stream, make_reader
 from ddp_loop.data.shards import MiniBatch, Shard, split_sizes
-from ddp_loop.data.shares import Division
+from ddp_loop.data.shares import EVALUATED, Division
 from ddp_loop.data.streams import StreamBatcher, StreamReader
 from ddp_loop.data.transforms import Draws, Transform
 from ddp_loop.determinism import check_count, next_key, permutation
@@ -114,7 +115,8 @@ class Batches:
         self.world, self._check_data = world, check_data and partition != "own"
         self._passed = StreamPass()
         self.length: int | None = None
-        self._parts: Parts | None = None
+        self._parts: Parts | OwnPieces | None = None
+        self._evaluated: Batches | None = None
         self._offset = 0  # of this rank's own data in those of all ranks
         self._own: OwnStreams | None = None  # where each rank has its own
         self._order: tuple[int, torch.Tensor] | None = None
@@ -303,7 +305,7 @@ class Batches:
         if self._parts is not None:
             return self._parts.mini_batch(epoch, position, self.division.mine)
         samples = self._samples(position)
-        sizes, shards = self.division.cut(samples)
+        sizes, shards = self.division.cut(samples, position)
         start, is_last = position * self.batch_size, position + 1 == self.steps
         return MiniBatch(epoch, position, start, samples, sizes, shards, is_last=is_last)
 
@@ -391,6 +393,35 @@ class Batches:
         for mini_batch, data in stream.mini_batches(epoch, start):
             self._passed.add(mini_batch)
             yield LoadedBatch(mini_batch, iter(data), change, self._nothing)
+
+    def for_evaluation(self) -> Batches:
+        """These batches with shards that do not depend on the ranks, as `evaluate` reads them; as given with `shards=`.
+
+        See [Note: Evaluation]. Data in parts are read as if they were whole. Where each rank has data of its own, its
+        shards have `batch_size` / 8 samples. Streams of the ranks' own, and parts whose last pieces are left out,
+        depend on the ranks, and stay as they are.
+        """
+        drops_parts = self.partition != "global" and (self.drop_last or self.until != "all")
+        if self.fixed_shards or self._own is not None or drops_parts:
+            return self
+        if self._evaluated is None:
+            self._evaluated = self._cut_alike()
+        self._evaluated.division.give(self.shares)  # which may have been measured since
+        return self._evaluated
+
+    def _cut_alike(self) -> Batches:
+        """The batches that `for_evaluation` returns."""
+        found, world = copy.copy(self), self.world
+        found.division = Division(EVALUATED, world.size, world.rank, deals=True)
+        found._parts = found._order = None
+        if isinstance(self._parts, Parts) and self.partition == "own":
+            piece = -(-self.batch_size // EVALUATED)
+            found.division = Division(1, world.size, world.rank)
+            found._parts = OwnPieces(self._parts.sizes, piece, world.rank)
+        elif isinstance(self._reader, StreamReader):
+            found._reader = self._reader.divided(found.division)
+        found.shards = found.division.shards
+        return found
 
     def __iter__(self) -> Generator[Any, None, None]:
         """Iterate once, in order, over the data of this rank's shards, for an evaluation loop of your own.
