@@ -86,7 +86,7 @@ def weight(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) ->
 class F1(MulticlassF1Score):
     """Without the weights."""
 
-    def update(self, logits: torch.Tensor, labels: torch.Tensor, *_: torch.Tensor) -> None:  # type: ignore[override]
+    def update(self, logits: torch.Tensor, labels: torch.Tensor, *_: torch.Tensor) -> None:
         super().update(logits, labels)
 
 
@@ -101,7 +101,7 @@ class Losses(CatMetric):
     def update(self, logits: torch.Tensor, labels: torch.Tensor, *_: torch.Tensor) -> None:  # type: ignore[override]
         super().update(losses(logits, labels))
 
-    def compute(self) -> torch.Tensor:  # type: ignore[override]
+    def compute(self) -> torch.Tensor:
         return super().compute().var(correction=0)
 
 
@@ -131,7 +131,7 @@ def digest(size: int, batch_size: int, kind: str, dtype: torch.dtype) -> str:
             more["shares"] = [1 + 2 * (rank % 2) for rank in range(world.size)]
         batches = dl.Batches(data, batch_size, world, **more)
         model = Network(draws=kind == "drawing").to(dtype)
-        functions = {"loss": losses, "mean": mean_loss, "weighted": weighted, "weight": weight}
+        functions: dict[str, Any] = {"loss": losses, "mean": mean_loss, "weighted": weighted, "weight": weight}
         metrics = {"f1": F1(CLASSES), "mean_loss": MeanLoss(), "variance": Losses()}
         found = dl.evaluate(model, batches, metrics=metrics, **functions)
         assert found["samples"] == size

@@ -34,6 +34,7 @@ _LOOK_S = 0.005
 _READ_S = 1800.0  # for rank 0 to read and verify a checkpoint
 _GRACE_S = 0.5  # for other ranks' checksums after this rank left; a rank whose peer failed is ended after 1.6
 _WHY_LETTERS = 2000  # of the error in status.json
+FileSum = tuple[int, str]  # a number of bytes at the beginning of a file, and their SHA-256
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class Checkpointer:
         asked: whether a checkpoint was asked for after the current step; equal on all ranks.
         score: of the next checkpoint.
         say: prints a line about the run, on rank 0; it does not keep the state alive.
+        sums: of the files of rows, by name, when the restored checkpoint was made; empty without one.
+        sum_files: returns these sums as they are now, on rank 0.
     """
 
     def __init__(
@@ -120,6 +123,8 @@ class Checkpointer:
         self._began, self._ended = time.monotonic(), False
         self._is_refused = True  # until it is restored; what its status said then stays
         self.newest, self.asked = "", False
+        self.sums: Mapping[str, FileSum] = {}
+        self.sum_files: Callable[[], Mapping[str, FileSum]] = dict
         self.score: float | None = None
 
     def open(
@@ -304,9 +309,11 @@ class Checkpointer:
         if snapshot.problem is not None:
             return
 
+        sums = self.sum_files()  # now: the files grow
+
         def work() -> None:
             started.wait()  # otherwise this thread would hold the interpreter while the caller waits for its start
-            self._write(store, snapshot, copied, score)
+            self._write(store, snapshot, copied, score, sums)
             buffers.free_if_large()
 
         self._thread = threading.Thread(target=work, name="ddp_loop save")
@@ -316,12 +323,19 @@ class Checkpointer:
     def _key(self, snapshot: Snapshot) -> str:
         return f"ddp_loop/save/{self._number}/{snapshot.position['iteration']}"
 
-    def _write(self, store: CheckpointStore, snapshot: Snapshot, copied: SerializedState, score: float | None) -> None:
+    def _write(
+        self,
+        store: CheckpointStore,
+        snapshot: Snapshot,
+        copied: SerializedState,
+        score: float | None,
+        files: Mapping[str, FileSum],
+    ) -> None:
         try:
             names, sums = self._job.checksums(copied)
             self._compare(snapshot, names, sums)
-            facts = {"position": snapshot.position, "ranks": self._world.size}
-            facts |= {"checksums": dict(zip(names, sums.tolist(), strict=True))}
+            facts: dict[str, Any] = {"position": snapshot.position, "ranks": self._world.size}
+            facts |= {"checksums": dict(zip(names, sums.tolist(), strict=True)), "files": dict(files)}
             iteration = snapshot.position["iteration"]
             what = f"The rows in {self.folder} could not be flushed before the checkpoint of step {iteration}"
             with explained(what, REPAIR):
@@ -389,6 +403,7 @@ class Checkpointer:
         self._world.broadcast_all(list(tensors.values()))
         self._on_all_ranks(lambda: self._job.restore(SerializedState(structure, tensors), facts["checksums"]))
         self.newest = name
+        self.sums = {file: (size, digest) for file, (size, digest) in facts.get("files", {}).items()}
         position: dict[str, int] = facts["position"]
         return position
 
