@@ -44,7 +44,8 @@ class Batches:
             source without a length, which returns sample number i as `source[i]` or `source(i)` and whose numbers
             continue from epoch to epoch. A stream (an `IterableDataset`, or an object with `__iter__` only), which
             every rank reads from the start in each epoch, keeping its own shards.
-        batch_size: B, the number of samples in a mini-batch over all ranks (see `scale_batch_size`).
+        batch_size: B, the number of samples in a mini-batch over all ranks (see `scale_batch_size`). None takes all
+            samples as one mini-batch, and so all of each rank's own data, however many; the data need a length.
         world: from `join_world`.
         shuffle: whether each epoch has a new order. The default is True for data with a length.
         shards: S. The default is one per rank. More shards than ranks are gradient accumulation.
@@ -96,7 +97,7 @@ class Batches:
     def __init__(
         self,
         data: Any,
-        batch_size: int,
+        batch_size: int | None,
         world: World,
         *,
         shuffle: bool | None = None,
@@ -122,7 +123,8 @@ class Batches:
         self._order: tuple[int, torch.Tensor] | None = None
         problem: Exception | None = None
         try:
-            self.batch_size = check_count(self._ROWS, batch_size)
+            self._takes_all = batch_size is None and self._ROWS == "batch_size"
+            self.batch_size = 1 if self._takes_all else check_count(self._ROWS, batch_size)
             self.fixed_shards = shards is not None
             fixed = None if shards is None else check_count("shards", shards)
             self.division = Division(fixed, world.size, world.rank, shares)
@@ -130,6 +132,11 @@ class Batches:
             self.seed = world.seed if seed is None else check_count("seed", seed, least=None)
             self.drop_last, self.partition, self.until = drop_last, partition, until
             self._open(data, length, parse_devices(devices, world.device), loader)
+            if self._takes_all and self.length is None:
+                raise ValueError(
+                    "All samples can be one mini-batch only if their number is known. Got batch_size=None for data "
+                    "without a length. Pass a number, or data with a length."
+                )
             self.shuffle = self._has_length if shuffle is None else shuffle
             asked, is_own = self.division.asked, self._own is not None
             check_partition(partition, until, shards, asked, world.size, self.length, is_stream=is_own)
@@ -149,9 +156,11 @@ class Batches:
 
     def _cut_data(self, sizes: Sequence[int]) -> None:
         """Give each shard its part of the data, of these sizes; none of a stream and without a partition."""
+        if self._takes_all:
+            self.batch_size = max(1, sum(sizes))
         if self.partition != "global" and sizes:
-            self.length = sum(sizes)
-            self._parts = Parts(sizes, self.batch_size, self.until, drop_last=self.drop_last)
+            self.length, taken = sum(sizes), None if self._takes_all else self.batch_size
+            self._parts = Parts(sizes, taken, self.until, drop_last=self.drop_last)
         check_epoch(self.length, self.steps, self.batch_size, shuffles=self.shuffle and not self._has_length)
 
     def _check_same(self) -> None:
@@ -200,7 +209,7 @@ class Batches:
         more = self.drop_last, self.division, collate, 0, gpu_in(places)
         if self.partition == "global":
             return StreamReader(StreamBatcher(data, self.batch_size, *more, self._check_data), self.seed, places)
-        self._own = OwnStreams(self.batch_size, self.until, self.world)
+        self._own = OwnStreams(self.world.size if self._takes_all else self.batch_size, self.until, self.world)
         own = OwnStreamBatcher(data, self._own.piece, *more)
         return StreamReader(own, next_key(self.seed, self.world.rank), places)
 
@@ -210,7 +219,7 @@ class Batches:
         own = self._parts if self.partition == "own" else None
         return {
             "samples": self.length,
-            "batch_size": self.batch_size,
+            "batch_size": None if self._takes_all else self.batch_size,
             "shards": self.shards if self.fixed_shards else None,
             "drop_last": self.drop_last,
             "shuffle": self.shuffle,

@@ -106,7 +106,7 @@ class Parts:
 
     Args:
         sizes: n_s, the number of samples in each part; part s follows part s - 1 in the data.
-        batch_size: of which b_s = split_sizes(batch_size, S)[s] are from part s.
+        batch_size: of which b_s = split_sizes(batch_size, S)[s] are from part s. None takes all of each part.
         until: whether an epoch ends when "all" parts are done, or the "first".
         drop_last: whether each part leaves out its last piece if that is smaller.
 
@@ -119,8 +119,9 @@ class Parts:
         ValueError: a part gives no sample to a mini-batch, or an epoch has no mini-batch.
     """
 
-    def __init__(self, sizes: Sequence[int], batch_size: int, until: str, *, drop_last: bool) -> None:
-        self.sizes, self._pieces = tuple(sizes), piece_sizes(batch_size, len(sizes))
+    def __init__(self, sizes: Sequence[int], batch_size: int | None, until: str, *, drop_last: bool) -> None:
+        whole = tuple([max(1, size) for size in sizes])
+        self.sizes, self._pieces = tuple(sizes), whole if batch_size is None else piece_sizes(batch_size, len(sizes))
         pairs = list(zip(self.sizes, self._pieces, strict=True))
         numbers = [size // piece if drop_last else -(-size // piece) for size, piece in pairs]
         self.steps = min(numbers) if until == "first" else max(numbers)
