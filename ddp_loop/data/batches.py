@@ -48,7 +48,8 @@ class Batches:
             samples as one mini-batch, and so all of each rank's own data, however many; the data need a length.
         world: from `join_world`.
         shuffle: whether each epoch has a new order. The default is True for data with a length.
-        shards: S. The default is one per rank. More shards than ranks are gradient accumulation.
+        shards: S. The default is one per rank, and 8 in `evaluate`, `predict` and `confusion_matrix`. More shards than
+            ranks are gradient accumulation.
         partition: from which samples a shard takes its own. "global": from all. "local": from its part of the data,
             which all ranks are given alike; part s of S is split_range(n, S, s), and has an order of its own in each
             epoch. "own": from its rank's data, which differ from rank to rank, also in length. A stream has no length

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from ddp_loop.monitor.run_view import RunView
 from ddp_loop.reporting.jsonl import JsonlWriter
 from ddp_loop.reporting.jsonl_tail import CHUNK
 from ddp_loop.reporting.rows import EpochMeans
+from tests.faults.damage_run import damage_runs
 from tests.support.harness import OnRanks
 from tests.support.runs import lines_of
 
@@ -335,6 +337,13 @@ def test_a_run_of_an_earlier_version_resumes_without_sums(
         path.write_bytes(body + b',"sha256":"%s"}\n' % hashlib.sha256(body).hexdigest().encode())
     other_digit(run / ROWS, 3, "loss")
     assert on_ranks(2, train, str(run))[0] == ("", whole[1])
+
+
+@pytest.mark.slow
+def test_no_damage_of_a_run_folder_is_taken_in_silence(tmp_path: Path) -> None:
+    counts = damage_runs(tmp_path, 13, random.Random(1))  # a digit of each file, of three checkpoints
+    assert sum(one["taken"] for one in counts.values()) == 0
+    assert all(counts[name]["seen"] == 1 for name in (ROWS, EVALUATIONS, LOGGED))
 
 
 # -- the disk's order --------------------------------------------------------------------------------------------
