@@ -29,7 +29,8 @@ class EarlyStopping:
         patience.restore_best()  # optional; without it the model keeps the last weights
 
     `evaluate` returns the same numbers on every rank, so all ranks leave the loop at the same step. A rank's own loss
-    does not ensure that. The copy of the weights and buffers is on the model's device and reuses its memory.
+    does not ensure that. If training has fixed shards, another number of ranks stops at the same step too. The copy of
+    the weights and buffers is on the model's device and reuses its memory.
 
     Args:
         model: whose weights and buffers are kept.

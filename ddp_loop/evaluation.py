@@ -100,15 +100,14 @@ def evaluate(
 
     sum_i(metric_i) / n in float64, in evaluation mode, each sample once, added up in the order of the shards.
 
-    A model that still draws random numbers (dropout kept on, noise) has a stream for each shard and evaluation. With
-    fixed shards (`Batches(..., shards=S)`) the result has the same bits on any number of ranks. With a shard per rank,
-    the default, another number of ranks gives another draw of the same mean. The model's mode and all streams, Python's
-    and NumPy's too, are restored.
+    The result has the same bits on any number of ranks, for the same batch size: each mini-batch is cut into 8 shards,
+    or into the S of `Batches(..., shards=S)`. Data of a rank's own can be an exception; see docs/migrate.md. A model
+    that still draws has a stream for each shard and evaluation. Its mode and all streams are restored.
 
     Args:
         model: the same on every rank. Its parameters and buffers are compared first, without buffers that are "local"
             in a `Loop` or no part of the state dict.
-        batches: usually with `shuffle=False`; the shards' sizes do not change the result.
+        batches: usually with `shuffle=False`. The sizes of the shards change the last bits alone.
         forward: `forward(model, data)` gives the output for a shard's data; by default the model takes the data's
             first part. It runs in the `torch.autocast` around the call, if there is one, and may enter its own.
         metrics: metrics of torchmetrics by name, also collections of them. They get what functions get. Their states
@@ -127,7 +126,8 @@ def evaluate(
         ReplicaMismatch: the models differ; on every rank.
         PeerFailed: another rank failed.
     """
-    world, states = batches.world, MetricStates(metrics or {}, batches.world.device)
+    world, batches = batches.world, batches.for_evaluation()
+    states = MetricStates(metrics or {}, world.device)
     _check_names([*functions, *states.names])
     world.stops.raise_if_stopped()
     world.require_equal("the names of the metrics", [*functions, *states.names])
@@ -211,7 +211,8 @@ def _total(name: str, value: Any, samples: int) -> torch.Tensor:
 def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = None) -> torch.Tensor:
     """The model's output for every sample, in the data's order, on every rank. Every rank must call this.
 
-    Row i belongs to sample i of the data, also where `batches` shuffles. A sum of bytes, of each rank's rows and zeros,
+    Row i belongs to sample i of the data, also where `batches` shuffles, and has the same bits on any number of ranks,
+    as in `evaluate`. A sum of bytes, of each rank's rows and zeros,
     brings the rows together and leaves every bit as it is.
 
     Args:
@@ -236,6 +237,7 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
             "Predictions are for every sample. These batches drop some. Create them with drop_last=False and "
             'until="all".'
         )
+    batches = batches.for_evaluation()
     forms: list[tuple[tuple[int, ...], torch.dtype]] = []
     whole: torch.Tensor | None = None
     with _going_through(model, batches, "predict") as shards:
@@ -278,7 +280,8 @@ def confusion_matrix(
     """The number of samples of each class that are predicted as each class, exact on any number of ranks.
 
     counts[i, j] is the number of samples of class i whose largest output is that of class j; the first of equal ones
-    counts. Each sample counts once, in evaluation mode. `Loop.log_table` keeps the matrix with a run. Every rank must
+    counts. Each sample counts once, in evaluation mode; the counts are the same on any number of ranks, as in
+    `evaluate`. `Loop.log_table` keeps the matrix with a run. Every rank must
     call this.
 
     Args:
@@ -303,7 +306,7 @@ def confusion_matrix(
     world.require_equal("classes", classes)
     outside = classes * classes  # the place of labels that are no class
     counts = torch.zeros(outside + 1, dtype=torch.int64, device=world.device)
-    with _going_through(model, batches, "confusion_matrix") as shards:
+    with _going_through(model, batches.for_evaluation(), "confusion_matrix") as shards:
         for _, shard, data in shards:
             output, labels = (forward or forward_first)(model, data), _labels_of(data, shard.samples)
             if not isinstance(output, torch.Tensor) or output.shape != (shard.samples, classes):

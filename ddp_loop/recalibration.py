@@ -22,7 +22,8 @@ _AGAIN = 2**32  # stands for the number of a pass; no loop makes so many
 def update_bn(model: nn.Module, batches: Batches, *, forward: Forward | None = None) -> None:
     """Set batch norm's running statistics to the plain mean over all mini-batches. Every rank must call this.
 
-    running = sum_k(statistics_k) / K over the K whole mini-batches, on any number of ranks. This is what
+    running = sum_k(statistics_k) / K over the K whole mini-batches, on any number of ranks. Layers normalise by the
+    shard, as in training, so without `shards=` the statistics of deeper layers follow the ranks. This is what
     `torch.optim.swa_utils.update_bn` computes in one process. Use it for averaged weights, which no training forward
     has used. Momenta, modes and all other buffers stay as they are.
 

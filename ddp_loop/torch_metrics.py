@@ -2,7 +2,7 @@
 
 A metric of torchmetrics keeps states, such as the true positives of each class, and says how two of them become one.
 Each shard gives a state of its own here, and the states are merged in the shards' order: the result is that of one
-process, and with fixed shards its bits do not depend on the ranks. The metric's own synchronization is off.
+process, and its bits do not depend on the ranks. The metric's own synchronization is off.
 """
 
 from __future__ import annotations

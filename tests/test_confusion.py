@@ -74,7 +74,7 @@ def count(world: dl.World, folder: str, case: str) -> None:
             classes = 4
         case "different classes":
             classes = 3 + world.rank
-    dl.confusion_matrix(model, dl.Batches(data, SIZE, world, shuffle=False), classes)
+    dl.confusion_matrix(model, dl.Batches(data, SIZE, world, shuffle=False, shards=world.size), classes)
 
 
 @pytest.mark.both_modes

@@ -55,14 +55,15 @@ def evaluated(shards: int | None) -> Found:
 
 @pytest.mark.covers("B8", "H7")
 @pytest.mark.both_exchanges
-def test_with_fixed_shards_a_model_that_draws_has_the_same_bits_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
-    [alone] = on_ranks(1, evaluated, 6)
+@pytest.mark.parametrize("shards", [6, None])
+def test_a_model_that_draws_has_the_same_bits_on_any_number_of_ranks(shards: int | None, on_ranks: OnRanks) -> None:
+    [alone] = on_ranks(1, evaluated, shards)
     for ranks in (2, 3, 4):
-        assert on_ranks(ranks, evaluated, 6) == [alone] * ranks
+        assert on_ranks(ranks, evaluated, shards) == [alone] * ranks
 
 
 @pytest.mark.covers("B8")
-def test_with_a_shard_per_rank_it_is_another_draw_and_the_streams_stand_alike_afterwards(on_ranks: OnRanks) -> None:
+def test_the_streams_stand_alike_afterwards(on_ranks: OnRanks) -> None:
     with dl.join_world(seed=2):
         Drawing()
         untouched = [random.random(), float(np.random.rand()), float(torch.rand(()))]

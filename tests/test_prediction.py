@@ -90,7 +90,7 @@ class OneBuffer(nn.Module):
 
 def test_outputs_are_kept_although_the_model_uses_their_buffer_again() -> None:
     with dl.join_world() as world:
-        found = dl.predict(OneBuffer(), dl.Batches(torch.arange(6.0), 3, world))
+        found = dl.predict(OneBuffer(), dl.Batches(torch.arange(6.0), 3, world, shards=1))
     assert found.tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -111,7 +111,7 @@ def test_the_predictions_of_tensors_are_not_the_tensors_themselves() -> None:
 )
 def test_an_output_without_a_row_per_sample_is_refused(output: Any, words: str) -> None:
     with dl.join_world() as world, pytest.raises(ValueError, match=words):
-        dl.predict(network(), dl.Batches(images(10), 5, world), forward=lambda model, data: output)
+        dl.predict(network(), dl.Batches(images(10), 5, world, shards=1), forward=lambda model, data: output)
 
 
 def test_batches_that_drop_samples_are_refused() -> None:

@@ -11,7 +11,7 @@ from ddp_loop.checkpoint.atomic_files import (
     write_atomic,
     write_text_atomic,
 )
-from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, OnSaveError, Snapshot
+from ddp_loop.checkpoint.checkpointer import Checkpointer, CheckpointPolicy, FileSum, OnSaveError, Snapshot
 from ddp_loop.checkpoint.config import Config, flatten_config
 from ddp_loop.checkpoint.export import Exported, export_weights
 from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
@@ -79,6 +79,7 @@ __all__ = [
     "Config",
     "Exported",
     "FileLock",
+    "FileSum",
     "Locked",
     "OnSaveError",
     "RunFolder",

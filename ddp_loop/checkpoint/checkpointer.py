@@ -43,6 +43,7 @@ _READ_S = 1800.0  # for rank 0 to read and verify a checkpoint
 _GRACE_S = 0.5  # for other ranks' checksums after this rank left; a rank whose peer failed is ended after 1.6
 _WHY_LETTERS = 2000  # of the error in status.json
 _newest: WeakValueDictionary[tuple[int, str], Checkpointer] = WeakValueDictionary()  # by process and folder
+FileSum = tuple[int, str]  # a number of bytes at the beginning of a file, and their SHA-256
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ class Checkpointer:
         score: of the next checkpoint.
         give_up: ends the loop, unless it is being iterated, since a newer one wants the folder; makes no collective.
         say: prints a line about the run, on rank 0; it does not keep the state alive.
+        sums: of the files of rows, by name, when the restored checkpoint was made; empty without one.
+        sum_files: returns these sums as they are now, on rank 0.
     """
 
     def __init__(
@@ -130,6 +133,8 @@ class Checkpointer:
         self._began, self._ended = time.monotonic(), False
         self._is_refused = True  # until it is restored; what its status said then stays
         self.newest, self.asked = "", False
+        self.sums: Mapping[str, FileSum] = {}
+        self.sum_files: Callable[[], Mapping[str, FileSum]] = dict
         self.score: float | None = None
         self.give_up: Callable[[], None] = lambda: None
         self._place = os.getpid(), os.path.realpath(folder)
@@ -336,9 +341,11 @@ class Checkpointer:
         if snapshot.problem is not None:
             return
 
+        sums = self.sum_files()  # now: the files grow
+
         def work() -> None:
             started.wait()  # otherwise this thread would hold the interpreter while the caller waits for its start
-            self._write(store, snapshot, copied, score)
+            self._write(store, snapshot, copied, score, sums)
             buffers.free_if_large()
 
         self._thread = threading.Thread(target=work, name="ddp_loop save")
@@ -348,12 +355,19 @@ class Checkpointer:
     def _key(self, snapshot: Snapshot) -> str:
         return f"ddp_loop/save/{self._number}/{snapshot.position['iteration']}"
 
-    def _write(self, store: CheckpointStore, snapshot: Snapshot, copied: SerializedState, score: float | None) -> None:
+    def _write(
+        self,
+        store: CheckpointStore,
+        snapshot: Snapshot,
+        copied: SerializedState,
+        score: float | None,
+        files: Mapping[str, FileSum],
+    ) -> None:
         try:
             names, sums = self._job.checksums(copied)
             self._compare(snapshot, names, sums)
-            facts = {"position": snapshot.position, "ranks": self._world.size}
-            facts |= {"checksums": dict(zip(names, sums.tolist(), strict=True))}
+            facts: dict[str, Any] = {"position": snapshot.position, "ranks": self._world.size}
+            facts |= {"checksums": dict(zip(names, sums.tolist(), strict=True)), "files": dict(files)}
             iteration = snapshot.position["iteration"]
             what = f"The rows in {self.folder} could not be flushed before the checkpoint of step {iteration}"
             with explained(what, REPAIR):
@@ -421,6 +435,7 @@ class Checkpointer:
         self._world.broadcast_all(list(tensors.values()))
         self._on_all_ranks(lambda: self._job.restore(SerializedState(structure, tensors), facts["checksums"]))
         self.newest = name
+        self.sums = {file: (size, digest) for file, (size, digest) in facts.get("files", {}).items()}
         position: dict[str, int] = facts["position"]
         return position
 

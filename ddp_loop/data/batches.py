@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -13,11 +14,11 @@ from ddp_loop.data.agreement import ALIKE, StreamPass, check_data, check_epoch, 
 from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.loaded_batch import LoadedBatch
 from ddp_loop.data.own_streams import OwnStreamBatcher, OwnStreams
-from ddp_loop.data.partition import Parts, Unused, check_partition
+from ddp_loop.data.partition import OwnPieces, Parts, Unused, check_partition
 from ddp_loop.data.placement import Places, gpu_in, parse_devices, without_rows
 from ddp_loop.data.readers import LoaderReader, Request, TensorReader, is_stream, make_reader
 from ddp_loop.data.shards import MiniBatch, Shard, split_sizes
-from ddp_loop.data.shares import Division
+from ddp_loop.data.shares import EVALUATED, Division
 from ddp_loop.data.streams import StreamBatcher, StreamReader
 from ddp_loop.data.transforms import Draws, Transform
 from ddp_loop.determinism import check_count, next_key, permutation
@@ -43,10 +44,12 @@ class Batches:
             source without a length, which returns sample number i as `source[i]` or `source(i)` and whose numbers
             continue from epoch to epoch. A stream (an `IterableDataset`, or an object with `__iter__` only), which
             every rank reads from the start in each epoch, keeping its own shards.
-        batch_size: B, the number of samples in a mini-batch over all ranks (see `scale_batch_size`).
+        batch_size: B, the number of samples in a mini-batch over all ranks (see `scale_batch_size`). None takes all
+            samples as one mini-batch, and so all of each rank's own data, however many; the data need a length.
         world: from `join_world`.
         shuffle: whether each epoch has a new order. The default is True for data with a length.
-        shards: S. The default is one per rank. More shards than ranks are gradient accumulation.
+        shards: S. The default is one per rank, and 8 in `evaluate`, `predict` and `confusion_matrix`. More shards than
+            ranks are gradient accumulation.
         partition: from which samples a shard takes its own. "global": from all. "local": from its part of the data,
             which all ranks are given alike; part s of S is split_range(n, S, s), and has an order of its own in each
             epoch. "own": from its rank's data, which differ from rank to rank, also in length. A stream has no length
@@ -95,7 +98,7 @@ class Batches:
     def __init__(
         self,
         data: Any,
-        batch_size: int,
+        batch_size: int | None,
         world: World,
         *,
         shuffle: bool | None = None,
@@ -114,13 +117,15 @@ class Batches:
         self.world, self._check_data = world, check_data and partition != "own"
         self._passed = StreamPass()
         self.length: int | None = None
-        self._parts: Parts | None = None
+        self._parts: Parts | OwnPieces | None = None
+        self._evaluated: Batches | None = None
         self._offset = 0  # of this rank's own data in those of all ranks
         self._own: OwnStreams | None = None  # where each rank has its own
         self._order: tuple[int, torch.Tensor] | None = None
         problem: Exception | None = None
         try:
-            self.batch_size = check_count(self._ROWS, batch_size)
+            self._takes_all = batch_size is None and self._ROWS == "batch_size"
+            self.batch_size = 1 if self._takes_all else check_count(self._ROWS, batch_size)
             self.fixed_shards = shards is not None
             fixed = None if shards is None else check_count("shards", shards)
             self.division = Division(fixed, world.size, world.rank, shares)
@@ -128,6 +133,11 @@ class Batches:
             self.seed = world.seed if seed is None else check_count("seed", seed, least=None)
             self.drop_last, self.partition, self.until = drop_last, partition, until
             self._open(data, length, parse_devices(devices, world.device), loader)
+            if self._takes_all and self.length is None:
+                raise ValueError(
+                    "All samples can be one mini-batch only if their number is known. Got batch_size=None for data "
+                    "without a length. Pass a number, or data with a length."
+                )
             self.shuffle = self._has_length if shuffle is None else shuffle
             asked, is_own = self.division.asked, self._own is not None
             check_partition(partition, until, shards, asked, world.size, self.length, is_stream=is_own)
@@ -147,9 +157,11 @@ class Batches:
 
     def _cut_data(self, sizes: Sequence[int]) -> None:
         """Give each shard its part of the data, of these sizes; none of a stream and without a partition."""
+        if self._takes_all:
+            self.batch_size = max(1, sum(sizes))
         if self.partition != "global" and sizes:
-            self.length = sum(sizes)
-            self._parts = Parts(sizes, self.batch_size, self.until, drop_last=self.drop_last)
+            self.length, taken = sum(sizes), None if self._takes_all else self.batch_size
+            self._parts = Parts(sizes, taken, self.until, drop_last=self.drop_last)
         check_epoch(self.length, self.steps, self.batch_size, shuffles=self.shuffle and not self._has_length)
 
     def _check_same(self) -> None:
@@ -198,7 +210,7 @@ class Batches:
         more = self.drop_last, self.division, collate, 0, gpu_in(places)
         if self.partition == "global":
             return StreamReader(StreamBatcher(data, self.batch_size, *more, self._check_data), self.seed, places)
-        self._own = OwnStreams(self.batch_size, self.until, self.world)
+        self._own = OwnStreams(self.world.size if self._takes_all else self.batch_size, self.until, self.world)
         own = OwnStreamBatcher(data, self._own.piece, *more)
         return StreamReader(own, next_key(self.seed, self.world.rank), places)
 
@@ -208,7 +220,7 @@ class Batches:
         own = self._parts if self.partition == "own" else None
         return {
             "samples": self.length,
-            "batch_size": self.batch_size,
+            "batch_size": None if self._takes_all else self.batch_size,
             "shards": self.shards if self.fixed_shards else None,
             "drop_last": self.drop_last,
             "shuffle": self.shuffle,
@@ -313,7 +325,7 @@ class Batches:
         if self._parts is not None:
             return self._parts.mini_batch(epoch, position, self.division.mine)
         samples = self._samples(position)
-        sizes, shards = self.division.cut(samples)
+        sizes, shards = self.division.cut(samples, position)
         start, is_last = position * self.batch_size, position + 1 == self.steps
         return MiniBatch(epoch, position, start, samples, sizes, shards, is_last=is_last)
 
@@ -401,6 +413,35 @@ class Batches:
         for mini_batch, data in stream.mini_batches(epoch, start):
             self._passed.add(mini_batch)
             yield LoadedBatch(mini_batch, iter(data), change, self._nothing)
+
+    def for_evaluation(self) -> Batches:
+        """These batches with shards that do not depend on the ranks, as `evaluate` reads them; as given with `shards=`.
+
+        See [Note: Evaluation]. Data in parts are read as if they were whole. Where each rank has data of its own, its
+        shards have `batch_size` / 8 samples. Streams of the ranks' own, and parts whose last pieces are left out,
+        depend on the ranks, and stay as they are.
+        """
+        drops_parts = self.partition != "global" and (self.drop_last or self.until != "all")
+        if self.fixed_shards or self._own is not None or drops_parts:
+            return self
+        if self._evaluated is None:
+            self._evaluated = self._cut_alike()
+        self._evaluated.division.give(self.shares)  # which may have been measured since
+        return self._evaluated
+
+    def _cut_alike(self) -> Batches:
+        """The batches that `for_evaluation` returns."""
+        found, world = copy.copy(self), self.world
+        found.division = Division(EVALUATED, world.size, world.rank, deals=True)
+        found._parts = found._order = None
+        if isinstance(self._parts, Parts) and self.partition == "own":
+            piece = -(-self.batch_size // EVALUATED)
+            found.division = Division(1, world.size, world.rank)
+            found._parts = OwnPieces(self._parts.sizes, piece, world.rank)
+        elif isinstance(self._reader, StreamReader):
+            found._reader = self._reader.divided(found.division)
+        found.shards = found.division.shards
+        return found
 
     def __iter__(self) -> Generator[Any, None, None]:
         """Iterate once, in order, over the data of this rank's shards, for an evaluation loop of your own.

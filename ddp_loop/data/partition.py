@@ -106,7 +106,7 @@ class Parts:
 
     Args:
         sizes: n_s, the number of samples in each part; part s follows part s - 1 in the data.
-        batch_size: of which b_s = split_sizes(batch_size, S)[s] are from part s.
+        batch_size: of which b_s = split_sizes(batch_size, S)[s] are from part s. None takes all of each part.
         until: whether an epoch ends when "all" parts are done, or the "first".
         drop_last: whether each part leaves out its last piece if that is smaller.
 
@@ -119,8 +119,9 @@ class Parts:
         ValueError: a part gives no sample to a mini-batch, or an epoch has no mini-batch.
     """
 
-    def __init__(self, sizes: Sequence[int], batch_size: int, until: str, *, drop_last: bool) -> None:
-        self.sizes, self._pieces = tuple(sizes), piece_sizes(batch_size, len(sizes))
+    def __init__(self, sizes: Sequence[int], batch_size: int | None, until: str, *, drop_last: bool) -> None:
+        whole = tuple([max(1, size) for size in sizes])
+        self.sizes, self._pieces = tuple(sizes), whole if batch_size is None else piece_sizes(batch_size, len(sizes))
         pairs = list(zip(self.sizes, self._pieces, strict=True))
         numbers = [size // piece if drop_last else -(-size // piece) for size, piece in pairs]
         self.steps = min(numbers) if until == "first" else max(numbers)
@@ -179,3 +180,46 @@ class Parts:
             found[begin.repeat_interleave(number) + count % piece] = taken + offset
             begin = begin + number
         return found
+
+
+class OwnPieces:
+    """The mini-batches of an evaluation of data of which each rank has its own: a rank's pieces, of one shard each.
+
+    The ranks' data count as one after the other, and so do their pieces. So their numbers do not depend on the ranks,
+    where the data of each rank but the last make whole pieces.
+
+    Args:
+        sizes: the number of samples of each rank.
+        piece: the number of samples of a piece.
+        rank: of this process.
+
+    Attributes:
+        sizes: as given.
+        steps: the number of this rank's pieces.
+        samples: the number of all samples.
+    """
+
+    def __init__(self, sizes: Sequence[int], piece: int, rank: int) -> None:
+        self.sizes, self._piece, self._rank = tuple(sizes), piece, rank
+        pieces = [-(-size // piece) for size in sizes]
+        self._before, self.steps, self.samples = sum(pieces[:rank]), pieces[rank], sum(sizes)
+
+    def sizes_at(self, position: int) -> tuple[int, ...]:
+        """The number of samples in this rank's piece number `position`, counted from 0."""
+        return (min(self._piece, self.sizes[self._rank] - position * self._piece),)
+
+    def mini_batch(self, epoch: int, position: int, mine: range) -> MiniBatch:
+        """This rank's piece number `position`; an epoch is counted from 1."""
+        sizes = self.sizes_at(position)
+        start = sum(self.sizes[: self._rank]) + position * self._piece
+        place = epoch, self._before + position, start, sizes[0], sizes
+        return MiniBatch(*place, cut(sizes, range(1)), is_last=position + 1 == self.steps)
+
+    @property
+    def positions_of_sizes(self) -> list[int]:
+        """The positions of mini-batches that together have all sizes of shards of an epoch."""
+        return sorted({0, self.steps - 1}) if self.steps else []
+
+    def order(self, seed: int, epoch: int, *, shuffle: bool) -> torch.Tensor:
+        """The positions in the data of an epoch's samples, (samples,) int64 on the CPU: in the order of the data."""
+        return torch.arange(self.samples, device="cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -12,12 +13,13 @@ from ddp_loop.accelerators import accelerator_of
 from ddp_loop.data.batches import Batches
 from ddp_loop.data.carried_state import CarriedState, Place
 from ddp_loop.data.fingerprints import Fingerprint
-from ddp_loop.data.lanes import LanePlan, Lanes, Rows
+from ddp_loop.data.lanes import LanePlan, Lanes, Numbers, Rows
 from ddp_loop.data.loaded_batch import LoadedBatch
 from ddp_loop.data.partition import Unused
 from ddp_loop.data.placement import Places
 from ddp_loop.data.sequence_reader import SequenceReader
 from ddp_loop.data.shards import MiniBatch, cut, split_range, split_sizes
+from ddp_loop.data.shares import EVALUATED, Division
 from ddp_loop.determinism import check_count, permutation
 from ddp_loop.distributed import World
 
@@ -173,8 +175,20 @@ class SequenceBatches(Batches):
         self._sequences = SequenceReader(data, self._lengths, self.seed, places)
         self.num_workers, self._has_length = None, True
         self._lanes = Lanes(self._sequences.lengths, self.batch_size, self._chunk)
-        self._bounds = np.concatenate([[0], np.cumsum(split_sizes(self.batch_size, self.shards))])  # lanes of shards
+        self._bounds = self._lanes_of_shards()
         self.length = int(self._sequences.lengths.sum())
+
+    def _lanes_of_shards(self) -> Numbers:
+        """The lanes before each shard, and after the last."""
+        return np.concatenate([[0], np.cumsum(split_sizes(self.batch_size, self.shards))])
+
+    def _cut_alike(self) -> SequenceBatches:
+        """The batches that `for_evaluation` returns. A lane stays on its rank, as its hidden state does."""
+        found, world = copy.copy(self), self.world
+        found.shards = min(EVALUATED, self.lanes)
+        found.division = Division(found.shards, world.size, world.rank)
+        found._bounds, found._carried = found._lanes_of_shards(), CarriedState(world, self.batch_dim)
+        return found
 
     def _check_same(self) -> None:
         self.world.require_equal("lanes, length and batch_dim", (self.batch_size, self._chunk, self.batch_dim))

@@ -3,6 +3,11 @@
 [Note: Shares] Without fixed shards each rank has one shard, and the shard's size follows from the rank's share. With
 fixed shards the sizes stay as they are, so the bits do too, and the number of shards that a rank carries follows from
 its share. Both are rounded by `split_by_shares`, which for equal shares gives what `split_sizes` gives.
+
+[Note: Evaluation] An evaluation adds up numbers, so it needs no shard per rank. It cuts each mini-batch into
+`EVALUATED` shards on any number of ranks. Kernels choose the order of their additions by the shape, so equal shapes
+give equal bits. Whole shards are dealt to the ranks. A mini-batch of 8 shards gives 3 ranks 3, 3 and 2 of them, and the
+next ones give another rank the 2, so that the ranks are equally busy.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from typing import Any
 from ddp_loop.data.shards import Shard, cut, split_sizes
 
 MEASURED = "measured"
+EVALUATED = 8  # shards of an evaluated mini-batch: up to 8 ranks need no more memory than with a shard per rank
+_GOLDEN = 0.6180339887498949  # its multiples modulo 1 spread evenly
 
 
 def split_by_shares(total: int, shares: Sequence[float]) -> tuple[int, ...]:
@@ -86,6 +93,7 @@ class Division:
         shards: S; None for one per rank.
         ranks, rank: of the world.
         shares: one number per rank, "measured", or None for equal shares.
+        deals: whether the numbers of a rank's shards change with the mini-batch. See [Note: Evaluation].
 
     Attributes:
         shards: S.
@@ -98,8 +106,8 @@ class Division:
         ValueError: the shares are no shares (see `check_shares`), or there are fewer shards than ranks with a share.
     """
 
-    def __init__(self, shards: int | None, ranks: int, rank: int, shares: Any = None) -> None:
-        self._is_fixed, self._ranks, self._rank = shards is not None, ranks, rank
+    def __init__(self, shards: int | None, ranks: int, rank: int, shares: Any = None, *, deals: bool = False) -> None:
+        self._is_fixed, self._ranks, self._rank, self._deals = shards is not None, ranks, rank, deals
         self.shards = ranks if shards is None else shards
         is_measured = isinstance(shares, str) and shares == MEASURED
         given = None if shares is None or is_measured else check_shares(shares, ranks)
@@ -158,9 +166,31 @@ class Division:
             return split_sizes(samples, self.shards)
         return split_by_shares(samples, self.shares)
 
-    def cut(self, samples: int) -> tuple[tuple[int, ...], tuple[Shard, ...]]:
-        """The sizes of all shards of a mini-batch of so many `samples`, and this rank's shards that are not empty."""
+    def cut(self, samples: int, position: int) -> tuple[tuple[int, ...], tuple[Shard, ...]]:
+        """The sizes of all shards of a mini-batch, and this rank's shards that are not empty.
+
+        Args:
+            samples: the number of its samples.
+            position: of the mini-batch in its epoch, counted from 0.
+        """
+        if self._deals:
+            sizes = self.sizes(samples)
+            return sizes, cut(sizes, self._dealt(min(samples, self.shards), position))
         if samples not in self._cuts:  # an epoch has mini-batches of two sizes at most
             sizes = self.sizes(samples)
             self._cuts[samples] = sizes, cut(sizes, self.mine)
         return self._cuts[samples]
+
+    def _dealt(self, filled: int, position: int) -> range:
+        """The numbers of this rank's shards in a mini-batch whose first `filled` shards are not empty."""
+        ends = [self._end(rank, filled, position) for rank in (self._rank - 1, self._rank)]
+        return range(*ends)
+
+    def _end(self, rank: int, filled: int, position: int) -> int:
+        """The number after the last shard of a rank: of their share, rounded up in some mini-batches."""
+        if rank < 0 or rank == self._ranks - 1:
+            return 0 if rank < 0 else filled
+        if self.shares is None:
+            return (filled * (rank + 1) + filled * position % self._ranks) // self._ranks
+        share = sum(self.shares[: rank + 1]) / sum(self.shares)
+        return math.floor(filled * share + position * _GOLDEN % 1)

@@ -86,7 +86,7 @@ class StreamBatcher:
 
     def __iter__(self) -> Generator[StreamBatch, None, None]:
         for position, (samples, last) in enumerate(_chunks(iter(self.source), self.batch_size, self.drop_last)):
-            _, shards = self.division.cut(len(samples))
+            _, shards = self.division.cut(len(samples), position)
             # Taken before collate_fn runs, on one rank, since that may remove or overwrite parts of the sample.
             first, digest = (_kept(samples[0]), quick(samples[0])) if self.compares else (None, 0)
             with preserved_streams(self.device):  # the generators for reading must stay alike on all ranks
@@ -147,6 +147,10 @@ class StreamReader:
                 f"A stream must restart in every epoch. Got {type(cut.source).__name__}, which can be iterated once. "
                 "Pass an object whose __iter__ returns it."
             )
+
+    def divided(self, division: Division) -> StreamReader:
+        """A reader of the same stream with another division into shards."""
+        return StreamReader(replace(self._cut, division=division), self._seed, self._places)
 
     def __call__(self, epoch: int) -> Generator[StreamBatch, None, None]:
         """The mini-batches of an epoch.

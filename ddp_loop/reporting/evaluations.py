@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import is_running
+from ddp_loop.checkpoint import FileSum, is_running
 from ddp_loop.data import LoopPosition
 from ddp_loop.reporting.jsonl import JsonlWriter
 from ddp_loop.reporting.jsonl_tail import read_lines
@@ -33,13 +33,16 @@ class EvaluationLog:
         path: of the file; None without a run folder.
         after: the iteration that the run resumes from.
         warn: called with a message when the file cannot be written.
+        sum_before: the file's sum in the checkpoint; None if that has none.
 
     Attributes:
         file: the writer; None without a run folder.
     """
 
-    def __init__(self, path: Path | None, after: int, warn: Callable[[str], None]) -> None:
-        self.file = None if path is None else JsonlWriter(path, after, warn, "drop")
+    def __init__(
+        self, path: Path | None, after: int, warn: Callable[[str], None], sum_before: FileSum | None = None
+    ) -> None:
+        self.file = None if path is None else JsonlWriter(path, after, warn, "drop", sum_before=sum_before)
         lines = [] if path is None else read_lines(path)
         self._known = [line for line in lines if line["iteration"] == after]  # of the last iteration
 

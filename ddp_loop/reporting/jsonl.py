@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 from array import array
@@ -13,13 +14,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from ddp_loop.checkpoint import REPAIR, explained, identity, sync_folder
+from ddp_loop.checkpoint import REPAIR, FileSum, explained, identity, sync_folder
 from ddp_loop.reporting.jsonl_tail import CHUNK, has_numbers, is_at_an_iteration, is_number, object_of
 
 # [Note: Damage] A resumed run cuts its files back to its checkpoint, and loses no row before it. If a line is not a row
 # (after a flipped bit, a crash that left NULs, an edit), the rows stay, in order, and the other lines are moved to a
 # file beside it. Of two rows of one iteration the later one stays: a resumed process wrote it. What follows a row of a
 # later iteration, or the checkpoint's own row, is cut off silently.
+
+# [Note: Sums] A flipped digit leaves a row that looks like any other. A checkpoint therefore has the length and the
+# SHA-256 of each file. If a resumed run finds another sum, and no damaged line explains it, a message names the file.
+# Its rows stay: no sum tells which of them is wrong, and the others are right.
 
 MOST_LINES = 100_000  # that wait in memory, some 20 MB; beyond that the oldest are dropped
 _MOST_GAPS = 4  # that a message lists
@@ -191,6 +196,7 @@ class JsonlWriter:
             MOST_LINES for the next flush, "drop" drops them. With "drop" the file is open during a flush only.
         begin: called each time the file is read; returns a function that is called with each row that stays.
         once: whether the file has one row for each iteration from 1 on.
+        sum_before: the `sum` of the file in the checkpoint; None if that has none. See [Note: Sums].
 
     Attributes:
         elapsed_s: of the last row that stays.
@@ -209,11 +215,13 @@ class JsonlWriter:
         begin: Callable[[], Each] | None = None,
         *,
         once: bool = False,
+        sum_before: FileSum | None = None,
     ) -> None:
         self._path, self._warn, self._on_full = path, warn, on_full
         self._folder = identity(path.parent)
         self._file: FileIO | None = None
         self._size = 0  # of the whole lines in the open file
+        self._sum, self._summed = hashlib.sha256(), 0  # of these lines, and how many bytes they have
         self._lines: list[str] = []
         self._problem: OSError | None = None  # while the file cannot be written
         self._is_over = False
@@ -222,11 +230,17 @@ class JsonlWriter:
             with self._explaining():
                 try:
                     self._recover(after, begin, once)
+                    self._check_sum(sum_before)
                 except BaseException:
                     self._close_file()
                     raise
             if on_full == "drop":
                 self._close_file()
+
+    @property
+    def sum(self) -> FileSum:
+        """The number of bytes of the lines in the file, and their SHA-256."""
+        return self._summed, self._sum.hexdigest()
 
     def add(self, line: str) -> None:
         """Add a line, which the next `flush` writes."""
@@ -274,6 +288,7 @@ class JsonlWriter:
             self._cut(file)
             append_whole(file, data, self._size)
         self._size += len(data)
+        self._take_into_sum(data)
         if self._problem is not None:
             self._warn(f"{self._path} can be written again. Lines added: {len(self._lines)}.")
         self._lines, self._problem = [], None
@@ -314,6 +329,24 @@ class JsonlWriter:
         found = found if found.is_sound else scan()
         self.elapsed_s, self._size = found.elapsed_s, found.size
         self._cut(self._open())
+
+    def _check_sum(self, before: FileSum | None) -> None:
+        """FileSum up the file, and describe that its beginning is another one than the checkpoint's."""
+        size, expected = before or (0, self._sum.hexdigest())
+        file, found = self._open().fileno(), ""
+        while self._summed < self._size:
+            wanted = min(CHUNK, (size if self._summed < size else self._size) - self._summed)
+            self._take_into_sum(os.pread(file, min(wanted, self._size - self._summed), self._summed))
+            found = self._sum.hexdigest() if self._summed == size else found
+        if size and found != expected and not self.notice:
+            self.notice = (
+                f"{self._path.name} is not as the checkpoint left it, though each line can be read: a value was "
+                "changed, perhaps by a bad disk or an editor"
+            )
+
+    def _take_into_sum(self, data: bytes) -> None:
+        self._sum.update(data)
+        self._summed += len(data)
 
     def _mend(self, found: _ScannedRows) -> list[str]:
         """Replace the file by one with the rows that stay, and move damaged lines to a file of their own."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ddp_loop.accelerators import HostCopy, is_asynchronous
-from ddp_loop.checkpoint import IMAGE_FOLDER, IMAGES, LOGGED, TEXTS
+from ddp_loop.checkpoint import IMAGE_FOLDER, IMAGES, LOGGED, TEXTS, FileSum
 from ddp_loop.reporting.images import png
 from ddp_loop.reporting.jsonl import JsonlWriter
 from ddp_loop.reporting.jsonl_tail import CHUNK, JsonlTail
@@ -85,14 +85,15 @@ class LazyFile:
     Args:
         path: of the file.
         after: lines of later iterations are cut off.
-        warn: called with a message when lines cannot be written, and when they can again.
+        warn: called with a message when lines cannot be written, and when they can again, and about damage.
+        sum_before: the file's sum in the checkpoint; None if that has none.
 
     Attributes:
         known: the lines of the iteration from which the run resumes.
     """
 
-    def __init__(self, path: Path, after: int, warn: Callable[[str], None]) -> None:
-        self._path, self._after, self._warn = path, after, warn
+    def __init__(self, path: Path, after: int, warn: Callable[[str], None], sum_before: FileSum | None = None) -> None:
+        self._path, self._after, self._warn, self._sum_before = path, after, warn, sum_before
         self._file: JsonlWriter | None = None
         self._has_failed = False
         self.known: list[dict[str, Any]] = []
@@ -102,10 +103,17 @@ class LazyFile:
 
     def _open(self) -> None:
         try:
-            self._file = JsonlWriter(self._path, self._after, self._warn, "keep")
+            self._file = JsonlWriter(self._path, self._after, self._warn, "keep", sum_before=self._sum_before)
+            if self._file.notice:
+                self._warn(f"{self._path.parent}: {self._file.notice}")
         except OSError as error:
             self._has_failed = True
             self._warn(f"{self._path} cannot be written: {error.strerror or error}. Training continues without it.")
+
+    @property
+    def sum(self) -> FileSum | None:
+        """The number of bytes of the lines in the file, and their SHA-256; None without a file."""
+        return None if self._file is None else self._file.sum
 
     def add(self, line: str) -> None:
         """Add a line, which the next `flush` writes."""
@@ -143,6 +151,7 @@ class LoggedValues:
         warn: called with a message when a file cannot be written.
         began: when the run began, by the monotonic clock.
         show: called with the values of a line, and the epoch that they belong to.
+        sums: of the files in the checkpoint, by name.
     """
 
     def __init__(
@@ -153,6 +162,7 @@ class LoggedValues:
         warn: Callable[[str], None],
         began: float,
         show: Callable[[Mapping[str, float], int], None] | None = None,
+        sums: Mapping[str, FileSum] | None = None,
     ) -> None:
         self._folder, self._after, self._sinks, self._warn = folder, after, sinks, warn
         self._began, self._show = began, show
@@ -160,13 +170,19 @@ class LoggedValues:
         self._waiting: deque[_Line] = deque()
         self._files: dict[str, LazyFile] = {}
         if folder is not None:
-            self._files = {name: LazyFile(folder / name, after, warn) for name in (LOGGED, TEXTS, IMAGES)}
+            names, before = (LOGGED, TEXTS, IMAGES), sums or {}
+            self._files = {name: LazyFile(folder / name, after, warn, before.get(name)) for name in names}
             _remove_later_images(folder / IMAGE_FOLDER, after)
         self._tables = [] if folder is None else tables_of(folder, after)
         known = self._files[LOGGED].known if self._files else []
         self._known: dict[str, float | None] = {
             name: one for line in known for name, one in line.items() if name not in _PLACE
         }
+
+    @property
+    def sums(self) -> dict[str, FileSum]:
+        """The sums of the files that there are, by name."""
+        return {name: file.sum for name, file in self._files.items() if file.sum is not None}
 
     def add(self, epoch: int, iteration: int, values: dict[str, Logged]) -> None:
         """Add values of a step; a later value of the same name and step replaces the earlier one."""

@@ -23,6 +23,7 @@ from ddp_loop.checkpoint import (
     TABLE,
     Checkpointer,
     CheckpointStore,
+    FileSum,
     best_of,
     read_json,
     run_id_of,
@@ -104,6 +105,11 @@ def _close(logged: LoggedValues, sinks: SinkCalls, world: World) -> None:
         sinks.close(world.ended_by)
 
 
+def _sums_of(files: Mapping[str, JsonlWriter | None], logged: LoggedValues) -> dict[str, FileSum]:
+    """The sums of the files of rows, for a checkpoint. See [Note: Sums] in `jsonl`."""
+    return {name: file.sum for name, file in files.items() if file is not None} | logged.sums
+
+
 class Reporter:
     """Reports a loop: opens its files and its terminal, and decides what a row, a timing, an evaluation become.
 
@@ -167,10 +173,14 @@ class Reporter:
         self._sinks.call("begin", _start_of(folder, config, after))
         show = None if self._terminal is None else self._terminal.take_logged
         warn = world.print if self._checkpointer is None else self._checkpointer.say
-        self.logged = LoggedValues(folder, after, self._sinks, warn, self._began, show)
+        sums = {} if self._checkpointer is None else self._checkpointer.sums
+        self.logged = LoggedValues(folder, after, self._sinks, warn, self._began, show, sums)
         world.on_leaving(partial(_close, self.logged, self._sinks, world))
         if self._evaluations is None:
             self._evaluations = EvaluationLog(None, after, warn)
+        if self._checkpointer is not None:
+            files = {ROWS: file, RANKS: self._ranks, EVALUATIONS: self._evaluations.file}
+            self._checkpointer.sum_files = partial(_sums_of, files, self.logged)
         self.rows = RowDispatcher(file, self._sinks, self.logged, self._terminal, self._began)
         self._draws = progress and file is not None
         return secrets.token_hex(4)
@@ -191,10 +201,11 @@ class Reporter:
 
     def _open_files(self, checkpointer: Checkpointer, after: int, epoch: EpochMeans) -> JsonlWriter:
         folder, say = checkpointer.folder, checkpointer.say
-        self._evaluations = EvaluationLog(folder / EVALUATIONS, after, say)
-        self._ranks = JsonlWriter(folder / RANKS, after, say, "drop")
+        sums = checkpointer.sums
+        self._evaluations = EvaluationLog(folder / EVALUATIONS, after, say, sums.get(EVALUATIONS))
+        self._ranks = JsonlWriter(folder / RANKS, after, say, "drop", sum_before=sums.get(RANKS))
         on_full: OnFull = "keep" if checkpointer.continues else "raise"
-        rows = JsonlWriter(folder / ROWS, after, say, on_full, epoch.begin, once=True)
+        rows = JsonlWriter(folder / ROWS, after, say, on_full, epoch.begin, once=True, sum_before=sums.get(ROWS))
         for file in (self._evaluations.file, self._ranks, rows):
             if file is not None and file.notice:
                 continues = file is rows and not self._where.has_no_step_left

@@ -328,8 +328,7 @@ def _evaluations(one: Trace, other: Trace, first: int, tolerance: float) -> str 
                 return (
                     f"In evaluation {number}: `{name}` is {values[0]:.6g} on {_ranks(first)}, and {values[1]:.6g} "
                     "here, though the whole state agrees. Is the metric one value per sample, or their mean, and the "
-                    "same on every rank? If the model draws random numbers here, fix the shards of this evaluation by "
-                    "dl.Batches(..., shards=)."
+                    "same on every rank? Does the batch size of this evaluation depend on the ranks?"
                 )
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support.comparing import Tensors, is_same, values_of
 from tests.support.harness import OnRanks
 from tests.support.own_data import of_rows, own_stream, row_of, rows_of
 from tests.support.refusals import network
+from tests.support.snippets import blocks_of, run_python
 
 pytestmark = pytest.mark.covers("A11", "A12")
 
@@ -192,3 +194,52 @@ def test_evaluation_reads_each_sample_once(counts: list[int], kind: str, on_rank
                 means.append(rows[[number for part in pieces for number in part]].mean(0))
             assert state["0.running_mean"].tolist() == pytest.approx(torch.stack(means).mean(0).tolist(), rel=1e-11)
         assert all(torch.equal(one, results[0][3][name]) for name, one in state.items())
+
+
+def in_one_mini_batch(counts: list[int], partition: str) -> tuple[int, int, list[int], Tensors]:
+    """How many mini-batches there are, of how many samples, this rank's samples, and the weights after a step."""
+    with dl.join_world(seed=0) as world:
+        data: Any = rows_of(own_stream(world, counts).numbers if partition == "own" else list(range(sum(counts))))
+        batches = dl.Batches(data, None, world, partition=partition)
+        model, seen = nn.Linear(4, 1).double(), []
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+            model.bias.fill_(0.25)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for rows in step:
+                seen += [
+                    number for number in range(sum(counts)) if any(torch.equal(row_of(number), row) for row in rows)
+                ]
+                step.backward(model(rows).square().mean())
+            assert step.fold().samples == sum(counts) == batches.batch_size
+            optimizer.step()
+        return len(batches), sum(batches.sizes(0)), seen, values_of(model)
+
+
+@pytest.mark.parametrize("partition", ["own", "local", "global"])
+@pytest.mark.parametrize("counts", [[16, 16, 8, 8], [3, 0, 5], [1]])
+def test_without_a_batch_size_all_samples_are_one_mini_batch(
+    counts: list[int], partition: str, on_ranks: OnRanks
+) -> None:
+    results = on_ranks(len(counts), in_one_mini_batch, counts, partition)
+    rows = rows_of(list(range(sum(counts)))).requires_grad_()
+    weight, bias = torch.full((1, 4), 0.5, dtype=torch.float64), torch.full((1,), 0.25, dtype=torch.float64)
+    slope = 2 * (rows @ weight.T + bias)
+    expected = [(weight - 0.1 * (slope * rows).mean(0)).flatten(), bias - 0.1 * slope.mean(0)]
+    assert sorted(number for _, _, seen, _ in results for number in seen) == list(range(sum(counts)))
+    for rank, (steps, samples, seen, values) in enumerate(results):
+        assert (steps, samples) == (1, sum(counts))
+        assert partition != "own" or sorted(seen) == list(range(sum(counts[:rank]), sum(counts[: rank + 1])))
+        found = [one.flatten() for one in values]
+        assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(found, expected, strict=True))
+
+
+def test_the_guides_on_policy_loop_makes_one_step_of_all_that_the_ranks_collected(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    [block] = [one.text for one in blocks_of("docs/migrate.md") if "Batches(collected, None" in one.text]
+    job = "import torch\nimport ddp_loop as dl\nwith dl.join_world(device='cpu') as world:\n"
+    job += indent(block + "world.print(len(whole), whole.batch_size, step.iteration)\n", "    ")
+    ran = on_ranks(2, run_python, str(tmp_path / "job"), job)
+    assert [one.printed for one in ran] == ["1 24 1\n", ""]

@@ -55,6 +55,13 @@ SIZED = {"sized": True}
         (ALL, {"shards": 2, "shares": "measured"}, {}, r"they follow no shares\. Got shares='measured'"),
         (ALL, {**SIZED, "partition": "own", "shards": 2, "shares": (0, 1)}, {}, r"own data, so they follow no shares"),
         (ALL, {"size": 1}, {}, r"Got batch_size=1 for 2 parts"),
+        (ALL, {"size": None}, {}, r"Got batch_size=None for data without a length"),
+        (
+            1,
+            {**SIZED, "partition": "own", "size": None},
+            {**SIZED, "partition": "own"},
+            r"batch_size.* must be the same",
+        ),
         (ALL, {**SIZED, "size": 3, "shards": 4}, {}, r"Got batch_size=3 for 4 parts"),
         (ALL, {"counts": [0, 0]}, {}, r"None of them does"),
         (ALL, {"counts": [5, 0], "until": "first"}, {}, r'That of rank 1 does not.*until="all"'),

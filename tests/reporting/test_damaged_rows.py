@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
+import random
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
@@ -22,12 +25,14 @@ from ddp_loop.monitor.run_view import RunView
 from ddp_loop.reporting.jsonl import JsonlWriter
 from ddp_loop.reporting.jsonl_tail import CHUNK
 from ddp_loop.reporting.rows import EpochMeans
+from tests.faults.damage_run import damage_runs
 from tests.support.harness import OnRanks
 from tests.support.runs import lines_of
 
 pytestmark = pytest.mark.covers("E1", "E3")
 
 ROWS, EVALUATIONS, RANKS, ASIDE = "rows.jsonl", "evaluations.jsonl", "ranks.jsonl", "rows.damaged.jsonl"
+LOGGED = "logged.jsonl"
 STEPS, AT = 12, 9  # of the checkpoint from which the run resumes
 NULS = b"\0" * 700
 
@@ -50,6 +55,7 @@ def train(folder: str, stop_at: int = 0, fail_at: int = 0) -> tuple[str, str]:
                     step.backward(model(rows).square().mean(), half=0.5)
                 step.fold()
                 optimizer.step()
+                loop.log(twice=2 * step.iteration)
                 if step.iteration % 3 == 0:
                     dl.evaluate(model, dl.Batches(data, 8, world), mean=lambda output, rows: output.squeeze(1))
                 if step.iteration == fail_at:
@@ -285,6 +291,59 @@ def test_the_means_of_the_epoch_are_of_the_rows_that_stay(run: Path) -> None:
     JsonlWriter(run / ROWS, AT, print, "raise", found.begin, once=True).close()
     assert found.means.means() == expected.means.means()
     assert found.means.rows == AT
+
+
+# -- a row that looks like any other -----------------------------------------------------------------------------
+
+
+def other_digit(path: Path, line: int, field: str) -> None:
+    """Flip the lowest bit of the last digit of a value."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    end = re.search(rf'"{field}": [-0-9.e]*?([0-9])[,}}]'.encode(), lines[line]).start(1)  # type: ignore[union-attr]
+    lines[line] = lines[line][:end] + bytes([lines[line][end] ^ 1]) + lines[line][end + 1 :]
+    path.write_bytes(b"".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "field"),
+    [(ROWS, 3, "loss"), (ROWS, 8, "elapsed_s"), (EVALUATIONS, 1, "mean"), (LOGGED, 2, "twice")],
+)
+def test_a_flipped_digit_is_said_and_the_rows_stay(
+    name: str, line: int, field: str, run: Path, whole: tuple[Path, str], on_ranks: OnRanks
+) -> None:
+    other_digit(run / name, line, field)
+    before = (run / name).read_bytes().splitlines()
+    (printed, weights), _ = on_ranks(2, train, str(run))
+    assert printed.count(f"ddp_loop: {run}: {name} is not as the checkpoint left it, though each line can be read") == 1
+    assert (run / name).read_bytes().splitlines()[: line + 1] == before[: line + 1]
+    assert weights == whole[1]
+    shutil.rmtree(run / "checkpoints" / "step-00000012")  # the older one has the sum of what was there
+    shutil.copytree(run, again := run.with_name("again"))
+    assert name in on_ranks(2, train, str(again))[0][0]
+
+
+def test_what_follows_the_checkpoint_has_no_sum(run: Path, on_ranks: OnRanks) -> None:
+    other_digit(run / ROWS, AT, "loss")  # a row that is cut off
+    assert on_ranks(2, train, str(run))[0][0] == ""
+
+
+def test_a_run_of_an_earlier_version_resumes_without_sums(
+    run: Path, whole: tuple[Path, str], on_ranks: OnRanks
+) -> None:
+    for path in run.glob("checkpoints/*/manifest.json"):
+        said = json.loads(path.read_text())
+        del said["facts"]["files"], said["sha256"]
+        body = json.dumps(said, separators=(",", ":")).encode()[:-1]
+        path.write_bytes(body + b',"sha256":"%s"}\n' % hashlib.sha256(body).hexdigest().encode())
+    other_digit(run / ROWS, 3, "loss")
+    assert on_ranks(2, train, str(run))[0] == ("", whole[1])
+
+
+@pytest.mark.slow
+def test_no_damage_of_a_run_folder_is_taken_in_silence(tmp_path: Path) -> None:
+    counts = damage_runs(tmp_path, 13, random.Random(1))  # a digit of each file, of three checkpoints
+    assert sum(one["taken"] for one in counts.values()) == 0
+    assert all(counts[name]["seen"] == 1 for name in (ROWS, EVALUATIONS, LOGGED))
 
 
 # -- the disk's order --------------------------------------------------------------------------------------------

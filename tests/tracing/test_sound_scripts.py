@@ -211,6 +211,7 @@ DRAWN_EVALUATION = """
 
 SOUND = {
     "an evaluation that draws, of fixed shards": DRAWN_EVALUATION.replace("SHARDS", ", shards=6"),
+    "an evaluation that draws": DRAWN_EVALUATION.replace("SHARDS", ""),
     "two networks in two passes": TWO_NETWORKS.replace("SECOND", ""),
     "a closure": CLOSURE,
     "synced batch norm, and an averaged model": PICTURES.replace("AVERAGED", "pass"),
@@ -223,10 +224,10 @@ SOUND = {
 
 SCALES, WEIGHS = "a loss that scales with the shard", "Then give weight="
 UNSOUND = {
-    "an evaluation that draws": (
-        DRAWN_EVALUATION.replace("SHARDS", ""),
+    "an evaluation that draws, of a batch size that follows the ranks": (
+        DRAWN_EVALUATION.replace("SHARDS", "").replace("(x, y), 20", "(x, y), 20 * world.size"),
         "In evaluation 1: `loss` is ",
-        "If the model draws random numbers here, fix the shards of this evaluation",
+        "Does the batch size of this evaluation depend on the ranks?",
     ),
     "a sum in the second pass": (
         TWO_NETWORKS.replace("SECOND", "* len(b)"),
