@@ -26,11 +26,11 @@ from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
 from ddp_loop.elastic.failures import Ending, describe, read_ending
+from ddp_loop.elastic.rendezvous import make_rendezvous
 
 _SECOND_S = 2  # from the second Ctrl-C to the end of the ranks
 _QUIET = "torch.distributed.elastic."
@@ -127,9 +127,6 @@ def run_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, argume
         The exit code: 0, or 1 if a rank ended with another one than 0.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-    address = port = None
-    if config.rdzv_backend == "static":
-        address, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=29500)
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -142,15 +139,13 @@ def run_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, argume
     alike = {one.name for one in fields(WorkerSpec)} & {one.name for one in fields(LaunchConfig)}
     with _quiet():
         try:
-            handler = registry.get_rendezvous_handler(parameters)
+            handler = make_rendezvous(parameters)
             atexit.register(getattr, handler, "shutdown")  # keeps it: its thread would stop itself, with a traceback
             spec = WorkerSpec(
                 local_world_size=config.nproc_per_node,
                 entrypoint=entrypoint,
                 args=tuple(arguments),
                 rdzv_handler=handler,
-                master_addr=address,
-                master_port=port,
                 **{name: getattr(config, name) for name in alike},
             )
             metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
