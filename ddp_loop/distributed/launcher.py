@@ -207,7 +207,7 @@ class Pool:
         answers: dict[int, Answer] = {}
         late = f"did not return within {timeout_s} s"
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
-        waiting = set(ranks)
+        waiting, has_failed = set(ranks), False
         while waiting and (left := deadline - time.monotonic()) > 0:
             wait_for_any([self._workers[rank] for rank in waiting], left)
             for rank in sorted(waiting):
@@ -220,6 +220,12 @@ class Pool:
                 if isinstance(answer, Failure) and time.monotonic() + _GRACE_S < deadline:
                     late = f"had not ended {_GRACE_S:g} s after another rank failed, and was killed"
                     deadline = time.monotonic() + _GRACE_S
+                    has_failed = True
+            if has_failed:  # a stopped rank needs no time: it answers nothing
+                stopped = {rank for rank in waiting if self._workers[rank].is_stopped}
+                answers.update({rank: self._workers[rank].stuck("did not answer, and was killed") for rank in stopped})
+                self._end(stopped)
+                waiting -= stopped
         answers.update({rank: self._workers[rank].stuck(late) for rank in sorted(waiting)})
         self._end(waiting)
         return answers
