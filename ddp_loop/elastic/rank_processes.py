@@ -2,12 +2,13 @@
 
 [Note: The end of the other ranks] When a rank fails, torch's agent sends SIGTERM to the others at once, waits up to
 30 s, and reports then. The ranks of a world end by themselves within 2 s, each with a word on why. So they get that
-time first. A rank that is stopped takes no signal but SIGKILL, so it is killed without that wait. The failure is
-described before anything else is waited for.
+time first, or until all have left their word. A rank that is stopped takes no signal but SIGKILL, so it is killed
+without that wait. The failure is described before anything else is waited for.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -49,15 +50,17 @@ class RankProcesses:
             vars(handler)["close"] = partial(self._send, local, handler.close)
 
     def running(self) -> list[int]:
-        """The ranks that still run."""
-        return [self._ranks[local] for local in self._running()]
+        """The ranks that still run, and have not left a word on why they fail."""
+        return [self._ranks[local] for local in self._running() if not self._has_word(local)]
 
     def endings(self) -> list[Ending]:
-        """How the others ended."""
+        """How the others ended, or are about to end."""
         found = []
         for local, rank in self._ranks.items():
             code = self._context.subprocess_handlers[local].proc.poll()
             if code is None:
+                if self._has_word(local):
+                    found.append(read_ending(rank, self._read_failure(local, 1)))
                 continue
             if code == 0:
                 found.append(Ending(rank, 0))
@@ -77,11 +80,15 @@ class RankProcesses:
 
     def _failure(self, local: int, code: int) -> ProcessFailure:
         if local not in self._failures:  # torch's if it has seen it first, since a failure keeps the time
-            path = self._context.error_files[local]
-            pid = self._context.subprocess_handlers[local].proc.pid
-            seen = self._context._failures.get(local)
-            self._failures[local] = seen or ProcessFailure(local_rank=local, pid=pid, exitcode=code, error_file=path)
+            self._failures[local] = self._context._failures.get(local) or self._read_failure(local, code)
         return self._failures[local]
+
+    def _read_failure(self, local: int, code: int) -> ProcessFailure:
+        pid = self._context.subprocess_handlers[local].proc.pid
+        return ProcessFailure(local_rank=local, pid=pid, exitcode=code, error_file=self._context.error_files[local])
+
+    def _has_word(self, local: int) -> bool:
+        return os.path.exists(self._context.error_files[local])
 
     def _running(self) -> list[int]:
         handlers = self._context.subprocess_handlers
@@ -100,8 +107,7 @@ class RankProcesses:
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
             running = self._running()
-            stopped = {local for local in running if self._is_stopped(local)}
-            if stopped == {*running}:
+            if all(self._has_word(local) or self._is_stopped(local) for local in running):
                 break
             time.sleep(_LOOK_S)
         for local in self._running():
