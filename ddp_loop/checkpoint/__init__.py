@@ -42,7 +42,8 @@ from ddp_loop.checkpoint.run_folder import (
     read_json,
     stop_and_wait,
 )
-from ddp_loop.checkpoint.starting import Start, start_command, way_on
+from ddp_loop.checkpoint.secrets import hide_secrets
+from ddp_loop.checkpoint.starting import Start, lacks_secret, start_command, way_on
 from ddp_loop.checkpoint.state import Stateful
 from ddp_loop.checkpoint.storage import CHECKPOINTS, NAME, CheckpointInfo, CheckpointStore, best_of, run_id_of
 from ddp_loop.checkpoint.warm_starts import warm_start
@@ -92,9 +93,11 @@ __all__ = [
     "explained",
     "export_weights",
     "flatten_config",
+    "hide_secrets",
     "identity",
     "is_locked",
     "is_running",
+    "lacks_secret",
     "load",
     "opened",
     "read_json",

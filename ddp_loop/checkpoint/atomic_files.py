@@ -13,8 +13,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 REPAIR = "Make room there, make it writable, or put it back. Earlier lines and checkpoints are intact."
+_PRIVATE = 0o600
 SAVING, DELETING = ".saving-", ".deleting-"  # prefixes of what a kill can leave behind
 
 
@@ -148,16 +150,22 @@ def identity(path: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def write_atomic(path: Path, value: object) -> None:
-    """Write JSON so that a reader finds the old file or the new one, also after a loss of power."""
-    write_text_atomic(path, json.dumps(value, indent=1))
+def write_atomic(path: Path, value: object, *, is_private: bool = False) -> None:
+    """Write JSON so that a reader finds the old file or the new one, also after a loss of power.
+
+    Args:
+        path: of the file.
+        value: to be written.
+        is_private: whether the file is for its owner alone.
+    """
+    write_text_atomic(path, json.dumps(value, indent=1), is_private=is_private)
 
 
-def write_text_atomic(path: Path, text: str) -> None:
+def write_text_atomic(path: Path, text: str, *, is_private: bool = False) -> None:
     """Write UTF-8 text as `write_atomic` writes JSON."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8", opener=_open_private if is_private else None) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -166,6 +174,18 @@ def write_text_atomic(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def open_private(path: Path) -> BinaryIO:
+    """Open a file, which is for its owner alone, to be read and appended to."""
+    file = open(path, "a+b", opener=_open_private)  # noqa: SIM115  # the caller closes it
+    with suppress(OSError):  # it was made by an older version, or is another user's
+        os.fchmod(file.fileno(), _PRIVATE)
+    return file
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, _PRIVATE)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from ddp_loop.checkpoint.secrets import hide_in_config
 from ddp_loop.determinism import as_int
 
 Config = dict[str, bool | int | float | str | None]
@@ -21,7 +22,8 @@ def flatten_config(config: object) -> Config:
     """Return hyper-parameters by name, nested ones as "optimizer.rate".
 
     Values are None, bool, int, float or str. Numbers of NumPy and torch become Python's. Everything else is kept as
-    its text: paths, enums, tuples, functions by their names, and numbers that are not finite.
+    its text: paths, enums, tuples, functions by their names, and numbers that are not finite. The
+    value of a name that looks like a secret's, such as api_key, is "***".
 
     Args:
         config: a mapping, an `argparse.Namespace` or an instance of a dataclass, also nested.
@@ -39,7 +41,7 @@ def flatten_config(config: object) -> Config:
         if name in flat:
             raise ValueError(f"Each part of config needs a name of its own. Two are named {name!r}. Rename one.")
         flat[name] = _plain(value)
-    return flat
+    return hide_in_config(flat)
 
 
 def _parts_of(value: object) -> Mapping[Any, object] | None:

@@ -24,6 +24,7 @@ from typing import Any
 from ddp_loop.checkpoint.atomic_files import (
     explained,
     is_folder,
+    open_private,
     read_start,
     read_text,
     write_atomic,
@@ -31,7 +32,8 @@ from ddp_loop.checkpoint.atomic_files import (
 )
 from ddp_loop.checkpoint.config import Config, changes_between
 from ddp_loop.checkpoint.file_locks import FileLock, Locked, is_locked
-from ddp_loop.checkpoint.starting import start_command, way_on
+from ddp_loop.checkpoint.secrets import hide_in_config, hide_secrets
+from ddp_loop.checkpoint.starting import lacks_secret, start_command, way_on
 from ddp_loop.distributed import MOST_LETTERS
 
 RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
@@ -69,7 +71,7 @@ def fingerprint(facts: Mapping[str, object], folder: Path) -> dict[str, object]:
     if main is not None:
         with suppress(OSError):
             content = hashlib.sha256(Path(main).read_bytes()).hexdigest()
-    arguments = " ".join(_without_path(one, os.path.realpath(folder)) for one in sys.argv[1:])
+    arguments = " ".join(_without_path(one, os.path.realpath(folder)) for one in hide_secrets(sys.argv[1:]))
     return {"script": script, "the script's content": content, "arguments": arguments, **facts}
 
 
@@ -92,7 +94,7 @@ def set_status(folder: Path, status: str, facts: Mapping[str, object]) -> None:
     """Change a run folder's status in place of its rank 0; an OSError is ignored."""
     with suppress(OSError):
         before = read_json(folder / STATUS) or {}
-        write_atomic(folder / STATUS, {**before, "status": status, "at": time.time(), **facts})
+        write_atomic(folder / STATUS, {**before, "status": status, "at": time.time(), **facts}, is_private=True)
 
 
 def write_error(folder: Path, rank: int, error: BaseException) -> None:
@@ -198,18 +200,22 @@ class RunFolder:
             place = os.path.realpath(self.folder)
             config = {name: _without_path(one, place) if isinstance(one, str) else one for name, one in config.items()}
         if known and before is not None:
-            former = before["fingerprint"]
+            former = dict(before["fingerprint"])
+            if isinstance(arguments := former.get("arguments"), str):  # an older version kept secrets
+                former["arguments"] = " ".join(hide_secrets(arguments.split(" ")))
             self._check_same(_changed(former, facts), resume)
             self._check_checkpoints()
             self.changed = list(_changed(former, now).values())
             self._run = {**before, "fingerprint": {**former, **now}}
             if config is not None:
-                self.changed += changes_between(before.get("config"), config)
+                former_config = before.get("config")
+                former_config = hide_in_config(former_config) if isinstance(former_config, dict) else None
+                self.changed += changes_between(former_config, config)
                 self._run["config"] = config
             self._is_written = self._run.get("config") == before.get("config") and not self.changed
         else:
             self._run = {"id": secrets.token_hex(8), "began": time.time(), "fingerprint": now, "config": config or {}}
-            write_atomic(self.folder / RUN, self._run)
+            write_atomic(self.folder / RUN, self._run, is_private=True)
             self._is_written = True
         self.id: str = self._run["id"]
 
@@ -265,12 +271,12 @@ class RunFolder:
         line |= {"changed": self.changed, "fingerprint": self._run["fingerprint"]}
         line |= {"config": self._run.get("config", {})}
         path = self.folder / STARTS
-        with explained(f"{path} could not be written", "Training continues."), path.open("a+b") as file:
+        with explained(f"{path} could not be written", "Training continues."), open_private(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             ending = b"" if file.read() in (b"", b"\n") else b"\n"  # a killed process may leave half a line
             file.write(ending + json.dumps(line).encode() + b"\n")
         if not self._is_written:
-            write_atomic(self.folder / RUN, self._run)
+            write_atomic(self.folder / RUN, self._run, is_private=True)
 
     def _move_away(self) -> None:
         number = 1
@@ -291,10 +297,11 @@ class RunFolder:
         """
         if (read_json(self.folder / RUN) or {}).get("id") != self.id:
             raise FileNotFoundError(errno.ENOENT, f"{self.folder} is no longer the folder of this run")
-        write_atomic(self.folder / STATUS, {"status": status, "at": time.time(), **self._process(), **facts})
+        content = {"status": status, "at": time.time(), **self._process(), **facts}
+        write_atomic(self.folder / STATUS, content, is_private=True)
 
     def _process(self) -> dict[str, object]:
-        began = {"command": sys.argv, "start": self._start.words, "directory": self._start.directory}
+        began = {"command": hide_secrets(sys.argv), "start": self._start.words, "directory": self._start.directory}
         return {"process": os.getpid(), **began}
 
     def asked_to_stop(self) -> str | None:
@@ -380,4 +387,6 @@ def stop_and_wait(run: Path, timeout_s: float, say: Callable[[str], None]) -> bo
     say(f"{run}: {end.get('status', 'ended without a status')}{at}{kept}")
     if end.get("status") == "stopped" and (command := way_on(end)):
         say(f"to go on: {command}")
+        if secret := lacks_secret(end):
+            say(secret)
     return end.get("status") in ("stopped", "done")

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddp_loop.checkpoint.secrets import HIDDEN, has_hidden, hide_secrets
+
 _START = "DDP_LOOP_START"  # `run` sets it (elastic/command.py)
 
 
@@ -30,13 +32,17 @@ class Start:
 
 
 def start_command(environment: Mapping[str, str] | None = None, directory: str | None = None) -> Start:
-    """The command that starts this run again. See [Note: Started by].
+    """The command that starts this run again, without its secrets. See [Note: Started by].
 
     Args:
         environment: of this process, by default.
         directory: in which the script was started, where the launcher does not say it.
     """
-    variables = os.environ if environment is None else environment
+    start = _start_command(os.environ if environment is None else environment, directory)
+    return Start(tuple(hide_secrets(start.words)), start.directory)
+
+
+def _start_command(variables: Mapping[str, str], directory: str | None) -> Start:
     with suppress(KeyError, ValueError, TypeError):
         left = json.loads(variables[_START])
         return Start(tuple(map(str, left["argv"])), str(left["directory"]))
@@ -81,4 +87,12 @@ def way_on(status: Mapping[str, Any], here: str | None = None) -> str:
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
         return ""
     change = f"cd {shlex.quote(directory)} && " if isinstance(directory, str) and directory != here else ""
-    return change + shlex.join(words)
+    return change + shlex.join(hide_secrets(words))  # an older version kept secrets
+
+
+def lacks_secret(status: Mapping[str, Any]) -> str:
+    """What to say of a command that had a secret, which no file keeps; empty for any other command."""
+    words = status.get("start")
+    if not isinstance(words, list) or not has_hidden(hide_secrets([one for one in words if isinstance(one, str)])):
+        return ""
+    return f"The command had a secret, which the run folder does not keep. Type it in place of {HIDDEN}."

@@ -7,7 +7,6 @@ import os
 import pickle
 import runpy
 import signal
-import socket
 import sys
 import threading
 import time
@@ -15,8 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
-
-import torch.distributed as dist
 
 from ddp_loop.distributed.cells import LaunchedCells, shows_ranks
 from ddp_loop.distributed.worker import (
@@ -30,6 +27,7 @@ from ddp_loop.distributed.worker import (
     pack,
     wait_for_any,
 )
+from ddp_loop.elastic import LOOPBACK, host_store, loopback_variables
 
 Result = TypeVar("Result")
 
@@ -176,7 +174,7 @@ class Pool:
             if self._closed:
                 raise RuntimeError("A closed pool cannot run tasks. Create a new Pool.")
             self._start(ranks)
-            store = _host_store()  # a new one for each task, without the keys of the last
+            store = host_store()  # a new one for each task, without the keys of the last
             cells = LaunchedCells(shows=shows_ranks())
             try:
                 for rank in range(ranks):
@@ -209,7 +207,7 @@ class Pool:
         answers: dict[int, Answer] = {}
         late = f"did not return within {timeout_s} s"
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
-        waiting = set(ranks)
+        waiting, has_failed = set(ranks), False
         while waiting and (left := deadline - time.monotonic()) > 0:
             wait_for_any([self._workers[rank] for rank in waiting], left)
             for rank in sorted(waiting):
@@ -222,6 +220,12 @@ class Pool:
                 if isinstance(answer, Failure) and time.monotonic() + _GRACE_S < deadline:
                     late = f"had not ended {_GRACE_S:g} s after another rank failed, and was killed"
                     deadline = time.monotonic() + _GRACE_S
+                    has_failed = True
+            if has_failed:  # a stopped rank needs no time: it answers nothing
+                stopped = {rank for rank in waiting if self._workers[rank].is_stopped}
+                answers.update({rank: self._workers[rank].stuck("did not answer, and was killed") for rank in stopped})
+                self._end(stopped)
+                waiting -= stopped
         answers.update({rank: self._workers[rank].stuck(late) for rank in sorted(waiting)})
         self._end(waiting)
         return answers
@@ -258,24 +262,12 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         sys.argv, sys.path[:] = before
 
 
-def _host_store() -> dist.TCPStore:
-    """The key-value store of one task's ranks, on a free port.
-
-    A listener made by torch accepts on all interfaces and looks up each peer's IPv6 address in DNS: with 1 of 50
-    answers lost, 1 task of 10 began 5 s late. torch's clients still do so, here and under torchrun.
-    """
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """This process's variables and those that torchrun sets, for a store hosted here."""
-    defaults = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
-    if (loopback := _loopback()) is not None:
-        defaults["GLOO_SOCKET_IFNAME"] = loopback  # otherwise gloo listens where other machines can connect
+    threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
     return (
-        defaults
+        loopback_variables()
+        | threads
         | dict(os.environ)
         | {
             "RANK": str(rank),
@@ -283,17 +275,12 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(ranks),
             "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
     )
-
-
-def _loopback() -> str | None:
-    """The name of the loopback interface, on Linux or macOS; None if it has another one."""
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def check_call(function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ from ddp_loop.distributed.failures import PeerFailed, Stopped
 from ddp_loop.distributed.gloo import keeps_a_group
 from ddp_loop.distributed.join import leave_open_worlds
 from ddp_loop.distributed.processes import PEER_FAILED_EXIT, children_except, end_daemons, end_with_parent
+from ddp_loop.elastic import is_stopped, oom_kills
 
 _PARENT_CHECK_S = 1.0
 _START_S = 120.0  # 4 workers start in 4 s on two idle cores; on busy ones it may take many times longer
@@ -136,6 +137,7 @@ class Worker:
         self._stacks, stacks = spawn.Pipe(duplex=False)
         self.shown, cells = cell_sockets()
         self.ready = self.working = self.spent = False
+        self._oom_kills: int | None = None  # when it got its task
         main_thread = threading.current_thread() is threading.main_thread()
         self._process: SpawnProcess = spawn.Process(
             target=serve, args=(tasks, stacks, cells, os.getpid(), main_thread), name="ddp_loop rank"
@@ -162,6 +164,11 @@ class Worker:
         """Whether it can take another task."""
         return self.alive and not self.spent
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is stopped, as by SIGSTOP, and answers nothing."""
+        return self.alive and is_stopped(self.process_id)
+
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + _START_S
         while not self.ready:
@@ -179,6 +186,7 @@ class Worker:
 
     def send(self, task: Task) -> None:
         self.working = True
+        self._oom_kills = oom_kills()
         with suppress(OSError):  # it has just died, which the answer reports
             self._tasks.send(task)
 
@@ -203,10 +211,13 @@ class Worker:
             return Failure(
                 FailurePriority.PEER_FAILED, "was ended because another rank failed and it could not be interrupted"
             )
-        return Failure(FailurePriority.DIED, _cause_of_death(self._process.exitcode))
+        return Failure(FailurePriority.DIED, _cause_of_death(self._process.exitcode, self._oom_kills))
 
     def stuck(self, headline: str) -> Failure:
         """The failure of a worker that does not return, with its stack."""
+        if self.is_stopped:
+            why = f"was stopped, as by SIGSTOP: it {headline}"
+            return Failure(FailurePriority.STUCK, why, "(No stack. The process is stopped.)\n")
         self.send_signal(signal.SIGUSR1)
         stack, timeout_s = b"", _STACK_S
         while self._stacks.poll(timeout_s):
@@ -216,7 +227,7 @@ class Worker:
             stack, timeout_s = stack + chunk, _STACK_SILENCE_S
         text = stack.decode(errors="replace")
         blame = FailurePriority.STUCK_IN_COLLECTIVE if "torch/distributed" in text else FailurePriority.STUCK
-        return Failure(blame, headline, text or "(No stack. The process is stopped, or stuck in the kernel.)\n")
+        return Failure(blame, headline, text or "(No stack. The process is stuck in the kernel.)\n")
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.alive:  # reaps it if it died, so the id cannot be that of another process
@@ -244,11 +255,14 @@ def wait_for_any(workers: Iterable[Worker], timeout_s: float) -> None:
     wait(sources, min(max(timeout_s, 0.0), _LOOK_S))
 
 
-def _cause_of_death(exit_code: int | None) -> str:
+def _cause_of_death(exit_code: int | None, oom_kills_before: int | None) -> str:
     if exit_code is None or exit_code >= 0:
         return f"died with exit code {exit_code}"
     known = {number.value: number.name for number in signal.Signals}
-    return f"died by signal {-exit_code} ({known.get(-exit_code, 'unnamed')})"
+    died = f"died by signal {-exit_code} ({known.get(-exit_code, 'unnamed')})"
+    oom_now = oom_kills() if exit_code == -signal.SIGKILL else None
+    lacked_memory = oom_now is not None and oom_kills_before is not None and oom_now > oom_kills_before
+    return f"{died}, for lack of memory" if lacked_memory else died
 
 
 def serve(tasks: Connection, stacks: Connection, cells: socket.socket, parent: int, main_thread: bool) -> None:

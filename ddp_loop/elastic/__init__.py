@@ -1,6 +1,19 @@
 """The launcher: `python -m ddp_loop run SCRIPT` starts a script's ranks on this machine, through torch's own agent."""
 
 from ddp_loop.elastic.command import add_run, run_command
+from ddp_loop.elastic.loopback import LOOPBACK, host_store, loopback_variables
+from ddp_loop.elastic.process_states import is_stopped, oom_kills
 from ddp_loop.elastic.rank import is_reported, leave_error, show_unless_reported
 
-__all__ = ["add_run", "is_reported", "leave_error", "run_command", "show_unless_reported"]
+__all__ = [
+    "LOOPBACK",
+    "add_run",
+    "host_store",
+    "is_reported",
+    "is_stopped",
+    "leave_error",
+    "loopback_variables",
+    "oom_kills",
+    "run_command",
+    "show_unless_reported",
+]

@@ -26,13 +26,15 @@ from torch.distributed.elastic import events, metrics
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
-from ddp_loop.elastic.failures import Ending, describe, read_ending
+from ddp_loop.elastic.failures import describe, describe_rest
+from ddp_loop.elastic.rank_processes import RankProcesses
+from ddp_loop.elastic.rendezvous import make_rendezvous
 
 _SECOND_S = 2  # from the second Ctrl-C to the end of the ranks
+_SHUTDOWN_S = 30  # from a signal to SIGKILL, where torch has no option for it
 _QUIET = "torch.distributed.elastic."
 
 
@@ -56,6 +58,8 @@ class Agent(LocalElasticAgent):
         )
         self._ignores_hangups = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._stops_to_restart = self._has_met = self.leaves_others = False
+        self._ranks: RankProcesses | None = None
+        self._left: list[int] = []  # the ranks that still ran when a failure was described
 
     def exit_code(self) -> int:
         """Run the ranks until they have ended, and return the exit code of the launcher."""
@@ -79,18 +83,26 @@ class Agent(LocalElasticAgent):
         found: dict[int, Any] = super()._start_workers(worker_group)
         if self._ignores_hangups:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # torch takes it, also after nohup
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        if self._pcontext is not None:
+            timeout_s = getattr(self, "_shutdown_timeout", _SHUTDOWN_S)
+            self._ranks = RankProcesses(self._pcontext, ranks, self._describe, timeout_s)
         return found
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.FAILED:
-            ranks = [worker.global_rank for worker in worker_group.workers]
-            endings = [read_ending(rank, result.failures[rank]) for rank in sorted(result.failures)]
-            endings += [Ending(rank, 0) for rank in ranks if rank not in result.failures]
+        if result.state == WorkerState.FAILED and self._ranks is not None:
+            rest = [one for one in self._ranks.endings() if one.rank in self._left]
             again = self._restarts() if self._remaining_restarts > 0 else ""
-            sys.stderr.write(describe(endings, again, is_coloured=_has_colours()))
+            sys.stderr.write(describe_rest(rest, again))
             sys.stderr.flush()
         return result
+
+    def _describe(self, ranks: RankProcesses) -> None:
+        """Describe a failure, while some ranks may still run."""
+        self._left = ranks.running()
+        sys.stderr.write(describe(ranks.endings(), self._left, is_coloured=_has_colours()))
+        sys.stderr.flush()
 
     def _restarts(self) -> str:
         of = self._worker_group.spec.max_restarts
@@ -127,9 +139,6 @@ def run_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, argume
         The exit code: 0, or 1 if a rank ended with another one than 0.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-    address = port = None
-    if config.rdzv_backend == "static":
-        address, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=29500)
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -142,15 +151,13 @@ def run_agent(config: LaunchConfig, entrypoint: Callable[..., Any] | str, argume
     alike = {one.name for one in fields(WorkerSpec)} & {one.name for one in fields(LaunchConfig)}
     with _quiet():
         try:
-            handler = registry.get_rendezvous_handler(parameters)
+            handler = make_rendezvous(parameters)
             atexit.register(getattr, handler, "shutdown")  # keeps it: its thread would stop itself, with a traceback
             spec = WorkerSpec(
                 local_world_size=config.nproc_per_node,
                 entrypoint=entrypoint,
                 args=tuple(arguments),
                 rdzv_handler=handler,
-                master_addr=address,
-                master_port=port,
                 **{name: getattr(config, name) for name in alike},
             )
             metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))

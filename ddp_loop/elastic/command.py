@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddp_loop.elastic.loopback import LOOPBACK, loopback_variables
+
 START = "DDP_LOOP_START"  # in the ranks' environment: how the run was started (checkpoint/starting.py reads it)
+_NO_ID = "none"  # torchrun's default
 _USAGE = "python -m ddp_loop run [--ranks N|gpu] [torchrun's options] SCRIPT [SCRIPT'S ARGUMENTS]"
 
 
@@ -36,6 +39,9 @@ def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) ->
     _check_script(options)
     options.nproc_per_node = _ranks_of(options.nproc_per_node)
     _meet_here(options)
+    if options.nnodes == "1":
+        for name, value in loopback_variables().items():
+            os.environ.setdefault(name, value)
     if "OMP_NUM_THREADS" not in os.environ and options.nproc_per_node != "1":
         os.environ["OMP_NUM_THREADS"] = "1"  # torchrun does the same, with a warning
     start = {"argv": [*(typed or [sys.executable, "-m", "ddp_loop", "run", *arguments])]}
@@ -114,11 +120,25 @@ def _ranks_of(given: str | None) -> str:
 
 
 def _meet_here(options: argparse.Namespace) -> None:
-    """Let one machine's ranks meet at a free port, so that two runs do not collide."""
-    has_own_port = options.master_port not in (None, options.default_port)
-    is_alone = options.nnodes in ("1", "1:1") and options.rdzv_backend == "static" and not options.rdzv_endpoint
-    if options.standalone or (is_alone and not has_own_port):
-        options.rdzv_backend, options.rdzv_endpoint = "c10d", "localhost:0"
-        options.rdzv_id = str(uuid.uuid4())
+    """Let one machine's ranks meet on the loopback, at a free port, so that two runs do not collide.
+
+    The rendezvous that the options ask for would find this machine alone, so it is left out.
+    """
+    if options.standalone or options.nnodes in ("1", "1:1"):
+        options.rdzv_endpoint = f"{LOOPBACK}:{_own_port(options)}"
+        options.nnodes, options.node_rank, options.rdzv_backend = "1", 0, "static"
+        if options.rdzv_id == _NO_ID:
+            options.rdzv_id = str(uuid.uuid4())
     if options.master_port is None:
         options.master_port = 29500  # as torchrun
+
+
+def _own_port(options: argparse.Namespace) -> int:
+    """The port that the options name for the ranks; 0 where they name none."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    if options.standalone or options.rdzv_backend != "static":
+        return 0
+    if options.rdzv_endpoint:
+        return int(parse_rendezvous_endpoint(options.rdzv_endpoint, 0)[1])
+    return 0 if options.master_port in (None, options.default_port) else int(options.master_port)

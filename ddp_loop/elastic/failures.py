@@ -25,6 +25,9 @@ class Ending:
         where: the rank's stage, such as " in forward of step 12".
         is_peer: whether it ended since another rank failed.
         is_shown: whether the rank printed its error itself.
+        is_by_launcher: whether the launcher sent the signal that ended it.
+        is_stopped: whether it was stopped, as by SIGSTOP, so that the launcher killed it.
+        lacked_memory: whether the kernel has killed a process for lack of memory since the ranks were started.
     """
 
     rank: int
@@ -35,6 +38,9 @@ class Ending:
     where: str = ""
     is_peer: bool = False
     is_shown: bool = True
+    is_by_launcher: bool = False
+    is_stopped: bool = False
+    lacked_memory: bool = False
 
 
 def read_ending(rank: int, failure: ProcessFailure) -> Ending:
@@ -66,27 +72,46 @@ def find_first(endings: Sequence[Ending]) -> Ending:
     ended before it left a word is the least likely to be it.
     """
     failed = [one for one in endings if one.exit_code != 0]
-    return min(failed, key=lambda one: (_was_ended(one), one.is_peer, not one.error, one.at, one.rank))
+    return min(failed, key=lambda one: (_was_ended(one), _has_lost_a_peer(one), not one.error, one.at, one.rank))
 
 
-def describe(endings: Sequence[Ending], again: str, *, is_coloured: bool) -> str:
+def describe(endings: Sequence[Ending], running: Sequence[int], *, is_coloured: bool) -> str:
     """The lines about a failure.
 
     Args:
         endings: of this host's ranks, of which one failed at least.
-        again: what follows; empty if nothing does.
+        running: the ranks that are still to be ended.
         is_coloured: whether the culprit is red, on a terminal.
     """
     first = find_first(endings)
     head = _of_first(first)
     lines = [f"{_RED}{head}{_PLAIN}" if is_coloured else head]
-    lines += [f"ddp_loop: rank {one.rank} {_of_other(one)}" for one in sorted(endings, key=_by_rank) if one != first]
-    lines += [f"ddp_loop: {again}"] if again else []
+    others = sorted((one for one in endings if one != first), key=_by_rank)
+    lines += [f"ddp_loop: rank {one.rank} {_of_other(one, explains=first.is_stopped)}" for one in others]
+    lines += [f"ddp_loop: rank {rank} has not ended by itself, and gets SIGTERM" for rank in running]
     return "\n".join(lines) + "\n"
 
 
+def describe_rest(endings: Sequence[Ending], again: str) -> str:
+    """The lines that follow: how the ranks ended that still ran, and what comes next.
+
+    Args:
+        endings: of these ranks.
+        again: what comes next; empty if nothing does.
+    """
+    lines = [f"ddp_loop: rank {one.rank} {_of_other(one)}" for one in sorted(endings, key=_by_rank)]
+    lines += [f"ddp_loop: {again}"] if again else []
+    return "".join(f"{line}\n" for line in lines)
+
+
 def _was_ended(one: Ending) -> bool:
-    return one.exit_code == -signal.SIGTERM and not one.line
+    is_ended = one.exit_code == -signal.SIGTERM or (one.is_by_launcher and not one.is_stopped)
+    return is_ended and not one.line
+
+
+def _has_lost_a_peer(one: Ending) -> bool:
+    """Whether it failed since another rank did; outside of a world gloo raises a plain error."""
+    return one.is_peer or "gloo/transport" in one.line
 
 
 def _by_rank(one: Ending) -> int:
@@ -105,9 +130,15 @@ def _of_first(one: Ending) -> str:
     return f"ddp_loop: rank {one.rank} {said}{one.where}"
 
 
-def _of_other(one: Ending) -> str:
+def _of_other(one: Ending, *, explains: bool = False) -> str:
+    """What happened to another rank than the culprit.
+
+    Args:
+        one: its ending.
+        explains: whether the culprit left no word, so that this rank's counts.
+    """
     if one.is_peer:
-        return f"was ended{one.where}"
+        return f"was ended{one.where}" + (f": {one.line}" if explains and one.line else "")
     if one.line and not one.is_shown and one.error:
         return f"failed{one.where} too: {one.line.splitlines()[0]}"
     return _of_code(one) + one.where
@@ -119,7 +150,16 @@ def _of_code(one: Ending) -> str:
     name = str(-one.exit_code)
     with suppress(ValueError):
         name = signal.Signals(-one.exit_code).name
+    if one.is_stopped:
+        return "was stopped, as by SIGSTOP, so it did not answer, and the launcher killed it"
     if one.exit_code == -signal.SIGTERM:
         return "was ended by SIGTERM"
-    why = ", by a user or for lack of memory" if one.exit_code == -signal.SIGKILL else ""
-    return f"was killed by {name}{why}"
+    return f"was killed by {name}{_who_killed(one)}"
+
+
+def _who_killed(one: Ending) -> str:
+    if one.is_by_launcher:
+        return ", which the launcher sent"
+    if one.exit_code != -signal.SIGKILL:
+        return ""
+    return ", for lack of memory" if one.lacked_memory else ", by a user or for lack of memory"

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import CONSOLE, STATUS, is_running, opened, way_on
+from ddp_loop.checkpoint import CONSOLE, STATUS, is_running, lacks_secret, opened, way_on
 from ddp_loop.monitor.run_files import last_line
 from ddp_loop.monitor.sweep_view import Answer
 from ddp_loop.reporting import TRIAL
@@ -71,6 +71,8 @@ def command_of(run: Path) -> Command:
     words, directory = status.get("start"), status.get("directory")
     if not line or not isinstance(words, list) or not isinstance(directory, str):
         raise ValueError(f"{STATUS} does not have the command that started this run. Start the script by hand.")
+    if secret := lacks_secret(status):
+        raise ValueError(f"{secret} Start it in a terminal: {line if len(line) <= MOST_LINE else words[0]}")
     if len(line) > MOST_LINE or "\0" in line or not words[0] or line != line.encode(errors="replace").decode():
         raise ValueError(f"The command that started this run cannot be shown whole ({len(line)} letters).")
     return Command(tuple(words), directory, line)

@@ -22,6 +22,7 @@ from ddp_loop.checkpoint import (
     RANKS,
     ROWS,
     ask_to_stop,
+    hide_secrets,
     read_json,
     way_on,
 )
@@ -192,7 +193,7 @@ class RunView:
             return whole if len(whole) < MOST_COMMAND else f"{whole[:MOST_SHOWN]} ... (too long to be shown)"
         # A folder of an older version, which does not say how its run was started.
         words, directory = self._run.status.get("command"), text_of(self._run.status.get("directory"))
-        command = [str(word) for word in words] if isinstance(words, list) and words else ["SCRIPT.py"]
+        command = hide_secrets([str(word) for word in words]) if isinstance(words, list) and words else ["SCRIPT.py"]
         ranks = count(self._run.status.get("ranks")) or 1
         start = ["torchrun", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
         change = f"cd {shlex.quote(directory)} && " if directory else ""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_loop.accelerators import is_asynchronous
-from ddp_loop.checkpoint import Checkpointer, Config, Snapshot, start_command, warm_start, way_on
+from ddp_loop.checkpoint import Checkpointer, Config, Snapshot, lacks_secret, start_command, warm_start, way_on
 from ddp_loop.data import Batches, LoopPosition, MiniBatch, Unused
 from ddp_loop.distributed import World
 from ddp_loop.reporting import (
@@ -418,5 +418,7 @@ class RunRecorder:
         kept = f"checkpoint {newest}" if newest else "no checkpoint"
         words = f"stopped after step {self._where.iteration}, {kept}: {self.stopped}"
         start = start_command(directory=os.getcwd())
-        command = way_on({"start": [*start.words], "directory": start.directory}, here=os.getcwd())
-        return f"{words}\nto go on: {command}" if newest else words
+        status = {"start": [*start.words], "directory": start.directory}
+        command, secret = way_on(status, here=os.getcwd()), lacks_secret(status)
+        more = f"\n{secret}" if secret else ""
+        return f"{words}\nto go on: {command}{more}" if newest else words

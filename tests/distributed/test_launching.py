@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import ddp_loop as dl
 from ddp_loop.distributed import PeerFailed, Pool, RankFailed, join_world, launch
+from ddp_loop.elastic import process_states
 from tests.support.harness import FAULT_S, Unspeakable, sum_of_ranks
 
 pytestmark = pytest.mark.covers("C7")
@@ -93,6 +94,13 @@ def raise_value_error() -> NoReturn:
 
 def die_by(number: int) -> None:
     os.kill(os.getpid(), number)
+
+
+def die_of_memory(counter: str) -> None:
+    if counter:
+        Path(counter).write_text("oom_kill 2\n")
+    if own_rank() == 0:
+        die_by(signal.SIGKILL)
 
 
 def wait_for_ever() -> None:
@@ -297,6 +305,39 @@ def test_a_rank_that_dies_is_named_and_replaced(pool: Pool, how: Callable[[], No
     after = pool.run(os.getpid, 3)
     assert [before[rank] == after[rank] for rank in range(3)] == [True, False, True]
     assert pool.run(sum_of_ranks, 3) == [3, 3, 3]
+
+
+def stop_in_a_world(culprit: int) -> None:
+    with join_world(device="cpu", timeout_s=6) as world:
+        if world.rank == culprit:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        world.sum(torch.ones(1))
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named_with_what_the_others_know(pool: Pool) -> None:
+    with pytest.raises(RankFailed) as caught:
+        pool.run(stop_in_a_world, 2, 1)
+    assert caught.value.rank == 1
+    assert str(caught.value).startswith("rank 1 was stopped, as by SIGSTOP: it did not answer, and was killed\n")
+    assert "rank 0 raised ddp_loop.distributed.failures.PeerFailed" in str(caught.value)
+    assert "Rank 1 does not answer (killed, stopped" in str(caught.value)
+    assert "memory" not in str(caught.value).partition("Other ranks")[0]
+    assert pool.run(own_rank, 2) == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_rank_that_was_killed_lacked_memory_if_the_kernel_has_counted_it(
+    pool: Pool, counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vmstat").write_text("oom_kill 1\n")  # a test cannot use up the machine's memory
+    monkeypatch.setattr(process_states, "_PROC", tmp_path)
+    monkeypatch.setattr(process_states, "_CGROUPS", tmp_path)
+    with pytest.raises(RankFailed) as caught:
+        pool.run(die_of_memory, 2, str(tmp_path / "vmstat") if counted else "")
+    line = str(caught.value).splitlines()[0]
+    assert line == "rank 0 died by signal 9 (SIGKILL)" + (", for lack of memory" if counted else "")
 
 
 @pytest.mark.slow

@@ -87,17 +87,22 @@ def test_ranks_are_the_gpus_by_default_or_one(
 @pytest.mark.parametrize(
     ("options", "backend", "endpoint"),
     [
-        ([], "c10d", "localhost:0"),
-        (["--standalone", "--nnodes=1"], "c10d", "localhost:0"),
-        (["--master-port=29600"], "static", ""),
+        ([], "static", "127.0.0.1:0"),
+        (["--standalone", "--nnodes=1"], "static", "127.0.0.1:0"),
+        (["--standalone", "--master-port=29600"], "static", "127.0.0.1:0"),
+        (["--master-port=29600"], "static", "127.0.0.1:29600"),
+        (["--nnodes=1:1", "--rdzv-endpoint=a:29601"], "static", "127.0.0.1:29601"),
+        (["--nnodes=1:1", "--rdzv-endpoint=a", "--node-rank=1"], "static", "127.0.0.1:0"),
+        (["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1"], "static", "127.0.0.1:0"),
         (["--nnodes=2", "--master-addr=10.0.0.1"], "static", ""),
-        (["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1"], "c10d", "a:1"),
+        (["--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1"], "c10d", "a:1"),
     ],
 )
-def test_ranks_of_one_machine_meet_at_a_free_port(options: list[str], backend: str, endpoint: str) -> None:
+def test_ranks_of_one_machine_meet_on_the_loopback(options: list[str], backend: str, endpoint: str) -> None:
     parsed = _parse([*options, "train.py"])
     _meet_here(parsed)
     assert (parsed.rdzv_backend, parsed.rdzv_endpoint) == (backend, endpoint)
+    assert parsed.node_rank == 0
     assert parsed.master_port == (29600 if "--master-port=29600" in options else 29500)
 
 

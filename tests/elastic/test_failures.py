@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddp_loop.elastic.failures import Ending, describe, find_first, read_ending
+from ddp_loop.elastic.failures import Ending, describe, describe_rest, find_first, read_ending
 
 pytestmark = pytest.mark.covers("J6")
 
@@ -27,7 +27,7 @@ def left(folder: Path, **facts: object) -> str:
 
 def test_the_culprit_comes_first_with_its_traceback_and_the_others_have_a_line() -> None:
     endings = [PEER, CULPRIT, Ending(1, -15), Ending(3, 0)]
-    assert describe(endings, "", is_coloured=False).splitlines() == [
+    assert describe(endings, [], is_coloured=False).splitlines() == [
         "ddp_loop: rank 2 failed in forward of step 3:",
         *TRACE.splitlines(),
         "ddp_loop: rank 0 was ended in fold of step 3",
@@ -37,19 +37,33 @@ def test_the_culprit_comes_first_with_its_traceback_and_the_others_have_a_line()
 
 
 def test_the_culprit_is_red_on_a_terminal_and_the_rest_is_not() -> None:
-    said = describe([PEER, CULPRIT], "the ranks start again (restart 1 of 3)", is_coloured=True)
+    said = describe([PEER, CULPRIT], [4], is_coloured=True)
     red, _, rest = said.partition("\x1b[0m")
     assert red.startswith("\x1b[31mddp_loop: rank 2 failed")
     assert red.endswith("ValueError: the labels are bad")
     assert rest == (
-        "\nddp_loop: rank 0 was ended in fold of step 3\nddp_loop: the ranks start again (restart 1 of 3)\n"
+        "\nddp_loop: rank 0 was ended in fold of step 3\nddp_loop: rank 4 has not ended by itself, and gets SIGTERM\n"
     )
+    assert describe_rest([Ending(4, -9, is_by_launcher=True)], "the ranks start again (restart 1 of 3)") == (
+        "ddp_loop: rank 4 was killed by SIGKILL, which the launcher sent\n"
+        "ddp_loop: the ranks start again (restart 1 of 3)\n"
+    )
+    assert describe_rest([], "") == ""
 
 
 @pytest.mark.parametrize(
     ("endings", "first", "words"),
     [
         ([PEER, Ending(1, -9, 9.0)], 1, "rank 1 was killed by SIGKILL, by a user or for lack of memory"),
+        ([PEER, Ending(1, -9, 9.0, lacked_memory=True)], 1, "rank 1 was killed by SIGKILL, for lack of memory\n"),
+        ([PEER, Ending(1, -9, 9.0, is_by_launcher=True)], 0, "rank 0 was ended in fold of step 3: rank 2 failed\n"),
+        (
+            [PEER, Ending(1, -9, 9.0, is_by_launcher=True, is_stopped=True)],
+            1,
+            "rank 1 was stopped, as by SIGSTOP, so it did not answer, and the launcher killed it\n"
+            "ddp_loop: rank 0 was ended in fold of step 3: rank 2 failed\n",
+        ),
+        ([Ending(0, 1, 1.0, TRACE, "RuntimeError: [gloo/transport/tcp] closed"), Ending(1, 3, 9.0)], 1, "rank 1 ended"),
         ([PEER, Ending(1, 3, 9.0)], 1, "rank 1 ended with exit code 3"),
         ([Ending(0, -15, 1.0), Ending(1, 2, 9.0)], 1, "rank 1 ended with exit code 2"),
         ([Ending(0, 1, 1.0), CULPRIT], 2, "rank 2 failed in forward of step 3"),
@@ -68,12 +82,12 @@ def test_the_culprit_is_red_on_a_terminal_and_the_rest_is_not() -> None:
 )
 def test_the_culprit_is_who_failed_by_itself(endings: list[Ending], first: int, words: str) -> None:
     assert find_first(endings).rank == first
-    assert describe(endings, "", is_coloured=False).startswith(f"ddp_loop: {words}")
+    assert describe(endings, [], is_coloured=False).startswith(f"ddp_loop: {words}")
 
 
 def test_a_second_error_is_one_line() -> None:
     later = Ending(3, 1, 6.0, TRACE, "KeyError: 'x'\nmore", " in data of step 3", is_shown=False)
-    assert describe([CULPRIT, later], "", is_coloured=False).endswith(
+    assert describe([CULPRIT, later], [], is_coloured=False).endswith(
         "ddp_loop: rank 3 failed in data of step 3 too: KeyError: 'x'\n"
     )
 

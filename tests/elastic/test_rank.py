@@ -124,6 +124,22 @@ def test_an_error_is_left_to_the_launcher_or_else_printed_as_python_prints_it(wa
     assert nowhere.stderr.endswith(plain[-100:])
 
 
+def test_after_an_error_exit_functions_run_and_the_interpreter_is_not_finalized(lab: Path) -> None:
+    (lab / "slow.py").write_text(
+        "import atexit, os, sys\n"
+        "class Slow:\n    def __del__(self, write=os.write):\n        write(1, b'finalized')\n"
+        "slow = Slow()\n"
+        "atexit.register(lambda: sys.stdout.write('at exit '))\n"
+        "try:\n    raise KeyError\nexcept KeyError:\n    pass\n"
+        "if sys.argv[1:]:\n    raise ValueError\n"
+    )
+    failed = python(lab, "-m", "ddp_loop.elastic", "slow.py", "x", error_file=lab / "error.json")
+    assert (failed.returncode, failed.stdout, failed.stderr) == (1, "at exit ", "")
+    assert (lab / "error.json").exists()
+    done = python(lab, "-m", "ddp_loop.elastic", "slow.py", error_file=lab / "error.json")
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["at", "exit", "finalized"])
+
+
 def test_a_hook_of_the_script_is_used(lab: Path) -> None:
     (lab / "own.py").write_text("import sys\nsys.excepthook = lambda *a: print('own', a[0].__name__)\nraise OSError\n")
     rank = python(lab, "-m", "ddp_loop.elastic", "own.py", error_file=lab / "error.json")

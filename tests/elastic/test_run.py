@@ -126,7 +126,8 @@ def test_the_bits_are_those_of_torchrun_and_nothing_is_said(
     assert json.loads((tmp_path / "b" / "status.json").read_text())["start"][:4] == [sys.executable, *TORCHRUN]
 
 
-OF_EACH_LAUNCH = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+ADDED = {"DDP_LOOP_START", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+OF_EACH_LAUNCH = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
 
 
 def test_the_variables_are_those_of_torchrun(
@@ -137,10 +138,11 @@ def test_the_variables_are_those_of_torchrun(
         assert ended(start(*launcher, script, "environment", str(tmp_path)))[0] == 0
         found[launcher] = [json.loads((tmp_path / f"variables-{rank}").read_text()) for rank in range(2)]
     for ours, theirs in zip(found[RUN], found[TORCHRUN], strict=True):
-        assert ours.keys() - theirs.keys() == {"DDP_LOOP_START"}
+        assert ours.keys() - theirs.keys() == ADDED - theirs.keys()
         assert theirs.keys() - ours.keys() == set()
         assert {name for name in theirs if ours[name] != theirs[name]} <= OF_EACH_LAUNCH
         assert ours["OMP_NUM_THREADS"] == "1"
+        assert ours["MASTER_ADDR"] == "127.0.0.1"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

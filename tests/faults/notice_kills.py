@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.distributed.launcher import _environment, _host_store
+from ddp_loop.distributed.launcher import _environment
+from ddp_loop.elastic import host_store
 from tests.faults.launched import left_below
 from tests.support.both_exchanges import add_exchange, use_exchange
 
@@ -121,7 +122,7 @@ def kill_once(ranks: int, chance: random.Random, counts: Counts) -> None:
     (begun, begun_end), (seen, seen_end) = os.pipe(), os.pipe()
     port, port_end = os.pipe()
     processes = fork_ranks(ranks, port, begun_end, seen_end)
-    store = _host_store()
+    store = host_store()
     os.write(port_end, store.port.to_bytes(PORT_BYTES) * ranks)
     for _ in processes:
         os.read(begun, 1)

@@ -1,0 +1,76 @@
+"""What looks like a secret in a command or in hyper-parameters, and is kept out of files: a name such as api_key.
+
+A value is a secret if its name ends in key, token, password or the like: `--api-key X`, `--api_key=X`,
+`WANDB_API_KEY=X`, a config's `wandb.api_key`; and so is the password in an address, `postgresql://user:X@host`.
+Numbers are no keys and tokens, such as `--pad-token 0`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+HIDDEN = "***"  # in place of a secret
+_ALWAYS = frozenset({"password", "passwd", "passphrase", "pwd", "secret", "secrets", "credential", "credentials"})
+_UNLESS_NUMBER = frozenset({"key", "apikey", "token", "auth"})
+_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_OPTION = re.compile(r"(--?)?([A-Za-z_][\w.-]*)(=)(.*)", re.DOTALL)
+_ADDRESS = re.compile(r"(\w+://[^\s/:@]*:)([^\s/@]+)(@)")
+Value = TypeVar("Value")
+
+
+def hide_secrets(words: Sequence[str]) -> list[str]:
+    """The words of a command with `HIDDEN` in place of each secret."""
+    found: list[str] = []
+    is_next = ""  # the name of an option whose value comes next
+    for word in words:
+        if is_next and not word.startswith("--"):
+            found.append(_hide(is_next, word))
+            is_next = ""
+            continue
+        is_next = word if word.startswith("-") and "=" not in word and _kind(word) else ""
+        option = _OPTION.fullmatch(word)
+        if option is not None and _kind(option[2]):
+            found.append(word[: option.end(3)] + _hide(option[2], option[4]))
+        else:
+            found.append(_ADDRESS.sub(rf"\1{HIDDEN}\3", word))
+    return found
+
+
+def hide_in_config(config: Mapping[str, Value]) -> dict[str, Value | str]:
+    """Hyper-parameters by name with `HIDDEN` in place of each secret."""
+    found: dict[str, Value | str] = {}
+    for name, value in config.items():
+        is_text = isinstance(value, str)
+        is_secret = bool(_kind(name)) and (is_text or (_kind(name) == "always" and value is not None))
+        found[name] = _hide(name, str(value)) if is_secret else value
+        if is_text and not is_secret:
+            found[name] = _ADDRESS.sub(rf"\1{HIDDEN}\3", str(value))
+    return found
+
+
+def has_hidden(words: Sequence[str]) -> bool:
+    """Whether a command lacks a secret that was hidden."""
+    return any(word == HIDDEN or word.endswith(f"={HIDDEN}") or f":{HIDDEN}@" in word for word in words)
+
+
+def _kind(name: str) -> str:
+    """Whether a value of this name is a secret "always" or "unless" it is a number; empty for no secret."""
+    parts = [part.lower() for part in _PARTS.findall(name.rpartition(".")[2])]
+    if len(parts) > 1 and parts[-1] in ("id", "value", "hash"):
+        parts.pop()
+    if not parts:
+        return ""
+    if not _ALWAYS.isdisjoint(parts[-2:]):
+        return "always"
+    return "unless" if parts[-1] in _UNLESS_NUMBER else ""
+
+
+def _hide(name: str, value: str) -> str:
+    is_plain = value in ("", "None", "True", "False", "true", "false", "none")
+    with suppress(ValueError):
+        float(value)
+        is_plain = _kind(name) == "unless"
+    return value if is_plain else HIDDEN

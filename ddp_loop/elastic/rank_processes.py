@@ -1,0 +1,125 @@
+"""The processes of a host's ranks, once torch's agent has started them: how they end, and which signals it sends.
+
+[Note: The end of the other ranks] When a rank fails, torch's agent sends SIGTERM to the others at once, waits up to
+30 s, and reports then. The ranks of a world end by themselves within 2 s, each with a word on why. So they get that
+time first, or until all have left their word. A rank that is stopped takes no signal but SIGKILL, so it is killed
+without that wait. The failure is described before anything else is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from ddp_loop.elastic.failures import Ending, read_ending
+from ddp_loop.elastic.process_states import is_stopped, oom_kills
+
+_GRACE_S = 2.0  # a watchdog ends a rank that cannot be interrupted 1.6 s after it has seen a failure
+_LOOK_S = 0.02
+
+
+class RankProcesses:
+    """The processes of this host's ranks.
+
+    Args:
+        context: torch's, which has just started them.
+        ranks: their numbers in the world, by their numbers on this host.
+        describe: called once when a rank has failed, before those that still run are ended.
+        timeout_s: from SIGTERM to SIGKILL.
+    """
+
+    def __init__(
+        self, context: PContext, ranks: dict[int, int], describe: Callable[[RankProcesses], None], timeout_s: int
+    ) -> None:
+        self._context: Any = context
+        self._ranks, self._describe, self._timeout_s = ranks, describe, timeout_s
+        self._sent: dict[int, set[signal.Signals]] = {local: set() for local in ranks}
+        self._stopped: set[int] = set()
+        self._failures: dict[int, ProcessFailure] = {}
+        self._oom_kills = oom_kills()
+        vars(context)["close"] = partial(self._close, context.close)  # torch calls it itself when a rank has failed
+        for local, handler in self._context.subprocess_handlers.items():
+            vars(handler)["close"] = partial(self._send, local, handler.close)
+
+    def running(self) -> list[int]:
+        """The ranks that still run, and have not left a word on why they fail."""
+        return [self._ranks[local] for local in self._running() if not self._has_word(local)]
+
+    def endings(self) -> list[Ending]:
+        """How the others ended, or are about to end."""
+        found = []
+        for local, rank in self._ranks.items():
+            code = self._context.subprocess_handlers[local].proc.poll()
+            if code is None:
+                if self._has_word(local):
+                    found.append(read_ending(rank, self._read_failure(local, 1)))
+                continue
+            if code == 0:
+                found.append(Ending(rank, 0))
+                continue
+            ending = read_ending(rank, self._failure(local, code))
+            was_sent = code < 0 and -code in self._sent[local]
+            oom_now = oom_kills() if code == -signal.SIGKILL and not was_sent else None
+            found.append(
+                replace(
+                    ending,
+                    is_by_launcher=was_sent,
+                    is_stopped=local in self._stopped,
+                    lacked_memory=oom_now is not None and self._oom_kills is not None and oom_now > self._oom_kills,
+                )
+            )
+        return found
+
+    def _failure(self, local: int, code: int) -> ProcessFailure:
+        if local not in self._failures:  # torch's if it has seen it first, since a failure keeps the time
+            self._failures[local] = self._context._failures.get(local) or self._read_failure(local, code)
+        return self._failures[local]
+
+    def _read_failure(self, local: int, code: int) -> ProcessFailure:
+        pid = self._context.subprocess_handlers[local].proc.pid
+        return ProcessFailure(local_rank=local, pid=pid, exitcode=code, error_file=self._context.error_files[local])
+
+    def _has_word(self, local: int) -> bool:
+        return os.path.exists(self._context.error_files[local])
+
+    def _running(self) -> list[int]:
+        handlers = self._context.subprocess_handlers
+        return [local for local in self._ranks if handlers[local].proc.poll() is None]
+
+    def _close(
+        self, close: Callable[..., None], death_sig: signal.Signals | None = None, timeout: int | None = None
+    ) -> None:
+        """End the ranks that still run. See [Note: The end of the other ranks]."""
+        if death_sig is None and self._context._failures:
+            self._await_others()
+            self._describe(self)
+        close(death_sig, self._timeout_s if timeout is None else timeout)
+
+    def _await_others(self) -> None:
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline:
+            running = self._running()
+            if all(self._has_word(local) or self._is_stopped(local) for local in running):
+                break
+            time.sleep(_LOOK_S)
+        for local in self._running():
+            if self._is_stopped(local):
+                self._stopped.add(local)
+                self._context.subprocess_handlers[local].close(signal.SIGKILL)
+                self._context.subprocess_handlers[local].proc.wait()
+
+    def _is_stopped(self, local: int) -> bool:
+        return is_stopped(self._context.subprocess_handlers[local].proc.pid)
+
+    def _send(self, local: int, send: Callable[..., None], death_sig: signal.Signals | None = None) -> None:
+        if self._context.subprocess_handlers[local].proc.poll() is None:
+            self._sent[local].add(death_sig or signal.SIGTERM)
+        send(death_sig)

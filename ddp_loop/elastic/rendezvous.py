@@ -1,0 +1,227 @@
+"""Where the launchers of a job meet, and where their ranks' store listens.
+
+[Note: Who may connect to a launcher] torch's stores listen on all interfaces and ask for no password, and its c10d
+rendezvous unpickles what lies in its store. So torch's rendezvous is not used on one machine: its store listens on the
+loopback, and nothing in it is unpickled. On several machines the stores listen at the address that was given, and a
+state of the rendezvous that would call or import anything is refused before torch unpickles it.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import io
+import ipaddress
+import pickle
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    registry,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+
+from ddp_loop.elastic.loopback import LOOPBACK, host_store, serve_store
+
+_DEFAULT_PORTS = {"static": 29500, "c10d": 29400}  # as torchrun
+_STATIC_TIMEOUT_S = 600  # as torchrun
+_BACKENDS = {"c10d": "c10d_rendezvous_backend", "etcd-v2": "etcd_rendezvous_backend"}  # those with a pickled state
+_ROOM = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+_IN_A_STATE = {
+    (_ROOM, "_RendezvousState"),
+    (_ROOM, "_NodeDesc"),
+    ("datetime", "datetime"),
+    ("datetime", "timezone"),
+    ("datetime", "timedelta"),
+}
+
+
+class StaticRendezvous(RendezvousHandler):
+    """The rendezvous of a fixed number of machines, whose ranks share the launchers' store.
+
+    Args:
+        host, port: of the store; 0 is a free port, for one machine.
+        rank, size: of this machine, and of how many.
+        run_id: of the job.
+        timeout_s: for all machines to come.
+    """
+
+    def __init__(self, host: str, port: int, rank: int, size: int, run_id: str, timeout_s: float) -> None:
+        self._host, self._port, self._rank, self._size, self._run_id = host, port, rank, size, run_id
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store: dist.TCPStore | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until all machines have come.
+
+        Raises:
+            RendezvousConnectionError: they do not, or the port is taken.
+        """
+        if self._store is None or self._port == 0:  # a new store has no keys of ranks that have ended
+            try:
+                self._store = self._make_store()
+            except (OSError, RuntimeError) as error:  # torch's errors of a store are among the latter
+                raise RendezvousConnectionError(str(error)) from error
+        bootstrap = RendezvousStoreInfo(self._host, self._store.port)
+        return RendezvousInfo(dist.PrefixStore(self._run_id, self._store), self._rank, self._size, bootstrap)
+
+    def _make_store(self) -> dist.TCPStore:
+        if self._size == 1:
+            return host_store(self._port)
+        if self._rank == 0:
+            return serve_store(listen_at(self._host, self._port), self._host, self._size, self._timeout)
+        return dist.TCPStore(self._host, self._port, self._size, is_master=False, timeout=self._timeout)
+
+    use_agent_store = True
+
+    def get_backend(self) -> str:
+        return "static"
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: no machine can join later."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class CheckedBackend(RendezvousBackend):
+    """A backend of torch's dynamic rendezvous whose state holds plain data and torch's own classes alone.
+
+    Args:
+        backend: which keeps the state, where others can write too.
+    """
+
+    def __init__(self, backend: RendezvousBackend) -> None:
+        self._backend = backend
+
+    @property
+    def name(self) -> str:
+        return str(self._backend.name)
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """The state, and its token.
+
+        Raises:
+            RendezvousStateError: it is no state of a rendezvous.
+        """
+        found: tuple[bytes, Any] | None = self._backend.get_state()
+        if found is not None:
+            _check_state(found[0])
+        return found
+
+    def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
+        """Replace the state that has this token; return the state then, its token, and whether it was replaced.
+
+        Raises:
+            RendezvousStateError: it is no state of a rendezvous.
+        """
+        found: tuple[bytes, Any, bool] | None = self._backend.set_state(state, token)
+        if found is not None:
+            _check_state(found[0])
+        return found
+
+
+class _StateReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _IN_A_STATE:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _check_state(state: bytes) -> None:
+    try:
+        _StateReader(io.BytesIO(state)).load()
+    except Exception as error:  # bad bytes raise whatever they like
+        raise RendezvousStateError(
+            f"The store holds what no launcher wrote ({error}). Keep its port inside a network that you trust."
+        ) from error
+
+
+def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The rendezvous of a job's launchers. See [Note: Who may connect to a launcher].
+
+    Raises:
+        RendezvousConnectionError: its store cannot be reached or served.
+        ValueError: an option has no such value.
+    """
+    backend = parameters.backend
+    if backend == "static":
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, _DEFAULT_PORTS[backend])
+        timeout_s = parameters.get_as_int("timeout", _STATIC_TIMEOUT_S)
+        rank, size = int(parameters.config["rank"]), parameters.max_nodes
+        return StaticRendezvous(
+            LOOPBACK if size == 1 else host, port, rank, size, parameters.run_id, float(timeout_s or 0)
+        )
+    if backend not in _BACKENDS:
+        return registry.get_rendezvous_handler(parameters)
+    server = _serve_meeting(parameters) if backend == "c10d" else None
+    module = importlib.import_module(f"torch.distributed.elastic.rendezvous.{_BACKENDS[backend]}")
+    found, store = module.create_backend(parameters)
+    handler = create_handler(store, CheckedBackend(found), parameters)
+    vars(handler).update(_meeting=server, _create_tcp_store_server=_serve_ranks)  # torch's would listen everywhere
+    return handler
+
+
+def _serve_meeting(parameters: RendezvousParameters) -> dist.TCPStore | None:
+    """Serve the store of the c10d rendezvous, if this machine is to; torch's backend then connects to it."""
+    if parameters.get("store_type", "tcp").strip().lower() != "tcp":
+        return None
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, _DEFAULT_PORTS["c10d"])
+    asked = parameters.get_as_bool("is_host")
+    if not (_matches_machine_hostname(host) if asked is None else asked):
+        return None
+    try:
+        server = serve_store(listen_at(host, port), host)
+    except OSError as error:
+        if asked or error.errno != errno.EADDRINUSE:
+            raise RendezvousConnectionError(str(error)) from error
+        server = None  # another launcher of this machine serves it
+    else:
+        parameters.endpoint = f"{f'[{host}]' if ':' in host else host}:{server.port}"
+    parameters.config["is_host"] = "false"
+    return server
+
+
+def _serve_ranks(host: str, port: int) -> dist.TCPStore:
+    """The store of all ranks, at the address of the first machine."""
+    return serve_store(listen_at(host, port), host)
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """A listener at the address of this machine that `host` names.
+
+    It listens on all interfaces where `host` names none that other machines reach: the name of a machine is often
+    127.0.1.1 on itself, and an address that a gateway translates is not the machine's own.
+
+    Raises:
+        OSError: the port is taken, or the name is unknown.
+    """
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback and host not in (address[0], "localhost"):
+            continue
+        try:
+            return socket.create_server(address, family=family)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))

@@ -1,0 +1,95 @@
+"""Secrets in a command or in hyper-parameters: no file keeps them, and a run that had one says so when it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ddp_loop as dl
+from ddp_loop.checkpoint import flatten_config, hide_secrets, lacks_secret, way_on
+from ddp_loop.monitor.continuing import command_of
+
+pytestmark = pytest.mark.covers("D1")
+SECRET = "xq7-not-to-be-seen"
+
+
+@pytest.mark.parametrize(
+    ("words", "hidden"),
+    [
+        (["--api-key", "X", "--epochs", "3"], ["--api-key", "***", "--epochs", "3"]),
+        (["--api_key=X", "-token", "Y"], ["--api_key=***", "-token", "***"]),
+        (["WANDB_API_KEY=X", "wandb.apiKey=X=Y"], ["WANDB_API_KEY=***", "wandb.apiKey=***"]),
+        (["login.password=12", "--password", "-x"], ["login.password=***", "--password", "***"]),
+        (["--hf_token", "--epochs", "3"], ["--hf_token", "--epochs", "3"]),
+        (["--client-secret", "7", "--secret-value=7"], ["--client-secret", "***", "--secret-value=***"]),
+        (["--aws-access-key-id=AKIA"], ["--aws-access-key-id=***"]),
+        (["--pad-token", "0", "--eos-token=2", "--sort-key="], ["--pad-token", "0", "--eos-token=2", "--sort-key="]),
+        (["--tokenizer", "gpt2", "--max-tokens=a"], ["--tokenizer", "gpt2", "--max-tokens=a"]),
+        (["--key-file=k", "train.py"], ["--key-file=k", "train.py"]),
+        (["--at=sql://me:pw@host/db", "http://a:80/b"], ["--at=sql://me:***@host/db", "http://a:80/b"]),
+    ],
+)  # fmt: skip
+def test_what_looks_like_a_secret_is_hidden_in_a_command(words: list[str], hidden: list[str]) -> None:
+    assert hide_secrets(words) == hidden
+    assert hide_secrets(hidden) == hidden
+    assert bool(lacks_secret({"start": ["python", *words]})) == (words != hidden)
+
+
+def test_what_looks_like_a_secret_is_hidden_in_hyper_parameters() -> None:
+    config = {"rate": 0.1, "wandb": {"api_key": SECRET, "token": 3, "password": 1234}, "db": "a://b:c@d", "key": None}
+    hidden = {"wandb.api_key": "***", "wandb.token": 3, "wandb.password": "***", "db": "a://b:***@d", "key": None}
+    assert flatten_config(config) == {"rate": 0.1, **hidden}
+
+
+def train(folder: Path, stop: bool) -> None:
+    with dl.join_world(device="cpu") as world:
+        model = torch.nn.Linear(1, 1)
+        batches = dl.Batches(torch.ones(4, 1), 2, world)
+        config = {"api_key": SECRET, "rate": 1}
+        for step in dl.Loop(batches, 2, state={"model": model}, run_dir=folder, config=config, progress=False):
+            for rows in step:
+                step.backward(model(rows).mean())
+            step.fold()
+            if stop:
+                break
+
+
+@pytest.mark.filterwarnings("ignore:Two steps were folded")
+def test_no_file_of_a_run_keeps_a_secret_and_those_with_arguments_are_the_user_s_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    before = os.umask(0)
+    try:
+        for secret in (SECRET, f"{SECRET}-2"):
+            monkeypatch.setattr(
+                sys, "argv", ["train.py", "--api-key", secret, f"--password={secret}", f"TOKEN={secret}"]
+            )
+            train(run, stop=True)
+    finally:
+        os.umask(before)
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert [path.name for path in files if SECRET.encode() in path.read_bytes()] == []
+    for name in ("run.json", "starts.jsonl", "status.json"):
+        assert stat.S_IMODE((run / name).stat().st_mode) == 0o600, name
+    status = json.loads((run / "status.json").read_text())
+    assert status["command"] == ["train.py", "--api-key", "***", "--password=***", "TOKEN=***"]
+    assert len((run / "starts.jsonl").read_text().splitlines()) == 2
+    with pytest.raises(
+        ValueError, match=r"had a secret, which the run folder does not keep\. Type it in place of \*\*\*\. "
+    ):
+        command_of(run)
+    assert "--api-key '***'" in way_on(status)
+
+
+def test_the_secret_of_an_older_version_is_not_shown() -> None:
+    status = {"start": ["python", "train.py", "--api-key", SECRET], "directory": None}
+    assert SECRET not in way_on(status)
+    assert "had a secret" in lacks_secret(status)
+    assert lacks_secret({"start": ["python", "train.py"]}) == lacks_secret({}) == ""
