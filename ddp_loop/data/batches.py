@@ -44,8 +44,9 @@ class Batches:
             source without a length, which returns sample number i as `source[i]` or `source(i)` and whose numbers
             continue from epoch to epoch. A stream (an `IterableDataset`, or an object with `__iter__` only), which
             every rank reads from the start in each epoch, keeping its own shards.
-        batch_size: B, the number of samples in a mini-batch over all ranks (see `scale_batch_size`). None takes all
-            samples as one mini-batch, and so all of each rank's own data, however many; the data need a length.
+        batch_size: B, the number of samples in a mini-batch over all ranks (see `scale_batch_size`). With
+            `partition` "local" or "own" None takes all of each part, however much, as one mini-batch; the data need a
+            length.
         world: from `join_world`.
         shuffle: whether each epoch has a new order. The default is True for data with a length.
         shards: S. The default is one per rank, and 8 in `evaluate`, `predict` and `confusion_matrix`. More shards than
@@ -124,7 +125,7 @@ class Batches:
         self._order: tuple[int, torch.Tensor] | None = None
         problem: Exception | None = None
         try:
-            self._takes_all = batch_size is None and self._ROWS == "batch_size"
+            self._takes_all = batch_size is None and partition != "global"
             self.batch_size = 1 if self._takes_all else check_count(self._ROWS, batch_size)
             self.fixed_shards = shards is not None
             fixed = None if shards is None else check_count("shards", shards)
@@ -135,8 +136,8 @@ class Batches:
             self._open(data, length, parse_devices(devices, world.device), loader)
             if self._takes_all and self.length is None:
                 raise ValueError(
-                    "All samples can be one mini-batch only if their number is known. Got batch_size=None for data "
-                    "without a length. Pass a number, or data with a length."
+                    "All of the parts can be one mini-batch only if their lengths are known. Got batch_size=None for "
+                    "data without a length. Pass a number, or data with a length."
                 )
             self.shuffle = self._has_length if shuffle is None else shuffle
             asked, is_own = self.division.asked, self._own is not None

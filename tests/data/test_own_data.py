@@ -217,7 +217,7 @@ def in_one_mini_batch(counts: list[int], partition: str) -> tuple[int, int, list
         return len(batches), sum(batches.sizes(0)), seen, values_of(model)
 
 
-@pytest.mark.parametrize("partition", ["own", "local", "global"])
+@pytest.mark.parametrize("partition", ["own", "local"])
 @pytest.mark.parametrize("counts", [[16, 16, 8, 8], [3, 0, 5], [1]])
 def test_without_a_batch_size_all_samples_are_one_mini_batch(
     counts: list[int], partition: str, on_ranks: OnRanks
