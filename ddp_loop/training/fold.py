@@ -108,12 +108,13 @@ class Fold:
     ) -> None:
         refuse_wrapped(modules)
         layers = batch_norm_layers(modules) if shards > 1 else {}
-        own = custom_norms(each_module(modules))
+        self.modules = each_module(modules)  # whose modes must be the same in all shards
+        own = custom_norms(self.modules)
         others = [*other_norm_layers(modules, layers), *(norm.module for norm in own.values() if shards == 1)]
         order = (tree_order if ordered or world.adds_in_order else rank_order)(shards, world.size, world.rank, carried)
         self._world, self._events, self._guard, self.scalers = world, events, guard, scalers
         self.sync_channels = [channel for channel in find_sync_channels(modules.values()) if channel.size > 1]
-        synced = {layer for layer in each_module(modules).values() if is_synced(layer)}  # these move their statistics
+        synced = {layer for layer in self.modules.values() if is_synced(layer)}  # these move their statistics
         self.gradients = Gradients(
             parameters,
             world,
@@ -128,8 +129,7 @@ class Fold:
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
         self._buffers = Buffers(find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {}))
         self._loss_scale: torch.Tensor | None = None  # of a GradScaler, in this pass
-        # On the CPU the word is in the step's own sum; on a GPU reading it there would hold up the host.
-        self.control = ControlExchange(world) if world.accelerator.is_asynchronous else None
+        self.control = ControlExchange(world) if world.accelerator.is_asynchronous else None  # see [Note: Late words]
         self._word_in_tail, self._given_at = self.control is None, CONTROL_LENGTH + announced
         self._requests: Callable[[], ControlRequest] = (lambda: NO_REQUEST) if events is None else events.requests
         self._asked: ControlRequest | None = None  # of this pass, where its flag was sent
@@ -137,7 +137,6 @@ class Fold:
         wanted, dtype = set(parameters.values()).difference(averaged), self.gradients.slot_dtype
         moments = moment_sums(self._statistics, world, order, shards, wanted, dtype)
         self._slots = Slots(self._statistics, self._buffers, dtype, world.device, moments)
-        self.modules = each_module(modules)  # whose modes must be the same in all shards
         self._layout: PayloadLayout | None = None
         self._tails: dict[int, int] = {}  # of the layout, by shards
         self._records: list[ShardRecord] = []
