@@ -93,6 +93,7 @@ class Checkpointer:
         newest: the name of the newest durable checkpoint, on rank 0; empty without one.
         asked: whether a checkpoint was asked for after the current step; equal on all ranks.
         score: of the next checkpoint.
+        missing: what could not be written, and was not replaced by a later one, on rank 0.
         say: prints a line about the run, on rank 0; it does not keep the state alive.
     """
 
@@ -120,6 +121,7 @@ class Checkpointer:
         self._began, self._ended = time.monotonic(), False
         self._is_refused = True  # until it is restored; what its status said then stays
         self.newest, self.asked = "", False
+        self.missing: dict[str, str] = {}
         self.score: float | None = None
 
     def open(
@@ -327,11 +329,13 @@ class Checkpointer:
             with explained(what, REPAIR):
                 sync_files(self.folder, (ROWS, EVALUATIONS, RANKS))
             self.newest = store.write(copied, iteration=iteration, facts=facts, score=score).name
+            self.missing.pop("checkpoint", None)
             self.write_status("running", iteration=iteration)
             if store.last_warning:
                 self.say(store.last_warning)
         except Exception as error:
             self._take_error(error, "No checkpoint was written")
+            self.missing["checkpoint"] = f"the checkpoint of step {snapshot.position['iteration']}"
 
     def _take_error(self, error: Exception, what: str) -> None:
         if isinstance(error, OSError) and self.continues:
@@ -418,8 +422,10 @@ class Checkpointer:
             facts = {"device": str(self._world.device), "checkpoint": self.newest or None, **self._extent, **facts}
             try:
                 self._run.write_status(status, ranks=self._world.size, **facts)
+                self.missing.pop("status", None)
             except OSError as error:
                 self.say(f"The run's status, {status}, could not be written to {self.folder}. {format_error(error)}")
+                self.missing["status"] = f"the status {status!r}"
 
     def end(self, status: str, error: BaseException | None, iteration: int, why: str | None) -> None:
         """Write how the loop ended, and unlock the run folder."""
