@@ -61,6 +61,6 @@ def test_a_run_that_is_not_saved_whole_ends_with_another_code_and_says_what_is_m
         lost = 6 - len((tmp_path / "run" / "rows.jsonl").read_text().splitlines())
         assert last.startswith(f"ddp_loop: {tmp_path}/run was not saved whole. It lacks {lost} of the rows, ")
         assert " the checkpoint of step 6, " in last
-        assert " the status 'done', and has its checkpoint step-" in last
+        assert " the status 'done', and has " in last  # the checkpoint of step 3, if it was written by then
         assert last.endswith(" Then start the script again.")
         assert "done" not in (tmp_path / "run" / "status.json").read_text()
