@@ -104,6 +104,7 @@ class Checkpointer:
         asked: whether a checkpoint was asked for after the current step; equal on all ranks.
         score: of the next checkpoint.
         give_up: ends the loop, unless it is being iterated, since a newer one wants the folder; makes no collective.
+        missing: what could not be written, and was not replaced by a later one, on rank 0.
         say: prints a line about the run, on rank 0; it does not keep the state alive.
         sums: of the files of rows, by name, when the restored checkpoint was made; empty without one.
         sum_files: returns these sums as they are now, on rank 0.
@@ -135,6 +136,7 @@ class Checkpointer:
         self.newest, self.asked = "", False
         self.sums: Mapping[str, FileSum] = {}
         self.sum_files: Callable[[], Mapping[str, FileSum]] = dict
+        self.missing: dict[str, str] = {}
         self.score: float | None = None
         self.give_up: Callable[[], None] = lambda: None
         self._place = os.getpid(), os.path.realpath(folder)
@@ -373,11 +375,13 @@ class Checkpointer:
             with explained(what, REPAIR):
                 sync_files(self.folder, (ROWS, EVALUATIONS, RANKS))
             self.newest = store.write(copied, iteration=iteration, facts=facts, score=score).name
+            self.missing.pop("checkpoint", None)
             self.write_status("running", iteration=iteration)
             if store.last_warning:
                 self.say(store.last_warning)
         except Exception as error:
             self._take_error(error, "No checkpoint was written")
+            self.missing["checkpoint"] = f"the checkpoint of step {snapshot.position['iteration']}"
 
     def _take_error(self, error: Exception, what: str) -> None:
         if isinstance(error, OSError) and self.continues:
@@ -465,8 +469,10 @@ class Checkpointer:
             facts = {"device": str(self._world.device), "checkpoint": self.newest or None, **self._extent, **facts}
             try:
                 self._run.write_status(status, ranks=self._world.size, **facts)
+                self.missing.pop("status", None)
             except OSError as error:
                 self.say(f"The run's status, {status}, could not be written to {self.folder}. {format_error(error)}")
+                self.missing["status"] = f"the status {status!r}"
 
     def end(self, status: str, error: BaseException | None, iteration: int, why: str | None) -> None:
         """Write how the loop ended, and unlock the run folder."""

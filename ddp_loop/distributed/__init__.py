@@ -10,7 +10,7 @@ from ddp_loop.distributed.launcher import Pool, RankFailed, check_call, launch, 
 from ddp_loop.distributed.machine import machine_of
 from ddp_loop.distributed.piece_sums import IDENTITY, fill_identity, merge, padded
 from ddp_loop.distributed.process_group import launcher_store
-from ddp_loop.distributed.processes import children_except, end_daemons
+from ddp_loop.distributed.processes import children_except, end_daemons, end_unsaved
 from ddp_loop.distributed.replica_check import (
     ReplicaCheck,
     ReplicaMismatch,
@@ -67,6 +67,7 @@ __all__ = [
     "each_module",
     "encode",
     "end_daemons",
+    "end_unsaved",
     "ends_of_copies",
     "fill_identity",
     "find_modules",

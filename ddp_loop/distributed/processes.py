@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import os
@@ -10,12 +11,14 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 
 from ddp_loop.distributed.failures import PeerFailed, RankStatus, format_error
 from ddp_loop.elastic import leave_error, show_unless_reported
 
 PEER_FAILED_EXIT = 75  # of a process that was ended because another rank failed, or another host was ended
+UNSAVED_EXIT = 74  # of a process whose run was not saved whole, with on_save_error="warn"; EX_IOERR of sysexits.h
 _PR_SET_PDEATHSIG = 1
 _DAEMON_END_S = 5.0  # for a daemon that was terminated; then it is killed
 
@@ -58,6 +61,32 @@ def report_to_launcher(error: BaseException, where: RankStatus) -> None:
     if isinstance(error, SystemExit):  # the launcher may end this process before its code is seen
         text, line = "", f"ended with exit code {error.code if isinstance(error.code, int) else 1}"
     leave_error(error, line, text, is_shown=not is_alone, where=str(where), is_peer=is_peer)
+
+
+def end_unsaved(line: str) -> None:
+    """Have this process end with this last line and code 74, unless an exception ends it, since a run was not saved.
+
+    A rank that another process started through multiprocessing, as `launch` does, prints the line at once.
+    """
+
+    def end() -> None:
+        atexit.unregister(end)
+        atexit._run_exitfuncs()  # the others, which were registered before
+        if getattr(sys, "last_value", None) is None:
+            _say_last(line)
+            os._exit(UNSAVED_EXIT)  # an exit function cannot change the code
+
+    if multiprocessing.parent_process() is not None:
+        _say_last(line)
+    else:
+        atexit.register(end)
+
+
+def _say_last(line: str) -> None:
+    for stream, text in ((sys.stdout, ""), (sys.stderr, f"{line}\n")):
+        with suppress(AttributeError, OSError, ValueError):  # it is closed, or its reader is gone
+            stream.write(text)
+            stream.flush()
 
 
 def children_except(known: set[BaseProcess]) -> set[BaseProcess]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _RED, _PLAIN = "\x1b[31m", "\x1b[0m"
-_PEER_FAILED_EXIT = 75  # as in distributed/processes.py
+_PEER_FAILED_EXIT, _UNSAVED_EXIT = 75, 74  # as in distributed/processes.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,8 @@ def _of_other(one: Ending, *, explains: bool = False) -> str:
 
 def _of_code(one: Ending) -> str:
     if one.exit_code >= 0:
-        return f"ended with exit code {one.exit_code}"
+        why = ", since its run was not saved whole" if one.exit_code == _UNSAVED_EXIT else ""
+        return f"ended with exit code {one.exit_code}{why}"
     name = str(-one.exit_code)
     with suppress(ValueError):
         name = signal.Signals(-one.exit_code).name

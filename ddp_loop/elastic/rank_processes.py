@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddp_loop.elastic.failures import Ending, read_ending
@@ -30,16 +29,16 @@ class RankProcesses:
     """The processes of this host's ranks.
 
     Args:
-        context: torch's, which has just started them.
+        context: torch's `SubprocessContext`, which has just started them.
         ranks: their numbers in the world, by their numbers on this host.
         describe: called once when a rank has failed, before those that still run are ended.
         timeout_s: from SIGTERM to SIGKILL.
     """
 
     def __init__(
-        self, context: PContext, ranks: dict[int, int], describe: Callable[[RankProcesses], None], timeout_s: int
+        self, context: Any, ranks: dict[int, int], describe: Callable[[RankProcesses], None], timeout_s: int
     ) -> None:
-        self._context: Any = context
+        self._context = context
         self._ranks, self._describe, self._timeout_s = ranks, describe, timeout_s
         self._sent: dict[int, set[signal.Signals]] = {local: set() for local in ranks}
         self._stopped: set[int] = set()

@@ -188,13 +188,13 @@ def _serve_meeting(parameters: RendezvousParameters) -> dist.TCPStore | None:
     asked = parameters.get_as_bool("is_host")
     if not (_matches_machine_hostname(host) if asked is None else asked):
         return None
+    server: dist.TCPStore | None = None
     try:
         server = serve_store(listen_at(host, port), host)
     except OSError as error:
         if asked or error.errno != errno.EADDRINUSE:
             raise RendezvousConnectionError(str(error)) from error
-        server = None  # another launcher of this machine serves it
-    else:
+    if server is not None:  # otherwise another launcher of this machine serves it
         parameters.endpoint = f"{f'[{host}]' if ':' in host else host}:{server.port}"
     parameters.config["is_host"] = "false"
     return server
@@ -215,7 +215,10 @@ def listen_at(host: str, port: int) -> socket.socket:
         OSError: the port is taken, or the name is unknown.
     """
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback and host not in (address[0], "localhost"):
+        if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback and host not in (
+            address[0],
+            "localhost",
+        ):
             continue
         try:
             return socket.create_server(address, family=family)

@@ -201,6 +201,7 @@ class JsonlWriter:
     Attributes:
         elapsed_s: of the last row that stays.
         notice: describes damage and gaps; empty if there are none.
+        lost: how many lines were not written.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -223,6 +224,7 @@ class JsonlWriter:
         self._size = 0  # of the whole lines in the open file
         self._sum, self._summed = hashlib.sha256(), 0  # of these lines, and how many bytes they have
         self._lines: list[str] = []
+        self.lost = 0
         self._problem: OSError | None = None  # while the file cannot be written
         self._is_over = False
         self.elapsed_s, self.notice = 0.0, ""
@@ -263,6 +265,7 @@ class JsonlWriter:
                 fate = "wait in memory" if self._on_full == "keep" else "are dropped"
                 self._warn(f"{error} Until then new lines {fate}; training continues.")
             self._problem = error
+            self.lost += max(0, len(self._lines) - MOST_LINES)
             del self._lines[: -MOST_LINES if self._on_full == "keep" else None]
         if self._on_full == "drop":
             self._close_file()
@@ -273,6 +276,7 @@ class JsonlWriter:
             self._write()
         except OSError as error:
             self._warn(f"The last {len(self._lines)} lines were not written. {error}")
+            self.lost += len(self._lines)
         finally:
             self._is_over = True
             self._close_file()

@@ -134,6 +134,7 @@ class Reporter:
         self._evaluations: EvaluationLog | None = None
         self._evaluated: EvaluationRecorder | None = None
         self._ranks: JsonlWriter | None = None
+        self._row_file: JsonlWriter | None = None
         self._console = ConsoleLog(world.print)
         self._usage: UsageLog | None = None
         world.on_leaving(partial(_end_console, self._console, world))  # as the last one, with what others print
@@ -206,6 +207,7 @@ class Reporter:
         self._ranks = JsonlWriter(folder / RANKS, after, say, "drop", sum_before=sums.get(RANKS))
         on_full: OnFull = "keep" if checkpointer.continues else "raise"
         rows = JsonlWriter(folder / ROWS, after, say, on_full, epoch.begin, once=True, sum_before=sums.get(ROWS))
+        self._row_file = rows
         for file in (self._evaluations.file, self._ranks, rows):
             if file is not None and file.notice:
                 continues = file is rows and not self._where.has_no_step_left
@@ -272,6 +274,11 @@ class Reporter:
         if self._world.ended_by is None:
             self._gather()
         rows.close(last_words)
+
+    @property
+    def lost_rows(self) -> int:
+        """How many rows could not be written, on rank 0."""
+        return 0 if self._row_file is None else self._row_file.lost
 
     def end(self) -> None:
         """Note that the loop has ended; others may run in its folder."""

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_loop.accelerators import is_asynchronous
-from ddp_loop.checkpoint import Checkpointer, Config, Snapshot, lacks_secret, start_command, warm_start, way_on
+from ddp_loop.checkpoint import REPAIR, Checkpointer, Config, Snapshot, lacks_secret, start_command, warm_start, way_on
 from ddp_loop.data import Batches, LoopPosition, MiniBatch, Unused
-from ddp_loop.distributed import World
+from ddp_loop.distributed import World, end_unsaved
 from ddp_loop.reporting import (
     NORM,
     RATE,
@@ -45,6 +45,15 @@ def _end(
         status = "stopped" if stopped is not None else "done" if where.is_done else "left"
         checkpointer.end(status, world.ended_by, where.state_dict()["iteration"], stopped)
     report.end()
+    if checkpointer is None or not checkpointer.continues or world.ended_by is not None:
+        return
+    rows = {"rows": f"{report.lost_rows} of the rows"} if report.lost_rows else {}
+    if missing := {**rows, **checkpointer.missing}:
+        kept = f"its checkpoint {checkpointer.newest}" if checkpointer.newest else "no checkpoint of this start"
+        end_unsaved(
+            f"ddp_loop: {checkpointer.folder} was not saved whole. It lacks {', '.join(missing.values())}, "
+            f"and has {kept}. {REPAIR} Then start the script again."
+        )
 
 
 def _end_early(world: World, ending: Callable[[], None]) -> None:

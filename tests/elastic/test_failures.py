@@ -64,6 +64,7 @@ def test_the_culprit_is_red_on_a_terminal_and_the_rest_is_not() -> None:
             "ddp_loop: rank 0 was ended in fold of step 3: rank 2 failed\n",
         ),
         ([Ending(0, 1, 1.0, TRACE, "RuntimeError: [gloo/transport/tcp] closed"), Ending(1, 3, 9.0)], 1, "rank 1 ended"),
+        ([Ending(0, 74, 9.0)], 0, "rank 0 ended with exit code 74, since its run was not saved whole\n"),
         ([PEER, Ending(1, 3, 9.0)], 1, "rank 1 ended with exit code 3"),
         ([Ending(0, -15, 1.0), Ending(1, 2, 9.0)], 1, "rank 1 ended with exit code 2"),
         ([Ending(0, 1, 1.0), CULPRIT], 2, "rank 2 failed in forward of step 3"),
