@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,12 +35,13 @@ def train(
     """The criterion is part of the loss from step `since` on."""
     model, criterion = network(), Criterion()
     optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1, fused=silent)
-    more = {"in state": [criterion], "in an optimizer of state": [optimizer]}.get(how, [])
+    parts: dict[str, list[object]] = {"in state": [criterion], "in an optimizer of state": [optimizer]}
+    more = parts.get(how, [])
     if how == "frozen":
         criterion.requires_grad_(False)
     if how == "not trained":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {} if folder else {"run_dir": None}
+    options: dict[str, Any] = {} if folder else {"run_dir": None}
     for step in loop_over(world, folder, model, *more, shards=shards, epochs=4, count=count, **options):
         for rows in step:
             if how == "held":
