@@ -37,7 +37,7 @@ def train(folder: str, fault: str = "", width: int = 8, shards: int = 4, steps: 
         state = {"model": model, "optimizer": optimizer}
         loop = dl.Loop(batches, steps=steps, state=state, run_dir=folder, progress=False, trace=trace)
         model[4].register_full_backward_pre_hook(
-            lambda _, slopes: (slopes[0] * 1.001,) if fault == "gradient" and loop.iteration == 17 else slopes
+            lambda _, slopes: (1.001 * next(iter(slopes)),) if fault == "gradient" and loop.iteration == 17 else slopes
         )
         for step in loop:
             for number, (inputs, labels) in enumerate(step):

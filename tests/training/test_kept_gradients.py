@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -31,7 +33,7 @@ def keep(width: int, shards: int | None, bucket_cap_mib: float, all_steps: bool)
         kept, copies, flats = list[Tensors](), list[Tensors](), set[int]()
         found = list[bool]()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        options = {"run_dir": None, "shards": shards, "bucket_cap_mib": bucket_cap_mib, "epochs": 2}
+        options: dict[str, Any] = {"run_dir": None, "shards": shards, "bucket_cap_mib": bucket_cap_mib, "epochs": 2}
         loop = loop_over(world, "", model, optimizer, **options)
         for step in loop:
             for _ in range(2):  # passes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -44,7 +46,7 @@ def train_hooked(
     if since == 0:
         hook(model, how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"run_dir": None} if not folder else {}
+    options: dict[str, Any] = {"run_dir": None} if not folder else {}
     for step in loop_over(world, folder, model, shards=shards, bucket_cap_mib=bucket_cap_mib, **options):
         if step.iteration == since:
             hook(model, how)
