@@ -19,6 +19,7 @@ from tests.support.both_exchanges import exchange_of
 from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS, current_mode, device_mode_of, run_in_mode, ways_of
 from tests.support.harness import TASK_S, OnRanks, Result, left_behind, look_around, run_cleanly
 from tests.support.limits import run_within_limits
+from tests.support.paths import ROOT
 from tests.support.refusals import Refused
 from tests.support.slurm import Slurm, running_slurm
 from tests.support.tiers import ALL_ITEMS, mark_tiers
@@ -35,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     """Set what this process and all that it starts shall have."""
+    (ROOT / "build").mkdir(exist_ok=True)  # one process builds the fake GPU there while another runs a test
     os.environ["OMP_NUM_THREADS"] = "1"  # 1 and 2 threads give different bits
     # torch asks DNS for the name of 127.0.0.1 at each connection to a store, and waits 5 s for a lost answer: where
     # one in 50 is lost, one task in ten was late.

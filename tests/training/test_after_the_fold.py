@@ -230,34 +230,3 @@ def test_two_networks_with_an_optimizer_each_take_turns_within_a_step(
     with torch.random.fork_rng():
         expected = play_plainly(shards)
     assert distance(same_on_all(on_ranks(ranks, play, shards)), expected) <= BOUND
-
-
-def keep_gradients(shards: int | None) -> tuple[list[object], list[object], list[object]]:
-    """The first step's gradients: their numbers, and in the end those of their copies and of the tensors themselves."""
-    with dl.join_world() as world:
-        model = network()
-        numbers: list[object] = []
-        copies: list[torch.Tensor] = []
-        references: list[torch.Tensor] = []
-        for step in loop_over(world, ".", model, run_dir=None, shards=shards, check_replicas_every=0):
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
-            if step.iteration == 1:
-                references = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-                copies = [one.clone() for one in references]
-                numbers = [one.tolist() for one in references]
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.5)
-        return numbers, [one.tolist() for one in copies], [one.tolist() for one in references]
-
-
-@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, 3)])
-def test_the_next_step_writes_the_gradients_and_not_their_copies(
-    ranks: int, shards: int | None, on_ranks: OnRanks
-) -> None:
-    for numbers, copies, references in on_ranks(ranks, keep_gradients, shards):
-        assert len(numbers) == 4
-        assert copies == numbers
-        assert references != numbers, "then the remedy in Step.fold's docstring can go"
