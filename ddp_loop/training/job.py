@@ -10,7 +10,7 @@ parameter, such as its count of steps, where a learning rate of 0 moves nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
@@ -80,23 +80,26 @@ class ModuleStructure:
         self.modules = each_module(find_modules(self._state))
         modules = list(self.modules.values())
         self._tables = [table for module in modules for table in (module._parameters, module._modules)]
-        self._entries = self._current()
+        self._filled = [table for table in self._tables if table]  # most modules have no parameters
+        self._entries = list(self._current(self._groups()))
         tensors = find_tensors(self._state)
         self._owners = [module for module in modules if module._buffers]
         self._parameters = list(find_parameters(self._state).values())
         self._known = list(tensors.values())  # kept alive, so that no other tensor gets the same id
 
-    def _current(self) -> list[object]:
-        entries: list[object] = list(chain.from_iterable(map(_values, self._tables)))
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                entries += group["params"]
-        return entries
+    def _groups(self) -> list[list[object]]:
+        """The parameters of each group of the optimizers."""
+        return [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _current(self, groups: list[list[object]]) -> Iterator[object]:
+        """All entries of the tables that had some, and of the optimizers."""
+        return chain(chain.from_iterable(map(_values, self._filled)), *groups)
 
     def has_changed(self) -> bool:
         """Whether parameters, or modules with buffers, are others than at the last call."""
-        now = self._current()
-        if len(now) == len(self._entries) and all(map(is_, now, self._entries)):
+        groups = self._groups()
+        count = sum(map(len, self._tables)) + sum(map(len, groups))
+        if count == len(self._entries) and all(map(is_, self._current(groups), self._entries)):
             return False
         parameters, owners = self._parameters, self._owners
         self._before = self._known
