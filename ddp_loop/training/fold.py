@@ -349,7 +349,7 @@ class Fold:
         if said.new:
             layout, slots = self._exchange(layout, seen, shards)
         replans = self._assign(given_anywhere, layout)
-        total, share, values = self._slots.merge(slots, layout, mini_batch.sizes)
+        total, share, losses, values = self._slots.merge(slots, layout, mini_batch.sizes)
         if total is not None:
             self._scale(total, layout, mini_batch)
         is_bad = self._check(values[0])
@@ -358,7 +358,7 @@ class Fold:
             self._layout, self._tails = layout, {}
             self.gradients.release()
             self.gradients.plan(self._tail(layout, shards))
-        place, losses = (mini_batch.epoch, iteration, mini_batch.samples), slots[:, 1]
+        place = mini_batch.epoch, iteration, mini_batch.samples
         return StepResult(*place, layout.metrics or (), values, total, losses, share, is_bad, self.gradients)
 
     def _collect(

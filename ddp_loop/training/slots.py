@@ -105,30 +105,30 @@ class Slots:
 
     def merge(
         self, slots: torch.Tensor, layout: PayloadLayout, sizes: tuple[int, ...]
-    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Merge weights, losses and metrics of all shards, (S, width), with `sizes` samples each.
 
         Returns:
-            The weights' sum, (), None where it is the samples; each shard's part of the means, (S,); loss and metrics
-            of the mini-batch, (1 + metrics,).
+            The weights' sum, (), None where it is the samples; each shard's part of the means, (S,); its loss, (S,);
+            loss and metrics of the mini-batch, (1 + metrics,). The next pass writes none of them.
         """
-        rows = slots[:, : self.widths(layout)[0]]
+        rows = slots[:, : self.widths(layout)[0]].clone()
         values, total = rows[:, 1:], rows[:, 0].sum() if layout.weighted else None
         if total is None:
             share = self.share(sizes, rows.dtype)
-            means = (values * share.unsqueeze(1)).sum(0)
+            means = values[0] if len(sizes) == 1 else (values * share.unsqueeze(1)).sum(0)
         else:
             share = shares(rows[:, 0])
             means = weighted_mean(values, share)
         if not layout.sums:
-            return total, share, means
+            return total, share, values[:, 0], means
         if layout not in self._summed:
             names = ("loss", *(layout.metrics or ()))
             adds_up = torch.tensor([name in (layout.sums or ()) for name in names], device="cpu")
             self._summed = {layout: adds_up.to(self._device)}
         # A shard of weight 0 adds nothing to the loss, but its sums count.
         totals = torch.cat([total_of(values[:, :1], share), values[:, 1:].sum(0)])
-        return total, share, torch.where(self._summed[layout], totals, means)
+        return total, share, values[:, 0], torch.where(self._summed[layout], totals, means)
 
     def apply(
         self, slots: torch.Tensor, layout: PayloadLayout, sizes: tuple[int, ...], bad: torch.Tensor | bool

@@ -103,3 +103,27 @@ def keep_nothing(shards: int | None) -> int:
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, None), (2, 6)])
 def test_a_script_that_keeps_nothing_uses_the_same_memory(ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
     assert on_ranks(ranks, keep_nothing, shards) == [1] * ranks
+
+
+def keep_results(shards: int | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The values of each step's result, kept without and with a copy."""
+    with dl.join_world(device="cpu", seed=0) as world:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kept, copies = list[torch.Tensor](), list[torch.Tensor]()
+        for step in loop_over(world, "", model, optimizer, run_dir=None, shards=shards, epochs=2):
+            for rows in step:
+                step.backward(loss_of(model, rows), mean=rows.mean())
+            result = step.fold()
+            optimizer.step()
+            values = [result.loss, result.losses, result.shares, result.weight, *result.metrics.values()]
+            kept += values
+            copies += [one.clone() for one in values]
+        return kept, copies
+
+
+@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, None), (1, 4), (3, 7)])
+def test_results_that_are_kept_stay_as_they_are(ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
+    for kept, copies in on_ranks(ranks, keep_results, shards):
+        assert len(kept) > 5
+        assert all(map(torch.equal, kept, copies))
