@@ -314,6 +314,14 @@ def is_asynchronous(tensor: torch.Tensor) -> bool:
     return accelerator_of(tensor.device).is_asynchronous
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device; the host does not wait for the copy."""
+    there = accelerator_of(device)
+    if there.is_host:
+        return tensor
+    return there.empty_on_host(tensor).copy_(tensor).to(device, non_blocking=True)
+
+
 def gpu_count() -> int:
     """The number of GPUs that torch sees, without initializing CUDA."""
     return torch.cuda.device_count()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ddp_loop.accelerators import sent
 from ddp_loop.batch_norm import find_sync_channels
 from ddp_loop.data import Batches, MiniBatch, Shard
 from ddp_loop.determinism import check_count, preserved_streams, seed_evaluated
@@ -158,9 +159,11 @@ def evaluate(
 def _row(values: Mapping[str, Any], samples: int, device: torch.device) -> torch.Tensor:
     """A shard's samples and the totals of its metrics, (1 + metrics,)."""
     row = torch.empty(1 + len(values), dtype=torch.float64, device=device)
-    row[0] = samples
+    row[:1].fill_(samples)  # row[0] = number would make a GPU's host wait
     for column, (name, value) in enumerate(values.items(), 1):
-        row[column] = _total(name, value, samples)
+        total = _total(name, value, samples)
+        place = row[column : column + 1]
+        place.copy_(total) if total.device == device else place.fill_(total.item())
     return row
 
 
@@ -253,7 +256,7 @@ def predict(model: nn.Module, batches: Batches, *, forward: Forward | None = Non
                 whole = _zeros(batches, form)
             if form == forms[0]:  # copied at once: a model may use one buffer for all its outputs
                 at = batches.indices(1, mini_batch.start + shard.start, shard.samples)
-                whole[at.to(world.device)] = output.to(world.device)
+                whole[sent(at, world.device)] = output.to(world.device)
             if world.stops.breaks_off:
                 break
     with world.in_stage("predict"):

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from tests.support.gpu_steps import SCENARIOS, run
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import ddp_loop as dl
+from tests.support.gpu_steps import AFTER_ALL_WORK, SCENARIOS, run
 from tests.support.harness import OnRanks
 
 pytestmark = pytest.mark.covers("J18")
+
+ALLOWED = {
+    1: {"evaluate": 1, "predict": 0, "confusion_matrix": 1},
+    2: {"evaluate": 1, "predict": 0, "confusion_matrix": 1},
+}
 
 
 def is_same_arithmetic(name: str, ranks: int) -> bool:
@@ -31,3 +42,40 @@ def test_no_step_makes_the_host_wait_for_a_gpu_and_its_weights_are_those_of_the_
     assert all(one.on_gpu == first.on_gpu for one in of_ranks)
     is_same = is_same_arithmetic(name, ranks)
     assert first.on_gpu == (first.on_cpu if is_same else pytest.approx(first.on_cpu, rel=1e-4, abs=1e-6))
+
+
+def wait_in_evaluations() -> dict[str, list[str]]:
+    """What makes the host wait in each evaluation of a data set in seven mini-batches."""
+    from tests.fake_cuda import cuda
+
+    with dl.join_world(device="gpu", seed=0) as world:
+        generator = torch.Generator().manual_seed(0)
+        data = torch.randn(70, 8, generator=generator), torch.randint(4, (70,), generator=generator)
+        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to(world.device)
+        batches = dl.Batches(data, 10, world, shuffle=False)
+
+        def number(logits: torch.Tensor, labels: torch.Tensor) -> float:
+            return 1.0
+
+        kinds: dict[str, Callable[[], object]] = {
+            "evaluate": lambda: dl.evaluate(model, batches, loss=cross_entropy, hits=hits, number=number),
+            "predict": lambda: dl.predict(model, batches),
+            "confusion_matrix": lambda: dl.confusion_matrix(model, batches, classes=4),
+        }
+        found = {}
+        for name, evaluate in kinds.items():
+            evaluate()  # compares the data once
+            with cuda.Waits() as waits:
+                evaluate()
+            found[name] = [what for what, _ in waits.found if what not in AFTER_ALL_WORK]
+        return found
+
+
+def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(1) == labels
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_shard_of_an_evaluation_makes_the_host_wait(on_fake_gpus: OnRanks, ranks: int) -> None:
+    for found in on_fake_gpus(ranks, wait_in_evaluations):
+        assert {name: len(waits) for name, waits in found.items()} == ALLOWED, found

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import signal_handling
 
-from ddp_loop.accelerators import Accelerator, accelerator_of
+from ddp_loop.accelerators import Accelerator, accelerator_of, sent
 from ddp_loop.data import fingerprints, messages
 from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.placement import (
@@ -188,9 +188,7 @@ class TensorReader:
 
     def on_place(self, indices: torch.Tensor) -> torch.Tensor:
         """Indices on `place`; the host does not wait for the copy."""
-        if accelerator_of(self.place).is_host:
-            return indices
-        return accelerator_of(self.place).empty_on_host(indices).copy_(indices).to(self.place, non_blocking=True)
+        return sent(indices, self.place)
 
     def _pinned(self, rows: torch.Tensor) -> torch.Tensor:
         if self._pins is None or not (accelerator_of(rows.device).is_host and rows.is_contiguous()):
