@@ -221,7 +221,7 @@ class Cuda(Accelerator):
     def connect(self, group: Any, timeout: timedelta) -> None:
         """Connect NCCL at once, so that what it needs is known to be there.
 
-        Its watchdog ends a process at NCCL's own timeout, which therefore comes after that of the host's waits.
+        NCCL's watchdog ends a process at NCCL's own timeout, so that timeout is longer than the host's.
         """
         backend = group._get_backend(self.device)
         backend._set_default_timeout(timeout + _WATCHDOG_LATER)

@@ -172,7 +172,7 @@ class Transform:
 
 
 def _form_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """The arguments that a function takes, without types; a module's are those of its forward. None if unknown."""
+    """The arguments that a function, or a module's forward, takes, without types. None if unknown."""
     try:
         form = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except ValueError:  # of a compiled function

@@ -32,7 +32,7 @@ _FITS = 1e-3  # the allowed remainder, relative to the value
 _SAME = 1e-2  # the allowed difference of what must be the same in every shard, and of two weights
 _NEAR = 0.02  # the allowed error of a sum of fitted weights
 _ABOUT = 0.2, 0.4  # the allowed errors of the ratio of losses and of gradients, with random numbers
-_LARGE = 16  # samples of a shard whose ratio counts: the logarithm of 16 is 4/3 of that of 8
+_LARGE = 16  # samples of a shard whose ratio counts: log 16 is 4/3 of log 8
 _TWO_ROWS = 4  # samples of a shard with two in each half; single gradients span too much
 _ELEMENTS = 8  # the fewest elements of a gradient that a relation must fit
 
@@ -208,7 +208,7 @@ def _starts(pieces: Mapping[int, _Piece]) -> dict[int, int]:
 
 
 def _pairs(shards: Mapping[int, _Piece], halves: Mapping[int, _Piece], *, alone: bool) -> list[_Pair]:
-    """The shards whose own loss and gradients are known, as those of their halves are; `alone` for one shard."""
+    """The shards whose loss and gradients are known, and their halves' too; `alone` for one shard."""
     pieces = *shards.values(), *halves.values()
     nothing = {name: torch.zeros_like(one) for piece in pieces for name, one in sorted(piece.gradients.items())}
     samples = sum(shard.samples for shard in shards.values())

@@ -17,7 +17,7 @@ checkpointing, the bucket does without, since (a + b) + c is not a + (b + c).
 
 [Note: Kept gradients] A script may keep a step's gradients, `before = parameter.grad`, and in a plain loop they stay as
 they are. So where somebody holds a view as a pass opens, the flat tensor is his, and the bucket takes another one. It
-takes a flat tensor back once nobody holds it, so there are never more than the script keeps: a segment of shared memory
+takes a flat tensor back once it is free, so there are never more than the script keeps: a segment of shared memory
 stays mapped on all ranks. Python's count of references shows who holds a view, at 0.02 microseconds a parameter. It
 does not show a tensor that only shares the memory, such as `parameter.grad.view(-1)`.
 """

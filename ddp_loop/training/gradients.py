@@ -245,7 +245,7 @@ class Gradients:
         for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
             for place, gradient in zip(*bucket.fresh(), strict=True):
                 fresh[self._names[bucket.parameters[place]]] = gradient
-            if not self._shards:  # those of an earlier loss of this shard may be in the bucket
+            if not self._shards:  # the bucket may have gradients of this shard's earlier loss
                 made = ((self._names[one], one.grad) for one in bucket.parameters)
                 fresh |= {name: gradient for name, gradient in made if gradient is not None}
         watch(self._shards, fresh)

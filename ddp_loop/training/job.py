@@ -110,7 +110,7 @@ class ModuleStructure:
     def changed_in_step(self) -> RuntimeError:
         """The error of a change that `has_changed` found at a fold.
 
-        Between steps new values become those of rank 0. In a step it is too late: the shards have used their own.
+        Between steps all ranks get rank 0's new values. In a step it is too late: the shards have used their own.
         """
         known = set(map(id, self._before))
         new = [name for name, one in find_tensors(self._state).items() if id(one) not in known]
