@@ -335,7 +335,7 @@ class JsonlWriter:
         self._cut(self._open())
 
     def _check_sum(self, before: FileSum | None) -> None:
-        """FileSum up the file, and describe that its beginning is another one than the checkpoint's."""
+        """FileSum up the file, and say that its beginning differs from the checkpoint's."""
         size, expected = before or (0, self._sum.hexdigest())
         file, found = self._open().fileno(), ""
         while self._summed < self._size:

@@ -121,7 +121,7 @@ def test_a_rank_that_the_launcher_killed_is_not_said_to_lack_memory(tmp_path: Pa
     assert lines[-1] == "ddp_loop: rank 1 was killed by SIGKILL, which the launcher sent"
 
 
-def test_a_stopped_process_is_told_from_a_running_one() -> None:
+def test_a_stopped_process_differs_from_a_running_one() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert not is_stopped(process.pid)

@@ -29,7 +29,7 @@ SEEN_S = 0.3  # for a new file; the files are on this machine
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Say that this rank listens at a port where nobody does."""
+    """Say that this rank listens at a port where no rank does."""
 
     class Blocked(Listener):
         def __init__(self, rank: int, token: str) -> None:

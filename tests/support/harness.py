@@ -117,9 +117,9 @@ def until(holds: Callable[[], Any], what: str, within_s: float = MOMENT_S) -> An
 
 @contextmanager
 def held_ports(number: int) -> Iterator[list[int]]:
-    """Ports of this machine for servers that must be told theirs.
+    """Ports of this machine for servers that get theirs as an argument.
 
-    A socket is bound to each and does not listen: the kernel gives the port to nobody who asks for any, and lets a
+    A socket is bound to each and does not listen: the kernel gives the port to no process that asks for any, and lets a
     server have it that asks for it by number with SO_REUSEADDR, as servers do.
     """
     with ExitStack() as held:
