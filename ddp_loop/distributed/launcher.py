@@ -323,7 +323,8 @@ def _results(answers: dict[int, Answer]) -> list[Any]:
             failures[rank] = Failure(FailurePriority.RAISED, f"returned a value that cannot be unpickled: {error!r}")
     if failures:
         culprit = min(failures, key=lambda rank: (failures[rank].blame, rank))
-        if failures[culprit].blame is FailurePriority.PEER_FAILED and (names := failures[culprit].names) in failures:
+        if failures[culprit].blame is FailurePriority.PEER_FAILED and (names := failures[culprit].names) in answers:
+            failures.setdefault(names, Failure(FailurePriority.RAISED, "ended while other ranks waited for it"))
             culprit = names
         raise _rank_failed(culprit, failures) from _cause(failures[culprit])
     return results

@@ -199,7 +199,7 @@ ROWS = {
         "| ours: synced batch norm | 0 |",
         "| ours: a script that reads its loss | 1 |",
     ],
-    "surface": ["| 1,024 |", "left out: torch sees no GPU"],
+    "surface": ["| 1,024 |"],
     "determinism": ["deterministic / not", "not / not"],
 }
 

@@ -11,7 +11,7 @@ pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
 
 
 @pytest.mark.parametrize(
-    ("part", "lab", "measured"), [("long", page.Lab(20, 60, 4), 12), ("many", page.Lab(1000, 3, 3), 7)]
+    ("part", "lab", "measured"), [("long", page.Lab(20, 60, 4), 13), ("many", page.Lab(1000, 3, 3), 8)]
 )
 def test_each_row_is_measured(part: str, lab: page.Lab, measured: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(page.PARTS, part, lab)

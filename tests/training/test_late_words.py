@@ -282,7 +282,7 @@ class Varying(nn.Module):
         return found if news == MISSING else found + self.other(rows)
 
 
-NEWS = ("a second call", "a buffer", "a weight", "a metric", MISSING, "an unfrozen parameter")
+NEWS = ("a second call", "a buffer", "a metric", MISSING, "an unfrozen parameter")
 
 
 def meet_news(
@@ -303,7 +303,7 @@ def meet_news(
             for rows in step:
                 loss = (model(rows, news if is_new else "") - rows.sum(1, keepdim=True)).square().mean()
                 metrics = {"extra": loss.detach()} if is_new and news == "a metric" else {}
-                step.backward(loss, weight=2.5 if is_new and news == "a weight" else None, **metrics)
+                step.backward(loss, **metrics)
             if world.rank == 1 and step.iteration == HELD and device is not None:
                 returned = has_folded.came(HELD_S if is_free else NOTHING_S)
             step.fold()
@@ -326,7 +326,7 @@ IN_ORDER: dict[str, Any] = {
     "buffer_reduction": LARGEST,
 }
 BY = [
-    *((news, [rank]) for news in ("a second call", "a buffer", "a weight", MISSING) for rank in (0, 1)),
+    *((news, [rank]) for news in ("a second call", "a buffer", MISSING) for rank in (0, 1)),
     *((news, [0, 1]) for news in NEWS),
 ]
 
