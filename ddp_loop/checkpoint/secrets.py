@@ -17,7 +17,7 @@ _ALWAYS = frozenset({"password", "passwd", "passphrase", "pwd", "secret", "secre
 _UNLESS_NUMBER = frozenset({"key", "apikey", "token", "auth"})
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _OPTION = re.compile(r"(--?)?([A-Za-z_][\w.-]*)(=)(.*)", re.DOTALL)
-_ADDRESS = re.compile(r"(\w+://[^\s/:@]*:)([^\s/@]+)(@)")
+_ADDRESS = re.compile(r"(\b\w+://[^\s/:@]*:)([^\s/@]+)(@)")  # \b: a long word is read once, not from each letter
 Value = TypeVar("Value")
 
 

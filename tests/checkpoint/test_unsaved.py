@@ -43,6 +43,7 @@ if mode == "raise":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "code"), [("whole", 0), ("healed", 0), ("full", 74), ("raise", 1)])
 def test_a_run_that_is_not_saved_whole_ends_with_another_code_and_says_what_is_missing(
     mode: str, code: int, tmp_path: Path
