@@ -50,10 +50,9 @@ def visit(browser: Browser) -> Iterator[Any]:
 
     def go(page: Served, size: tuple[int, int] = WIDE, scheme: str = "light") -> Visit:
         visits.append(Visit(browser, size, scheme))
+        page.visitors.callback(visits[-1].context.close)
         return visits[-1].open(page)
 
     yield go
-    for one in visits:
-        one.context.close()
     assert [one.outward for one in visits] == [[]] * len(visits)
     assert [one.complaints for one in visits] == [[]] * len(visits)

@@ -7,8 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,15 @@ WAIT_S = 60.0  # for what takes a moment
 
 @dataclass(frozen=True)
 class Served:
-    """A page that is served."""
+    """A page that is served.
+
+    Attributes:
+        visitors: called before the server ends. A browser that is left open would report the lost connection.
+    """
 
     site: MonitorApp
     port: int
+    visitors: ExitStack = field(default_factory=ExitStack)
 
     @property
     def base(self) -> str:
@@ -53,7 +58,8 @@ def served(*runs: Path, port: int = 0) -> Iterator[Served]:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
-            yield Served(site, number)
+            with ExitStack() as visitors:
+                yield Served(site, number, visitors)
         finally:
             server.should_exit = True
             thread.join()
