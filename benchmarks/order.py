@@ -1,4 +1,4 @@
-"""What the same bits cost: the ordered fold, several shards a rank, a deterministic block, synced batch norm.
+"""What the same bits cost: ordered folds, several shards a rank, deterministic blocks, evaluations, synced batch norm.
 
     python -m benchmarks order [--exchange NAME] [PART ...]
 
@@ -168,6 +168,31 @@ def deterministic(name: str, exchange: str | None = None) -> dict[str, Ratio]:
         return {"2 ranks: deterministic / not": compare(inside, outside, pairs=job.pairs // 2, steps=job.steps)}
 
 
+def evaluation(name: str, ranks: int, exchange: str | None = None) -> dict[str, Ratio]:
+    """`evaluate` with its 8 shards per mini-batch against one shard per rank, of which each has its own bits."""
+    job = JOBS[name]
+    with joined(exchange) as world:
+        torch.manual_seed(0)
+        model = job.build().to(world.device)
+        in_eight, again, plain = (
+            dl.Batches(make_data(job), MINI_BATCH, world, shuffle=False, shards=shards)
+            for shards in (None, ranks, ranks)
+        )
+
+        def pass_over(batches: dl.Batches) -> Step:
+            return lambda: dl.evaluate(model, batches, loss=cross_entropy)
+
+        pairs = job.pairs // 2
+        return {
+            f"{ranks} ranks: evaluate / with a shard per rank": compare(
+                pass_over(in_eight), pass_over(plain), pairs=pairs, steps=1
+            ),
+            f"{ranks} ranks: with a shard per rank / itself": compare(
+                pass_over(again), pass_over(plain), pairs=pairs // 2, steps=1
+            ),
+        }
+
+
 def synced(name: str, ranks: int, exchange: str | None = None) -> dict[str, Ratio]:
     """Synced batch norm against local."""
     job = JOBS[name]
@@ -188,6 +213,9 @@ PARTS: dict[str, Callable[[str | None], Iterator[tuple[str, dict[str, Ratio]]]]]
         for shards in (32, 128)
     ),
     "deterministic": lambda exchange: ((name, dl.launch(deterministic, 2, name, exchange)[0]) for name in JOBS),
+    "evaluation": lambda exchange: (
+        (name, dl.launch(evaluation, ranks, name, ranks, exchange)[0]) for ranks in (1, 2) for name in JOBS
+    ),
     "synced": lambda exchange: (
         (name, dl.launch(synced, ranks, name, ranks, exchange)[0]) for ranks in (2, 4) for name in ("digit network",)
     ),

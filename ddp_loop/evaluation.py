@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -132,7 +132,8 @@ def evaluate(
     _check_names([*functions, *states.names])
     world.stops.raise_if_stopped()
     world.require_equal("the names of the metrics", [*functions, *states.names])
-    rows = dict[int, torch.Tensor]()  # by the shard's number in the epoch
+    samples = dict[int, int]()  # of each shard, by its number in the epoch
+    totals = dict[tuple[int, int], torch.Tensor]()  # by the shard's number and the metric's
     kinds: set[tuple[str, bool]] = set()  # which metrics are sums
     with _going_through(model, batches, "evaluate") as shards:
         for mini_batch, shard, data in shards:
@@ -140,31 +141,22 @@ def evaluate(
             place = mini_batch.position * batches.shards + shard.number
             values = {name: function(output, *others) for name, function in functions.items()}
             kinds |= {(name, isinstance(value, Sum)) for name, value in values.items()}
-            rows[place] = _row(values, shard.samples, world.device)
+            samples[place] = shard.samples
+            for column, (name, value) in enumerate(values.items()):
+                totals[place, column] = _total(name, value, shard.samples)
             states.update(place, output, others)
             if world.stops.breaks_off:
                 break
     with world.in_stage("evaluate"):
         world.stops.agree()
         sums = _require_one_kind(set().union(*world.gather(kinds, "which metrics are sums")))
-        samples, *totals = _added_up(rows, 1 + len(functions), world).tolist()
+        number, *sums_of_all = _added_up(samples, totals, len(functions), world)
         merged = states.compute(world)
-    means = {n: total / (1 if n in sums else samples) for n, total in zip(functions, totals, strict=True)}
+    means = {n: total / (1 if n in sums else number) for n, total in zip(functions, sums_of_all, strict=True)}
     _check_names([*means, *merged])  # a metric may have several results
-    result = {**means, **merged, "samples": int(samples)}
+    result = {**means, **merged, "samples": int(number)}
     world.on_evaluated(result)
     return result
-
-
-def _row(values: Mapping[str, Any], samples: int, device: torch.device) -> torch.Tensor:
-    """A shard's samples and the totals of its metrics, (1 + metrics,)."""
-    row = torch.empty(1 + len(values), dtype=torch.float64, device=device)
-    row[:1].fill_(samples)  # row[0] = number would make a GPU's host wait
-    for column, (name, value) in enumerate(values.items(), 1):
-        total = _total(name, value, samples)
-        place = row[column : column + 1]
-        place.copy_(total) if total.device == device else place.fill_(total.item())
-    return row
 
 
 def _check_names(names: list[str]) -> None:
@@ -175,13 +167,22 @@ def _check_names(names: list[str]) -> None:
         )
 
 
-def _added_up(rows: dict[int, torch.Tensor], width: int, world: World) -> torch.Tensor:
-    """The sum of all shards' rows, (width,), in the shards' order."""
-    there = max(world.gather(max(rows, default=-1))) + 1
-    whole = torch.zeros(there, width, dtype=torch.float64, device=world.device)
-    for number, row in rows.items():
-        whole[number] = row
-    return world.sum(whole).sum(0)
+def _added_up(
+    samples: dict[int, int], totals: dict[tuple[int, int], torch.Tensor], metrics: int, world: World
+) -> list[float]:
+    """The number of samples and the sum of each metric, added up in the order of the shards."""
+    shards = max(world.gather(max(samples, default=-1))) + 1
+    own = torch.zeros(shards, 1 + metrics, dtype=torch.float64, device="cpu")
+    own[list(samples), 0] = torch.tensor(list(samples.values()), dtype=torch.float64, device="cpu")
+    there = {at: total for at, total in totals.items() if total.device == world.device}
+    for (place, column), total in totals.items():
+        if total.device != world.device:
+            own[place, 1 + column] = total.item()
+    whole = sent(own, world.device)
+    if there:
+        places = torch.tensor([place * (1 + metrics) + 1 + column for place, column in there], device="cpu")
+        whole.view(-1)[sent(places, world.device)] = torch.stack(list(there.values()))
+    return cast(list[float], world.sum(whole).sum(0).tolist())
 
 
 def _require_one_kind(kinds: Collection[tuple[str, bool]]) -> set[str]:

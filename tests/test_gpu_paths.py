@@ -76,3 +76,26 @@ def hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def test_no_shard_of_an_evaluation_makes_the_host_wait(on_fake_gpus: OnRanks, ranks: int) -> None:
     for found in on_fake_gpus(ranks, wait_in_evaluations):
         assert {name: len(waits) for name, waits in found.items()} == ALLOWED, found
+
+
+def peaks_of_evaluations() -> tuple[int, int]:
+    """Bytes at the peak of an evaluation above its start: by default, and with one shard per rank."""
+    with dl.join_world(device="gpu", seed=0) as world:
+        data = torch.randn(4096, 8), torch.randint(4, (4096,))
+        model = nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 4)).to(world.device)
+        found = []
+        for shards in (None, world.size):
+            batches = dl.Batches(data, 2048, world, shuffle=False, shards=shards)
+            dl.evaluate(model, batches, loss=cross_entropy)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            dl.evaluate(model, batches, loss=cross_entropy)
+            found.append(torch.cuda.max_memory_allocated() - before)
+        return found[0], found[1]
+
+
+@pytest.mark.covers("B8")
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_evaluation_needs_no_more_memory_than_with_a_shard_per_rank(on_fake_gpus: OnRanks, ranks: int) -> None:
+    for peak, with_a_shard in on_fake_gpus(ranks, peaks_of_evaluations):
+        assert 0 < peak < with_a_shard
