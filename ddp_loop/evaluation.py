@@ -108,7 +108,8 @@ def evaluate(
     Args:
         model: the same on every rank. Its parameters and buffers are compared first, without buffers that are "local"
             in a `Loop` or no part of the state dict.
-        batches: usually with `shuffle=False`. The sizes of the shards change the last bits alone.
+        batches: usually with `shuffle=False`. A shard is an eighth of a mini-batch, so a larger `batch_size` is faster
+            on few ranks, as far as memory allows.
         forward: `forward(model, data)` gives the output for a shard's data; by default the model takes the data's
             first part. It runs in the `torch.autocast` around the call, if there is one, and may enter its own.
         metrics: metrics of torchmetrics by name, also collections of them. They get what functions get. Their states
