@@ -220,7 +220,7 @@ def move_where_others_did() -> tuple[list[str], bool]:
     with dl.join_world(device="gpu", seed=0) as world:
         peak = Run(world, data_of(4 * BATCH)).peak
         data = data_of(2 * peak // BYTES)
-        with cuda.limited(int(1.5 * peak)), mock.patch.object(placement, "fits", lambda parts, device: True):
+        with cuda.limited(int(1.5 * peak)), mock.patch.object(placement, "fits", return_value=True):
             run = Run(world, data)
         return run.places, run.arrivals[2] > 0
 
