@@ -163,7 +163,7 @@ def peak_of(batches: dl.Batches) -> int:
     model = network(batches.world)
     gc.collect()
     device.reset_peak()
-    before = device.memory()[0]
+    before = int(device.memory()[0])
     dl.evaluate(model, batches, loss=loss_of)
     return int(device.memory()[1]) - before
 
