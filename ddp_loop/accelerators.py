@@ -154,8 +154,11 @@ class Accelerator:
         return 0.0
 
     def memory_free(self) -> float:
-        """Bytes of its memory that are free; infinity where they are not limited."""
+        """Bytes of its memory that are free beside this process's peak; infinity where they are not limited."""
         return math.inf
+
+    def empty_cache(self) -> None:
+        """Give the memory of freed tensors, which torch keeps, back to the device; the host may wait for it."""
 
 
 class Cpu(Accelerator):
@@ -297,7 +300,12 @@ class Cuda(Accelerator):
         return float(torch.cuda.memory_reserved(self.device))
 
     def memory_free(self) -> float:
-        return float(torch.cuda.mem_get_info(self.device)[0])
+        """What is free, less what this process gave back since its peak: its next step will take that again."""
+        given_back = torch.cuda.max_memory_reserved(self.device) - torch.cuda.memory_reserved(self.device)
+        return float(torch.cuda.mem_get_info(self.device)[0] - given_back)
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
 
 
 KINDS: dict[str, type[Accelerator]] = {"cpu": Cpu, "cuda": Cuda}
@@ -315,9 +323,9 @@ def is_asynchronous(tensor: torch.Tensor) -> bool:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device; the host does not wait for the copy."""
+    """A tensor of the host, or one that is there, on a device; the host does not wait for the copy."""
     there = accelerator_of(device)
-    if there.is_host:
+    if there.is_host or tensor.device == device:
         return tensor
     return there.empty_on_host(tensor).copy_(tensor).to(device, non_blocking=True)
 

@@ -15,7 +15,8 @@ from tests.support.harness import OnRanks
 
 pytestmark = pytest.mark.covers("J18")
 
-ALLOWED = {"evaluate": 1, "predict": 0, "confusion_matrix": 1}  # the results are read once, at the end
+# The results are read once, at the end.
+ALLOWED = {"evaluate": 1, "predict": 0, "predict, shuffled": 0, "confusion_matrix": 1, "update_bn": 0}
 
 
 def is_same_arithmetic(name: str, ranks: int) -> bool:
@@ -48,8 +49,9 @@ def wait_in_evaluations() -> dict[str, list[str]]:
     with dl.join_world(device="gpu", seed=0) as world:
         generator = torch.Generator().manual_seed(0)
         data = torch.randn(70, 8, generator=generator), torch.randint(4, (70,), generator=generator)
-        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to(world.device)
-        batches = dl.Batches(data, 10, world, shuffle=False)
+        norm = nn.BatchNorm1d(4)
+        model = nn.Sequential(nn.Linear(8, 4), norm, nn.Linear(4, 4), norm, nn.BatchNorm1d(4)).to(world.device)
+        batches, shuffled = dl.Batches(data, 10, world, shuffle=False), dl.Batches(data, 10, world)
 
         def number(logits: torch.Tensor, labels: torch.Tensor) -> float:
             return 1.0
@@ -57,14 +59,17 @@ def wait_in_evaluations() -> dict[str, list[str]]:
         kinds: dict[str, Callable[[], object]] = {
             "evaluate": lambda: dl.evaluate(model, batches, loss=cross_entropy, hits=hits, number=number),
             "predict": lambda: dl.predict(model, batches),
+            "predict, shuffled": lambda: dl.predict(model, shuffled),
             "confusion_matrix": lambda: dl.confusion_matrix(model, batches, classes=4),
+            "update_bn": lambda: dl.update_bn(model, batches),
         }
         found = {}
         for name, evaluate in kinds.items():
-            evaluate()  # compares the data once
+            for _ in range(2):
+                evaluate()  # compares the data once; then the data move
             with cuda.Waits() as waits:
                 evaluate()
-            found[name] = [what for what, _ in waits.found if what not in AFTER_ALL_WORK]
+            found[name] = [f"{what}: {place}" for what, place in waits.found if what not in AFTER_ALL_WORK]
         return found
 
 

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from ddp_loop.accelerators import accelerator_of
+from ddp_loop.accelerators import accelerator_of, sent
 from ddp_loop.batch_norm.captures import NO_VALUES, BatchStatistics, Captures, FlatStatistics
 from ddp_loop.batch_norm.custom_layers import BatchNormInterceptor, CustomNorm
 from ddp_loop.batch_norm.pooled import LayerGroup, RecomputeGuard
@@ -415,11 +415,11 @@ class BatchNormStatistics:
             torch.cat(pieces, out=row)
 
     def _on_device(self, counts: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
-        """Counts as a tensor, cached: they are few, and each copy to a GPU would make the host wait."""
+        """Counts as a tensor, cached: they are few."""
         if counts not in self._counts:
             if len(self._counts) > 64:  # sequences with ever new lengths
                 self._counts.clear()
-            self._counts[counts] = torch.tensor(counts, dtype=like.dtype, device="cpu").to(like.device)
+            self._counts[counts] = sent(torch.tensor(counts, dtype=like.dtype, device="cpu"), like.device)
         return self._counts[counts]
 
     def apply(self, rows: torch.Tensor, calls: tuple[int, ...], keep: torch.Tensor | None = None) -> None:

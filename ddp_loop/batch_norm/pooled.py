@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddp_loop.accelerators import accelerator_of
+from ddp_loop.accelerators import accelerator_of, sent
 from ddp_loop.batch_norm.custom_layers import CustomNorm
 
 _FEW = 15  # rows, up to which torch adds them one by one too
@@ -105,9 +105,10 @@ class LayerGroup:
         self._layers = layers
         sizes = torch.tensor(self.sizes, device="cpu")
         owner = torch.arange(len(layers), device="cpu").repeat_interleave(sizes)  # of each channel
-        self._owner = owner.to(layers[0].running_mean.device if layers[0].running_mean is not None else "cpu")
+        there = layers[0].running_mean.device if layers[0].running_mean is not None else owner.device
+        self._owner = sent(owner, there)
         eps = [layer.eps if isinstance(layer, _BatchNorm) else 0.0 for layer in layers]
-        self._eps = torch.tensor(eps, dtype=torch.float64, device="cpu").to(self._owner.device)
+        self._eps = sent(torch.tensor(eps, dtype=torch.float64, device="cpu"), there)
         self._momenta: list[float | None] = []
         self._factors = torch.empty(0, device="cpu")
 

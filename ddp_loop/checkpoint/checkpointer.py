@@ -30,7 +30,8 @@ import torch
 from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files
 from ddp_loop.checkpoint.config import Config
 from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, on_other_ranks, set_status, write_error
-from ddp_loop.checkpoint.serialization import SerializedState, StagingBuffers
+from ddp_loop.checkpoint.serialization import SerializedState
+from ddp_loop.checkpoint.staging import StagingBuffers
 from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, settings_of
 from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
 from ddp_loop.determinism import check_count

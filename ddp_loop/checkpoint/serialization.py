@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ddp_loop.accelerators import accelerator_of, wait_for
-
 # [Note: Tags] None, booleans, strings, finite floats, 64-bit integers and lists stand for themselves. Other values are
 # objects with one key, the tag: {"dict": [[key, value], ...]}, {"tensor": [name, dtype, shape, strides]}. Only the tags
 # of `_Deserializer.READERS` are read, so a file can produce values of a fixed set of types only.
@@ -24,7 +22,6 @@ from ddp_loop.accelerators import accelerator_of, wait_for
 LEVELS = 100  # of nesting; Python's own stack ends at 1,000 frames
 JSON_LEVELS = 4 * LEVELS + 10  # a level of the state takes up to 4 of JSON
 NAME_LETTERS = 200
-KEPT_BYTES = 64 << 20  # of a copy whose memory waits for the next one
 
 # The dtypes that every version of safetensors knows; tensors of other dtypes are stored as bytes.
 NATIVE = (
@@ -99,45 +96,6 @@ def parse(data: bytes) -> Any:
         return json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_no_constant)
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
-
-
-class StagingBuffers:
-    """Copies serialized states into memory that it reuses: mapping fresh pages takes longer than the copy.
-
-    A large state's copy is not kept beyond its use. At most KEPT_BYTES of a copy are pinned memory, which a GPU copies
-    to quickly: torch keeps freed pinned memory for itself, and to pin more anew for each copy would take longer than
-    the copy.
-    """
-
-    def __init__(self) -> None:
-        self._memory: dict[str, torch.Tensor] = {}
-
-    def copy(self, packed: SerializedState) -> SerializedState:
-        """Copy the tensors to the CPU; this overwrites the result of the last call."""
-        memory, taken = {}, 0
-        pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for name, tensor in packed.tensors.items():
-            own = self._memory.get(name)
-            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                device = tensor.device if taken + tensor.nbytes <= KEPT_BYTES else torch.device("cpu")
-                own = accelerator_of(device).empty_on_host(tensor)
-            taken += own.nbytes
-            memory[name] = own
-            here, there = pairs.setdefault(tensor.device, ([], []))
-            here.append(own)
-            there.append(tensor)
-        with torch.no_grad():
-            events = [accelerator_of(device).start_copies(*copies) for device, copies in pairs.items()]
-        for event in events:
-            if event is not None:
-                wait_for(event)
-        self._memory = memory
-        return SerializedState(packed.structure, dict(memory))
-
-    def free_if_large(self) -> None:
-        """Free the memory of the last copy, unless it is small enough to wait for the next one."""
-        if sum(one.nbytes for one in self._memory.values()) > KEPT_BYTES:
-            self._memory = {}
 
 
 class _Serializer:

@@ -40,10 +40,11 @@ class Batches:
 
     Args:
         data: one of four kinds. Tensors or arrays with one row per sample (one, a tuple or dict of them, or an
-            object with `tensors`), kept on the device if they fit. A map-style data set, read by `DataLoader`. A
-            source without a length, which returns sample number i as `source[i]` or `source(i)` and whose numbers
-            continue from epoch to epoch. A stream (an `IterableDataset`, or an object with `__iter__` only), which
-            every rank reads from the start in each epoch, keeping its own shards.
+            object with `tensors`), kept on the device from the second step on if they take less than half of the
+            memory that the first step left there. A map-style data set, read by `DataLoader`. A source without a
+            length, which returns sample number i as `source[i]` or `source(i)` and whose numbers continue from epoch to
+            epoch. A stream (an `IterableDataset`, or an object with `__iter__` only), which every rank reads from the
+            start in each epoch, keeping its own shards.
         batch_size: B, the number of samples in a mini-batch over all ranks (see `scale_batch_size`). With
             `partition` "local" or "own" None takes all of each part, however much, as one mini-batch; the data need a
             length.
@@ -309,6 +310,19 @@ class Batches:
         """The number of values that each rank announces in a step; see `Announcement`."""
         return 0 if self._own is None else self._own.announced
 
+    @property
+    def waits(self) -> bool:
+        """Whether data wait on the host until a first step shows how much memory their device has left."""
+        return isinstance(self._reader, TensorReader) and self._reader.waits
+
+    def move_after(self, mini_batch: MiniBatch) -> None:
+        """Move such data to their device if they fit; called when the step with a mini-batch is over.
+
+        A mini-batch with fewer samples than others, from which a run may resume, shows too little.
+        """
+        if isinstance(self._reader, TensorReader) and mini_batch.samples >= sum(self.sizes(0)):
+            self._reader.move()
+
     def _samples(self, position: int) -> int:
         if self.length is None:
             return self.batch_size
@@ -351,9 +365,12 @@ class Batches:
         """What `indices` returns; a range where nothing is shuffled."""
         if self.length is not None and (self.shuffle or self._parts is not None):
             if self._order is None or self._order[0] != epoch:
-                order, reader = self._make_order(epoch - 1, self.length), self._reader
-                self._order = epoch, reader.on_place(order) if isinstance(reader, TensorReader) else order
-            return self._order[1][start : start + number]
+                self._order = epoch, self._make_order(epoch - 1, self.length)
+            order, reader = self._order[1], self._reader
+            if isinstance(reader, TensorReader) and order.device != reader.place:
+                order = reader.on_place(order)
+                self._order = epoch, order
+            return order[start : start + number]
         start += 0 if self._has_length else (epoch - 1) * (self.length or 0)
         return range(start, start + number)
 
@@ -371,6 +388,7 @@ class Batches:
             epoch: counted from 1, as `Step.epoch`.
             start: the position of the first mini-batch, counted from 0.
             held: whether the caller still reads mini-batches after it stops iterating; the workers then keep running.
+                It does not read ahead, and does not call `move_after`.
             agrees: whether all ranks iterate together, and sum up the announcements of each mini-batch.
 
         Raises:
@@ -385,9 +403,12 @@ class Batches:
             return
         change = None if self._transform is None else self._changed
         if isinstance(self._reader, TensorReader):
+            if held and self._reader.has_served:
+                self._reader.move()
             for mini_batch in self._plan(epoch, start):
                 rows = map(self._reader.one, self._requests([mini_batch]))
                 yield LoadedBatch(mini_batch, rows, change, self._nothing)
+                self._reader.has_served |= held
             return
         # Two plans: a reader may run ahead, and on a rank without shards it never starts.
         stream = self._reader(self._requests(self._plan(epoch, start)))

@@ -1,7 +1,18 @@
-"""Containers of tensors: a function applied to each tensor, and each part on its device."""
+"""Containers of tensors: a function applied to each tensor, and each part on its device.
+
+[Note: Placement] How much memory a device has left is known only after a step: a network's activations, gradients and
+optimizer may need most of it. So data for a device with limited memory stay on the host at first, and their shards are
+copied from pinned memory. They move once, after the first step of a loop that had a whole mini-batch, or at the start
+of a second pass of another kind, such as an evaluation. A single pass gains nothing from a move, and one before
+training knows nothing of a step. Data move that take less than half of what the peak left, so that a larger evaluation
+has room. The memory of freed tensors is given back first: else the data would lie in the midst of what the next step
+needs in one piece. The host waits for this move, and for no other copy. Each rank decides by its own device, since
+values and bits do not depend on where data lie; so there is no collective.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -117,16 +128,33 @@ def _all_on(data: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), data)
 
 
+def is_limited(device: torch.device) -> bool:
+    """Whether it is known how much of the device's memory is free."""
+    return accelerator_of(device).memory_free() < math.inf
+
+
+def at_first(parts: Any, device: torch.device) -> Any:
+    """`parts` on the device, or on the host if its memory is limited; what is there stays. See [Note: Placement]."""
+    if not is_limited(device):
+        return _all_on(parts, device)
+    return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to("cpu"), parts)
+
+
 def fits(parts: Any, device: torch.device) -> bool:
-    """Whether the tensors in `parts` fit on the device, beside a network."""
-    size = sum(tensor.nbytes for tensor in tensors_in(parts))
-    # Half of the free memory is left for the network. Data that do not fit are copied shard by shard.
+    """Whether the tensors in `parts` that are elsewhere fit on the device, beside the steps so far."""
+    size = sum(tensor.nbytes for tensor in tensors_in(parts) if tensor.device != device)
     return 2 * size < accelerator_of(device).memory_free()
 
 
-def keep_if_fits(parts: Any, device: torch.device) -> Any:
-    """`parts` on the device, or on the CPU if they do not fit."""
-    return _all_on(parts, device if fits(parts, device) else torch.device("cpu"))
+def move_if_fits(parts: Any, device: torch.device) -> Any:
+    """`parts` on the device, or as they are if they do not fit."""
+    if all(tensor.device == device for tensor in tensors_in(parts)):
+        return parts
+    accelerator_of(device).empty_cache()
+    try:
+        return _all_on(parts, device) if fits(parts, device) else parts
+    except torch.OutOfMemoryError:  # other processes on this device move their data at the same time
+        return parts
 
 
 def without_rows(data: Any) -> Any:

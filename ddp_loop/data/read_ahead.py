@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from ddp_loop.data.batches import Batches
 from ddp_loop.data.loaded_batch import LoadedBatch
+from ddp_loop.data.shards import MiniBatch
 
 
 def _nothing() -> Generator[LoadedBatch, None, None]:
@@ -24,6 +25,8 @@ class ReadAhead:
         self._batches = batches
         self._stream = _nothing()
         self._ahead: list[LoadedBatch | Exception | None] = []  # the next one, once it was read
+        self._waits = batches.waits
+        self._taken: MiniBatch | None = None  # the one of the step before, while data wait
 
     @contextmanager
     def epoch(self, number: int, start: int) -> Iterator[None]:
@@ -51,9 +54,14 @@ class ReadAhead:
 
     def take(self) -> LoadedBatch | None:
         """The next mini-batch; None at the epoch's end. An error in its data is raised here."""
+        if self._waits and self._taken is not None:
+            self._batches.move_after(self._taken)
+            self._waits = self._batches.waits
         loaded = self._ahead.pop() if self._ahead else next(self._stream, None)
         if isinstance(loaded, Exception):
             raise loaded
+        if self._waits:
+            self._taken = None if loaded is None else loaded.mini_batch
         return loaded
 
     def read(self) -> None:

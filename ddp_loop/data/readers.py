@@ -23,11 +23,13 @@ from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.placement import (
     EncodedTensors,
     Places,
+    at_first,
     at_places,
     devices_in,
     gpu_in,
-    keep_if_fits,
+    is_limited,
     map_tensors,
+    move_if_fits,
     tensors_in,
     to_devices,
 )
@@ -131,7 +133,7 @@ def common_length(parts: Any) -> int:
 
 
 class TensorReader:
-    """Reads shards from tensors by index; the tensors stay on their devices if they fit.
+    """Reads shards from tensors by index; the tensors move to their devices if they fit. See [Note: Placement].
 
     Args:
         parts: the tensors.
@@ -141,6 +143,8 @@ class TensorReader:
 
     Attributes:
         place: the device of all tensors; the CPU if they have several. Indices on this device need no copy.
+        waits: whether tensors wait on the host until it is known how much memory their devices have left.
+        has_served: whether a pass has come to a second mini-batch, or to its end.
     """
 
     def __init__(
@@ -154,8 +158,21 @@ class TensorReader:
         stays = self._pins is not None and any(accelerator_of(place).is_host for place in devices_in(places))
         if decode is not None and stays:  # what is decoded later is not in pinned memory
             parts, decode = decode(parts), None
-        self._decode = decode
-        self._parts = at_places(keep_if_fits, parts, places)
+        self._decode, self._places = decode, places
+        self._parts = at_places(at_first, parts, places)
+        self._find_homes()
+        self.waits = self._elsewhere is not None and any(map(is_limited, devices_in(places)))
+        self.has_served = False
+
+    def move(self) -> None:
+        """Move what waits on the host to its devices if it fits there, once; the host waits."""
+        if self.waits:
+            self._parts = at_places(move_if_fits, self._parts, self._places)
+            self._find_homes()
+            self.waits = False
+
+    def _find_homes(self) -> None:
+        """Look where the tensors are."""
         self._homes = list(dict.fromkeys(tensor.device for tensor in tensors_in(self._parts)))
         self.place = self._homes[0] if len(self._homes) == 1 else torch.device("cpu")
         stay: list[bool] = []
@@ -163,8 +180,8 @@ class TensorReader:
         def look(part: Any, place: torch.device) -> None:
             stay.extend(tensor.device == place for tensor in tensors_in(part))
 
-        at_places(look, self._parts, places)
-        self._elsewhere = None if all(stay) else places
+        at_places(look, self._parts, self._places)
+        self._elsewhere = None if all(stay) else self._places
         parts = self._parts if type(self._parts) is tuple and all(stay) and len(self._homes) == 1 else ()
         if self._pins is not None and any(accelerator_of(home).is_host for home in self._homes):
             parts = ()
@@ -197,7 +214,7 @@ class TensorReader:
 
 
 def _on(device: torch.device, indices: torch.Tensor | range) -> torch.Tensor | range:
-    return indices if isinstance(indices, range) else indices.to(device, non_blocking=True)
+    return indices if isinstance(indices, range) else sent(indices, device)
 
 
 def _rows(tensor: torch.Tensor, at: torch.Tensor | range) -> torch.Tensor:

@@ -275,6 +275,11 @@ class SequenceBatches(Batches):
             have, position = have + int(rows.lengths.sum()), position + 1
         return torch.from_numpy(np.concatenate(found)[skipped : skipped + number])
 
+    @property
+    def waits(self) -> bool:
+        """Whether data wait on the host to be moved; each chunk is copied when it is read."""
+        return False
+
     def _loaded(self, epoch: int, start: int, *, held: bool, agrees: bool) -> Generator[LoadedBatch, None, None]:
         """The generator of `epoch`; there are no workers to keep, and all ranks know every mini-batch."""
         for position in range(start, self.steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
+from ddp_loop.checkpoint import staging
 from ddp_loop.determinism import checksum_all, digest
 from tests.support.harness import OnRanks
 
@@ -42,6 +44,21 @@ def test_a_run_resumes_on_another_number_of_gpus_with_the_same_bits(
     whole = on_fake_gpus(1, train, str(tmp_path / "whole"), 8)[0]
     on_fake_gpus(before, train, str(tmp_path / "parts"), 4)
     assert on_fake_gpus(after, train, str(tmp_path / "parts"), 8) == [whole] * after
+
+
+def train_in_small_blocks(folder: str, steps: int) -> tuple[int, str]:
+    with mock.patch.object(staging, "BLOCK_BYTES", 5000), mock.patch.object(staging, "KEPT_BYTES", 0):
+        return train(folder, steps)
+
+
+@pytest.mark.covers("J18")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_copied_in_many_pieces_has_the_state_of_its_step(
+    on_fake_gpus: OnRanks, tmp_path: Path, ranks: int
+) -> None:
+    whole = on_fake_gpus(1, train, str(tmp_path / "whole"), 8)[0]
+    on_fake_gpus(ranks, train_in_small_blocks, str(tmp_path / "parts"), 4)
+    assert on_fake_gpus(ranks, train, str(tmp_path / "parts"), 8) == [whole] * ranks
 
 
 @pytest.mark.covers("J18")

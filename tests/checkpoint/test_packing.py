@@ -10,27 +10,25 @@ import struct
 import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from ddp_loop.accelerators import KINDS, Cpu, accelerator_of
-from ddp_loop.checkpoint import serialization
 from ddp_loop.checkpoint.serialization import (
     DTYPES,
     JSON_LEVELS,
     LEVELS,
     NATIVE,
     SerializedState,
-    StagingBuffers,
     from_tree,
     parse,
     to_tree,
 )
+from ddp_loop.checkpoint.staging import StagingBuffers
 from ddp_loop.determinism import digest
 
 
@@ -370,71 +368,3 @@ def test_json_that_is_none_or_too_deep_is_refused_quickly(text: bytes) -> None:
 
 def test_brackets_in_words_are_no_levels() -> None:
     assert parse(json.dumps(["[" * 1000, '\\"[' * 1000]).encode()) == ["[" * 1000, '\\"[' * 1000]
-
-
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
-def test_copies_use_their_memory_again_where_the_form_is_the_same() -> None:
-    copies = StagingBuffers()
-    one = copies.copy(to_tree({"a": torch.ones(3), "b": torch.ones(2), "c": 1}))
-    memory = one.tensors["a"].data_ptr()
-    two = copies.copy(to_tree({"a": torch.full((3,), 2.0), "b": torch.ones(4), "c": 2}))
-    assert two.tensors["a"].data_ptr() == memory
-    assert_same(from_tree(two), {"a": torch.full((3,), 2.0), "b": torch.ones(4), "c": 2})
-
-
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
-def test_a_copy_stays_when_the_state_goes_on() -> None:
-    weight = nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last))
-    kept = StagingBuffers().copy(to_tree({"w": weight, "half": weight.detach().half()}))
-    with torch.no_grad():
-        weight.add_(1)
-    assert from_tree(kept)["w"].eq(1).all()
-    assert from_tree(kept)["w"].stride() == weight.stride()
-
-
-class Pinning(Cpu):
-    """A device, here "meta", that counts the memory of the host that it asks for."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.asked = 0
-
-    def empty_on_host(self, like: torch.Tensor) -> torch.Tensor:
-        self.asked += like.nbytes
-        return super().empty_on_host(like)
-
-    def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> None:
-        for one in here:
-            one.zero_()
-
-
-@pytest.mark.parametrize(("sizes", "pinned"), [([5, 3], 8), ([6, 4, 2], 6), ([9, 9], 0)])
-def test_only_so_much_of_a_copy_is_pinned(
-    sizes: list[int], pinned: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.setattr(serialization, "KEPT_BYTES", 8)
-    monkeypatch.setitem(KINDS, "meta", Pinning)
-    accelerator_of.cache_clear()
-    request.addfinalizer(accelerator_of.cache_clear)
-    tensors = {str(number): torch.empty(size, dtype=torch.uint8, device="meta") for number, size in enumerate(sizes)}
-    state = SerializedState({}, tensors)
-    copies, device = StagingBuffers(), cast(Pinning, accelerator_of(torch.device("meta")))
-    for _ in range(2):
-        kept = copies.copy(state)
-        assert [one.nbytes for one in kept.tensors.values()] == sizes
-    assert device.asked == pinned
-    copies.free_if_large()
-    copies.copy(state)
-    assert device.asked == (pinned if sum(sizes) <= 8 else 2 * pinned)
-
-
-@pytest.mark.gpu
-def test_tensors_on_a_gpu_come_back_on_the_cpu() -> None:
-    state = {"w": torch.randn(100, 100, device="cuda").t(), "n": torch.ones(3)}
-    copies = StagingBuffers()
-    for _ in range(2):
-        kept = copies.copy(to_tree(state))
-        assert kept.tensors["w"].is_pinned()
-        assert_same(from_tree(kept), {"w": state["w"].cpu(), "n": state["n"]})

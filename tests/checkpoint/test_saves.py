@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from ddp_loop.checkpoint import serialization
+from ddp_loop.checkpoint import staging
 from ddp_loop.checkpoint.checkpointer import Checkpointer
 from tests.support.harness import FAULT_S, OnRanks, caught, until
 from tests.support.memory import living_tensors, only_new_objects
@@ -51,7 +51,7 @@ def steps_and_copies(folder: Path, **options: Any) -> list[int]:
 def test_a_large_state_is_in_memory_once_after_a_save(
     options: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serialization, "KEPT_BYTES", 4 * WIDTH - 1)
+    monkeypatch.setattr(staging, "KEPT_BYTES", 4 * WIDTH - 1)
     counted = steps_and_copies(tmp_path, **options)
     once = counted[0]
     assert [one - once for one in counted] == (

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import ddp_loop as dl
+from ddp_loop.accelerators import KINDS, Accelerator, accelerator_of
+from ddp_loop.data.placement import parse_devices, tensors_in
+from ddp_loop.data.readers import Request, TensorReader
 from ddp_loop.distributed import RankFailed
 from tests.support.harness import OnRanks
 from tests.support.sources import Pair
@@ -54,12 +57,25 @@ def test_one_device_is_for_all_parts(options: dict[str, Any]) -> None:
     assert [part.device.type for part in shards((INPUTS, LABELS), None, **options)[0]] == ["cpu", "cpu"]
 
 
-def test_a_part_whose_device_is_full_is_copied_shard_by_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ddp_loop.data.placement
+class Limited(Accelerator):
+    """A device, here "meta", with little memory left."""
 
-    monkeypatch.setattr(ddp_loop.data.placement, "fits", lambda parts, device: len(parts[0]) < 3)
-    data = (INPUTS, torch.ones(6, 3), LABELS[:, None])
-    assert [part.device.type for part in shards(data, ("meta", "meta", None))[0]] == ["meta", "meta", "cpu"]
+    def memory_free(self) -> float:
+        return 100.0
+
+
+def test_a_part_that_does_not_fit_is_copied_shard_by_shard(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setitem(KINDS, "meta", Limited)
+    accelerator_of.cache_clear()
+    request.addfinalizer(accelerator_of.cache_clear)
+    places = parse_devices(("meta", "meta", None), torch.device("cpu"))
+    reader = TensorReader((INPUTS, torch.ones(6, 3), LABELS[:, None]), places)  # 48, 72 and 48 bytes
+    for stored in (["cpu", "cpu", "cpu"], ["meta", "cpu", "cpu"]):
+        assert [part.device.type for part in tensors_in(reader._parts)] == stored
+        assert [part.device.type for part in reader.one(Request(0, 0, range(4)))] == ["meta", "meta", "cpu"]
+        reader.move()
 
 
 def labels_seen() -> list[int]:

@@ -14,8 +14,8 @@ sums by gloo on copies.
   memory given back while another stream uses it, without `record_stream`.
 * New and freed memory holds 0xFF. The output of an NCCL operation does so until `wait`, which lets the stream wait for
   it. NCCL refuses what the real one refuses: tensors of the host, with gaps, of other dtypes.
-* Tensors of two devices in one operation raise. Launches, and the allocations on each device, are counted. A limit of
-  memory raises torch.OutOfMemoryError.
+* Tensors of two devices in one operation raise. Launches, the allocations on each device, and pinned bytes are
+  counted. A limit of memory raises torch.OutOfMemoryError.
 
 [Note: What it cannot show] Speed, the caching allocator's fragments, the watchdog and the sockets of the real NCCL,
 CUDA graphs, torch.compile, and bits of a GPU's kernels. docs/benchmarks/gpu.md lists what only a real GPU shows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -64,6 +65,22 @@ class Waits:
 
     def __exit__(self, *error: object) -> None:
         _listeners.remove(self._note)
+
+
+@contextmanager
+def limited(more: int) -> Iterator[None]:
+    """Let the device have `more` bytes beside those in use, as long as the block lasts."""
+    global total_bytes
+    before = total_bytes
+    gc.collect()
+    device.reset_peak()
+    total_bytes = device.memory()[0] + more
+    device.limit_memory(total_bytes)
+    try:
+        yield
+    finally:
+        total_bytes = before
+        device.limit_memory(before)
 
 
 class Stream(torch.Stream):

@@ -279,12 +279,15 @@ static DeviceAllocator device_allocator;
 
 static auto& pinned_lock = *new std::mutex;
 static auto& pinned = *new std::map<const char*, size_t>;
+static std::atomic<int64_t> pinned_now{0}, pinned_peak{0};
 
 struct PinnedAllocator final : c10::Allocator {
   static void give_back(void* start) {
     {
       std::lock_guard<std::mutex> held(pinned_lock);
-      pinned.erase(static_cast<const char*>(start));
+      auto found = pinned.find(static_cast<const char*>(start));
+      pinned_now -= found->second;
+      pinned.erase(found);
     }
     std::free(start);
   }
@@ -294,6 +297,8 @@ struct PinnedAllocator final : c10::Allocator {
     TORCH_CHECK(posix_memalign(&start, 64, bytes) == 0, "the host has no memory left to pin");
     std::lock_guard<std::mutex> held(pinned_lock);
     pinned[static_cast<const char*>(start)] = bytes;
+    pinned_now += bytes;
+    pinned_peak = std::max(pinned_peak.load(), pinned_now.load());
     return {start, start, &give_back, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
@@ -718,7 +723,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return found;
   });
   m.def("memory", [] { return std::make_pair(bytes_now.load(), bytes_peak.load()); });
-  m.def("reset_peak", [] { bytes_peak = bytes_now.load(); });
+  m.def("pinned_memory", [] { return std::make_pair(pinned_now.load(), pinned_peak.load()); });
+  m.def("reset_peak", [] {
+    bytes_peak = bytes_now.load();
+    pinned_peak = pinned_now.load();
+  });
   m.def("limit_memory", [](int64_t bytes) { bytes_most = bytes; });
   m.def("slow_down", [](double seconds) { slow_s = seconds; });
   m.def("check_order", [](bool is_on) { checks_order = is_on; });

@@ -1,0 +1,110 @@
+"""Copies of a serialized state in the host's memory, from a GPU through a few blocks of pinned memory.
+
+[Note: Blocks] A GPU copies to pinned memory while the host continues, and to other memory only while it waits, at a
+fraction of the speed. But torch keeps pinned memory that was freed, so to pin all of a large state would take as much
+of the host for good. So the tensors' bytes, one after another, are cut into pieces of a block. The GPU copies a piece
+into one block while the host copies the piece before it out of another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from ddp_loop.accelerators import Accelerator, Event, accelerator_of, wait_for
+from ddp_loop.checkpoint.serialization import SerializedState
+
+KEPT_BYTES = 64 << 20  # of a copy whose memory waits for the next one
+BLOCK_BYTES = 32 << 20
+BLOCKS = 2
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # on the host, and on a device
+
+
+class StagingBuffers:
+    """Copies serialized states into memory that it reuses: mapping fresh pages takes longer than the copy.
+
+    A large state's copy is not kept beyond its use.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def copy(self, packed: SerializedState) -> SerializedState:
+        """Copy the tensors to the CPU, completely; this overwrites the result of the last call."""
+        memory = {}
+        pairs: dict[torch.device, list[Pair]] = {}
+        for name, tensor in packed.tensors.items():
+            own = self._memory.get(name)
+            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+                own = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            memory[name] = own
+            pairs.setdefault(tensor.device, []).append((own, tensor))
+        with torch.no_grad():
+            for device, copies in pairs.items():
+                _copy(accelerator_of(device), copies)
+        self._memory = memory
+        return SerializedState(packed.structure, dict(memory))
+
+    def free_if_large(self) -> None:
+        """Free the memory of the last copy, unless it is small enough to wait for the next one."""
+        if sum(one.nbytes for one in self._memory.values()) > KEPT_BYTES:
+            self._memory = {}
+
+
+def _copy(accelerator: Accelerator, pairs: Sequence[Pair]) -> None:
+    """Copy each second tensor, on the device, into the first one, on the host; both are contiguous."""
+    if accelerator.is_gpu:
+        _copy_through_blocks(accelerator, pairs)
+        return
+    here, there = zip(*pairs, strict=True)
+    if (event := accelerator.start_copies(here, there)) is not None:
+        wait_for(event)
+
+
+def _copy_through_blocks(accelerator: Accelerator, pairs: Sequence[Pair]) -> None:
+    """Copy by way of pinned memory. See [Note: Blocks]."""
+    size = min(BLOCK_BYTES, sum(tensor.nbytes for _, tensor in pairs))
+    like = torch.empty(size, dtype=torch.uint8, device="meta")
+    unused: list[torch.Tensor] = []
+    under_way: deque[tuple[Event | None, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = deque()
+
+    def finish_first() -> None:
+        event, block, staged, here = under_way.popleft()
+        if event is not None:
+            wait_for(event)
+        torch._foreach_copy_(here, staged)
+        unused.append(block)
+
+    for here, there in _cut(pairs, size):
+        if len(under_way) == BLOCKS:
+            finish_first()
+        block = unused.pop() if unused else accelerator.empty_on_host(like)
+        lengths = [len(one) for one in there]
+        staged = list(block[: sum(lengths)].split_with_sizes(lengths))
+        under_way.append((accelerator.start_copies(staged, there), block, staged, here))
+    while under_way:
+        finish_first()
+
+
+def _cut(pairs: Iterable[Pair], most: int) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """The tensors as bytes, on the host and on the device, in groups of up to `most` bytes."""
+    here: list[torch.Tensor] = []
+    there: list[torch.Tensor] = []
+    room = most
+    for own, tensor in pairs:
+        target, source = own.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        while len(source) > room:
+            here.append(target[:room])
+            there.append(source[:room])
+            yield here, there
+            target, source = target[room:], source[room:]
+            here, there, room = [], [], most
+        if len(source):
+            here.append(target)
+            there.append(source)
+            room -= len(source)
+    if here:
+        yield here, there
