@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import ddp_loop as dl
 from ddp_loop.accelerators import HostCopy, all_gpus, gpu_count
 from ddp_loop.distributed import describe_devices
-from tests.checkpoint.test_gpu_checkpoints import train
+from tests.support.gpu_runs import train
 from tests.support.gpu_steps import SCENARIOS, run
 from tests.support.harness import OnRanks
 

@@ -48,13 +48,11 @@ def join_world(
             model = Network().to(world.device)
 
     Args:
-        device: "auto" (a GPU if there is one), "cpu" or "gpu"; or some of the machine's GPUs, by index ("cuda:2",
-            "cuda:0,2") or by UUID ("GPU-3f1a..."; the first letters are enough). Each local rank gets one of them, in
-            their order. The process leaves the others untouched. A GPU is any accelerator of torch: "xpu", "npu" or
-            "xpu:0,2" work alike. On Apple's "mps", where torch has no sums between ranks, only one rank runs, and
-            "auto" is the CPU.
-        share_gpus: let several ranks have one GPU, where there are more ranks than GPUs. Sums then go over gloo, since
-            NCCL needs a GPU for each rank. By default ranks with the same GPU are refused.
+        device: "auto" (a GPU if there is one), "cpu" or "gpu"; a type of torch's accelerators ("xpu"); or some of the
+            machine's GPUs, by index ("cuda:2", "xpu:0,2") or by UUID ("GPU-3f1a...", or its first letters). Each local
+            rank gets one of them, in their order. The process leaves the others untouched.
+        share_gpus: let several ranks have one CUDA GPU, where there are more ranks than GPUs. Sums then go over gloo,
+            since NCCL needs a GPU for each rank. By default ranks with the same GPU are refused.
         seed: of Python's, NumPy's and torch's generators, and of every random stream of a loop.
         threads: CPU threads of torch on each rank. Fixed, since 1 and 2 threads give different bits: torchrun sets
             1, and plain Python takes all cores.

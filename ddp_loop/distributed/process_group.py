@@ -175,13 +175,12 @@ class ProcessGroups:
     @staticmethod
     def _require_sums(group: dist.ProcessGroup, device: torch.device) -> None:
         """Refuse a group of the script that cannot sum what lies on the CPU, or on the device."""
-        for kind in dict.fromkeys(("cpu", device.type)):
+        own = accelerator_of(device)
+        usual = "cuda:nccl" if own.is_host else f"{own.kind}:{own.backend}"
+        for name, one in (("CPU", torch.device("cpu")), (own.kind, device)):
             try:
-                group._get_backend(torch.device(kind))
+                group._get_backend(one)
             except RuntimeError as error:
-                name = "CPU" if kind == "cpu" else kind
-                own = accelerator_of(device)
-                usual = "cuda:nccl" if own.is_host else f"{own.kind}:{own.backend}"
                 raise ValueError(
                     f"The process group needs a backend for the {name} too. This one has "
                     f'{dist.get_backend_config(group)}. Use init_process_group("cpu:gloo,{usual}"), or leave the group '
