@@ -6,12 +6,14 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import ddp_loop as dl
+from ddp_loop.accelerators import accelerator_of
 from ddp_loop.distributed import join
 from tests.support.gpu_steps import SCENARIOS, weights_of
 from tests.support.harness import FAULT_S, OnRanks, caught
@@ -33,7 +35,7 @@ def seeing(visible: Sequence[str], name: str = "") -> Iterator[None]:
         yield
 
 
-def train(visible: Sequence[str], scenario: str, name: str = "", **options: bool) -> tuple[str, str, bool]:
+def train(visible: Sequence[str], scenario: str, name: str = "", **options: Any) -> tuple[str, str, bool]:
     """The device, the backends, and whether the weights are those of the CPU."""
     with seeing(visible, name):
         with dl.join_world(device="gpu", seed=0, **options) as world:
@@ -153,13 +155,13 @@ def join_without(backend: str) -> tuple[Caught, str]:
     with mock.patch.dict(known, {"npu": backend}):
         if not backend:
             del known["npu"]
-        join.accelerator_of.cache_clear()
+        accelerator_of.cache_clear()
         try:
             refused = join_seeing([""] * 2, "npu")
             with dl.join_world() as world:
                 return refused, str(world.device)
         finally:
-            join.accelerator_of.cache_clear()
+            accelerator_of.cache_clear()
 
 
 @pytest.mark.covers("J18")

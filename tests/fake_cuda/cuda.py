@@ -297,7 +297,8 @@ def _put_backends() -> None:
     groups._NCCL_AVAILABLE = True
     groups.is_nccl_available = package.is_nccl_available = lambda: True
     groups.ProcessGroupGloo = ProcessGroupGloo
-    torch._C._distributed_c10d.Backend.options = types.SimpleNamespace()  # torch notes the ranks of a group there
+    backend: Any = torch._C._distributed_c10d.Backend
+    backend.options = types.SimpleNamespace()  # torch notes the ranks of a group there
 
 
 _put_on_torch()
