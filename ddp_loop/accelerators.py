@@ -1,4 +1,4 @@
-"""Accelerators: what a device is and can do, one class for each kind. A new kind of device is one new class here.
+"""Accelerators: what a device is and can do. `Cuda` alone knows of NCCL; `TorchAccelerator` serves every other kind.
 
 [Note: Asynchronous] A GPU computes while the host continues, so reading a value makes the host wait for it. Values of
 an asynchronous device are therefore copied to the host and read one step later, and what the ranks decide together
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 _CHECK_S = 0.5  # between two checks while the host waits for a device
 _SPIN_S = 0.005  # so long a wait looks without a pause
@@ -27,6 +29,7 @@ _NAP_S = 0.0002
 _READS = "synchronizing CUDA operation"  # in torch's warning
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
 _SLICE = "MIG"
+_VISIBLE = ("VISIBLE_DEVICES", "VISIBLE_MODULES", "AFFINITY_MASK")  # how such variables of a kind of device end
 _WATCHDOG_LATER = timedelta(seconds=30)  # than the host's own timeout
 _checks: list[Callable[[], None]] = []
 
@@ -42,7 +45,7 @@ class Event(Protocol):
 
 
 class Accelerator:
-    """A device of a kind without a class of its own: it counts as asynchronous, and its copies block.
+    """A device that is no accelerator of torch, such as "meta": it counts as asynchronous, and its copies block.
 
     Args:
         device: such as cuda:0.
@@ -53,12 +56,20 @@ class Accelerator:
         is_host: whether its memory is the host's, and its kernels are those of the CPU.
         is_gpu: whether it has a generator of its own, and copies to pinned memory while the host continues.
         has_batch_norm_kernels: whether torch has the kernels of nn.SyncBatchNorm for it.
+        can_be_shared: whether several ranks can have it: gloo takes its tensors.
+        needs_triton: whether torch.compile needs Triton for it.
+        backend: of torch.distributed for its tensors; empty where torch has none.
+        visibility: the environment variable that gives a process some of these devices; empty if unknown.
     """
 
     is_asynchronous = True
     is_host = False
     is_gpu = False
     has_batch_norm_kernels = False
+    can_be_shared = True
+    needs_triton = False
+    backend = "gloo"
+    visibility = ""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.kind = device, device.type
@@ -69,6 +80,16 @@ class Accelerator:
 
     def activate(self) -> None:
         """Make it this process's current device."""
+
+    def initialize(self) -> None:
+        """Have torch initialize devices of this kind; no device gets a context."""
+
+    def require_backend(self, ranks: int) -> None:
+        """Refuse so many ranks on such devices, if torch has no backend for their sums.
+
+        Raises:
+            ValueError: it has none.
+        """
 
     def uuid(self) -> str:
         """The device's UUID as nvidia-smi shows it, such as "GPU-3f1a..."; empty for a device without one."""
@@ -195,19 +216,133 @@ class Cpu(Accelerator):
         return 0.0
 
 
-class Cuda(Accelerator):
-    """A GPU that torch reaches by CUDA or ROCm."""
+class TorchAccelerator(Accelerator):
+    """An accelerator of torch, of any kind: what `torch.accelerator` and the kind's own module have in common."""
 
     is_gpu = True
-    has_batch_norm_kernels = True
+    can_be_shared = False
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.needs_triton = self.kind in ("cuda", "xpu")
+        self.backend = dist.Backend.default_device_backend_map.get(self.kind, "")
 
     def __str__(self) -> str:
-        properties = torch.cuda.get_device_properties(self.device)
-        return f"{self.device}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        properties = self._properties()
+        name, size = getattr(properties, "name", self.kind), getattr(properties, "total_memory", 0)
+        return f"{self.device}: {name}" + (f", {size / 2**30:.0f} GiB" if size else "")
+
+    @property
+    def _module(self) -> Any:
+        """Such as torch.cuda."""
+        return torch.get_device_module(self.device)
+
+    def _properties(self) -> Any:
+        """What the kind's module says of the device; None where it says nothing."""
+        ask = getattr(self._module, "get_device_properties", None)
+        return None if ask is None else ask(self.device)
 
     def activate(self) -> None:
-        torch.cuda.init()  # otherwise the generators exist only after the first tensor on the device
+        torch.accelerator.set_device_index(self.device)
+
+    def require_backend(self, ranks: int) -> None:
+        if ranks > 1 and not has_own_backend(self):
+            has = "gloo, which takes no such tensors" if self.backend else "none"
+            raise ValueError(
+                f"Ranks on {self.kind} devices need a backend of torch.distributed for their sums. torch has {has}. "
+                'Start one rank, pass device="cpu", or install and import the package with the backend.'
+            )
+
+    def uuid(self) -> str:
+        return str(getattr(self._properties(), "uuid", ""))
+
+    def identity(self) -> str:
+        """Its UUID; without one its index, the host, and the variables that may give each rank another device."""
+        chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.endswith(_VISIBLE)]
+        return self.uuid() or ", ".join([f"{self.device} on host {socket.gethostname()}", *chosen])
+
+    def process_group(self, identities: Sequence[str]) -> tuple[str, torch.device | None]:
+        """The backend that torch has for such devices; it connects when it is first used."""
+        return f"cpu:gloo,{self.kind}:{self.backend}", None
+
+    def start_copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        host = self.empty_on_host(tensor)
+        return host, self.start_copies([host], [tensor.detach()])
+
+    def empty_on_host(self, like: torch.Tensor) -> torch.Tensor:
+        """Pinned memory, to which the device copies while the host continues."""
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
+
+    def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> Event:
+        """Copy on the device's current stream, after the work launched there before."""
+        torch._foreach_copy_(here, there, non_blocking=True)  # type: ignore[arg-type]
+        return self._event(enable_timing=False)
+
+    def mark(self) -> Event:
+        """An event on the device's current stream."""
+        return self._event(enable_timing=True)
+
+    def seconds(self, first: Any, last: Any) -> float:
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1000
+
+    def _event(self, *, enable_timing: bool) -> torch.Event:
+        event = torch.Event(self.device, enable_timing=enable_timing)
+        event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+    def seed(self, key: int) -> None:
+        """Seed its generator. A DataLoader's worker has no device, and does nothing."""
+        if self._is_in_use():
+            with torch.accelerator.device_index(self.device.index):
+                self._module.manual_seed(key)
+
+    def random_state(self) -> torch.Tensor | None:
+        state: torch.Tensor | None = self._module.get_rng_state(self.device) if self._is_in_use() else None
+        return state
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        self._module.set_rng_state(state.contiguous(), self.device)
+
+    def _is_in_use(self) -> bool:
+        """Whether this process has initialized such devices; a forked one cannot use what its parent initialized."""
+        is_forked = getattr(self._module, "_is_in_bad_fork", lambda: False)
+        return not is_forked() and bool(getattr(self._module, "is_initialized", lambda: True)())
+
+    def memory_held(self) -> float:
+        with suppress(AttributeError, RuntimeError):  # an older torch, or an allocator that does not count
+            return float(torch.accelerator.memory_reserved(self.device))
+        return 0.0
+
+    def memory_free(self) -> float:
+        """What is free, less what this process gave back since its peak: its next step will take that again.
+
+        0 if unknown, so that data are copied shard by shard.
+        """
+        with suppress(AttributeError, RuntimeError):
+            peak = torch.accelerator.max_memory_reserved(self.device)
+            given_back = peak - torch.accelerator.memory_reserved(self.device)
+            return float(torch.accelerator.get_memory_info(self.device)[0] - given_back)
+        return 0.0
+
+    def empty_cache(self) -> None:
+        with suppress(AttributeError, RuntimeError):
+            torch.accelerator.empty_cache()
+
+
+class Cuda(TorchAccelerator):
+    """A GPU that torch reaches by CUDA or ROCm."""
+
+    has_batch_norm_kernels = True
+    can_be_shared = True
+    visibility = "CUDA_VISIBLE_DEVICES"
+
+    def activate(self) -> None:
+        self.initialize()
         torch.cuda.set_device(self.device)
+
+    def initialize(self) -> None:
+        torch.cuda.init()  # otherwise the generators exist only after the first tensor on the device
 
     def uuid(self) -> str:
         return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
@@ -233,31 +368,6 @@ class Cuda(Accelerator):
 
     def has_bfloat16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-
-    def start_copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        host = self.empty_on_host(tensor)
-        return host, self.start_copies([host], [tensor.detach()])
-
-    def empty_on_host(self, like: torch.Tensor) -> torch.Tensor:
-        """Pinned memory, to which a GPU copies while the host continues."""
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
-
-    def start_copies(self, here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> Event:
-        """Copy on the device's current stream, after the work launched there before."""
-        torch._foreach_copy_(here, there, non_blocking=True)  # type: ignore[arg-type]
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def mark(self) -> torch.cuda.Event:
-        """An event on the device's current stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-        last.synchronize()
-        return float(first.elapsed_time(last)) / 1000
 
     @contextmanager
     def host_reads(self, note: Callable[[str, int], None]) -> Iterator[None]:
@@ -314,7 +424,19 @@ KINDS: dict[str, type[Accelerator]] = {"cpu": Cpu, "cuda": Cuda}
 @cache
 def accelerator_of(device: torch.device) -> Accelerator:
     """The accelerator of a device."""
-    return KINDS.get(device.type, Accelerator)(device)
+    usual = TorchAccelerator if device.type == current_kind() else Accelerator
+    return KINDS.get(device.type, usual)(device)
+
+
+def current_kind() -> str:
+    """The type of torch's accelerator, such as "cuda"; empty in a build that has none."""
+    found = torch.accelerator.current_accelerator()
+    return "" if found is None else found.type
+
+
+def has_own_backend(one: Accelerator) -> bool:
+    """Whether torch has a backend for its sums that is not gloo."""
+    return one.backend not in ("", "gloo")
 
 
 def is_asynchronous(tensor: torch.Tensor) -> bool:
@@ -330,22 +452,35 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return there.empty_on_host(tensor).copy_(tensor).to(device, non_blocking=True)
 
 
+def device_count() -> int:
+    """The number of torch's accelerators, without initializing them."""
+    kind = current_kind()
+    return int(torch.get_device_module(kind).device_count()) if kind else 0
+
+
 def gpu_count() -> int:
-    """The number of GPUs that torch sees, without initializing CUDA."""
-    return torch.cuda.device_count()
+    """The number of GPUs that ranks take unasked, without initializing them: those between which torch can sum."""
+    count = device_count()
+    return count if count and has_own_backend(accelerator_of(torch.device(current_kind(), 0))) else 0
 
 
 def all_gpus() -> list[Accelerator]:
-    """Every GPU that torch sees, in the order of their indices. CUDA is initialized; no GPU gets a context."""
-    if not torch.cuda.is_available():
-        return []
-    torch.cuda.init()
-    return [accelerator_of(torch.device("cuda", number)) for number in range(gpu_count())]
+    """Every accelerator of torch, in the order of their indices. They are initialized; none gets a context."""
+    found = [accelerator_of(torch.device(current_kind(), number)) for number in range(device_count())]
+    for one in found[:1]:
+        one.initialize()
+    return found
+
+
+def gpu_visibility() -> str:
+    """The environment variable that gives a process some GPUs; empty if unknown."""
+    return accelerator_of(torch.device(current_kind() or "cuda", 0)).visibility
 
 
 def reaches(one: Accelerator, other: Accelerator) -> bool:
-    """Whether a GPU reaches the memory of another one of its machine directly."""
-    return bool(torch.cuda.can_device_access_peer(one.device, other.device))
+    """Whether a GPU reaches the memory of another one of its machine directly, as far as torch can say."""
+    ask = getattr(torch.get_device_module(one.device), "can_device_access_peer", None)
+    return ask is None or bool(ask(one.device, other.device))
 
 
 def shares_a_gpu(identity: str, other: str) -> bool:

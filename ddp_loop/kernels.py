@@ -46,11 +46,10 @@ def compile_model(model: nn.Module, world: World) -> nn.Module:
         RuntimeError: there is no C++ compiler on the CPU, or no Triton on a GPU.
     """
     program = os.environ.get("CXX", "g++")
-    on_gpu = world.accelerator.is_gpu
-    if not on_gpu and shutil.which(program) is None:
+    if world.accelerator.is_host and shutil.which(program) is None:
         raise RuntimeError(
             f"torch.compile needs a C++ compiler on a CPU. Found no {program}. Install it, or set CXX to another one."
         )
-    if on_gpu and find_spec("triton") is None:
+    if world.accelerator.needs_triton and find_spec("triton") is None:
         raise RuntimeError("torch.compile needs Triton on a GPU. It is not installed. Run pip install triton.")
     return torch.compile(model, dynamic=False)  # type: ignore[return-value]

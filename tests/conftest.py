@@ -121,22 +121,28 @@ def on_ranks(pool: Pool) -> OnRanks:
     return run
 
 
-@pytest.fixture(scope="session")
-def fake_gpu_pool() -> Iterator[tuple[Pool, dict[str, str]]]:
-    """Workers with fake GPUs, and the variables that give a process some; skips where these cannot be built."""
+def _with_fakes(kind: str) -> Iterator[tuple[Pool, dict[str, str]]]:
     try:
-        variables = environment(USUAL_RANKS)
+        variables = environment(USUAL_RANKS, kind)
     except NoFakeCuda as why:
         pytest.skip(str(why))
     with Pool(USUAL_RANKS, variables) as pool:
         yield pool, variables
 
 
-@pytest.fixture
-def on_fake_gpus(fake_gpu_pool: tuple[Pool, dict[str, str]]) -> OnRanks:
-    """Run a function of the test file on ranks with a fake GPU each; see `tests.fake_cuda`."""
-    pool, variables = fake_gpu_pool
+@pytest.fixture(scope="session")
+def fake_gpu_pool() -> Iterator[tuple[Pool, dict[str, str]]]:
+    """Workers with fake GPUs, and the variables that give a process some; skips where these cannot be built."""
+    yield from _with_fakes("cuda")
 
+
+@pytest.fixture(scope="session")
+def fake_npu_pool() -> Iterator[tuple[Pool, dict[str, str]]]:
+    """The same device under the name that an extension of torch gives it."""
+    yield from _with_fakes("npu")
+
+
+def _on_fakes(pool: Pool, variables: dict[str, str]) -> OnRanks:
     def run(
         ranks: int,
         function: Callable[..., Result],
@@ -152,6 +158,18 @@ def on_fake_gpus(fake_gpu_pool: tuple[Pool, dict[str, str]]) -> OnRanks:
 
 
 @pytest.fixture
+def on_fake_gpus(fake_gpu_pool: tuple[Pool, dict[str, str]]) -> OnRanks:
+    """Run a function of the test file on ranks with a fake GPU each; see `tests.fake_cuda`."""
+    return _on_fakes(*fake_gpu_pool)
+
+
+@pytest.fixture
+def on_fake_npus(fake_npu_pool: tuple[Pool, dict[str, str]]) -> OnRanks:
+    """Run a function of the test file on ranks with a device `npu:N` each; see `tests.fake_cuda.npu`."""
+    return _on_fakes(*fake_npu_pool)
+
+
+@pytest.fixture
 def refused(on_ranks: OnRanks, tmp_path: Path) -> Refused:
     """Ask that all ranks refuse a scenario: `refused(3, scenario, kind="ValueError", said="must be")`."""
     return Refused(on_ranks, tmp_path / "run")
@@ -161,8 +179,8 @@ def refused(on_ranks: OnRanks, tmp_path: Path) -> Refused:
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test after which something is there that was not there before."""
     pools: list[Pool] = [request.getfixturevalue("pool")] if "pool" in request.fixturenames else []
-    if "fake_gpu_pool" in request.fixturenames:
-        pools.append(request.getfixturevalue("fake_gpu_pool")[0])
+    fakes = {"fake_gpu_pool", "fake_npu_pool"} & set(request.fixturenames)
+    pools += [request.getfixturevalue(name)[0] for name in fakes]
     before = look_around()
     yield
     allowed = {process for pool in pools for process in pool.process_ids}  # a test may have had one replaced

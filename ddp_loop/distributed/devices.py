@@ -8,10 +8,11 @@ from typing import Protocol
 
 import torch
 
-from ddp_loop.accelerators import accelerator_of, all_gpus
+from ddp_loop.accelerators import accelerator_of, all_gpus, gpu_visibility
 
 _FORMS = (
-    'device must be "auto", "cpu", "gpu", indices of GPUs such as "cuda:2" or "cuda:0,2", or UUIDs such as "GPU-3f1a"'
+    'device must be "auto", "cpu", "gpu", a type of device that torch knows such as "xpu", indices of devices such as '
+    '"cuda:2" or "cuda:0,2", or UUIDs such as "GPU-3f1a"'
 )
 
 
@@ -81,53 +82,75 @@ def gpu_uuids() -> list[str]:
 
 
 def choose_device(
-    wish: str, gpus: int, local_rank: int, uuids: Callable[[], Sequence[str]] = gpu_uuids
+    wish: str, gpus: int, local_rank: int, uuids: Callable[[], Sequence[str]] = gpu_uuids, kind: str = "cuda"
 ) -> torch.device:
-    """The device of a rank for a wish, on a machine with `gpus` GPUs.
+    """The device of a rank for a wish, on a machine with `gpus` accelerators of one kind, such as "cuda".
 
-    | wish | no GPU | GPUs |
+    | wish | none | some |
     |---|---|---|
     | auto | cpu | cuda:(local_rank mod gpus) |
     | cpu | cpu | cpu |
-    | gpu | ValueError | cuda:(local_rank mod gpus) |
+    | gpu, cuda | ValueError | cuda:(local_rank mod gpus) |
     | cuda:0,2 | ValueError | the GPU at place local_rank mod 2 of the list |
     | GPU-3f1a,GPU-77c0 | ValueError | likewise; the first letters of a UUID are enough |
+    | xpu, xpu:0 | ValueError | ValueError: another kind |
 
     Ranks beyond the end of a list get a GPU that another rank has. `describe_all` refuses that on every rank.
 
     Args:
         wish, gpus, local_rank: as above.
         uuids: returns the UUIDs of the GPUs.
+        kind: of torch's accelerators.
 
     Raises:
-        ValueError: a GPU without one there, a GPU that is not there, or another word.
+        ValueError: a device of a kind that is not there, a GPU that is not there, or another word.
     """
     if wish == "cpu" or (wish == "auto" and gpus == 0):
         return torch.device("cpu")
-    listed = [] if wish in ("auto", "gpu") else _listed(wish)
-    if gpus == 0:
-        raise ValueError(
-            f'device="{wish}" needs a GPU that torch can see. torch.cuda.device_count() is 0. Pass "auto" or "cpu", '
-            "or install a CUDA build of torch."
-        )
-    chosen = [_index_of(one, wish, gpus, uuids) for one in listed] or list(range(gpus))
+    asked, listed = (kind, []) if wish in ("auto", "gpu") else _listed(wish)
+    if gpus == 0 or asked != kind:
+        raise ValueError(_none_of(asked, wish, gpus, kind))
+    chosen = [_index_of(one, wish, gpus, uuids, kind) for one in listed] or list(range(gpus))
     if len(set(chosen)) < len(chosen):
         raise ValueError(f'device must name each GPU once. Got "{wish}". Remove the GPU that is there twice.')
-    return torch.device("cuda", chosen[local_rank % len(chosen)])
+    return torch.device(kind, chosen[local_rank % len(chosen)])
 
 
-def _listed(wish: str) -> list[str]:
-    """The indices or UUIDs in a wish; ValueError for another word."""
+def _listed(wish: str) -> tuple[str, list[str]]:
+    """The type of device in a wish, and its indices or UUIDs; ValueError for another word."""
     kind, colon, numbers = wish.partition(":") if isinstance(wish, str) else ("", "", "")
-    listed = numbers.split(",") if kind == "cuda" and colon else str(wish).split(",")
-    if colon and kind == "cuda" and all(one.isdecimal() for one in listed):
-        return listed
+    listed = numbers.split(",") if colon else []
+    if _is_known(kind) and all(one.isdecimal() for one in listed):
+        return kind, listed
+    listed = str(wish).split(",")
     if all(one.startswith(("GPU-", "MIG-")) for one in listed):
-        return listed
+        return "cuda", listed
     raise ValueError(f"{_FORMS}. Got {wish!r}.")
 
 
-def _index_of(one: str, wish: str, gpus: int, uuids: Callable[[], Sequence[str]]) -> int:
+def _is_known(kind: str) -> bool:
+    """Whether torch knows a type of device other than the CPU."""
+    try:
+        return torch.device(kind).type == kind != "cpu"
+    except RuntimeError:
+        return False
+
+
+def _none_of(asked: str, wish: str, gpus: int, kind: str) -> str:
+    """Why there is no device of the type that was asked for."""
+    if asked == "cuda":
+        return (
+            f'device="{wish}" needs a GPU that torch can see. torch.cuda.device_count() is 0. Pass "auto" or "cpu", '
+            "or install a CUDA build of torch."
+        )
+    there = f"{gpus} of type {kind}" if gpus else "none"
+    return (
+        f'device="{wish}" needs an accelerator of type {asked} that torch can see. torch {torch.__version__} sees '
+        f'{there} here. Pass "auto" or "cpu", or install a torch, or its extension, for {asked}.'
+    )
+
+
+def _index_of(one: str, wish: str, gpus: int, uuids: Callable[[], Sequence[str]], kind: str) -> int:
     """The index of a GPU that is given by its index, or by the first letters of its UUID."""
     if one.isdecimal() and int(one) < gpus:
         return int(one)
@@ -135,18 +158,22 @@ def _index_of(one: str, wish: str, gpus: int, uuids: Callable[[], Sequence[str]]
     found = [] if one.isdecimal() else [at for at, uuid in enumerate(there) if uuid.lower().startswith(one.lower())]
     if len(found) == 1:
         return found[0]
-    known = ", ".join(f"cuda:{index} ({uuid})" for index, uuid in enumerate(there))
+    known = ", ".join(f"{kind}:{index}" + (f" ({uuid})" if uuid else "") for index, uuid in enumerate(there))
     problem = f"{one} names {len(found)} of them" if found else f"{one} is not among them"
+    check = gpu_visibility() or "which of them this process may see"
     raise ValueError(
         f'device="{wish}" must name GPUs that torch can see: {known}. {problem[0].upper()}{problem[1:]}. Pass one of '
-        "these, or check CUDA_VISIBLE_DEVICES."
+        f"these, or check {check}."
     )
 
 
 def describe_devices() -> str:
     """The devices of this machine, one a line, and the command that uses them."""
     gpus = all_gpus()
-    lines = [str(accelerator_of(torch.device("cpu"))), *(f"{gpu}, {gpu.uuid()}" for gpu in gpus)]
+    lines = [
+        str(accelerator_of(torch.device("cpu"))),
+        *(", ".join(filter(None, [str(gpu), gpu.uuid()])) for gpu in gpus),
+    ]
     ranks = len(gpus) or 2
     why = "one rank per GPU" if gpus else "no GPU: ranks on the CPU"
     return "\n".join([*lines, f"python -m ddp_loop run --ranks {ranks} train.py   # {why}"])

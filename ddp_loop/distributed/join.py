@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from ddp_loop.accelerators import accelerator_of, gpu_count
+from ddp_loop.accelerators import accelerator_of, current_kind, device_count, gpu_count
 from ddp_loop.determinism import as_int
 from ddp_loop.distributed.devices import RankEnv, choose_device, read_rank_env
 from ddp_loop.distributed.failures import PeerFailed, PeerFailureHook
@@ -48,11 +48,11 @@ def join_world(
             model = Network().to(world.device)
 
     Args:
-        device: "auto" (a GPU if there is one), "cpu" or "gpu"; or some of the machine's GPUs, by index ("cuda:2",
-            "cuda:0,2") or by UUID ("GPU-3f1a..."; the first letters are enough). Each local rank gets one of them, in
-            their order. The process leaves the others untouched.
-        share_gpus: let several ranks have one GPU, where there are more ranks than GPUs. Sums then go over gloo, since
-            NCCL needs a GPU for each rank. By default ranks with the same GPU are refused.
+        device: "auto" (a GPU if there is one), "cpu" or "gpu"; a type of torch's accelerators ("xpu"); or some of the
+            machine's GPUs, by index ("cuda:2", "xpu:0,2") or by UUID ("GPU-3f1a...", or its first letters). Each local
+            rank gets one of them, in their order. The process leaves the others untouched.
+        share_gpus: let several ranks have one CUDA GPU, where there are more ranks than GPUs. Sums then go over gloo,
+            since NCCL needs a GPU for each rank. By default ranks with the same GPU are refused.
         seed: of Python's, NumPy's and torch's generators, and of every random stream of a loop.
         threads: CPU threads of torch on each rank. Fixed, since 1 and 2 threads give different bits: torchrun sets
             1, and plain Python takes all cores.
@@ -104,7 +104,10 @@ def sharing_gpus() -> Iterator[None]:
 def _device_of(place: RankEnv, wish: str, timeout_s: float) -> torch.device:
     """The device of this rank; without one raises on all ranks."""
     try:
-        return choose_device(wish, gpu_count(), place.local_rank)
+        count = gpu_count() if wish == "auto" else device_count()
+        chosen = choose_device(wish, count, place.local_rank, kind=current_kind() or "cuda")
+        accelerator_of(chosen).require_backend(place.size)
+        return chosen
     except ValueError as problem:
         raise_on_all(problem, place, min(timeout_s, _REFUSAL_S))
 

@@ -60,10 +60,11 @@ def describe_all(
         ValueError: a rank has no device, or another kind of device, or the GPU of another rank; on every rank.
         RuntimeError: a rank did not come in time.
     """
-    said = {"problem": problem, "shares": place.shares_gpu, "machine": machine_of(place), "host": _own_host()}
+    said = {"problem": problem, "machine": machine_of(place), "host": _own_host()}
     if device is not None:
         own = accelerator_of(device)
         said |= {"kind": own.kind, "device": str(device), "identity": own.identity()}
+        said |= {"shares": place.shares_gpu and own.can_be_shared, "can share": own.can_be_shared}
     every = [json.loads(word) for word in _told_by_all(store, "device", place, json.dumps(said), timeout_s)]
     if refusal := _refusal_of_devices(every):
         with suppress(RuntimeError):  # rank 0 may have the store, and must not end while others read
@@ -88,11 +89,15 @@ def _refusal_of_devices(every: list[dict[str, Any]]) -> str:
     for rank, one in enumerate(every):
         for other, before in enumerate(every[:rank]):
             if shares_a_gpu(one["identity"], before["identity"]) and not (one["shares"] and before["shares"]):
-                return (
+                fact = (
                     f"Each rank must have a GPU of its own. Ranks {other} and {rank}{one['host']} both have "
-                    f"{one['identity']}. Start no more ranks on a machine than GPUs (--ranks gpu), "
-                    "let CUDA_VISIBLE_DEVICES show each rank another one, or pass join_world share_gpus=True: sums "
-                    "then go over gloo."
+                    f"{one['identity']}. Start no more ranks on a machine than GPUs (--ranks gpu)"
+                )
+                if not one["can share"]:
+                    return f"{fact}. Ranks cannot share {one['kind']} devices: gloo takes no such tensors."
+                return (
+                    f"{fact}, let CUDA_VISIBLE_DEVICES show each rank another one, or pass join_world share_gpus=True: "
+                    "sums then go over gloo."
                 )
     return ""
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.rendezvous import rendezvous
 
-from ddp_loop.accelerators import accelerator_of
+from ddp_loop.accelerators import accelerator_of, has_own_backend
 from ddp_loop.determinism import require_pinned
 from ddp_loop.distributed.backend import Backend, Work
 from ddp_loop.distributed.collectives import Backends
@@ -84,7 +84,7 @@ class ProcessGroups:
                 "join_world."
             )
         default = dist.distributed_c10d._get_default_group()
-        self._require_cpu_sums(default)
+        self._require_sums(default, device)
         self.description = str(dist.get_backend_config(default))
         require_pinned(self.description)
         self.store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
@@ -140,7 +140,8 @@ class ProcessGroups:
         machines: list[range],
     ) -> Backends:
         default = dist.distributed_c10d._get_default_group()
-        is_nccl = default._get_backend(device).name() == "nccl"
+        accelerator = accelerator_of(device)
+        has_own = has_own_backend(accelerator) and default._get_backend(device).name() == accelerator.backend
 
         def make() -> Backend:
             if memory is not None and len(machines) == 1:
@@ -152,9 +153,9 @@ class ProcessGroups:
             return TwoLevelBackend(memory, leaders, machines, place.rank)
 
         host, others = make(), make()
-        if is_nccl:
+        if has_own:
             return Backends(host, TorchBackend(default), others)
-        if accelerator_of(device).is_host or memory is None:
+        if accelerator.is_host or memory is None:
             return Backends(host, host, others)
         return Backends(host, GlooBackend(self._make_group(place, timeout_s)), others)
 
@@ -172,15 +173,19 @@ class ProcessGroups:
         return RankStore(store, self._place.rank, self._place.size, self._hosts)
 
     @staticmethod
-    def _require_cpu_sums(group: dist.ProcessGroup) -> None:
-        try:
-            group._get_backend(torch.device("cpu"))
-        except RuntimeError as error:
-            raise ValueError(
-                "The process group needs a backend for the CPU too. This one has "
-                f'{dist.get_backend_config(group)}. Use init_process_group("cpu:gloo,cuda:nccl"), or leave the group '
-                "to join_world."
-            ) from error
+    def _require_sums(group: dist.ProcessGroup, device: torch.device) -> None:
+        """Refuse a group of the script that cannot sum what lies on the CPU, or on the device."""
+        own = accelerator_of(device)
+        usual = "cuda:nccl" if own.is_host else f"{own.kind}:{own.backend}"
+        for name, one in (("CPU", torch.device("cpu")), (own.kind, device)):
+            try:
+                group._get_backend(one)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"The process group needs a backend for the {name} too. This one has "
+                    f'{dist.get_backend_config(group)}. Use init_process_group("cpu:gloo,{usual}"), or leave the group '
+                    "to join_world."
+                ) from error
 
     def _start(self, place: RankEnv, device: torch.device, timeout_s: float) -> None:
         try:

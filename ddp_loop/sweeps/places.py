@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from ddp_loop.accelerators import gpu_count
+from ddp_loop.accelerators import gpu_count, gpu_visibility
 
 
 def places_of(slots: int | None, ranks: int) -> list[dict[str, str]]:
@@ -21,9 +21,11 @@ def places_of(slots: int | None, ranks: int) -> list[dict[str, str]]:
     Raises:
         ValueError: a trial has more ranks than there are slots.
     """
-    gpus = gpu_count()
-    known = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one] or list(map(str, range(gpus)))
+    gpus, visibility = gpu_count(), gpu_visibility()
+    known = [one for one in os.environ.get(visibility, "").split(",") if one] or list(map(str, range(gpus)))
     usual = gpus or len(os.sched_getaffinity(0))
+    if gpus and not visibility:
+        usual = ranks  # no variable gives a trial GPUs of its own: one trial at a time
     slots = usual if slots is None else slots
     if type(slots) is not int or slots < 1:
         raise ValueError(f"slots must be a whole number, 1 or more. Got {slots!r}.")
@@ -34,8 +36,13 @@ def places_of(slots: int | None, ranks: int) -> list[dict[str, str]]:
         )
     if gpus and slots > len(known):
         raise ValueError(f"A slot is a GPU. Got slots={slots}, and this machine has {len(known)}. Give fewer.")
+    if gpus and not visibility and slots >= 2 * ranks:
+        raise ValueError(
+            f"Trials run at the same time on CUDA GPUs alone. Got slots={slots} for trials of {ranks} ranks. Pass "
+            f"slots={ranks}: one trial at a time."
+        )
     places = [range(first, first + ranks) for first in range(0, slots - ranks + 1, ranks)]
     if gpus:
-        return [{"CUDA_VISIBLE_DEVICES": ",".join(known[one] for one in place)} for place in places]
+        return [{visibility: ",".join(known[one] for one in place)} if visibility else {} for place in places]
     threads = os.environ.get("OMP_NUM_THREADS", "1")  # several trials share the cores
     return [{"OMP_NUM_THREADS": threads} for _ in places]

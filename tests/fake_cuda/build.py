@@ -18,9 +18,10 @@ from tests.support.paths import ROOT
 HERE = Path(__file__).parent
 SOURCES = ("device.h", "device.cpp", "nccl.cpp", "preloaded.cpp")
 EXTENSION = "fake_cuda_extension"
+STARTS = {"cuda": "tests.fake_cuda.cuda, tests.fake_cuda.kernels", "npu": "tests.fake_cuda.npu"}
 START = """import os
 if os.environ.get("FAKE_CUDA"):
-    import tests.fake_cuda.cuda, tests.fake_cuda.kernels
+    import {}
 """
 
 
@@ -28,24 +29,27 @@ class NoFakeCuda(Exception):
     """Why there is no fake device here, in one line."""
 
 
-def _key() -> str:
+def _key(kind: str) -> str:
     """Changes with the sources and with torch."""
-    sha = hashlib.sha256(f"{torch.__version__} {sysconfig.get_config_var('SOABI')}".encode())
+    sha = hashlib.sha256(f"{kind} {torch.__version__} {sysconfig.get_config_var('SOABI')}".encode())
     for name in SOURCES:
         sha.update((HERE / name).read_bytes())
     return sha.hexdigest()[:16]
 
 
 @cache
-def build() -> Path:
+def build(kind: str = "cuda") -> Path:
     """The folder of the built device; builds it, once for all processes, if it is not there: a minute.
+
+    Args:
+        kind: "cuda", or "npu" for the same device as an extension of torch has it.
 
     Raises:
         NoFakeCuda: there is no compiler, torch is not a CPU build, or the sources do not compile.
     """
     if torch.version.cuda is not None or torch.version.hip is not None:
         raise NoFakeCuda(f"the fake GPU needs a CPU build of torch; this one is {torch.__version__}")
-    folder = ROOT / "build" / "fake_cuda" / _key()
+    folder = ROOT / "build" / "fake_cuda" / _key(kind)
     if (folder / "done").exists():
         return folder
     if (compiler := shutil.which("g++")) is None:
@@ -56,15 +60,15 @@ def build() -> Path:
 
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
-            _compile(compiler, folder)
-            (folder / "sitecustomize.py").write_text(START)
+            _compile(compiler, folder, kind)
+            (folder / "sitecustomize.py").write_text(START.format(STARTS[kind]))
             (folder / "done").touch()
     return folder
 
 
-def _compile(compiler: str, folder: Path) -> None:
+def _compile(compiler: str, folder: Path, kind: str) -> None:
     flags = ["-O1", "-w", "-fPIC", "-std=c++17", f"-DTORCH_EXTENSION_NAME={EXTENSION}"]
-    flags += ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO"]
+    flags += ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", f"-DFAKE_{kind.upper()}"]
     flags += [f"-I{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
     libraries = Path(torch.__file__).parent / "lib"
     extension = folder / f"{EXTENSION}{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -73,10 +77,11 @@ def _compile(compiler: str, folder: Path) -> None:
         subprocess.Popen([compiler, *flags, "-c", str(HERE / f"{name}.cpp"), "-o", one], stderr=subprocess.PIPE)
         for name, one in zip(("device", "nccl"), objects, strict=True)
     ]
-    for process in running:
-        _, said = process.communicate()
-        if process.returncode:
-            raise NoFakeCuda(f"the fake GPU does not compile with torch {torch.__version__}: {said.decode()[-2000:]}")
+    ended = [(process.communicate()[1].decode(), process.returncode) for process in running]  # all, before an error
+    for said, code in ended:
+        if code:
+            first = next((line for line in said.splitlines() if "error" in line), said[-200:])
+            raise NoFakeCuda(f"the fake GPU does not compile with torch {torch.__version__}: {first}")
     linked = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
     subprocess.run(
         [compiler, "-shared", "-o", str(extension), *objects, f"-L{libraries}", f"-Wl,-rpath,{libraries}", *linked],
@@ -86,23 +91,24 @@ def _compile(compiler: str, folder: Path) -> None:
     subprocess.run([compiler, "-shared", "-fPIC", "-std=c++17", "-O1", *preloaded], check=True)
 
 
-def environment(devices: int, **settings: str) -> dict[str, str]:
+def environment(devices: int, kind: str = "cuda", **settings: str) -> dict[str, str]:
     """The variables of a process with so many fake devices.
 
     Args:
         devices: their number.
+        kind: as in `build`.
         settings: of `cuda.VARIABLES`, without their prefix, in small letters: `name="Fake MIG 1g"`, `memory="1000000"`
             (bytes of each), `shared="1"` (ranks share a device), `slow_s="1.2"` (until an event is reached).
 
     Raises:
         NoFakeCuda: as `build`.
     """
-    folder = build()
+    folder = build(kind)
     paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         "FAKE_CUDA": "1",
         "FAKE_CUDA_DEVICES": str(devices),
-        "LD_PRELOAD": str(folder / "preloaded.so"),
+        **({"LD_PRELOAD": str(folder / "preloaded.so")} if kind == "cuda" else {}),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
         **{f"FAKE_CUDA_{name.upper()}": value for name, value in settings.items()},

@@ -5,12 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import fake_cuda_extension as device
@@ -18,26 +15,30 @@ import torch
 import torch.cuda
 import torch.distributed as dist
 
+from tests.fake_cuda.waits import Waits as Waits
+from tests.fake_cuda.waits import place, tell
+
 VARIABLES = ("FAKE_CUDA_DEVICES", "FAKE_CUDA_NAME", "FAKE_CUDA_MEMORY", "FAKE_CUDA_SHARED", "FAKE_CUDA_SLOW_S")
 BYTES = 80 * 2**30
-OWN = (__file__, str(Path(__file__).with_name("kernels.py")))
 
 count = int(os.environ.get("FAKE_CUDA_DEVICES", os.environ.get("LOCAL_WORLD_SIZE", "1")))
 total_bytes = int(os.environ.get("FAKE_CUDA_MEMORY", BYTES))
-name = os.environ.get("FAKE_CUDA_NAME", "Fake H100")
-_listeners: list[Callable[[str, str], None]] = []
 _mode = 0  # of torch.cuda.set_sync_debug_mode
 
 
-def place() -> str:
-    """The line of Python outside of torch that launched the kernel at hand; a backward's kernels have none."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if "/torch/" not in path and not path.startswith(OWN) and "importlib" not in path:
-            return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "in a backward"
+def visible() -> list[int]:
+    """The devices that CUDA_VISIBLE_DEVICES leaves, in its order; the real CUDA reads it once."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return list(range(count)) if chosen is None else [int(one) for one in chosen.split(",") if one]
+
+
+def name() -> str:
+    return os.environ.get("FAKE_CUDA_NAME", "Fake H100")
+
+
+def _bus_of(index: int) -> int:
+    """Slices of a GPU have one place on the bus."""
+    return 0 if " MIG " in name() else visible()[index]
 
 
 def _waited(what: str) -> None:
@@ -46,25 +47,7 @@ def _waited(what: str) -> None:
         import warnings
 
         warnings.warn(f"called a synchronizing CUDA operation: {what}", stacklevel=2)
-    for listener in _listeners:
-        listener(what, where)
-
-
-class Waits:
-    """The waits of the host inside a block, as (what it did, where)."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[str, str]] = []
-
-    def _note(self, what: str, where: str) -> None:
-        self.found.append((what, where))
-
-    def __enter__(self) -> Waits:
-        _listeners.append(self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _listeners.remove(self._note)
+    tell(what, where)
 
 
 @contextmanager
@@ -142,17 +125,18 @@ def _exchange(index: int) -> int:
 
 def _set_device(given: Any) -> None:
     index = _device(given).index
-    if index >= count:
-        raise RuntimeError(f"CUDA error: invalid device ordinal {index}; there are {count} fake devices")
+    if index >= len(visible()):
+        raise RuntimeError(f"CUDA error: invalid device ordinal {index}; there are {len(visible())} fake devices")
     device.set_device(index)
 
 
 def _properties(of: Any = None) -> types.SimpleNamespace:
     index = _device(of).index
     return types.SimpleNamespace(
-        name=name,
+        name=name(),
         total_memory=total_bytes,
-        uuid=f"fake-{index}",
+        uuid=f"fake-{visible()[index]}",
+        pci_bus_id=_bus_of(index),
         major=9,
         minor=0,
         multi_processor_count=132,
@@ -178,9 +162,9 @@ def _put_on_torch() -> None:
     replaced: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "init": lambda: None,
-        "is_available": lambda: count > 0,
+        "is_available": lambda: bool(visible()),
         "is_initialized": lambda: True,
-        "device_count": lambda: count,
+        "device_count": lambda: len(visible()),
         "current_device": device.device,
         "set_device": _set_device,
         "synchronize": lambda of=None: device.synchronize(),
@@ -193,7 +177,7 @@ def _put_on_torch() -> None:
         "set_stream": lambda stream: torch.accelerator.set_stream(stream),
         "stream": _stream,
         "get_device_properties": _properties,
-        "get_device_name": lambda of=None: name,
+        "get_device_name": lambda of=None: name(),
         "get_device_capability": lambda of=None: (9, 0),
         "memory_reserved": lambda of=None: device.memory()[0],
         "memory_allocated": lambda of=None: device.memory()[0],
@@ -217,7 +201,7 @@ def _put_on_torch() -> None:
     for attribute, value in replaced.items():
         setattr(cuda, attribute, value)
     beneath: dict[str, Any] = {
-        "_cuda_getDeviceCount": lambda: count,
+        "_cuda_getDeviceCount": lambda: len(visible()),
         "_cuda_getDevice": device.device,
         "_cuda_setDevice": device.set_device,
         "_cuda_exchangeDevice": _exchange,
@@ -269,16 +253,37 @@ class ProcessGroupNCCL(metaclass=_HasItsName):
     Options = _Options
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
+        _require_own_gpu(store, rank, size)
         below = _gloo(store, rank, size, timeout=options._timeout)
         return device.nccl(below, rank, size)
+
+
+def _require_own_gpu(store: Any, rank: int, size: int) -> None:
+    """Refuse two ranks with one place on the bus, as the real NCCL does."""
+    store.set(f"bus/{rank}", str(_bus_of(device.device())))
+    places = [store.get(f"bus/{one}") for one in range(size)]
+    for one in range(size):
+        if one != rank and places[one] == places[rank]:
+            raise RuntimeError(f"NCCL error: invalid usage. Duplicate GPU detected : rank {rank} and rank {one}")
 
 
 _gloo = dist.ProcessGroupGloo
 
 
-def _gloo_of_device(store: Any, rank: int, size: int, *more: Any, **keywords: Any) -> Any:
-    """gloo that takes tensors of the device too, for ranks that share one."""
-    return device.gloo(_gloo(store, rank, size, *more, **keywords), rank, size)
+class _LikeGloo(type):
+    def __instancecheck__(cls, one: object) -> bool:
+        return getattr(one, "name", lambda: "")() == "gloo"
+
+    def __getattr__(cls, attribute: str) -> Any:
+        return getattr(_gloo, attribute)
+
+
+class ProcessGroupGloo(metaclass=_LikeGloo):
+    """gloo; where ranks share a device it takes tensors of the device too, as that of a CUDA build does."""
+
+    def __new__(cls, store: Any, rank: int, size: int, *more: Any, **keywords: Any) -> Any:
+        below = _gloo(store, rank, size, *more, **keywords)
+        return device.gloo(below, rank, size) if os.environ.get("FAKE_CUDA_SHARED") else below
 
 
 class _Sockets:
@@ -308,8 +313,9 @@ def _put_backends() -> None:
     groups.ProcessGroupNCCL = package.ProcessGroupNCCL = ProcessGroupNCCL
     groups._NCCL_AVAILABLE = True
     groups.is_nccl_available = package.is_nccl_available = lambda: True
-    if os.environ.get("FAKE_CUDA_SHARED"):
-        groups.ProcessGroupGloo = _gloo_of_device
+    groups.ProcessGroupGloo = ProcessGroupGloo
+    backend: Any = torch._C._distributed_c10d.Backend
+    backend.options = types.SimpleNamespace()  # torch notes the ranks of a group there
 
 
 _put_on_torch()

@@ -6,6 +6,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -270,7 +271,7 @@ struct DeviceAllocator final : c10::Allocator {
     allocations[device_at_hand]++;
     std::lock_guard<std::recursive_mutex> held(order_lock);
     blocks[start] = {bytes, device_at_hand, current_stream(), {}, {}, {}};
-    return {start, start, &give_back, c10::Device(c10::kCUDA, (c10::DeviceIndex)device_at_hand)};
+    return {start, start, &give_back, c10::Device(kDevice, (c10::DeviceIndex)device_at_hand)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
@@ -330,8 +331,8 @@ static c10::Stream as_stream(c10::Device device, int64_t stream) {
 static StreamId key_of(const c10::Stream& stream) { return stream_key(stream.device_index(), stream.id()); }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  static c10::Device device(int index) { return {c10::kCUDA, (c10::DeviceIndex)index}; }
-  c10::DeviceType type() const override { return c10::kCUDA; }
+  static c10::Device device(int index) { return {kDevice, (c10::DeviceIndex)index}; }
+  c10::DeviceType type() const override { return kDevice; }
   c10::Device exchangeDevice(c10::Device other) const override {
     auto before = device(device_at_hand);
     set_current_device(other.index());
@@ -403,7 +404,16 @@ static at::Generator& generator_of(int device) {
   return made[device < 0 ? device_at_hand : device];
 }
 
+#ifdef FAKE_NPU
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+#else
 struct Hooks final : at::CUDAHooksInterface {
+  bool hasCUDA() const override { return true; }
+  int getNumGPUs() const override { return kDevices; }
+  at::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
+  void deviceSynchronize(c10::DeviceIndex) const override { note_wait("device.synchronize"); }
+#endif
   void init() const override {}
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device = -1) const override { return generator_of(device); }
   at::Generator getNewGenerator(c10::DeviceIndex = -1) const override { return at::detail::createCPUGenerator(); }
@@ -413,15 +423,11 @@ struct Hooks final : at::CUDAHooksInterface {
     return Guard::device(found == blocks.end() ? device_at_hand : found->second.device);
   }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
-  bool hasCUDA() const override { return true; }
   bool isAvailable() const override { return true; }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
-  int getNumGPUs() const override { return kDevices; }
   c10::DeviceIndex getCurrentDevice() const override { return (c10::DeviceIndex)device_at_hand; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  at::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
-  void deviceSynchronize(c10::DeviceIndex) const override { note_wait("device.synchronize"); }
 };
 
 // -- tensors --------------------------------------------------------------------------------------------
@@ -450,10 +456,10 @@ void poison(const at::Tensor& tensor) {
   if (alias.numel()) std::memset(alias.data_ptr(), 0xFF, alias.nbytes());
 }
 
-static c10::DispatchKeySet cuda_keys() { return c10::DispatchKeySet(c10::DispatchKey::CUDA); }
+static c10::DispatchKeySet device_keys() { return c10::DispatchKeySet(c10::DispatchKey::FAKE_KEY); }
 
 static at::Tensor on_device(c10::Storage storage, const at::Tensor& like) {
-  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), cuda_keys(), like.dtype());
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), device_keys(), like.dtype());
   made.unsafeGetTensorImpl()->set_storage_offset(like.storage_offset());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
   if (like.is_conj()) made._set_conj(true);
@@ -492,7 +498,7 @@ struct Aliases {
 
   at::Tensor of(const at::Tensor& tensor, bool is_written, const std::string& name) {
     if (!tensor.defined()) return tensor;
-    if (!tensor.is_cuda()) {
+    if (!is_of_device(tensor)) {
       if (tensor.dim() > 0) {
         std::ostringstream text;
         text << tensor.sizes();
@@ -564,7 +570,7 @@ static void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch
         list.push_back(tensor);
       }
       value = list;
-    } else if (value.isDevice() && value.toDevice().is_cuda()) {
+    } else if (value.isDevice() && value.toDevice().type() == kDevice) {
       if (aliases.device < 0) aliases.device = value.toDevice().index();
       value = c10::Device(c10::kCPU);
     } else if (value.isNone() && arguments[each].type()->str() == "Generator?") {
@@ -594,7 +600,7 @@ static void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch
   }
   if (kViews.count(name)) return;
   for (const auto& result : results)
-    if (result.defined() && result.is_cuda()) aliases.writes.push_back(block_of(result));
+    if (result.defined() && is_of_device(result)) aliases.writes.push_back(block_of(result));
   launch(current_stream(), name, aliases.reads, aliases.writes);
 }
 
@@ -602,7 +608,7 @@ static at::Tensor empty_of(c10::SymIntArrayRef size, std::optional<at::ScalarTyp
                            std::optional<at::Device> device, std::optional<bool>,
                            std::optional<at::MemoryFormat> format) {
   OnDevice on(device.has_value() ? device->index() : -1);
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &device_allocator, cuda_keys(),
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &device_allocator, device_keys(),
                                    dtype.value_or(c10::get_default_dtype_as_scalartype()), format);
 }
 
@@ -611,21 +617,21 @@ static at::Tensor empty_strided_of(c10::SymIntArrayRef size, c10::SymIntArrayRef
                                    std::optional<at::Device> device, std::optional<bool>) {
   OnDevice on(device.has_value() ? device->index() : -1);
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(strides),
-                                           &device_allocator, cuda_keys(),
+                                           &device_allocator, device_keys(),
                                            dtype.value_or(c10::get_default_dtype_as_scalartype()));
 }
 
 static at::Tensor& copy_of(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
-  bool to_host = to.is_cpu() && from.is_cuda();
-  bool to_device = to.is_cuda() && from.is_cpu();
+  bool to_host = to.is_cpu() && is_of_device(from);
+  bool to_device = is_of_device(to) && from.is_cpu();
   const at::Tensor& host = to_host ? to : from;
   bool is_late = non_blocking && (to_host || to_device) && is_pinned(block_of(host)) && host.is_contiguous();
-  OnDevice on(to.is_cuda() ? to.device().index() : from.device().index());
-  at::Tensor target = to.is_cuda() ? alias_on_cpu(to) : to;
-  at::Tensor source = from.is_cuda() ? alias_on_cpu(from) : from;
+  OnDevice on(is_of_device(to) ? to.device().index() : from.device().index());
+  at::Tensor target = is_of_device(to) ? alias_on_cpu(to) : to;
+  at::Tensor source = is_of_device(from) ? alias_on_cpu(from) : from;
   std::vector<const void*> reads, writes;
-  if (from.is_cuda()) reads.push_back(block_of(from));
-  if (to.is_cuda()) writes.push_back(block_of(to));
+  if (is_of_device(from)) reads.push_back(block_of(from));
+  if (is_of_device(to)) writes.push_back(block_of(to));
   std::string name = to_host ? "copy to the host" : to_device ? "copy to the device" : "copy_";
   StreamId stream = current_stream();
   int64_t at = launch(stream, name, reads, writes);
@@ -660,7 +666,7 @@ static void foreach_copy_of(at::TensorList to, at::TensorList from, bool non_blo
   if (to.empty()) return;
   bool is_one_launch = true;
   for (size_t each = 0; each < to.size(); each++)
-    is_one_launch &= to[each].is_cuda() && from[each].is_cuda() && to[each].dtype() == from[each].dtype() &&
+    is_one_launch &= is_of_device(to[each]) && is_of_device(from[each]) && to[each].dtype() == from[each].dtype() &&
                      to[each].strides() == from[each].strides() && to[each].is_non_overlapping_and_dense();
   if (!is_one_launch) {
     for (size_t each = 0; each < to.size(); each++) {
@@ -683,9 +689,9 @@ static void record_stream_of(at::Tensor& tensor, c10::Stream stream) {
   guard.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+TORCH_LIBRARY_IMPL(_, FAKE_KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+TORCH_LIBRARY_IMPL(aten, FAKE_KEY, m) {
   m.impl("empty.memory_format", &empty_of);
   m.impl("empty_strided", &empty_strided_of);
   m.impl("copy_", &copy_of);
@@ -707,11 +713,15 @@ void add_nccl(py::module& m);  // nccl.cpp
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace fake;
-  c10::SetAllocator(c10::kCUDA, &device_allocator, 1);
+  c10::SetAllocator(kDevice, &device_allocator, 1);
+#ifdef FAKE_NPU
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
+#else
   auto** hooks = (const at::CUDAHooksInterface**)dlsym(RTLD_DEFAULT, "fake_cuda_hooks");
   TORCH_CHECK(hooks, "preloaded.so must be in LD_PRELOAD");
   *hooks = new Hooks();
-  static c10::impl::DeviceGuardImplRegistrar registered(c10::kCUDA, &guard);
+#endif
+  static c10::impl::DeviceGuardImplRegistrar registered(kDevice, &guard);
   m.def("device", [] { return device_at_hand; });
   m.def("set_device", [](int device) { set_current_device(device); });
   m.def("generator", [](int device) { return generator_of(device); });
@@ -741,6 +751,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("on_place", [](py::object call) { on_place = call.is_none() ? nullptr : new py::object(call); });
   m.def("is_pinned", [](int64_t address) { return is_pinned((void*)address); });
   m.def("alias", &alias_on_cpu);
-  m.def("is_on_device", [](at::Tensor tensor) { return tensor.is_cuda(); });
+  m.def("is_on_device", &is_of_device);
   add_nccl(m);
 }

@@ -8,7 +8,22 @@
 #include <string>
 #include <vector>
 
+// The same device serves under another name: torch's PrivateUse1, which an extension renames, as that of a real device.
+#ifdef FAKE_NPU
+#define FAKE_KEY PrivateUse1
+#else
+#define FAKE_KEY CUDA
+#endif
+
 namespace fake {
+
+constexpr c10::DeviceType kDevice = c10::DeviceType::FAKE_KEY;
+#ifdef FAKE_NPU
+constexpr const char* kBackend = "hccl";
+#else
+constexpr const char* kBackend = "nccl";
+#endif
+inline bool is_of_device(const at::Tensor& tensor) { return tensor.device().type() == kDevice; }
 
 // [Note: Order] Kernels run at once, on the processor. What a real device may reorder is checked instead: each stream
 // has a vector clock, which counts its own kernels and what it knows of other streams by events. Two accesses to one

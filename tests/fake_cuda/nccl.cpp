@@ -70,7 +70,7 @@ struct Nccl final : c10d::Backend {
   Nccl(c10::intrusive_ptr<c10d::Backend> below, int rank, int size)
       : c10d::Backend(rank, size), gloo(std::move(below)) {}
 
-  const std::string getBackendName() const override { return "nccl"; }
+  const std::string getBackendName() const override { return kBackend; }
   bool supportsSplitting() const override { return false; }
   void eagerConnectSingleDevice(at::Device) override {
     add_to_log("connect");
@@ -84,7 +84,7 @@ struct Nccl final : c10d::Backend {
   void shutdown() override { add_to_log("shutdown"); }
 
   static void require(const at::Tensor& tensor, const char* what) {
-    TORCH_CHECK(tensor.is_cuda(), "NCCL: Tensors must be CUDA and dense, in ", what);
+    TORCH_CHECK(is_of_device(tensor), "NCCL: Tensors must be CUDA and dense, in ", what);
     TORCH_CHECK(tensor.is_contiguous(), "NCCL: Tensors must be contiguous, in ", what);
     TORCH_CHECK(kTypes.count(tensor.scalar_type()), "Input tensor data type is not supported for NCCL process group: ",
                 tensor.scalar_type(), ", in ", what);
@@ -241,33 +241,33 @@ struct Gloo final : c10d::Backend {
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override {
-    if (!tensors[0].is_cuda()) return below->allreduce(tensors, options);
+    if (!is_of_device(tensors[0])) return below->allreduce(tensors, options);
     auto values = on_host(tensors);
     return made(below->allreduce(values, options), tensors, values);
   }
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
                                                      const c10d::AllreduceCoalescedOptions& options) override {
-    if (!tensors[0].is_cuda()) return below->allreduce_coalesced(tensors, options);
+    if (!is_of_device(tensors[0])) return below->allreduce_coalesced(tensors, options);
     auto values = on_host(tensors);
     return made(below->allreduce_coalesced(values, options), tensors, values);
   }
   c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
                                            const c10d::BroadcastOptions& options) override {
-    if (!tensors[0].is_cuda()) return below->broadcast(tensors, options);
+    if (!is_of_device(tensors[0])) return below->broadcast(tensors, options);
     auto values = on_host(tensors);
     return made(below->broadcast(values, options), tensors, values);
   }
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
                                            std::vector<at::Tensor>& inputs,
                                            const c10d::AllgatherOptions& options) override {
-    if (!inputs[0].is_cuda()) return below->allgather(outputs, inputs, options);
+    if (!is_of_device(inputs[0])) return below->allgather(outputs, inputs, options);
     std::vector<std::vector<at::Tensor>> values{on_host(outputs[0])};
     auto parts = on_host(inputs);
     return made(below->allgather(values, parts, options), outputs[0], values[0], parts);
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& options) override {
-    if (!input.is_cuda()) return below->_allgather_base(output, input, options);
+    if (!is_of_device(input)) return below->_allgather_base(output, input, options);
     auto value = output.to(at::kCPU);
     auto part = input.to(at::kCPU);
     return made(below->_allgather_base(value, part, options), {output}, {value}, {part});
@@ -275,7 +275,7 @@ struct Gloo final : c10d::Backend {
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& from_each,
                                                std::vector<int64_t>& to_each,
                                                const c10d::AllToAllOptions& options) override {
-    if (!input.is_cuda()) return below->alltoall_base(output, input, from_each, to_each, options);
+    if (!is_of_device(input)) return below->alltoall_base(output, input, from_each, to_each, options);
     auto value = output.to(at::kCPU);
     auto part = input.to(at::kCPU);
     return made(below->alltoall_base(value, part, from_each, to_each, options), {output}, {value}, {part});

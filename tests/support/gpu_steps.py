@@ -211,7 +211,7 @@ def run(name: str) -> Ran:
     """Run a scenario on this rank's fake GPU, then on the CPU."""
     import fake_cuda_extension as device
 
-    from tests.fake_cuda import cuda
+    from tests.fake_cuda.waits import Waits
 
     warnings.simplefilter("ignore")
     device.errors()
@@ -219,7 +219,7 @@ def run(name: str) -> Ran:
     before = device.allocations()
     try:
         with dl.join_world(device="gpu", seed=0) as world:
-            waits = cuda.Waits()
+            waits = Waits()
             on_gpu = weights_of(SCENARIOS[name], world, lambda: waits)
             counted = Counter(f"{what}: {place}" for what, place in waits.found if what not in AFTER_ALL_WORK)
             own = world.device.index
