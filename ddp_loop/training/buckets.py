@@ -20,6 +20,10 @@ they are. So where somebody holds a view as a pass opens, the flat tensor is his
 takes a flat tensor back once it is free, so there are never more than the script keeps: a segment of shared memory
 stays mapped on all ranks. Python's count of references shows who holds a view, at 0.02 microseconds a parameter. It
 does not show a tensor that only shares the memory, such as `parameter.grad.view(-1)`.
+
+[Note: Rows] The sums of shards that are still apart are rows of a bucket. The first row is kept, with the gradients of
+the whole mini-batch. The host keeps the others for the next pass, since new memory costs page faults. A GPU's allocator
+keeps freed memory itself, so there they are dropped at the end of a pass, and others can use their memory meanwhile.
 """
 
 from __future__ import annotations
@@ -120,6 +124,11 @@ class Bucket:
         self.length = sum(parameter.numel() for parameter in parameters)
         self.is_precise = dtype in (torch.float32, torch.float64)  # so sums over gradients can have their dtype
         self._dtype, self._device, self._world, self._order = dtype, device, world, order
+        self._forms = [
+            (parameter.numel(), parameter.shape, parameter.stride() if is_dense(parameter) else None)
+            for parameter in parameters
+        ]
+        self._keeps_rows = accelerator_of(device).is_host  # from pass to pass: [Note: Rows]
         self._sums: list[FlatBuffer | None] = []  # of the pass's shards so far; None without a gradient
         self._shards = 0  # finished in this pass
         self._spare: list[FlatBuffer] = []
@@ -160,11 +169,10 @@ class Bucket:
 
     def _views(self, gradients: torch.Tensor) -> Iterator[torch.Tensor]:
         offset = 0
-        for parameter in self.parameters:
-            piece = gradients[offset : offset + parameter.numel()]
-            dense = is_dense(parameter)
-            yield (piece.as_strided(parameter.shape, parameter.stride()) if dense else piece.view(parameter.shape))
-            offset += parameter.numel()
+        for count, shape, strides in self._forms:
+            piece = gradients[offset : offset + count]
+            yield piece.view(shape) if strides is None else piece.as_strided(shape, strides)
+            offset += count
 
     def open(self) -> None:
         """Begin a pass over the shards."""
@@ -364,16 +372,19 @@ class Bucket:
             fill_identity(self.own.gradients)
             self._sums[0] = self.own
 
-    def start(self) -> None:
-        """Start the sum over the ranks; one rank has it already. Every rank must call this."""
+    def start(self, before: FlatAllReduce | None = None) -> None:
+        """Start the sum over the ranks, after that of `before`; one rank has it already. Every rank must call this."""
         if self._world.size > 1:
             rows = [self.own] if self._order.in_place else [one or self._make() for one in self._sums]
-            self.summing.start([row.whole for row in rows])
+            self.summing.start([row.whole for row in rows], before)
 
     def assign_grads(self, given: list[bool]) -> None:
         """Make the sum each parameter's `.grad`; None where no shard of any rank gave one."""
         if not self._order.in_place or given != self.given:  # else they are there since they were collected
             set_grads(self.parameters, _where(self.own.views, given))
+        if not (self._keeps_rows or self._order.in_place):
+            self._sums, self._spare = self._sums[:1], []
+            self._show(self.own)
 
     def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the largest gradient, shape () each; one is NaN if a gradient is.

@@ -281,7 +281,7 @@ class Gradients:
             self._next += 1
             first.finish_shard(self._shards + 1)
             first.finish_shards()
-            first.start()
+            self._start(self._next - 1)
 
     def collect(self, tail: int) -> list[bool]:
         """Finish this rank's shards, with room for `tail` more values.
@@ -315,15 +315,16 @@ class Gradients:
         """
         if tail != self._tail or not self.buckets:
             self.plan(tail)
-        sums, first = [*(bucket.summing for bucket in self.buckets), *others], self._next
+        planned, sums = len(self.buckets), [*(bucket.summing for bucket in self.buckets), *others]
+        first = self._next
         with_tail, length = self.buckets[-1].summing, self.buckets[-1].length
 
         def send(mark: int | None, beside: AbstractContextManager[object]) -> None:
-            for summing in sums[first:]:
+            for number, summing in enumerate(sums[first:], first):
                 rows = summing.empty_rows()  # assigned gradients stay as they are
                 if mark is not None and summing is with_tail:
                     rows[0][length + mark] = 1
-                summing.start(rows)
+                summing.start(rows, sums[number - 1] if 0 < number < planned else None)
             with beside:
                 finish_all(sums, self._world)
 
@@ -336,8 +337,11 @@ class Gradients:
 
     def start_sums(self) -> None:
         """Start the sums of gradients and tail over all ranks that have not begun. Every rank must call this."""
-        for bucket in self.buckets[self._next :]:
-            bucket.start()
+        for number in range(self._next, len(self.buckets)):
+            self._start(number)
+
+    def _start(self, number: int) -> None:
+        self.buckets[number].start(self.buckets[number - 1].summing if number else None)
 
     def finish_sums(self, others: Sequence[FlatAllReduce] = ()) -> None:
         """Wait for all sums, and others that were started after them. Every rank must call this."""

@@ -44,6 +44,10 @@ class LaunchedSum:
 
     whole: FlatSum
 
+    @property
+    def holds_up_host(self) -> bool:
+        return self.whole.holds_up_host
+
     def empty(self) -> torch.Tensor:
         return self.whole.empty()
 
