@@ -53,43 +53,44 @@ def network(device: torch.device, layers: int = LAYERS, width: int = WIDTH) -> n
 
 
 def steps_of(
-    world: dl.World, model: nn.Sequential, shards: int, shares: Any, mib: float, noted: Any = None
+    world: dl.World, model: nn.Sequential, shards: int, shares: Any, mib: float, noted: Any = None, **options: Any
 ) -> Iterator[dl.Step]:
     """Steps of a network; `noted` is called before the first layer has its gradient."""
     generator = torch.Generator().manual_seed(0)
     width: int = model[0][0].in_features
-    data = torch.randn(4 * shards, width, generator=generator)
+    data = torch.randn(4 * shards, width, generator=generator).to(model[0][0].weight.dtype)
     batches = dl.Batches(data, 2 * shards, world, shards=shards, shares=shares, shuffle=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    options.setdefault("steps", STEPS)
     loop = dl.Loop(
         batches,
-        steps=STEPS,
         state={"model": model, "optimizer": optimizer},
         progress=False,
         bucket_cap_mib=mib,
         check_replicas_every=0,
+        **options,
     )
     for step in loop:
         for rows in step:
             first = model[0](rows)
             if noted is not None:
                 first.register_hook(lambda gradient: noted())
-            step.backward(model[1:](first).square().mean())
+            step.backward(model[1:](first).float().square().mean())
         step.fold()
         optimizer.step()
         yield step
 
 
-def train(device: str) -> list[float]:
+def train(device: str, dtype: torch.dtype) -> list[float]:
     with dl.join_world(device=device, seed=0) as world:
-        model = network(world.device)
-        for _ in steps_of(world, model, SHARDS, SHARES[world.size], MIB_OF_A_LAYER):
-            pass
+        model = network(world.device).to(dtype)
+        shares = SHARES[world.size]
+        list(steps_of(world, model, SHARDS, shares, MIB_OF_A_LAYER, reduce_dtype=torch.float32))
         weights: list[float] = nn.utils.parameters_to_vector(model.parameters()).detach().cpu().tolist()
         return weights
 
 
-def launch() -> Ran:
+def launch(dtype: torch.dtype) -> Ran:
     """Note what is launched in the last step."""
     import fake_cuda_extension as device
 
@@ -106,8 +107,9 @@ def launch() -> Ran:
 
     try:
         with dl.join_world(device="gpu", seed=0) as world:
-            model = network(world.device)
-            steps = steps_of(world, model, SHARDS, SHARES[world.size], MIB_OF_A_LAYER, note)
+            model = network(world.device).to(dtype)
+            shares = SHARES[world.size]
+            steps = steps_of(world, model, SHARDS, shares, MIB_OF_A_LAYER, note, reduce_dtype=torch.float32)
             for _ in range(STEPS - 1):
                 next(steps)
             with cuda.Waits() as waits:
@@ -123,9 +125,12 @@ def launch() -> Ran:
     return Ran(during, seen[len(during) :], found, list(device.errors()), weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_buckets_are_added_up_and_gathered_while_backward_goes_on(on_fake_gpus: OnRanks, ranks: int) -> None:
-    of_ranks = on_fake_gpus(ranks, launch)
+def test_buckets_are_added_up_and_gathered_while_backward_goes_on(
+    on_fake_gpus: OnRanks, ranks: int, dtype: torch.dtype
+) -> None:
+    of_ranks = on_fake_gpus(ranks, launch, dtype)
     assert [one.waits for one in of_ranks] == [[]] * ranks
     assert [one.errors for one in of_ranks] == [[]] * ranks
     for one in of_ranks:
@@ -137,7 +142,7 @@ def test_buckets_are_added_up_and_gathered_while_backward_goes_on(on_fake_gpus: 
         assert after == ["all-gather", "all-to-all", "all-gather"]  # the last bucket has the tail
     operations = [[line.split()[0] for line in (*one.during, *one.after)] for one in of_ranks]
     assert all(one == operations[0] for one in operations)
-    assert all(one.weights == on_fake_gpus(1, train, "cpu")[0] for one in of_ranks)
+    assert all(one.weights == on_fake_gpus(1, train, "cpu", dtype)[0] for one in of_ranks)
 
 
 def count_launches() -> tuple[list[int], list[bool]]:
@@ -180,7 +185,7 @@ def measure(shards: int) -> tuple[float, float]:
     with dl.join_world(device="gpu", seed=0) as world:
         model = network(world.device, layers=8, width=256)
         count = sum(parameter.numel() for parameter in model.parameters())
-        for _ in steps_of(world, model, shards, None, count * 4 / 8 / 2**20 * 1.01):
+        for _ in steps_of(world, model, shards, None, count * 4 / 8 / 2**20 * 1.01, steps=4):
             steady, peak = device.memory()
             device.reset_peak()
         return (steady - empty) / count, (peak - empty) / count

@@ -136,3 +136,68 @@ def test_so_is_a_sum_in_any_order(ranks: int, on_ranks: OnRanks) -> None:
     expected = gradients_in_float64("bfloat16", **how)
     found = on_ranks(ranks, gradients_by_loop, "bfloat16", torch.float32, ordered=False, **how)
     assert ulps(found[0], expected, "bfloat16") <= 1
+
+
+def digests(folder: str, steps: int, *, shards: int | None = SHARDS) -> list[str]:
+    """SHA-256 of the weights after each step; a parameter is unfrozen in the third one, and gradients are kept."""
+    found = []
+    with dl.join_world(seed=0) as world:
+        model = Mixed(torch.bfloat16)
+        model.last.bias.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        batches = dl.Batches(rows_of(torch.bfloat16), 6, world, shards=shards)
+        state = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(
+            batches,
+            steps=steps,
+            state=state,
+            progress=False,
+            bucket_cap_mib=MIB,
+            reduce_dtype=torch.float32,
+            run_dir=folder or None,
+        )
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for step in loop:
+            model.last.bias.requires_grad_(step.iteration > 2)
+            for rows in step:
+                step.backward(loss_of(model, rows, is_low=False))
+            step.fold()
+            optimizer.step()
+            assert (model.last.bias.grad is not None) == (step.iteration > 2)
+            assert all(torch.equal(one, copy) for one, copy in kept)
+            kept = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+            sha = hashlib.sha256()
+            for parameter in model.parameters():
+                sha.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            found.append(sha.hexdigest())
+    return found
+
+
+@pytest.mark.both_exchanges
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_bits_are_the_same_on_any_number_of_ranks(ranks: int, on_ranks: OnRanks) -> None:
+    expected = on_ranks(1, digests, "", 5)[0]
+    assert len(set(expected)) == 5
+    assert on_ranks(ranks, digests, "", 5) == [expected] * ranks
+
+
+def test_a_run_resumes_on_another_number_of_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
+    expected = on_ranks(1, digests, "", 6)[0]
+    folder = str(tmp_path / "run")
+    assert on_ranks(3, digests, folder, 4)[0] == expected[:4]
+    assert on_ranks(2, digests, folder, 6)[0] == expected[4:]
+
+
+def begin(world: dl.World, folder: str, dtype: Any, other: Any) -> None:
+    batches = dl.Batches(rows_of(torch.bfloat16), 6, world)
+    chosen = dtype if world.rank == 0 else other
+    dl.Loop(batches, 1, state={"model": Mixed(torch.bfloat16)}, progress=False, reduce_dtype=chosen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, "float32", 32])
+def test_other_dtypes_are_refused(dtype: Any, refused: Refused) -> None:
+    refused(2, begin, dtype, dtype, kind="ValueError", said="reduce_dtype must be torch.float32, torch.float64 or None")
+
+
+def test_ranks_with_different_dtypes_are_refused(refused: Refused) -> None:
+    refused(2, begin, torch.float32, None, kind="ValueError", said="reduce_dtype")
