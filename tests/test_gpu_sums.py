@@ -52,25 +52,23 @@ def network(device: torch.device, layers: int = LAYERS, width: int = WIDTH) -> n
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers))).to(device)
 
 
+def loop_of(world: dl.World, model: nn.Module, shards: int, mib: float, **options: Any) -> dl.Loop:
+    generator = torch.Generator().manual_seed(0)
+    weight = next(model.parameters())
+    data = torch.randn(4 * shards, weight.shape[1], generator=generator).to(weight.dtype)
+    shares = SHARES[world.size] if shards == SHARDS else None
+    batches = dl.Batches(data, 2 * shards, world, shards=shards, shares=shares, shuffle=False)
+    options = {"state": {"model": model}, "steps": STEPS, "check_replicas_every": 0, **options}
+    return dl.Loop(batches, progress=False, bucket_cap_mib=mib, **options)
+
+
 def steps_of(
-    world: dl.World, model: nn.Sequential, shards: int, shares: Any, mib: float, noted: Any = None, **options: Any
+    world: dl.World, model: nn.Sequential, shards: int, mib: float, noted: Any = None, **options: Any
 ) -> Iterator[dl.Step]:
     """Steps of a network; `noted` is called before the first layer has its gradient."""
-    generator = torch.Generator().manual_seed(0)
-    width: int = model[0][0].in_features
-    data = torch.randn(4 * shards, width, generator=generator).to(model[0][0].weight.dtype)
-    batches = dl.Batches(data, 2 * shards, world, shards=shards, shares=shares, shuffle=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    options.setdefault("steps", STEPS)
-    loop = dl.Loop(
-        batches,
-        state={"model": model, "optimizer": optimizer},
-        progress=False,
-        bucket_cap_mib=mib,
-        check_replicas_every=0,
-        **options,
-    )
-    for step in loop:
+    state = {"model": model, "optimizer": optimizer}
+    for step in loop_of(world, model, shards, mib, state=state, **options):
         for rows in step:
             first = model[0](rows)
             if noted is not None:
@@ -84,8 +82,7 @@ def steps_of(
 def train(device: str, dtype: torch.dtype) -> list[float]:
     with dl.join_world(device=device, seed=0) as world:
         model = network(world.device).to(dtype)
-        shares = SHARES[world.size]
-        list(steps_of(world, model, SHARDS, shares, MIB_OF_A_LAYER, reduce_dtype=torch.float32))
+        list(steps_of(world, model, SHARDS, MIB_OF_A_LAYER, reduce_dtype=torch.float32))
         weights: list[float] = nn.utils.parameters_to_vector(model.parameters()).detach().cpu().tolist()
         return weights
 
@@ -108,8 +105,7 @@ def launch(dtype: torch.dtype) -> Ran:
     try:
         with dl.join_world(device="gpu", seed=0) as world:
             model = network(world.device).to(dtype)
-            shares = SHARES[world.size]
-            steps = steps_of(world, model, SHARDS, shares, MIB_OF_A_LAYER, note, reduce_dtype=torch.float32)
+            steps = steps_of(world, model, SHARDS, MIB_OF_A_LAYER, note, reduce_dtype=torch.float32)
             for _ in range(STEPS - 1):
                 next(steps)
             with cuda.Waits() as waits:
@@ -185,7 +181,7 @@ def measure(shards: int) -> tuple[float, float]:
     with dl.join_world(device="gpu", seed=0) as world:
         model = network(world.device, layers=8, width=256)
         count = sum(parameter.numel() for parameter in model.parameters())
-        for _ in steps_of(world, model, shards, None, count * 4 / 8 / 2**20 * 1.01, steps=4):
+        for _ in steps_of(world, model, shards, count * 4 / 8 / 2**20 * 1.01, steps=4):
             steady, peak = device.memory()
             device.reset_peak()
         return (steady - empty) / count, (peak - empty) / count
@@ -227,3 +223,33 @@ def test_a_step_takes_the_memory_of_ddp_and_of_the_tree_and_of_a_bucket(on_fake_
         assert 8 <= steady <= 8 + ACTIVATIONS  # weights and gradients: as DDP with gradients as views into its buckets
         assert peak <= held.most + ACTIVATIONS
         assert peak >= 4 * (1 + held.sums)  # it is what takes the memory
+
+
+def leave_early(when: str) -> str:
+    """Train; rank 1 leaves the third step. Returns the error."""
+    with dl.join_world(device="gpu", seed=0) as world:
+        model = network(world.device)
+        try:
+            for step in loop_of(world, model, SHARDS, MIB_OF_A_LAYER):
+                leaves = step.iteration == 3 and world.rank == 1
+                if leaves and when == "before its shards":
+                    return ""
+                for rows in step:
+                    step.backward(model(rows).square().mean())
+                    if leaves and when == "between its shards":
+                        return ""
+                if leaves:
+                    return ""
+                step.fold()
+        except dl.PeerFailed as error:
+            return str(error)
+        raise AssertionError("no rank left")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("when", ["before its shards", "between its shards", "after its shards"])
+def test_a_rank_that_leaves_makes_the_collectives_that_the_others_wait_for(
+    on_fake_gpus: OnRanks, ranks: int, when: str
+) -> None:
+    for rank, said in enumerate(on_fake_gpus(ranks, leave_early, when)):
+        assert rank == 1 or (said.startswith("rank 1 failed") and "it left the loop in s" in said), said

@@ -36,8 +36,9 @@ class Mixed(nn.Module):
         self.norm.float()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.norm(self.first(rows).float()).to(rows.dtype)
-        return self.last(hidden.tanh())  # type: ignore[no-any-return]
+        hidden = self.norm(self.first(rows).float()).to(rows.dtype)
+        outputs: torch.Tensor = self.last(hidden.tanh())
+        return outputs
 
 
 def rows_of(kind: torch.dtype) -> torch.Tensor:
@@ -46,7 +47,8 @@ def rows_of(kind: torch.dtype) -> torch.Tensor:
 
 def loss_of(model: nn.Module, rows: torch.Tensor, is_low: bool) -> torch.Tensor:
     outputs = model(rows)
-    return ((outputs if is_low else outputs.float()) - 1).square().mean()
+    loss: torch.Tensor = ((outputs if is_low else outputs.float()) - 1).square().mean()
+    return loss
 
 
 def gradients_by_loop(
