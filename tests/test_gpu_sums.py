@@ -253,3 +253,21 @@ def test_a_rank_that_leaves_makes_the_collectives_that_the_others_wait_for(
 ) -> None:
     for rank, said in enumerate(on_fake_gpus(ranks, leave_early, when)):
         assert rank == 1 or (said.startswith("rank 1 failed") and "it left the loop in s" in said), said
+
+
+def look_at_early_sums() -> list[bool]:
+    """Whether the sum of each layer but the first is still under way when the first one's gradient is made."""
+    with dl.join_world(device="gpu", seed=0) as world:
+        model = network(world.device)
+        seen: list[bool] = []
+
+        def note() -> None:
+            grads = [layer[0].weight.grad for layer in list(model)[2:]]
+            seen[:] = [grad is not None and bool(grad.isnan().all()) for grad in grads]
+
+        list(steps_of(world, model, world.size, MIB_OF_A_LAYER, note, ordered=False))
+        return seen
+
+
+def test_nothing_waits_for_a_sum_of_one_collective_during_backward(on_fake_gpus: OnRanks) -> None:
+    assert on_fake_gpus(3, look_at_early_sums) == [[True] * (LAYERS - 2)] * 3

@@ -67,11 +67,11 @@ class FlatSum(Protocol):
     """The sum of one flat tensor over the ranks, in the order of its pieces: three parts, with a wait after each.
 
     Attributes:
-        holds_up_host: whether a wait for its parts holds up the host, and not the device alone.
+        folds_early: whether `reduce` starts a collective of its own, and the wait before it holds up the device alone.
     """
 
     @property
-    def holds_up_host(self) -> bool: ...
+    def folds_early(self) -> bool: ...
 
     def empty(self) -> torch.Tensor:
         """New memory for a row, with any values, from which `arrive` need not copy."""

@@ -37,7 +37,7 @@ class MemoryFlatSum:
         dtype: of the values.
     """
 
-    holds_up_host = True
+    folds_early = False
 
     def __init__(self, meetings: Meetings, order: PieceOrder, length: int, dtype: torch.dtype) -> None:
         self._meetings, self._order, self._length, self._dtype = meetings, order, length, dtype

@@ -29,7 +29,7 @@ from ddp_loop.distributed.piece_sums import tree_levels
 class TorchBackend:
     """A process group of torch; it finds failures itself, and `wait` holds up the device alone."""
 
-    holds_up_host = False
+    holds_up_host = False  # in `wait`
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.rank, self.size = group, group.rank(), group.size()
@@ -93,7 +93,8 @@ class TorchFlatSum:
     def __init__(
         self, backend: TorchBackend, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._backend, self._order, self.holds_up_host = backend, order, backend.holds_up_host
+        self._backend, self._order = backend, order
+        self.folds_early = not (order.is_any or backend.holds_up_host)
         self._length, self._dtype, self._device = length, dtype, device
         self._rows = [max(1, pieces) for pieces in order.pieces]  # a rank without shards sends -0.0, with the tail
         owners = [bool(pieces) for pieces, rows in zip(order.pieces, self._rows, strict=True) for _ in range(rows)]

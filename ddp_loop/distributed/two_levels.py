@@ -233,7 +233,7 @@ class TwoLevelFlatSum:
         dtype: of the values.
     """
 
-    holds_up_host = True
+    folds_early = False
 
     def __init__(
         self, backend: TwoLevelBackend, leaders: GlooBackend | None, order: PieceOrder, length: int, dtype: torch.dtype

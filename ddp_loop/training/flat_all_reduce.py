@@ -5,7 +5,7 @@ up the device alone, as with NCCL, the start of the next sum makes the additions
 all but the last sums are nearly done when backward ends. The order of collectives follows from the order of starts,
 which is the same on every rank, never from what has arrived. Before the next start rather than after it: so a GPU holds
 the pieces of one bucket at a time. Where a wait holds up the host, it would hold up backward, and all additions follow
-it.
+it. A sum of one collective has nothing to start, so backward does not wait for it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FlatAllReduce:
             rows: of one length.
             before: the sum that was started before it in this pass. See [Note: In turn].
         """
-        if before is not None and before._sum is not None and not before._sum.holds_up_host:
+        if before is not None and before._sum is not None and before._sum.folds_early:
             before.fold()
         flat = [as_real(row).reshape(-1) for row in rows]  # no backend adds complex numbers
         self.flat, self._is_folded, whole = flat[0], False, self._sum

@@ -45,8 +45,8 @@ class LaunchedSum:
     whole: FlatSum
 
     @property
-    def holds_up_host(self) -> bool:
-        return self.whole.holds_up_host
+    def folds_early(self) -> bool:
+        return self.whole.folds_early
 
     def empty(self) -> torch.Tensor:
         return self.whole.empty()
