@@ -37,6 +37,8 @@ _kept: list[tuple[dist.ProcessGroup, Collection[Work]]] = []
 class GlooBackend(TorchBackend):
     """A process group of gloo."""
 
+    holds_up_host = True
+
     def wait(self, work: Work, in_vain: Callable[[], bool]) -> None:
         """Wait in slices; with several sums under way one of ten is not woken when a peer's connection closes."""
         while True:

@@ -37,6 +37,8 @@ class MemoryFlatSum:
         dtype: of the values.
     """
 
+    folds_early = False
+
     def __init__(self, meetings: Meetings, order: PieceOrder, length: int, dtype: torch.dtype) -> None:
         self._meetings, self._order, self._length, self._dtype = meetings, order, length, dtype
         self._rows = [max(1, pieces) for pieces in order.pieces]  # a rank without shards sends -0.0, with the tail

@@ -44,6 +44,28 @@ def merge(sums: list[Item | None], times: int, add: Callable[[Item, Item], objec
     return freed
 
 
+def tree_levels(last_merges: Iterable[int]) -> list[tuple[list[int], list[int]]]:
+    """The additions of pieces in groups that can run at once: the left ones, into which the right ones are added.
+
+    Args:
+        last_merges: for each piece, how often the last two sums are added up after it.
+    """
+    levels: list[tuple[list[int], list[int]]] = []
+    sums: list[tuple[int, int]] = []  # the first piece of each, and the number of levels below it
+    for piece, merges in enumerate(last_merges):
+        sums.append((piece, 0))
+        for _ in range(merges):
+            right, right_height = sums.pop()
+            left, left_height = sums.pop()
+            height = max(left_height, right_height)
+            if height == len(levels):
+                levels.append(([], []))
+            levels[height][0].append(left)
+            levels[height][1].append(right)
+            sums.append((left, height + 1))
+    return levels
+
+
 def add_pieces(
     pieces: Sequence[torch.Tensor], last_merges: Iterable[int], others: Iterable[torch.Tensor], out: torch.Tensor
 ) -> None:

@@ -3,6 +3,14 @@
 [Note: Two ways] A flat sum of two pieces, or of pieces in any order, takes one all-reduce. Otherwise each rank receives
 a part of every piece, adds these up in their order, and sends the result to all: an all-to-all and an all-gather, which
 carry as much as a ring's all-reduce where every rank has one piece.
+
+[Note: Levels] Additions of one level of the tree do not depend on each other, so one launch makes them all: 3 launches
+for 8 pieces. Each has the operands that it would have alone, so the bits are the same.
+
+[Note: Memory of a sum] On a GPU a sum has memory of its own only between its two collectives: its pieces as they are
+sent, where a rank has several, and as they are received. The rank's part of the sum is written to its place in the flat
+tensor, from which the all-gather sends it. On the host the received pieces' memory is kept, since new memory costs page
+faults.
 """
 
 from __future__ import annotations
@@ -13,15 +21,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ddp_loop.accelerators import accelerator_of
 from ddp_loop.distributed.backend import STEP, PieceOrder, Work
-from ddp_loop.distributed.piece_sums import merge
+from ddp_loop.distributed.piece_sums import tree_levels
 
 
 class TorchBackend:
     """A process group of torch; it finds failures itself, and `wait` holds up the device alone."""
 
+    holds_up_host = False  # in `wait`
+
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.size = group, group.size()
+        self._group, self.rank, self.size = group, group.rank(), group.size()
 
     def start_numbers(self, numbers: Sequence[int], what: str) -> TorchNumbers:
         part = torch.tensor(numbers, device="cpu")
@@ -83,8 +94,14 @@ class TorchFlatSum:
         self, backend: TorchBackend, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._backend, self._order = backend, order
+        self.folds_early = not (order.is_any or backend.holds_up_host)
         self._length, self._dtype, self._device = length, dtype, device
         self._rows = [max(1, pieces) for pieces in order.pieces]  # a rank without shards sends -0.0, with the tail
+        owners = [bool(pieces) for pieces, rows in zip(order.pieces, self._rows, strict=True) for _ in range(rows)]
+        self._pieces = [place for place, has_shards in enumerate(owners) if has_shards]
+        self._others = [place for place, has_shards in enumerate(owners) if not has_shards]  # tails alone
+        self._levels = tree_levels(order.last_merges)
+        self._keeps_received = accelerator_of(device).is_host
         self._flat: torch.Tensor | None = None
         self._sent: torch.Tensor | None = None
         self._received: torch.Tensor | None = None
@@ -96,8 +113,8 @@ class TorchFlatSum:
         if self._order.is_any:
             return self._backend.start_sum(rows[0], STEP)
         self._flat, ranks = rows[0], self._backend.size
-        pieces = torch.stack(tuple(rows)) if len(rows) > 1 else rows[0]
-        self._sent = pieces.view(len(rows), ranks, -1).transpose(0, 1).reshape(ranks * len(rows), -1)
+        parts = [row.view(ranks, -1) for row in rows]
+        self._sent = torch.stack(parts, 1).view(ranks * len(rows), -1) if len(rows) > 1 else parts[0]
         if self._received is None:
             self._received = rows[0].new_empty(sum(self._rows), len(rows[0]) // ranks)
         return self._backend.start_exchange(self._received, self._sent, self._rows, [len(rows)] * ranks)
@@ -105,19 +122,22 @@ class TorchFlatSum:
     def reduce(self) -> Work | None:
         if self._received is None or self._flat is None:
             return None
-        rows, merges = iter(self._received), iter(self._order.last_merges)
-        sums: list[torch.Tensor | None] = []
-        others: list[torch.Tensor] = []  # of ranks without shards: their tails
-        for pieces in self._order.pieces:
-            if not pieces:
-                others.append(next(rows))
-            for _ in range(pieces):
-                sums.append(next(rows))
-                merge(sums, next(merges), torch.Tensor.add_)
-        whole = self._received[0]  # that of rank 0, which has the first shard
-        for row in others:
-            whole.add_(row)
-        return self._backend.start_gather(self._flat, whole, STEP)
+        rows = self._received.unbind()
+        pieces = list(map(rows.__getitem__, self._pieces))
+        own = self._flat.view(self._backend.size, -1)[self._backend.rank]
+        for lefts, rights in self._levels[:-1]:
+            torch._foreach_add_([pieces[left] for left in lefts], [pieces[right] for right in rights])
+        if self._levels:
+            (left,), (right,) = self._levels[-1]
+            torch.add(pieces[left], pieces[right], out=own)
+        else:
+            own.copy_(pieces[0])
+        for other in self._others:
+            own.add_(rows[other])
+        self._sent = None
+        if not self._keeps_received:
+            self._received = None
+        return self._backend.start_gather(self._flat, own, STEP)
 
     def collect(self) -> None:
-        self._flat = self._sent = None
+        self._flat = None

@@ -233,6 +233,8 @@ class TwoLevelFlatSum:
         dtype: of the values.
     """
 
+    folds_early = False
+
     def __init__(
         self, backend: TwoLevelBackend, leaders: GlooBackend | None, order: PieceOrder, length: int, dtype: torch.dtype
     ) -> None:

@@ -8,7 +8,7 @@ from itertools import repeat
 import torch
 from torch.nn import Parameter
 
-from ddp_loop.training.buckets import set_grads
+from ddp_loop.training.buckets import dtype_of_sums, set_grads
 
 
 def backpropagate_apart(
@@ -19,6 +19,7 @@ def backpropagate_apart(
     is_low: bool,
     retain_graph: bool,
     synced: bool,
+    wider: torch.dtype | None = None,
 ) -> None:
     """Backpropagate apart from the gradients of the shards before, and add `factor` times the new ones to them.
 
@@ -29,6 +30,7 @@ def backpropagate_apart(
         is_low: whether the factor would be rounded in the loss's dtype, so that it is backpropagated unscaled.
         retain_graph: whether another loss of the same graph follows.
         synced: whether the other shards' losses depend on this one's values, through synced batch norm.
+        wider: gradients that are added up in this dtype, and not in their own, are multiplied by the factor there.
     """
     before = {parameter: parameter.grad for parameter in parameters}
     set_grads(parameters, repeat(None))
@@ -36,7 +38,7 @@ def backpropagate_apart(
     loss.backward(seed.reshape(loss.shape), retain_graph=retain_graph)
     for parameter, gradient in before.items():
         if parameter.grad is not None:
-            if is_low:
+            if is_low and dtype_of_sums(parameter.dtype, wider) == parameter.dtype:
                 _multiply(parameter.grad, factor)
             if isinstance(factor, torch.Tensor):
                 parameter.grad.masked_fill_(_is_void(parameter.grad, factor, synced=synced), 0.0)

@@ -20,6 +20,13 @@ they are. So where somebody holds a view as a pass opens, the flat tensor is his
 takes a flat tensor back once it is free, so there are never more than the script keeps: a segment of shared memory
 stays mapped on all ranks. Python's count of references shows who holds a view, at 0.02 microseconds a parameter. It
 does not show a tensor that only shares the memory, such as `parameter.grad.view(-1)`.
+
+[Note: Rounded once] With `reduce_dtype` the rows have that dtype. Each shard's gradients are added to them and leave
+`.grad`, which has the parameters' dtype. The sum is rounded into a tensor of its own, to which `.grad` then points.
+
+[Note: Rows] The sums of shards that are still apart are rows of a bucket. The first row is kept, with the gradients of
+the whole mini-batch. The host keeps the others for the next pass, since new memory costs page faults. A GPU's allocator
+keeps freed memory itself, so there they are dropped at the end of a pass, and others can use their memory meanwhile.
 """
 
 from __future__ import annotations
@@ -47,18 +54,26 @@ _ALONE = sum(map(getrefcount, [object()]))  # the count of what a list alone hol
 _GRAD, _IS_SPARSE, _VERSION = map(attrgetter, ("grad", "is_sparse", "_version"))
 
 
-def grouped(parameters: list[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
+def dtype_of_sums(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """In which dtype gradients are added up: `reduce_dtype`, or their own one where that is more precise."""
+    return dtype if reduce_dtype is None else torch.promote_types(dtype, reduce_dtype)
+
+
+def grouped(
+    parameters: list[Parameter], bucket_bytes: int, reduce_dtype: torch.dtype | None = None
+) -> list[list[Parameter]]:
     """Neighbours of one dtype and device in groups of up to `bucket_bytes`; a larger one is a group of its own."""
     groups: list[list[Parameter]] = []
     filled = 0
     for parameter in parameters:
         last = groups[-1][0] if groups else None
         same = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not same or filled + parameter.nbytes > bucket_bytes:
+        size = parameter.numel() * dtype_of_sums(parameter.dtype, reduce_dtype).itemsize
+        if not same or filled + size > bucket_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(parameter)
-        filled += parameter.nbytes
+        filled += size
     return groups
 
 
@@ -101,7 +116,15 @@ class Bucket:
         dtype, device: of the parameters.
         world: from `join_world`.
         order: in which shards are added up.
+        sums: the dtype in which they are added up. See [Note: Rounded once].
+
+    Attributes:
+        own: the first row, which the sum comes into.
+        result: the same, or its gradients rounded to the parameters' dtype; `.grad` points there after the fold.
     """
+
+    own: FlatBuffer
+    result: FlatBuffer
 
     def __init__(
         self,
@@ -111,6 +134,7 @@ class Bucket:
         device: torch.device,
         world: World,
         order: ReductionOrder,
+        sums: torch.dtype,
     ) -> None:
         self.parameters = parameters
         self.given = [False] * len(parameters)
@@ -119,7 +143,13 @@ class Bucket:
         self.missing = set(self._all)  # the places whose gradients the current backward has not made
         self.length = sum(parameter.numel() for parameter in parameters)
         self.is_precise = dtype in (torch.float32, torch.float64)  # so sums over gradients can have their dtype
-        self._dtype, self._device, self._world, self._order = dtype, device, world, order
+        self._dtype, self._device, self._world, self._order = sums, device, world, order
+        self._rounds, self._in_place = sums != dtype, order.in_place and sums == dtype
+        self._forms = [
+            (parameter.numel(), parameter.shape, parameter.stride() if is_dense(parameter) else None)
+            for parameter in parameters
+        ]
+        self._keeps_rows = accelerator_of(device).is_host  # from pass to pass: [Note: Rows]
         self._sums: list[FlatBuffer | None] = []  # of the pass's shards so far; None without a gradient
         self._shards = 0  # finished in this pass
         self._spare: list[FlatBuffer] = []
@@ -130,6 +160,8 @@ class Bucket:
         self._comes_once = not accelerator_of(device).is_gpu
         self._adds = False  # whether autograd adds the current shard's gradients
         self._lost: Parameter | None = None  # whose gradient the script took away meanwhile
+        if self._rounds:
+            self.result = self._flat(torch.empty(self.length, dtype=dtype, device=device))
         self.resize(tail)
 
     def resize(self, tail: int) -> None:
@@ -143,6 +175,8 @@ class Bucket:
             own.gradients.copy_(first.gradients)
         self._sums = [own if one is first and one else one and self._moved(one) for one in self._sums]
         self.own = own
+        if not self._rounds:
+            self.result = own
         self.tail = self.own.whole[self.length : self.length + tail]
         self._show(self.own)
 
@@ -160,11 +194,10 @@ class Bucket:
 
     def _views(self, gradients: torch.Tensor) -> Iterator[torch.Tensor]:
         offset = 0
-        for parameter in self.parameters:
-            piece = gradients[offset : offset + parameter.numel()]
-            dense = is_dense(parameter)
-            yield (piece.as_strided(parameter.shape, parameter.stride()) if dense else piece.view(parameter.shape))
-            offset += parameter.numel()
+        for count, shape, strides in self._forms:
+            piece = gradients[offset : offset + count]
+            yield piece.view(shape) if strides is None else piece.as_strided(shape, strides)
+            offset += count
 
     def open(self) -> None:
         """Begin a pass over the shards."""
@@ -176,17 +209,20 @@ class Bucket:
         self._sums, self._shards, self._kept = [], 0, []
         self._adds, self._lost = False, None
         self._left = self._nothing
-        if sum(map(getrefcount, self.own.views)) > _ALONE * len(self.parameters):
+        if sum(map(getrefcount, self.result.views)) > _ALONE * len(self.parameters):
             self._give_away()
         self._show(self.own)
 
     def _give_away(self) -> None:
         """Leave the flat tensor to the script that keeps gradients in it. See [Note: Kept gradients]."""
-        flats = [*self._given_away, self.own]
+        flats = [*self._given_away, self.result]
         free = next((flat for flat in flats if not flat.is_held()), None)
         self._given_away = [flat for flat in flats if flat is not free]
+        if self._rounds:
+            self.result = free or self._flat(torch.empty_like(self.result.whole))
+            return
         tail = len(self.tail)
-        self.own = free or self._flat(self.summing.empty())
+        self.own = self.result = free or self._flat(self.summing.empty())
         self.tail = self.own.whole[self.length : self.length + tail]
 
     # -- a shard's gradients -------------------------------------------------------------------------------
@@ -194,7 +230,8 @@ class Bucket:
     def _show(self, flat: FlatBuffer) -> None:
         """Note which tensor holds the parameters' gradients now, for `tampered`."""
         self._shown, self._version = flat, flat.whole._version
-        self._left = _where(flat.views, self.given) if any(self.given) else self._nothing
+        shows = not self._rounds and any(self.given)
+        self._left = _where(flat.views, self.given) if shows else self._nothing
 
     def begin_backward(self, *, apart: bool = True) -> None:
         """Let autograd make the next shard's gradients apart from those before, or add them. See [Note: In place].
@@ -203,7 +240,7 @@ class Bucket:
             apart: whether they are needed apart.
         """
         self._is_collected = False
-        if not self._shards or self._kept or self._order.in_place:
+        if not self._shards or self._kept or self._in_place:
             return
         if not apart and self._may_add():
             self._adds = True
@@ -239,22 +276,27 @@ class Bucket:
         self.missing.discard(place)
         parameter = self.parameters[place]
         gradient = parameter.grad
-        if self._order.in_place and gradient is not None and gradient.nbytes >= _LARGE_BYTES and not gradient.is_sparse:
+        if self._in_place and gradient is not None and gradient.nbytes >= _LARGE_BYTES and not gradient.is_sparse:
             view = self.own.views[place]
             if gradient is not view:
                 parameter.grad = view.copy_(gradient)
 
     def end_backward(self) -> None:
         """Keep the gradients of a shard that has another loss."""
-        if self._order.in_place:
+        if self._in_place:
             self._collect()
         else:
             found = [parameter.grad for parameter in self.parameters]
             self._kept = [(gradient, 0 if gradient is None else gradient._version) for gradient in found]
 
-    def finish_shard(self, number: int) -> None:
-        """Take the gradients of this rank's shard `number`, counted from 1, unless that was done."""
-        if self._order.in_place:
+    def finish_shard(self, number: int, factor: float | torch.Tensor | None = None) -> None:
+        """Take the gradients of this rank's shard `number`, counted from 1, unless that was done.
+
+        Args:
+            number: of the shard.
+            factor: by which gradients that are rounded later are still to be multiplied; shape ().
+        """
+        if self._in_place:
             self._collect()
         elif self._shards < number:
             if self._adds:
@@ -263,6 +305,8 @@ class Bucket:
             places, gradients = self.fresh()
             self._comes_once = self._comes_once and (bool(self._kept) or not any(map(_VERSION, gradients)))
             self._kept = []
+            if factor is not None and self._rounds:
+                gradients = [gradient.to(self._dtype).mul_(_on(factor, gradient)) for gradient in gradients]
             for place in places:
                 self.given[place] = True
             self._add(places, gradients)
@@ -349,7 +393,7 @@ class Bucket:
 
     def finish_shards(self) -> None:
         """Finish the rank's shards; empty ones, which had no backward, add nothing."""
-        if self._order.in_place:
+        if self._in_place:
             if not self._is_collected:
                 self._collect()
             return
@@ -364,28 +408,36 @@ class Bucket:
             fill_identity(self.own.gradients)
             self._sums[0] = self.own
 
-    def start(self) -> None:
-        """Start the sum over the ranks; one rank has it already. Every rank must call this."""
+    def start(self, before: FlatAllReduce | None = None) -> None:
+        """Start the sum over the ranks, after that of `before`; one rank has it already. Every rank must call this."""
         if self._world.size > 1:
-            rows = [self.own] if self._order.in_place else [one or self._make() for one in self._sums]
-            self.summing.start([row.whole for row in rows])
+            rows = [self.own] if self._in_place else [one or self._make() for one in self._sums]
+            self.summing.start([row.whole for row in rows], before)
 
     def assign_grads(self, given: list[bool]) -> None:
         """Make the sum each parameter's `.grad`; None where no shard of any rank gave one."""
-        if not self._order.in_place or given != self.given:  # else they are there since they were collected
-            set_grads(self.parameters, _where(self.own.views, given))
+        if not self._in_place or given != self.given:  # else they are there since they were collected
+            set_grads(self.parameters, _where(self.result.views, given))
+        if not (self._keeps_rows or self._in_place):
+            self._sums, self._spare = self._sums[:1], []
+            self._show(self.own)
+
+    def round(self) -> None:
+        """Round the sum, where it has more bits than the parameters. See [Note: Rounded once]."""
+        if self._rounds:
+            self.result.gradients.copy_(self.own.gradients)
 
     def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the largest gradient, shape () each; one is NaN if a gradient is.
 
         `vector_norm(..., inf)` gives one value and takes 13 times as long on the CPU.
         """
-        flat = self.own.gradients
+        flat = self.result.gradients
         return torch.aminmax(torch.view_as_real(flat) if flat.is_complex() else flat)
 
     def norm(self) -> torch.Tensor:
         """The Euclidean norm of the gradients, shape (), float32 or float64; None counts as zeros."""
-        flat = self.own.gradients
+        flat = self.result.gradients
         if self.is_precise:
             square = flat.dot(flat)  # half the time of aminmax, and 40 times as precise as vector_norm
             if (
@@ -432,6 +484,10 @@ class Bucket:
 def _where(views: Sequence[torch.Tensor], given: Sequence[bool]) -> Sequence[torch.Tensor | None]:
     """The views, or None where no gradient was given."""
     return views if all(given) else [view if is_given else None for view, is_given in zip(views, given, strict=True)]
+
+
+def _on(factor: float | torch.Tensor, gradient: torch.Tensor) -> float | torch.Tensor:
+    return factor.to(gradient.device) if isinstance(factor, torch.Tensor) else factor
 
 
 def _sparse(gradient: torch.Tensor) -> ValueError:

@@ -1,4 +1,12 @@
-"""The sum of a flat tensor over the ranks, which runs while backward goes on."""
+"""The sum of a flat tensor over the ranks, which runs while backward goes on.
+
+[Note: In turn] A sum in tree order has two collectives, with this rank's additions between them. Where its waits hold
+up the device alone, as with NCCL, the start of the next sum makes the additions and starts the second collective. So
+all but the last sums are nearly done when backward ends. The order of collectives follows from the order of starts,
+which is the same on every rank, never from what has arrived. Before the next start rather than after it: so a GPU holds
+the pieces of one bucket at a time. Where a wait holds up the host, it would hold up backward, and all additions follow
+it. A sum of one collective has nothing to start, so backward does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +28,7 @@ class FlatAllReduce:
         self._length, self._dtype, self.device = length, dtype, device
         self._sum = world.flat_sum(order, length, dtype, device)
         self._work: Work | None = None
+        self._is_folded = False
         self.flat: torch.Tensor | None = None  # where the sum will be, from `start` to `finish`
 
     def empty(self) -> torch.Tensor:
@@ -32,18 +41,25 @@ class FlatAllReduce:
         """New rows of this rank that add nothing."""
         return [fill_identity(self.empty()) for _ in range(self._rows)]
 
-    def start(self, rows: Sequence[torch.Tensor]) -> None:
-        """Send this rank's pieces; the sum comes into the first of `rows`. Every rank must call this."""
+    def start(self, rows: Sequence[torch.Tensor], before: FlatAllReduce | None = None) -> None:
+        """Send this rank's pieces; the sum comes into the first of `rows`. Every rank must call this.
+
+        Args:
+            rows: of one length.
+            before: the sum that was started before it in this pass. See [Note: In turn].
+        """
+        if before is not None and before._sum is not None and before._sum.folds_early:
+            before.fold()
         flat = [as_real(row).reshape(-1) for row in rows]  # no backend adds complex numbers
-        self.flat, whole = flat[0], self._sum
+        self.flat, self._is_folded, whole = flat[0], False, self._sum
         if whole is not None:
             self._work = self._world.start(lambda _: whole.arrive(flat), self.device)
 
     def fold(self) -> None:
-        """Add up this rank's part of all pieces, and send it to all ranks. Every rank must call this."""
-        if self._sum is not None:
+        """Add up this rank's part of all pieces, and send it to all ranks, once. Every rank must call this."""
+        if self._sum is not None and not self._is_folded:
             self._world.finish(self._work)
-            whole = self._sum
+            whole, self._is_folded = self._sum, True
             self._work = self._world.start(lambda _: whole.reduce(), self.device)
 
     def finish(self) -> None:

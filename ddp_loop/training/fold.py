@@ -45,7 +45,7 @@ from ddp_loop.training.control import (
 from ddp_loop.training.gradients import Gradients
 from ddp_loop.training.moments import moment_sums
 from ddp_loop.training.nonfinite import NonFiniteGuard
-from ddp_loop.training.ordered_sum import rank_order, tree_order
+from ddp_loop.training.ordered_sum import ReductionOrder, rank_order, tree_order
 from ddp_loop.training.payload import Modes, PayloadLayout, ShardRecord, StepResult, agreed, layout_of
 from ddp_loop.training.slots import Slots
 from ddp_loop.training.validation import Weight, find_scale, refuse_wrapped
@@ -82,6 +82,8 @@ class Fold:
         events, former: called around each fold; the fold that this one replaces, released.
         averaged: parameters that never need a gradient, those of averaged copies.
         watch: called with each shard's number on this rank and its gradients by name.
+        reduce_dtype: in which gradients of a lower precision are added up, over shards and ranks; then they are rounded
+            to the parameters' dtype. None for the parameters' dtype.
 
     Raises:
         ValueError: a model that torch shares between ranks, a hook on a parameter, or a rule for an unknown buffer.
@@ -105,6 +107,7 @@ class Fold:
         averaged: Collection[Parameter] = (),
         watch: Callable[[int, dict[str, torch.Tensor]], None] | None = None,
         former: Fold | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         refuse_wrapped(modules)
         layers = batch_norm_layers(modules) if shards > 1 else {}
@@ -124,6 +127,7 @@ class Fold:
             synced=bool(self.sync_channels),
             takes_hooks=shards == 1,
             watch=watch,
+            reduce_dtype=reduce_dtype,
         )
         self._statistics = BatchNormStatistics(layers, own if shards > 1 else {}, others)
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
@@ -134,9 +138,7 @@ class Fold:
         self._requests: Callable[[], ControlRequest] = (lambda: NO_REQUEST) if events is None else events.requests
         self._asked: ControlRequest | None = None  # of this pass, where its flag was sent
         self._word_dtype = self.gradients.slot_dtype if self._word_in_tail else torch.int32
-        wanted, dtype = set(parameters.values()).difference(averaged), self.gradients.slot_dtype
-        moments = moment_sums(self._statistics, world, order, shards, wanted, dtype)
-        self._slots = Slots(self._statistics, self._buffers, dtype, world.device, moments)
+        self._slots = self._make_slots(set(parameters.values()).difference(averaged), order, shards)
         self._layout: PayloadLayout | None = None
         self._tails: dict[int, int] = {}  # of the layout, by shards
         self._records: list[ShardRecord] = []
@@ -147,6 +149,11 @@ class Fold:
         self.decision: ControlDecision | None = None  # of all ranks at the last fold
         self.waited_s: float = 0.0 if former is None else former.waited_s  # for the sums, in all folds so far
         self.clock: Callable[[], float] = time.perf_counter  # read as a wait begins and as it ends
+
+    def _make_slots(self, wanted: set[Parameter], order: ReductionOrder, shards: int) -> Slots:
+        dtype = self.gradients.slot_dtype
+        moments = moment_sums(self._statistics, self._world, order, shards, wanted, dtype)
+        return Slots(self._statistics, self._buffers, dtype, self._world.device, moments)
 
     def check_pending(self) -> None:
         """Raise what a GPU had yet to find out about the last step's buffers; the same on every rank.
@@ -352,6 +359,8 @@ class Fold:
         total, share, losses, values = self._slots.merge(slots, layout, mini_batch.sizes)
         if total is not None:
             self._scale(total, layout, mini_batch)
+        if self.gradients.rounds:
+            self.gradients.round()
         is_bad = self._check(values[0])
         self._slots.apply(slots, layout, mini_batch.sizes, is_bad)
         if replans:  # now, since by the next pass one rank may have unfrozen something

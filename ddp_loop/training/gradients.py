@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_loop.distributed import World
 from ddp_loop.training.backpropagation import backpropagate_apart
-from ddp_loop.training.buckets import Bucket, grouped, set_grads
+from ddp_loop.training.buckets import Bucket, dtype_of_sums, grouped, set_grads
 from ddp_loop.training.flat_all_reduce import FlatAllReduce, finish_all
 from ddp_loop.training.ordered_sum import ReductionOrder
 from ddp_loop.training.parameter_checks import AFTER_HOOKS, HOOKS, Hook, OutsideParameters, find_hook
@@ -52,6 +52,7 @@ class Gradients:
         synced: whether backward contains other collectives, those of synced batch norm.
         takes_hooks: whether the script may have hooks on parameters.
         watch: called with each shard's number on this rank and its gradients by name; then no sum starts early.
+        reduce_dtype: in which gradients of a lower precision are added up; None for their own.
 
     Raises:
         ValueError: a parameter has a hook.
@@ -68,10 +69,11 @@ class Gradients:
         synced: bool = False,
         takes_hooks: bool = False,
         watch: Callable[[int, dict[str, torch.Tensor]], None] | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.buckets: list[Bucket] = []
         self._world = world
-        self._bucket_bytes, self._order = bucket_bytes, order
+        self._bucket_bytes, self._order, self._reduce_dtype = bucket_bytes, order, reduce_dtype
         self._names: dict[Parameter, str] = {parameter: name for name, parameter in parameters.items()}
         self.unplanned = UnplannedGradients(self._names, averaged, bucket_bytes, self._bucket_of)
         self.is_chosen = False  # whether the plan is without what the first fold gave nothing
@@ -86,9 +88,11 @@ class Gradients:
         self._next = 0  # the first bucket whose sum has not started
         self._in_backward = self._in_last = False
         self._shards = 0  # finished in this pass
+        self._goes_on = False  # whether the current shard has had a loss, and has another one
         self._is_pass_open = self._holds_sums = False  # the latter: the buckets hold the last fold's sums
         doubles = any(parameter.dtype == torch.float64 for parameter in self._names)
         self.slot_dtype = torch.float64 if doubles else torch.float32  # of statistics, losses and metrics
+        self.rounds = reduce_dtype is not None  # whether sums are rounded after the fold
         self.known_norm: torch.Tensor | None = None  # of all gradients, once this pass has computed it
         self._takes_hooks = takes_hooks
         if not takes_hooks and (hooked := find_hook(self._names, _is_own)) is not None:
@@ -108,13 +112,13 @@ class Gradients:
         self._planned_asks = list(map(_WANTS, self._names))
         wanted = self._choice()
         device, dtype = self._world.device, self.slot_dtype
-        groups = grouped(wanted[::-1], self._bucket_bytes)
-        if not groups or (groups[-1][0].dtype, groups[-1][0].device) != (dtype, device):
+        groups = grouped(wanted[::-1], self._bucket_bytes, self._reduce_dtype)
+        last = groups[-1][0] if groups else None
+        if last is None or (dtype_of_sums(last.dtype, self._reduce_dtype), last.device) != (dtype, device):
             groups.append([])  # the tail cannot ride with gradients of another type
         for group in groups:
-            kind, place = (group[0].dtype, group[0].device) if group else (dtype, device)
             room = tail if group is groups[-1] else 0
-            self.buckets.append(Bucket(group, room, kind, place, self._world, self._order))
+            self.buckets.append(self._bucket_of(group, room))
         self.tail = self.buckets[-1].tail
         self._planned = {parameter: (parameter.dtype, parameter.stride()) for parameter in wanted}
         for number, bucket in enumerate(self.buckets[:-1]):
@@ -134,8 +138,11 @@ class Gradients:
         """The parameters to plan."""
         return [one for one in self._names if one.requires_grad and one not in self.unplanned.left_out]
 
-    def _bucket_of(self, group: list[Parameter]) -> Bucket:
-        return Bucket(group, 0, group[0].dtype, group[0].device, self._world, self._order)
+    def _bucket_of(self, group: list[Parameter], tail: int = 0) -> Bucket:
+        """A bucket of parameters of one dtype and device; without any it has the tail alone."""
+        dtype, device = (group[0].dtype, group[0].device) if group else (self.slot_dtype, self._world.device)
+        sums = dtype_of_sums(dtype, self._reduce_dtype) if group else dtype
+        return Bucket(group, tail, dtype, device, self._world, self._order, sums)
 
     # -- one pass over the shards --------------------------------------------------------------------------
 
@@ -168,7 +175,7 @@ class Gradients:
         if self.unplanned.buckets or asks != self._planned_asks:
             self.unplanned.open(self._planned)
         self._next = self._shards = 0
-        self._is_pass_open = True
+        self._is_pass_open, self._goes_on = True, False
         self.known_norm = None
         for bucket in (*self.buckets, *self.unplanned.buckets):
             bucket.open()
@@ -188,7 +195,8 @@ class Gradients:
 
         A tensor factor of 0, a weight that only the device knows, adds exactly 0, never 0 * nan. A loss in bfloat16 or
         float16 is backpropagated unscaled and its gradients are multiplied: in bfloat16 a factor of 1/3 is off by
-        0.2 %, and in float16 a large weight makes it 0 or infinite.
+        0.2 %, and in float16 a large weight makes it 0 or infinite. With `reduce_dtype` they are multiplied in that
+        dtype, but for those of several losses, which autograd adds up in the parameters' dtype.
 
         Args:
             loss: shape ().
@@ -205,9 +213,12 @@ class Gradients:
             self._outside.look(loss)
         for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
             bucket.begin_backward(apart=apart)
-        is_low = loss.dtype.itemsize < _FLOAT32_BYTES
+        is_low, later = loss.dtype.itemsize < _FLOAT32_BYTES, None
         if isinstance(factor, torch.Tensor) or (factor != 1 and is_low):
-            backpropagate_apart(self._names, loss, factor, is_low=is_low, retain_graph=more, synced=self._synced)
+            wider = self._reduce_dtype if is_low and not (more or self._goes_on) else None
+            how = {"is_low": is_low, "retain_graph": more, "synced": self._synced}
+            backpropagate_apart(self._names, loss, factor, **how, wider=wider)
+            later = None if wider is None else factor
         else:
             for bucket in self.buckets[:-1]:
                 bucket.expect_all()
@@ -220,9 +231,9 @@ class Gradients:
             self.unplanned.adopt(self._shards)
         if self._watch is not None and not more:
             self._show(self._watch)
-        self._shards += not more
+        self._shards, self._goes_on = self._shards + (not more), more
         for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
-            bucket.end_backward() if more else bucket.finish_shard(self._shards)
+            bucket.end_backward() if more else bucket.finish_shard(self._shards, later)
 
     def backward_empty(self, loss: torch.Tensor, *, more: bool) -> None:
         """Backpropagate the loss of no samples for the collectives in it; its gradients are discarded."""
@@ -281,7 +292,7 @@ class Gradients:
             self._next += 1
             first.finish_shard(self._shards + 1)
             first.finish_shards()
-            first.start()
+            self._start(self._next - 1)
 
     def collect(self, tail: int) -> list[bool]:
         """Finish this rank's shards, with room for `tail` more values.
@@ -315,15 +326,16 @@ class Gradients:
         """
         if tail != self._tail or not self.buckets:
             self.plan(tail)
-        sums, first = [*(bucket.summing for bucket in self.buckets), *others], self._next
+        planned, sums = len(self.buckets), [*(bucket.summing for bucket in self.buckets), *others]
+        first = self._next
         with_tail, length = self.buckets[-1].summing, self.buckets[-1].length
 
         def send(mark: int | None, beside: AbstractContextManager[object]) -> None:
-            for summing in sums[first:]:
+            for number, summing in enumerate(sums[first:], first):
                 rows = summing.empty_rows()  # assigned gradients stay as they are
                 if mark is not None and summing is with_tail:
                     rows[0][length + mark] = 1
-                summing.start(rows)
+                summing.start(rows, sums[number - 1] if 0 < number < planned else None)
             with beside:
                 finish_all(sums, self._world)
 
@@ -336,8 +348,11 @@ class Gradients:
 
     def start_sums(self) -> None:
         """Start the sums of gradients and tail over all ranks that have not begun. Every rank must call this."""
-        for bucket in self.buckets[self._next :]:
-            bucket.start()
+        for number in range(self._next, len(self.buckets)):
+            self._start(number)
+
+    def _start(self, number: int) -> None:
+        self.buckets[number].start(self.buckets[number - 1].summing if number else None)
 
     def finish_sums(self, others: Sequence[FlatAllReduce] = ()) -> None:
         """Wait for all sums, and others that were started after them. Every rank must call this."""
@@ -360,9 +375,14 @@ class Gradients:
             start = end
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply all gradients by `factor`, shape ()."""
+        """Multiply the sums of all gradients by `factor`, shape ()."""
         for bucket in (*self.buckets, *self.unplanned.buckets):
             bucket.own.gradients.mul_(factor)
+
+    def round(self) -> None:
+        """Round the sums to the parameters' dtypes."""
+        for bucket in (*self.buckets, *self.unplanned.buckets):
+            bucket.round()
 
     # -- after the fold ------------------------------------------------------------------------------------
 
@@ -428,7 +448,7 @@ class Gradients:
     def fill_with_nan(self, where: torch.Tensor | bool) -> None:
         """Make all gradients NaN, if `where`, shape ()."""
         for bucket in (*self.buckets, *self.unplanned.buckets):
-            flat = bucket.own.gradients
+            flat = bucket.result.gradients
             flat.masked_fill_(torch.as_tensor(where, device=flat.device), torch.nan)
 
     def changed_since_opened(self) -> str | None:

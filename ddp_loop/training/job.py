@@ -228,6 +228,12 @@ class ReductionSettings:
     ordered: bool
     bucket_cap_mib: float
     buffer_reduction: Mapping[str, BufferReduction]
+    reduce_dtype: torch.dtype | None
+
+    @property
+    def sums(self) -> tuple[float, torch.dtype | None]:
+        """The size of the buckets and the dtype of the sums, which must be the same on all ranks."""
+        return self.bucket_cap_mib, self.reduce_dtype
 
 
 class Job:
@@ -272,6 +278,7 @@ class Job:
             averaged=_averaged(self.state, optimizers),
             watch=watch,
             former=former,
+            reduce_dtype=how.reduce_dtype,
         )
         check_synced(self._batches, fold.sync_channels)
         return fold

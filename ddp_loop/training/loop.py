@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful, flatten_config
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
@@ -61,6 +64,8 @@ class Loop:
             default), "mean" (over the samples), "first" (that of the first shard), "min" and "max" (for observers),
             "local" (each rank its own). See docs/buffers.md.
         bucket_cap_mib: size of the buckets in which gradients are summed, in MiB.
+        reduce_dtype: torch.float32 or torch.float64, in which gradients of a lower precision are added up over shards
+            and ranks, and rounded once; by default in their own dtype. See docs/migrate.md.
         allow_single_sample_shards: accept shards of one sample although the model has BatchNorm1d layers, which
             cannot normalise one value (but can, if their inputs have positions).
         ordered: add gradients up in an order that follows from the shards alone; by default where they are fixed.
@@ -111,6 +116,7 @@ class Loop:
         monitor: bool = False,
         buffer_reduction: Mapping[str, BufferReduction] | None = None,
         bucket_cap_mib: float = 8.0,
+        reduce_dtype: torch.dtype | None = None,
         allow_single_sample_shards: bool = False,
         on_nonfinite: OnNonFinite = "raise",
         check_replicas_every: int = 100,
@@ -126,13 +132,14 @@ class Loop:
         watched, folder = trace_request_of(batches), None if run_dir is None else Path(run_dir).absolute()
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         is_ordered = batches.fixed_shards if ordered is None else ordered
-        self._job = Job(state, batches, ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}))
+        how = ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}, reduce_dtype)
+        self._job = Job(state, batches, how)
         self._recorder = self._make_recorder(folder if watched is None else None, policy, on_nonfinite)
         with self.world.in_stage("start"):
             problem: Exception | None = None
             try:
                 flat = None if config is None else flatten_config(config)
-                check_arguments(batches, epochs, steps, bucket_cap_mib, on_nonfinite, check_replicas_every)
+                check_arguments(batches, epochs, steps, how.sums, on_nonfinite, check_replicas_every)
                 if not allow_single_sample_shards:
                     self._shares.check_rows(self._job.state)
                 self._ahead, self._step = open_steps(profile, batches, self._where, folder, watched)
@@ -144,14 +151,19 @@ class Loop:
                     self._where.most_steps = min(watched.steps, steps or watched.steps)
             except ValueError as error:
                 problem = error
-            try:
+            with self._leaving_on_error():
                 self.world.raise_if_any_failed(problem)
-                facts = epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir is None
+                facts = epochs, steps, *how.sums, check_replicas_every, on_nonfinite, ordered, run_dir is None
                 self.world.require_equal(SAME, (*facts, resume, str(resume_from), save_every, trace, profile, flat))
                 self._begin(resume, resume_from, Reporting(on_row, progress, monitor and watched is None, flat))
-            except BaseException:
-                self._leave()
-                raise
+
+    @contextmanager
+    def _leaving_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._leave()
+            raise
 
     def _make_recorder(self, folder: Path | None, policy: CheckpointPolicy, rule: OnNonFinite) -> RunRecorder:
         """The recorder, and the checks of the values of steps and state."""

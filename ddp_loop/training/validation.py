@@ -23,9 +23,10 @@ from ddp_loop.distributed import each_module, find_modules, format_error
 from ddp_loop.training.nonfinite import ON_NONFINITE
 
 SAME = (  # arguments of a Loop that must be the same on all ranks
-    "epochs, steps, bucket_cap_mib, check_replicas_every, on_nonfinite, ordered, run_dir, resume, resume_from, "
-    "save_every, trace, profile, config"
+    "epochs, steps, bucket_cap_mib, reduce_dtype, check_replicas_every, on_nonfinite, ordered, run_dir, resume, "
+    "resume_from, save_every, trace, profile, config"
 )
+REDUCE_DTYPES = (None, torch.float32, torch.float64)
 _OF_DATA = (TypeError, AttributeError, ValueError, LookupError)  # raised by a list of shards in place of tensors
 _OF_STEPS = re.compile(r"values to unpack|(not|got) Step\b|'Step'")
 _INNER_LOOP = (
@@ -136,11 +137,12 @@ def check_arguments(
     batches: Batches,
     epochs: int | None,
     steps: int | None,
-    bucket_cap_mib: float,
+    sums: tuple[float, object],
     on_nonfinite: str,
     check_replicas_every: object,
 ) -> None:
-    """Raise ValueError unless the loop has an end, its buckets a size, and its checks a rule and a number of steps."""
+    """Raise ValueError unless the loop has an end, its sums a size and dtype, and its checks a rule and a frequency."""
+    bucket_cap_mib, reduce_dtype = sums
     if not bucket_cap_mib > 0:
         raise ValueError(f"bucket_cap_mib must be a size in MiB, more than 0. Got {bucket_cap_mib}.")
     for name, value in (("epochs", epochs), ("steps", steps)):
@@ -152,6 +154,8 @@ def check_arguments(
         raise ValueError("An epoch of these data never ends. Give Batches a length, or Loop its steps.")
     if on_nonfinite not in ON_NONFINITE:
         raise ValueError(f"on_nonfinite must be one of {ON_NONFINITE}. Got {on_nonfinite!r}.")
+    if all(reduce_dtype is not one for one in REDUCE_DTYPES):
+        raise ValueError(f"reduce_dtype must be torch.float32, torch.float64 or None. Got {reduce_dtype!r}.")
     check_count(
         "check_replicas_every",
         check_replicas_every,

@@ -44,6 +44,10 @@ class LaunchedSum:
 
     whole: FlatSum
 
+    @property
+    def folds_early(self) -> bool:
+        return self.whole.folds_early
+
     def empty(self) -> torch.Tensor:
         return self.whole.empty()
 
