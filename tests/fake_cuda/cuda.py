@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import sys
+import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +20,25 @@ import torch
 import torch.cuda
 import torch.distributed as dist
 
-VARIABLES = ("FAKE_CUDA_DEVICES", "FAKE_CUDA_NAME", "FAKE_CUDA_MEMORY", "FAKE_CUDA_SHARED", "FAKE_CUDA_SLOW_S")
+VARIABLES = (
+    "FAKE_CUDA_DEVICES",
+    "FAKE_CUDA_NAME",
+    "FAKE_CUDA_MEMORY",
+    "FAKE_CUDA_SHARED",
+    "FAKE_CUDA_SLOW_S",
+    "FAKE_CUDA_IDLE_S",
+)
 BYTES = 80 * 2**30
 OWN = (__file__, str(Path(__file__).with_name("kernels.py")))
 
+_CYCLES = 2e9  # in a second, of `torch.cuda._sleep`
+
 count = int(os.environ.get("FAKE_CUDA_DEVICES", os.environ.get("LOCAL_WORLD_SIZE", "1")))
+if "CUDA_VISIBLE_DEVICES" in os.environ:
+    count = min(count, len(list(filter(None, os.environ["CUDA_VISIBLE_DEVICES"].split(",")))))
 total_bytes = int(os.environ.get("FAKE_CUDA_MEMORY", BYTES))
 name = os.environ.get("FAKE_CUDA_NAME", "Fake H100")
+_idle_s = float(os.environ.get("FAKE_CUDA_IDLE_S", "0"))  # until NCCL closes its idle connections; 0 for never
 _listeners: list[Callable[[str, str], None]] = []
 _mode = 0  # of torch.cuda.set_sync_debug_mode
 
@@ -194,6 +209,7 @@ def _put_on_torch() -> None:
         "get_rng_state": lambda of=None: generators[_device(of).index].get_state(),
         "set_rng_state": lambda state, of=None: generators[_device(of).index].set_state(state),
         "is_current_stream_capturing": lambda: False,
+        "_sleep": lambda cycles: device.slow_down(cycles / _CYCLES),  # each later event takes so long
         "_exchange_device": _exchange,
         "_maybe_exchange_device": _exchange,
     }
@@ -259,21 +275,39 @@ class ProcessGroupNCCL(metaclass=_HasItsName):
 _gloo = dist.ProcessGroupGloo
 
 
-def _gloo_of_device(store: Any, rank: int, size: int, *more: Any, **keywords: Any) -> Any:
+class _IsGloo(type):
+    def __instancecheck__(cls, one: object) -> bool:
+        return getattr(one, "name", lambda: "")() == "gloo"
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(_gloo, name)
+
+
+class ProcessGroupGloo(metaclass=_IsGloo):
     """gloo that takes tensors of the device too, for ranks that share one."""
-    return device.gloo(_gloo(store, rank, size, *more, **keywords), rank, size)
+
+    def __new__(cls, store: Any, rank: int, size: int, *more: Any, **keywords: Any) -> Any:
+        below = _gloo(store, rank, size, *more, **keywords)
+        made = device.gloo(below, rank, size)
+        made.options = below.options
+        return made
 
 
 class _Sockets:
-    """Connections of NCCL's own, as for bootstrap and RAS, some of which it closes when they have been idle."""
+    """Connections of NCCL's own, as for its start, which stay, and for RAS, which it closes when they are idle."""
 
     def __init__(self) -> None:
         self.open: list[socket.socket] = []
 
     def connect(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.open.append(socket.create_connection(listener.getsockname()))
-            self.open.append(listener.accept()[0])
+        self.open += _connected()
+        if _idle_s:
+            threading.Thread(target=_close_later, args=_connected(), daemon=True).start()
+
+    def warn_of_ends(self) -> None:
+        """Say, as NCCL does under NCCL_DEBUG=WARN, that a peer has closed a connection."""
+        if self.open and select.select(self.open, [], [], 0)[0] and os.environ.get("NCCL_DEBUG") in ("WARN", "INFO"):
+            print("NCCL WARN socketPollConnect: connection closed by remote peer", flush=True)
 
     def close(self) -> None:
         """Close all, as NCCL's RAS does with idle ones."""
@@ -282,17 +316,36 @@ class _Sockets:
         self.open.clear()
 
 
+def _connected() -> list[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+
+
+def _close_later(*idle: socket.socket) -> None:
+    time.sleep(_idle_s)
+    for one in idle:
+        one.close()
+
+
 nccl_sockets = _Sockets()
 
 
 def _put_backends() -> None:
     groups: Any = dist.distributed_c10d
     package: Any = dist
+    destroy = groups.destroy_process_group
+
+    def destroy_and_look(*group: Any) -> None:
+        nccl_sockets.warn_of_ends()
+        destroy(*group)
+
+    package.Logger.set_runtime_stats_and_log = lambda logger: None  # DDP's; it has a timer for each kind of device
+    groups.destroy_process_group = package.destroy_process_group = destroy_and_look
     groups.ProcessGroupNCCL = package.ProcessGroupNCCL = ProcessGroupNCCL
     groups._NCCL_AVAILABLE = True
     groups.is_nccl_available = package.is_nccl_available = lambda: True
     if os.environ.get("FAKE_CUDA_SHARED"):
-        groups.ProcessGroupGloo = _gloo_of_device
+        groups.ProcessGroupGloo = package.ProcessGroupGloo = ProcessGroupGloo
 
 
 _put_on_torch()
