@@ -78,7 +78,7 @@ def train(how: str, pause_s: float) -> None:
                 if fails:
                     act(how, world.device)
                 if how == "pause":
-                    torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
+                    torch.cuda._sleep(CYCLES)
                 step.backward(cross_entropy(model(rows), labels))
             step.fold()
             optimizer.step()
@@ -99,10 +99,19 @@ def start(ranks: int, how: str, pause_s: float) -> subprocess.Popen[str]:
     )
 
 
-def problem_of(failure: Failure, code: int, said: str) -> str:
+def end(process: subprocess.Popen[str], limit_s: float) -> tuple[str, int | None]:
+    """The output of a run and its exit code; None where it had to be ended."""
+    try:
+        return process.communicate(timeout=limit_s)[0], process.returncode
+    except subprocess.TimeoutExpired:
+        process.terminate()  # its ranks end with it
+        return process.communicate()[0], None
+
+
+def problem_of(failure: Failure, code: int | None, said: str) -> str:
     """What is wrong with the end of a run whose rank 1 has failed."""
-    if code == 0:
-        return "exit code 0"
+    if not code:
+        return f"it did not end in {LIMIT_S:.0f} s" if code is None else "exit code 0"
     return "" if failure.says in said else f"no line names rank 1: {shown(said)}"
 
 
@@ -118,14 +127,8 @@ def report_failures(machine: Machine, sheet: Sheet) -> None:
     sheet.head("rank 1 of 2 | on | what is printed | seconds from start to end", words=3)
     for failure in FAILURES:
         began = time.monotonic()
-        process = start(2, failure.how, TIMEOUT_S)
-        try:
-            said, _ = process.communicate(timeout=LIMIT_S)
-            problem = problem_of(failure, process.returncode, said)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said, _ = process.communicate()
-            problem = f"it did not end in {LIMIT_S:.0f} s"
+        said, code = end(start(2, failure.how, TIMEOUT_S), LIMIT_S)
+        problem = problem_of(failure, code, said)
         sheet.row(failure.how, machine.sharing(2), shown(said), f"{time.monotonic() - began:.1f}")
         sheet.judge(failure.how, problem)
 
@@ -135,12 +138,12 @@ def report_endings(machine: Machine, sheet: Sheet) -> None:
     pause_s = 2.0 if machine.rehearsed else IDLE_S
     pausing = start(machine.ranks, "pause", pause_s)
     report_failures(machine, sheet)
-    said, _ = pausing.communicate(timeout=pause_s + LIMIT_S)
+    said, code = end(pausing, pause_s + LIMIT_S)
     name = f"steps of more than 1 s and a pause of {pause_s:.0f} s"
     warnings = [line for line in said.splitlines() if "NCCL WARN" in line]
     sheet.head("run | on | exit code | NCCL warnings", words=2)
-    sheet.row(name, machine.sharing(machine.ranks), pausing.returncode, len(warnings))
-    sheet.judge(name, f"exit code {pausing.returncode}: {shown(said)}" if pausing.returncode else "")
+    sheet.row(name, machine.sharing(machine.ranks), code, len(warnings))
+    sheet.judge(name, "" if code == 0 else f"exit code {code}: {shown(said)}")
     sheet.judge("NCCL_DEBUG=WARN", warnings[0] if warnings else "")
 
 

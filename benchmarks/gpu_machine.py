@@ -117,4 +117,4 @@ def count_operations(call: Callable[[], None], times: int) -> float:
     with Operations() as counted:
         for _ in range(times):
             call()
-    return counted.count / times
+    return float(counted.count / times)
