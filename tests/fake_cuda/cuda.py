@@ -294,15 +294,24 @@ class ProcessGroupGloo(metaclass=_IsGloo):
 
 
 class _Sockets:
-    """Connections of NCCL's own, as for its start, which stay, and for RAS, which it closes when they are idle."""
+    """Connections of NCCL's own, as for its start, which stay, and for RAS, which it closes when they are idle.
+
+    Its listeners stay open too.
+    """
 
     def __init__(self) -> None:
         self.open: list[socket.socket] = []
+        self.listeners: list[socket.socket] = []
 
     def connect(self) -> None:
-        self.open += _connected()
+        self.open += self._connected()
         if _idle_s:
-            threading.Thread(target=_close_later, args=_connected(), daemon=True).start()
+            threading.Thread(target=_close_later, args=self._connected(), daemon=True).start()
+
+    def _connected(self) -> list[socket.socket]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.listeners.append(listener)
+        return [socket.create_connection(listener.getsockname()), listener.accept()[0]]
 
     def warn_of_ends(self) -> None:
         """Say, as NCCL does under NCCL_DEBUG=WARN, that a peer has closed a connection."""
@@ -311,14 +320,10 @@ class _Sockets:
 
     def close(self) -> None:
         """Close all, as NCCL's RAS does with idle ones."""
-        for one in self.open:
+        for one in (*self.open, *self.listeners):
             one.close()
         self.open.clear()
-
-
-def _connected() -> list[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+        self.listeners.clear()
 
 
 def _close_later(*idle: socket.socket) -> None:
