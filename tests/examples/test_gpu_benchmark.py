@@ -18,7 +18,6 @@ from benchmarks.gpu_memory import limit_of
 from benchmarks.gpu_reads import count_reads, said
 from benchmarks.gpu_worlds import Training, plan_worlds, verdict
 from tests.fake_cuda.build import NoFakeCuda, environment
-from tests.support.device_modes import ASYNCHRONOUS, device_mode_of
 from tests.support.gpu_faults import FAULTS, Edit, environment_of
 from tests.support.harness import OnRanks, until
 from tests.support.paths import ROOT
@@ -194,20 +193,24 @@ def test_make_takes_a_python_that_has_what_is_needed_without_setting_anything_up
 # -- what the parts find -----------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("J18")
-def test_each_read_of_a_value_is_counted_at_its_line() -> None:
-    value = torch.ones(())
+def count_two_reads() -> tuple[int, dict[str, int]]:
+    """The first line of a step that makes the host wait twice, and the places that were counted."""
+    value = torch.ones((), device="cuda")
 
     def step() -> None:
         value.item()
-        float(value)
+        value.fill_(1.0)
+        value[()] = 2.0
 
-    with device_mode_of(ASYNCHRONOUS):
-        places = count_reads(step, 5, value.device)
-    first = step.__code__.co_firstlineno
+    return step.__code__.co_firstlineno, dict(count_reads(step, 5, value.device))
+
+
+@pytest.mark.covers("J18")
+def test_each_wait_for_a_gpu_is_counted_at_its_line(on_fake_gpus: OnRanks) -> None:
+    ((first, places),) = on_fake_gpus(1, count_two_reads)
     name = Path(__file__).relative_to(ROOT)
-    assert places == {f"{name}:{first + 1}": 5, f"{name}:{first + 2}": 5}
-    assert said(places, 5) == ("2", f"`{name}:{first + 1}` 1, `{name}:{first + 2}` 1")
+    assert places == {f"{name}:{first + 1}": 5, f"{name}:{first + 3}": 5}
+    assert said(Counter(places), 5) == ("2", f"`{name}:{first + 1}` 1, `{name}:{first + 3}` 1")
 
 
 @pytest.mark.parametrize(
