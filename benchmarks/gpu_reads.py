@@ -161,8 +161,8 @@ def ddp_step(job: steps.Job, world: dl.World, *, tuned: bool) -> Step:
     return step
 
 
-def measure_reads(sheet: Sheet, backends: str, mini_batch: int) -> None:
-    """Write a row for each case, each evaluation, and for DDP. Every rank must call this.
+def measure_reads(sheet: Sheet, backends: str, mini_batch: int, with_ddp: bool) -> None:
+    """Write a row for each case, each evaluation, and perhaps for DDP. Every rank must call this.
 
     Args:
         backends: of a process group of one, which the script makes; empty where there are several ranks.
@@ -187,6 +187,8 @@ def measure_reads(sheet: Sheet, backends: str, mini_batch: int) -> None:
         with on_gpu() as world:
             for name, (call, most) in evaluations(world, job).items():
                 write(world, f"ours: {name}", call, 2, most)
+        if not with_ddp:
+            return
         with on_gpu() as world:
             for name, tuned in (("DDP", False), ("tuned DDP", True)):
                 write(world, f"{name}, without a log", ddp_step(job, world, tuned=tuned), epoch, math.inf)
@@ -202,4 +204,5 @@ def report_reads(machine: Machine, sheet: Sheet) -> None:
     for ranks in (1, 2):
         sheet.head(f"{machine.sharing(ranks)} | in a call | places, and how often in a call")
         with dl.Pool(ranks) as pool:
-            pool.run(measure_reads, ranks, sheet, OWN_BACKENDS if ranks == 1 else "", mini_batch)
+            backends = OWN_BACKENDS if ranks == 1 else ""
+            pool.run(measure_reads, ranks, sheet, backends, mini_batch, ranks <= machine.gpus)

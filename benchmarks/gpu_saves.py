@@ -81,11 +81,11 @@ def stall(folder: str, words: int) -> tuple[float, float]:
         return max(took[6:8]), statistics.median(took[8:])
 
 
-def kill_and_resume(ranks: int, folder: Path) -> str:
+def kill_and_resume(ranks: int, folder: Path, data: str) -> str:
     """What is wrong with the digit job, killed after its first checkpoint and started again; empty if nothing is."""
     script = str(ROOT / "examples" / "digits" / "train.py")
     command = [sys.executable, "-m", "ddp_loop", "run", "--ranks", str(ranks), script]
-    command += ["--device", "gpu", "--epochs", "2", "--batch-size", "512", "--run-dir", str(folder)]
+    command += ["--device", "gpu", "--data", data, "--epochs", "2", "--batch-size", "512", "--run-dir", str(folder)]
     began = time.monotonic()
     with (folder.parent / "first.txt").open("wb") as output:
         first = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
@@ -98,7 +98,10 @@ def kill_and_resume(ranks: int, folder: Path) -> str:
         first.wait()
     if not list(folder.glob("checkpoints/step-*")):
         return f"no checkpoint in {SECONDS:.0f} s: {_last_line((folder.parent / 'first.txt').read_text())}"
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"it did not end in {SECONDS:.0f} s after the kill"
     if done.returncode:
         return f"exit code {done.returncode} after the kill: {_last_line(done.stderr)}"
     return "" if "resumes after step" in done.stdout + done.stderr else f"it began anew: {_last_line(done.stdout)}"
@@ -117,7 +120,7 @@ def report_saves(machine: Machine, sheet: Sheet) -> None:
         sheet.row(name, machine.sharing(ranks), problem or "the same bits")
         sheet.judge(f"{name}, {machine.sharing(ranks)}", problem)
     with tempfile.TemporaryDirectory() as folder:
-        problem = kill_and_resume(machine.gpus, Path(folder, "run"))
+        problem = kill_and_resume(machine.gpus, Path(folder, "run"), "handwritten" if machine.rehearsed else "digits")
         sheet.row(
             "the digit job, killed with SIGKILL and started again", machine.sharing(machine.gpus), problem or "resumed"
         )
