@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import ddp_loop as dl
-from tests.support.device_modes import ASYNCHRONOUS, device_mode_of
-
-Result = TypeVar("Result")
+OWN_BACKENDS = "cpu:gloo,cuda:nccl"  # of a process group of one rank, as `join_world` makes it for GPUs of their own
+WRONG = "* WRONG: "
+_NO_KERNEL = ("empty", "new_empty", "set_", "record_stream", "is_pinned", "_has_compatible_shallow_copy_type")
 
 
 @dataclass(frozen=True)
@@ -34,32 +36,49 @@ class Sheet:
     def row(self, *cells: object) -> None:
         self.line(f"| {' | '.join(str(cell) for cell in cells)} |")
 
+    def judge(self, line: str, problem: str) -> None:
+        """Name a line of the tables that is not as it must be; a line without a problem is not."""
+        if problem:
+            self.line(f"\n{WRONG}{line}: {problem}")
+
+
+def wrong_lines(tables: str) -> list[str]:
+    """What `Sheet.judge` wrote into these tables."""
+    return [line.removeprefix(WRONG) for line in tables.splitlines() if line.startswith(WRONG)]
+
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine with so many GPUs; with none, the CPU answers late, and sizes are small."""
+    """A machine with so many GPUs. In a rehearsal they are fakes, sizes are small, and times are not judged."""
 
     gpus: int
+    rehearsed: bool
 
     @property
-    def device(self) -> str:
-        """In `join_world`'s words."""
-        return "gpu" if self.gpus else "cpu"
+    def ranks(self) -> int:
+        """Of what needs several: they share a GPU that is alone."""
+        return max(2, self.gpus)
 
-    @property
-    def backends(self) -> str:
-        """Of a process group of one rank, as `join_world` makes it for ranks with GPUs of their own."""
-        return "cpu:gloo,cuda:nccl" if self.gpus else "gloo"
-
-    def run(self, pool: dl.Pool, ranks: int, function: Callable[..., Result], *arguments: Any) -> list[Result]:
-        """Call a function on ranks of this machine."""
-        return pool.run(answering, ranks, self.gpus == 0, function, *arguments)
+    def sharing(self, ranks: int) -> str:
+        """How so many ranks have their GPUs, in words."""
+        if ranks == 1:
+            return "1 rank"
+        return f"{ranks} ranks, NCCL" if ranks <= self.gpus else f"{ranks} ranks on 1 GPU, gloo"
 
 
-def answering(late: bool, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function where this process's CPU answers late, or as it is."""
-    with device_mode_of(ASYNCHRONOUS) if late else nullcontext():
-        return function(*arguments)
+@contextmanager
+def seeing(gpus: int) -> Iterator[None]:
+    """Processes that start here see the first so many of this machine's GPUs."""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    numbers = before.split(",") if before else [str(number) for number in range(gpus)]
+    os.environ[name] = ",".join(numbers[:gpus])
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 @contextmanager
@@ -70,3 +89,32 @@ def group_of_one(backends: str) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations on a GPU inside a block, in its backward too: a fused or a foreach one once, no view."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        name = function._schema.name.rpartition("::")[2]
+        if not function.is_view and not name.startswith(_NO_KERNEL) and _is_on_gpu([*arguments, result]):
+            self.count += 1
+        return result
+
+
+def _is_on_gpu(values: Any) -> bool:
+    if isinstance(values, torch.Tensor):
+        return values.is_cuda
+    return isinstance(values, list | tuple) and any(map(_is_on_gpu, values))
+
+
+def count_operations(call: Callable[[], None], times: int) -> float:
+    """The operations on a GPU of a call."""
+    with Operations() as counted:
+        for _ in range(times):
+            call()
+    return float(counted.count / times)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
-from benchmarks.gpu_machine import Machine, Sheet, group_of_one
+from benchmarks.gpu_machine import OWN_BACKENDS, Machine, Sheet, group_of_one, seeing
 from ddp_loop.training.flat_all_reduce import FlatAllReduce
 from ddp_loop.training.ordered_sum import ReductionOrder
 
@@ -34,26 +33,9 @@ def plan_worlds(gpus: int) -> list[WorldPlan]:
     Ranks share a GPU only in a world of their own, where they see no other one. NCCL refuses that, so gloo sums; three
     ranks take another way to add their pieces up than two.
     """
-    if gpus == 0:
-        return [WorldPlan("1 rank, rehearsed", 1, 0, nccl=False), WorldPlan("2 ranks, rehearsed", 2, 0, nccl=False)]
     own = [WorldPlan(f"{n} ranks, NCCL", n, n, nccl=True) for n in dict.fromkeys((2, gpus)) if n <= gpus and gpus > 1]
     shared = [WorldPlan(f"{n} ranks on one GPU, gloo", n, 1, nccl=False) for n in (2, 3)]
     return [WorldPlan("1 rank, NCCL", 1, 1, nccl=True), *shared, *own]
-
-
-@contextmanager
-def seeing(gpus: int) -> Iterator[None]:
-    """Processes that start here see the first so many of this machine's GPUs."""
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
-    numbers = before.split(",") if before else [str(number) for number in range(gpus)]
-    os.environ[name] = ",".join(numbers[:gpus])
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 def small_network(*, batch_norm: bool) -> nn.Module:
@@ -121,7 +103,7 @@ def check_sums(world: dl.World) -> None:
         raise RuntimeError(f"A sum, a broadcast and an ordered sum of one rank must give 2, 2 and 3. Got {found}.")
 
 
-def try_world(device: str, backends: str) -> tuple[str, dict[str, list[float]]]:
+def try_world(backends: str) -> tuple[str, dict[str, list[float]]]:
     """How the ranks exchange values, and the weights of each training.
 
     Args:
@@ -130,7 +112,7 @@ def try_world(device: str, backends: str) -> tuple[str, dict[str, list[float]]]:
     with (
         dl.deterministic(seed=None),
         group_of_one(backends) if backends else nullcontext(),
-        dl.join_world(device=device, share_gpus=True, seed=0) as world,
+        dl.join_world(device="gpu", share_gpus=True, seed=0) as world,
     ):
         if backends:
             check_sums(world)
@@ -147,29 +129,24 @@ def verdict(training: Training, found: list[float], wanted: list[float]) -> tupl
     return f"{difference:.1e}{'' if is_equal else f', ABOVE {training.bound:.0e}'}", is_equal
 
 
-def report_worlds(machine: Machine, sheet: Sheet) -> int:
+def report_worlds(machine: Machine, sheet: Sheet) -> None:
+    """Wrong: a world that fails, or exchanges in another way than it must, and weights that differ by more."""
     sheet.head(f"world | exchange | {' | '.join(TRAININGS)}", words=2 + len(TRAININGS))
-    with seeing(1) if machine.gpus else nullcontext(), dl.Pool(1) as pool:
-        ((_, wanted),) = machine.run(pool, 1, try_world, machine.device, "")
-    failures = 0
+    with seeing(1), dl.Pool(1) as pool:
+        ((_, wanted),) = pool.run(try_world, 1, "")
     for plan in plan_worlds(machine.gpus):
-        backends = machine.backends if plan.ranks == 1 else ""
+        backends = OWN_BACKENDS if plan.ranks == 1 else ""
         try:
-            with seeing(plan.visible) if machine.gpus else nullcontext(), dl.Pool(plan.ranks) as pool:
-                results = machine.run(pool, plan.ranks, try_world, machine.device, backends)
+            with seeing(plan.visible), dl.Pool(plan.ranks) as pool:
+                results = pool.run(try_world, plan.ranks, backends)
         except (RuntimeError, dl.RankFailed) as error:
             traceback.print_exc()
-            sheet.row(
-                plan.name, "FAILED", (str(error).splitlines() or ["no message"])[-1], *[""] * (len(TRAININGS) - 1)
-            )
-            failures += 1
+            sheet.judge(plan.name, (str(error).splitlines() or ["no message"])[0])
             continue
         said, _ = results[0]
         verdicts = [
             verdict(training, found[name], wanted[name]) for name, training in TRAININGS.items() for _, found in results
         ]
-        shown = [verdicts[number * plan.ranks][0] for number in range(len(TRAININGS))]
-        is_right = all(fine for _, fine in verdicts) and ("nccl" in said) == plan.nccl
-        sheet.row(plan.name, said if is_right else f"{said}: NOT AS IT MUST BE", *shown)
-        failures += not is_right
-    return failures
+        sheet.row(plan.name, said, *(verdicts[number * plan.ranks][0] for number in range(len(TRAININGS))))
+        sheet.judge(plan.name, "" if ("nccl" in said) == plan.nccl else f"the exchange is {said}")
+        sheet.judge(plan.name, ", ".join({words for words, is_right in verdicts if not is_right}))

@@ -147,9 +147,10 @@ def ddp_step(
     tuned: bool,
     static_graph: bool = False,
     fused: bool = False,
+    **options: Any,
 ) -> Step:
     model, optimizer = make(job, world.device, fused=fused)
-    options = ddp_tuning() if tuned else {}
+    options |= ddp_tuning() if tuned else {}
     wrapped = DistributedDataParallel(model, static_graph=static_graph, **options) if world.size > 1 else model
     take = mine(world, data, job.mini_batch)
 

@@ -1,10 +1,11 @@
-"""What `make gpu` does on a machine with GPUs, as far as a CPU can show it: the plan, the limits, the rehearsal."""
+"""What `make gpu` does on a machine with GPUs, as far as fake ones can show it: plan, limits, rehearsal, faults."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_parts
+from benchmarks.gpu_machine import count_operations, seeing, wrong_lines
+from benchmarks.gpu_memory import limit_of
 from benchmarks.gpu_reads import count_reads, said
-from benchmarks.gpu_worlds import Training, plan_worlds, seeing, verdict
-from tests.support.device_modes import ASYNCHRONOUS, device_mode_of
-from tests.support.harness import until
+from benchmarks.gpu_worlds import Training, plan_worlds, verdict
+from tests.fake_cuda.build import NoFakeCuda, environment
+from tests.support.gpu_faults import FAULTS, Edit, environment_of
+from tests.support.harness import OnRanks, until
 from tests.support.paths import ROOT
-from tests.support.scripts import run
 from tests.support.tiers import ALL_ITEMS
 
 WRITE = "import sys; file = open(sys.argv[-1], 'a'); print('| row |', file=file, flush=True); "
@@ -39,7 +42,6 @@ def python(source: str) -> Sequence[str]:
 @pytest.mark.parametrize(
     ("gpus", "worlds"),
     [
-        (0, [(1, 0, False), (2, 0, False)]),
         (1, [(1, 1, True), (2, 1, False), (3, 1, False)]),
         (2, [(1, 1, True), (2, 1, False), (3, 1, False), (2, 2, True)]),
         (8, [(1, 1, True), (2, 1, False), (3, 1, False), (2, 2, True), (8, 8, True)]),
@@ -120,19 +122,41 @@ def test_what_no_time_is_left_for_is_left_out(tmp_path: Path) -> None:
     assert "| Part last | left out: the 0 s were over | 0 |" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.parametrize("state", ["done", "failed, exit code 2", "cut off after 5 s"])
-def test_without_a_gpu_one_line_says_so_and_the_report_is_that_of_a_rehearsal(
+def test_a_line_that_is_not_as_it_must_be_is_named_in_the_report_and_in_the_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = (
+        "import sys; from pathlib import Path; from benchmarks.gpu_machine import Sheet; "
+        "sheet = Sheet(Path(sys.argv[-1])); sheet.row('a', 1); sheet.judge('a', ''); sheet.judge('b', 'it has 2')"
+    )
+    outcomes = gpu.run_all({"fine": python(write)}, tmp_path / "report.md", "", PARTS)
+    assert wrong_lines(outcomes["fine"].tables) == ["b: it has 2"]
+    assert "\n* WRONG: b: it has 2\n" in (tmp_path / "report.md").read_text()
+    assert capsys.readouterr().out.splitlines()[1:] == ["  wrong: b: it has 2"]
+
+
+@pytest.mark.parametrize("state", ["done", "failed, exit code 1", "cut off after 5 s"])
+def test_without_a_gpu_all_is_rehearsed_on_two_fake_gpus_and_on_one(
     state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[tuple[list[str], Path, str]] = []
+    asked: list[tuple[list[list[str]], Path, str]] = []
 
-    def run_all(commands: dict[str, list[str]], target: Path, heading: str) -> dict[str, gpu.Outcome]:
-        asked.append((list(commands), target, heading))
-        assert all(command[-2:] == ["0", name] for name, command in commands.items())
-        return {"reads": gpu.Outcome(state)}
+    def fakes(gpus: int, **settings: str) -> dict[str, str]:
+        return {"FAKE_CUDA_DEVICES": str(gpus), **settings}
+
+    def run_all(
+        commands: dict[str, list[str]], target: Path, heading: str, parts: object, total_s: float, variables: object
+    ) -> dict[str, gpu.Outcome]:
+        asked.append(([command[-3:] for command in commands.values()], target, heading))
+        assert variables == {
+            "reads, 2 fake GPUs": fakes(2, shared="1", idle_s="0.5"),
+            "reads, 1 fake GPU": fakes(1, shared="1", idle_s="0.5"),
+        }
+        return {"reads, 1 fake GPU": gpu.Outcome(state)}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(gpu, "run_all", run_all)
+    monkeypatch.setattr(gpu, "environment", fakes)
     code = 0
     try:
         gpu.report(["reads"])
@@ -140,9 +164,20 @@ def test_without_a_gpu_one_line_says_so_and_the_report_is_that_of_a_rehearsal(
         code = int(str(ended.code))
     assert code == (state.startswith("failed"))
     assert capsys.readouterr().out == "No GPU is there: a rehearsal, into build/gpu-rehearsal.md.\n"
-    ((names, target, heading),) = asked
-    assert (names, target) == (["reads"], ROOT / "build" / "gpu-rehearsal.md")
+    ((commands, target, heading),) = asked
+    assert commands == [["2", "rehearse", "reads"], ["1", "rehearse", "reads"]]
+    assert target == ROOT / "build" / "gpu-rehearsal.md"
     assert heading.startswith("# A rehearsal of what needs a GPU\n\nNo GPU was there")
+
+
+def test_without_a_compiler_one_line_says_why_nothing_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(gpus: int, **settings: str) -> dict[str, str]:
+        raise NoFakeCuda("the fake GPU needs a C++ compiler")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "environment", refuse)
+    with pytest.raises(SystemExit, match=r"^No rehearsal: the fake GPU needs a C\+\+ compiler\.$"):
+        gpu.report([])
 
 
 def test_make_takes_a_python_that_has_what_is_needed_without_setting_anything_up(tmp_path: Path) -> None:
@@ -158,20 +193,24 @@ def test_make_takes_a_python_that_has_what_is_needed_without_setting_anything_up
 # -- what the parts find -----------------------------------------------------------------------------------
 
 
-@pytest.mark.covers("J18")
-def test_each_read_of_a_value_is_counted_at_its_line() -> None:
-    value = torch.ones(())
+def count_two_reads() -> tuple[int, dict[str, int]]:
+    """The first line of a step that makes the host wait twice, and the places that were counted."""
+    value = torch.ones((), device="cuda")
 
     def step() -> None:
         value.item()
-        float(value)
+        value.fill_(1.0)
+        value[()] = 2.0
 
-    with device_mode_of(ASYNCHRONOUS):
-        places = count_reads(step, 5, value.device)
-    first = step.__code__.co_firstlineno
+    return step.__code__.co_firstlineno, dict(count_reads(step, 5, value.device))
+
+
+@pytest.mark.covers("J18")
+def test_each_wait_for_a_gpu_is_counted_at_its_line(on_fake_gpus: OnRanks) -> None:
+    ((first, places),) = on_fake_gpus(1, count_two_reads)
     name = Path(__file__).relative_to(ROOT)
-    assert places == {f"{name}:{first + 1}": 5, f"{name}:{first + 2}": 5}
-    assert said(places, 5) == ("2", f"`{name}:{first + 1}` 1, `{name}:{first + 2}` 1")
+    assert places == {f"{name}:{first + 1}": 5, f"{name}:{first + 3}": 5}
+    assert said(Counter(places), 5) == ("2", f"`{name}:{first + 1}` 1, `{name}:{first + 3}` 1")
 
 
 @pytest.mark.parametrize(
@@ -190,28 +229,118 @@ def test_weights_are_equal_within_a_bound_or_in_every_bit(
     assert verdict(training, found, [1.0, 2.0]) == (words, is_equal)
 
 
+def count_steps() -> tuple[float, float]:
+    """The operations on a GPU of a forward with a backward, and of a fused step of an optimizer with two tensors."""
+    model = torch.nn.Linear(3, 2, device="cuda")
+    rows = torch.ones(4, 3, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(rows).sum().backward()
+
+    step()
+    return count_operations(step, 3), count_operations(optimizer.step, 3)
+
+
+def test_operations_on_a_gpu_are_counted_in_a_backward_too_and_fused_ones_once(on_fake_gpus: OnRanks) -> None:
+    # addmm and sum; ones_like, mm for the weights, sum for the bias
+    assert on_fake_gpus(1, count_steps) == [(5.0, 1.0)]
+
+
+def test_more_than_two_ranks_may_keep_all_pieces() -> None:
+    assert (limit_of(1, 0), limit_of(2, 4), limit_of(3, 4)) == (13.0, 17.0, 33.0)
+
+
 ROWS = {
-    "tests": ["skipped: Skipped: needs a GPU"],
-    "worlds": ["| 1 rank, rehearsed |", "| 2 ranks, rehearsed |", "the same bits"],
-    "steps": ["1 rank: ours / plain loop", "2 ranks: ours / tuned DDP", "2 ranks: DDP / DDP"],
-    "reads": [
-        "| ours: as it is | 0 |  |",
-        "| ours: synced batch norm | 0 |",
-        "| ours: a script that reads its loss | 1 |",
-    ],
+    "saves": ["| the same bits |", "| resumed |"],
+    "tests": [" passed"],
+    "worlds": ["the same bits"],
+    "reads": ["| ours: as it is | 0 |  |", "| ours: synced batch norm | 0 |", "| ours: predict | 0 |"],
+    "endings": ["rank 1 failed in forward of step 3", "was killed by SIGKILL", "Rank 1 is still in forward"],
+    "memory": ["| one shard a rank |"],
+    "steps": ["| 30 batch norms of 256 |", "1 rank: ours / plain loop"],
     "surface": ["| 1,024 |"],
     "determinism": ["deterministic / not", "not / not"],
 }
+OF_TWO = {"worlds": "| 2 ranks, NCCL |", "steps": "2 ranks: ours / tuned DDP, 64 MiB", "memory": "| DDP |"}
+SETTINGS = {"shared": "1", "idle_s": str(gpu.IDLE_S)}
+
+
+def rehearse(part: str, gpus: int, sheet: Path, variables: dict[str, str]) -> tuple[int, str, str]:
+    """The exit code of a part, its tables, and the end of its output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_parts", str(gpus), "rehearse", part, str(sheet)],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    return done.returncode, sheet.read_text() if sheet.exists() else "", done.stderr[-3000:]
+
+
+def fake_gpus(gpus: int) -> dict[str, str]:
+    try:
+        return environment(gpus, **SETTINGS)
+    except NoFakeCuda as why:
+        pytest.skip(str(why))
+
+
+@pytest.mark.slow
+@pytest.mark.covers("J18", "H5")
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("part", ROWS)
+def test_every_part_is_rehearsed_on_fake_gpus_and_nothing_is_wrong(part: str, gpus: int, tmp_path: Path) -> None:
+    code, tables, output = rehearse(part, gpus, tmp_path / "tables.md", fake_gpus(gpus))
+    assert wrong_lines(tables) == []
+    assert code == 0, output
+    for row in [*ROWS[part], *([OF_TWO[part]] if gpus == 2 and part in OF_TWO else [])]:
+        assert row in tables
 
 
 @pytest.mark.slow
 @pytest.mark.covers("J18")
 @pytest.mark.parametrize(
-    "part", [pytest.param("determinism", marks=pytest.mark.covers("H5")), *sorted(ROWS.keys() - {"determinism"})]
+    ("part", "faults", "lines"),
+    [
+        (
+            "saves",
+            [1],
+            ["save and resume, a tensor of 160 KB, 1", "save and resume, a tensor of 160 KB, 2", "the digit job"],
+        ),
+        ("reads", [2, 3, 7], ["ours: 4 shards, a number as weight", "ours: synced", "ours: evaluate", "ours: predict"]),
+        ("endings", [4], ["steps of more than 1 s and a pause of 2 s: exit code 1", "NCCL_DEBUG=WARN"]),
+        ("endings", [5, 8], ["hang: no line names rank 1", "NCCL_DEBUG=WARN: NCCL WARN"]),
+        ("tests", [15], ["`tests/distributed/test_devices.py::test_with_gpus_each_is_described"]),
+    ],
 )
-def test_every_part_can_be_rehearsed(part: str, tmp_path: Path) -> None:
-    sheet = tmp_path / "tables.md"
-    done = run("-m", "benchmarks.gpu_parts", "0", part, str(sheet), folder=ROOT)
-    assert done.returncode == 0, done.stderr
-    tables = sheet.read_text()
-    assert [row for row in ROWS[part] if row not in tables] == []
+def test_a_fault_that_was_there_once_is_found_and_its_line_is_named(
+    part: str, faults: list[int], lines: list[str], tmp_path: Path
+) -> None:
+    fake_gpus(2)  # or skip
+    code, tables, output = rehearse(part, 2, tmp_path / "tables.md", environment_of(faults, tmp_path, 2, **SETTINGS))
+    wrong = wrong_lines(tables)
+    assert code == 1, output
+    assert all(any(one.startswith(line) for one in wrong) for line in lines), wrong
+    assert all(one.startswith(tuple(lines)) for one in wrong), wrong
+
+
+@pytest.mark.parametrize("number", FAULTS)
+def test_every_fault_has_its_place_in_the_code(number: int) -> None:
+    for edit in FAULTS[number]:
+        edit.source()  # raises where the piece is not there once
+
+
+def test_a_fault_is_put_into_a_function_and_keeps_its_lines() -> None:
+    first = said.__code__.co_firstlineno
+    before = said.__code__
+    try:
+        Edit("benchmarks.gpu_reads:said", "number / steps_:g", "number:g").apply()
+        assert said.__code__.co_firstlineno == first
+        assert "4" in said(Counter({"a": 4}), 2)[1]
+    finally:
+        said.__code__ = before
+    with pytest.raises(ValueError, match=r"benchmarks.gpu_reads:said has 'nothing' 0 times: mend"):
+        Edit("benchmarks.gpu_reads:said", "nothing", "").apply()

@@ -14,6 +14,8 @@ sums by gloo on copies.
   memory given back while another stream uses it, without `record_stream`.
 * New and freed memory holds 0xFF. The output of an NCCL operation does so until `wait`, which lets the stream wait for
   it. NCCL refuses what the real one refuses: tensors of the host, with gaps, of other dtypes.
+* NCCL ends the process at its own timeout unless that is longer than the host's. It has connections of its own, closes
+  idle ones where a setting says so, and warns under NCCL_DEBUG=WARN if somebody else has shut one.
 * Tensors of two devices in one operation raise. Launches, the allocations on each device, and pinned bytes are
   counted. A limit of memory raises torch.OutOfMemoryError.
 

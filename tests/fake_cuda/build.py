@@ -98,7 +98,8 @@ def environment(devices: int, kind: str = "cuda", **settings: str) -> dict[str, 
         devices: their number.
         kind: as in `build`.
         settings: of `cuda.VARIABLES`, without their prefix, in small letters: `name="Fake MIG 1g"`, `memory="1000000"`
-            (bytes of each), `shared="1"` (ranks share a device), `slow_s="1.2"` (until an event is reached).
+            (bytes of each), `shared="1"` (ranks share a device), `slow_s="1.2"` (until an event is reached),
+            `idle_s="1"` (until NCCL closes connections of its own).
 
     Raises:
         NoFakeCuda: as `build`.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import socket
+import threading
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +21,21 @@ import torch.distributed as dist
 from tests.fake_cuda.waits import Waits as Waits
 from tests.fake_cuda.waits import place, tell
 
-VARIABLES = ("FAKE_CUDA_DEVICES", "FAKE_CUDA_NAME", "FAKE_CUDA_MEMORY", "FAKE_CUDA_SHARED", "FAKE_CUDA_SLOW_S")
+VARIABLES = (
+    "FAKE_CUDA_DEVICES",
+    "FAKE_CUDA_NAME",
+    "FAKE_CUDA_MEMORY",
+    "FAKE_CUDA_SHARED",
+    "FAKE_CUDA_SLOW_S",
+    "FAKE_CUDA_IDLE_S",
+)
 BYTES = 80 * 2**30
+
+_CYCLES = 2e9  # in a second, of `torch.cuda._sleep`
 
 count = int(os.environ.get("FAKE_CUDA_DEVICES", os.environ.get("LOCAL_WORLD_SIZE", "1")))
 total_bytes = int(os.environ.get("FAKE_CUDA_MEMORY", BYTES))
+_idle_s = float(os.environ.get("FAKE_CUDA_IDLE_S", "0"))  # until NCCL closes its idle connections; 0 for never
 _mode = 0  # of torch.cuda.set_sync_debug_mode
 
 
@@ -195,6 +208,7 @@ def _put_on_torch() -> None:
         "get_rng_state": lambda of=None: generators[_device(of).index].get_state(),
         "set_rng_state": lambda state, of=None: generators[_device(of).index].set_state(state),
         "is_current_stream_capturing": lambda: False,
+        "_sleep": lambda cycles: device.slow_down(cycles / _CYCLES),  # each later event takes so long
         "_exchange_device": _exchange,
         "_maybe_exchange_device": _exchange,
     }
@@ -287,21 +301,42 @@ class ProcessGroupGloo(metaclass=_LikeGloo):
 
 
 class _Sockets:
-    """Connections of NCCL's own, as for bootstrap and RAS, some of which it closes when they have been idle."""
+    """Connections of NCCL's own, as for its start, which stay, and for RAS, which it closes when they are idle.
+
+    Its listeners stay open too.
+    """
 
     def __init__(self) -> None:
         self.open: list[socket.socket] = []
+        self.listeners: list[socket.socket] = []
 
     def connect(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.open.append(socket.create_connection(listener.getsockname()))
-            self.open.append(listener.accept()[0])
+        self.open += self._connected()
+        if _idle_s:
+            threading.Thread(target=_close_later, args=self._connected(), daemon=True).start()
+
+    def _connected(self) -> list[socket.socket]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.listeners.append(listener)
+        return [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+
+    def warn_of_ends(self) -> None:
+        """Say, as NCCL does under NCCL_DEBUG=WARN, that a peer has closed a connection."""
+        if self.open and select.select(self.open, [], [], 0)[0] and os.environ.get("NCCL_DEBUG") in ("WARN", "INFO"):
+            print("NCCL WARN socketPollConnect: connection closed by remote peer", flush=True)
 
     def close(self) -> None:
         """Close all, as NCCL's RAS does with idle ones."""
-        for one in self.open:
+        for one in (*self.open, *self.listeners):
             one.close()
         self.open.clear()
+        self.listeners.clear()
+
+
+def _close_later(*idle: socket.socket) -> None:
+    time.sleep(_idle_s)
+    for one in idle:
+        one.close()
 
 
 nccl_sockets = _Sockets()
@@ -310,10 +345,18 @@ nccl_sockets = _Sockets()
 def _put_backends() -> None:
     groups: Any = dist.distributed_c10d
     package: Any = dist
+    destroy = groups.destroy_process_group
+
+    def destroy_and_look(*group: Any) -> None:
+        nccl_sockets.warn_of_ends()
+        destroy(*group)
+
+    package.Logger.set_runtime_stats_and_log = lambda logger: None  # DDP's; it has a timer for each kind of device
+    groups.destroy_process_group = package.destroy_process_group = destroy_and_look
     groups.ProcessGroupNCCL = package.ProcessGroupNCCL = ProcessGroupNCCL
     groups._NCCL_AVAILABLE = True
     groups.is_nccl_available = package.is_nccl_available = lambda: True
-    groups.ProcessGroupGloo = ProcessGroupGloo
+    groups.ProcessGroupGloo = package.ProcessGroupGloo = ProcessGroupGloo
     backend: Any = torch._C._distributed_c10d.Backend
     backend.options = types.SimpleNamespace()  # torch notes the ranks of a group there
 

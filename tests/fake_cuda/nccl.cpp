@@ -7,6 +7,8 @@
 
 #include <pybind11/chrono.h>
 
+#include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <mutex>
 #include <sstream>
@@ -25,9 +27,18 @@ static void add_to_log(const std::string& line) {
   log.push_back(line);
 }
 
+// What NCCL's watchdog does by default once its own timeout is over.
+[[noreturn]] static void end_process() {
+  std::fputs("[E] Watchdog caught collective operation timeout. To avoid data inconsistency, we are taking the entire "
+             "process down.\n",
+             stderr);
+  std::abort();
+}
+
 // An operation on NCCL's stream: its output holds NaN until `wait`, which orders the current stream behind it.
 struct DeviceWork final : c10d::Work {
   c10::intrusive_ptr<c10d::Work> host_work;
+  bool ends_process = false;  // NCCL's own timeout comes first
   std::vector<at::Tensor> outputs, values, kept;  // values: what the outputs will hold, on the host
   Event done;
   bool is_done = false;
@@ -40,7 +51,12 @@ struct DeviceWork final : c10d::Work {
   bool isCompleted() override { return host_work->isCompleted(); }
   bool wait(std::chrono::milliseconds timeout) override {
     if (is_done) return true;
-    host_work->wait(timeout);
+    try {
+      host_work->wait(timeout);
+    } catch (const std::exception& error) {
+      if (ends_process && std::string(error.what()).find("imed out") != std::string::npos) end_process();
+      throw;
+    }
     for (size_t each = 0; each < outputs.size(); each++) {
       auto alias = alias_on_cpu(outputs[each]);
       alias.copy_(values[each].view_as(alias));
@@ -67,6 +83,7 @@ static const std::set<at::ScalarType> kTypes = {at::kChar, at::kByte,  at::kBool
 
 struct Nccl final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
+  bool is_patient = false;  // its timeout is longer than the host's, which gloo below has
   Nccl(c10::intrusive_ptr<c10d::Backend> below, int rank, int size)
       : c10d::Backend(rank, size), gloo(std::move(below)) {}
 
@@ -121,6 +138,7 @@ struct Nccl final : c10d::Backend {
     wait_on_stream(stream, before);
     launch(stream, std::string("NCCL ") + what, reads, writes);
     auto made = c10::make_intrusive<DeviceWork>(rank_, kind, work, outputs, values, alive);
+    made->ends_process = !is_patient;
     record(made->done, stream);
     for (const auto& output : outputs) poison(output);
     return made;
@@ -184,7 +202,7 @@ struct Nccl final : c10d::Backend {
   }
 };
 
-// gloo with tensors of the device, as a CUDA build has it: copied to the host and back, which the host waits for.
+// gloo with tensors of the device, as a CUDA build has it: copied to the host and back by threads of its own.
 struct HostWork final : c10d::Work {
   c10::intrusive_ptr<c10d::Work> below;
   std::vector<at::Tensor> outputs, values, kept;
@@ -229,9 +247,13 @@ struct Gloo final : c10d::Backend {
   void shutdown() override { below->shutdown(); }
   void setTimeout(std::chrono::milliseconds timeout) override { below->setTimeout(timeout); }
 
+  static at::Tensor copied(const at::Tensor& tensor) {
+    launch(current_stream(), "gloo's copy to the host", {block_of(tensor)}, {});
+    return alias_on_cpu(tensor).clone();
+  }
   static std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
     std::vector<at::Tensor> found;
-    for (const auto& tensor : tensors) found.push_back(tensor.to(at::kCPU));
+    for (const auto& tensor : tensors) found.push_back(copied(tensor));
     return found;
   }
   c10::intrusive_ptr<c10d::Work> made(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> outputs,
@@ -268,16 +290,16 @@ struct Gloo final : c10d::Backend {
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& options) override {
     if (!is_of_device(input)) return below->_allgather_base(output, input, options);
-    auto value = output.to(at::kCPU);
-    auto part = input.to(at::kCPU);
+    auto value = copied(output);
+    auto part = copied(input);
     return made(below->_allgather_base(value, part, options), {output}, {value}, {part});
   }
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& from_each,
                                                std::vector<int64_t>& to_each,
                                                const c10d::AllToAllOptions& options) override {
     if (!is_of_device(input)) return below->alltoall_base(output, input, from_each, to_each, options);
-    auto value = output.to(at::kCPU);
-    auto part = input.to(at::kCPU);
+    auto value = copied(output);
+    auto part = copied(input);
     return made(below->alltoall_base(value, part, from_each, to_each, options), {output}, {value}, {part});
   }
   c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override {
@@ -294,7 +316,8 @@ struct Gloo final : c10d::Backend {
 void add_nccl(py::module& m) {
   // As torch's own has it: a method of the subclass.
   py::class_<Nccl, c10::intrusive_ptr<Nccl>>(m, "Nccl", py::module::import("torch._C._distributed_c10d").attr("Backend"))
-      .def("_set_default_timeout", [](Nccl&, std::chrono::milliseconds timeout) {
+      .def("_set_default_timeout", [](Nccl& self, std::chrono::milliseconds timeout) {
+        self.is_patient = true;
         add_to_log("timeout " + std::to_string(timeout.count()) + " ms");
       });
   m.def("on_connect", [](py::object call) { on_connect = call.is_none() ? nullptr : new py::object(call); });
@@ -307,7 +330,10 @@ void add_nccl(py::module& m) {
     log.clear();
     return found;
   });
-  m.def("gloo", [](c10::intrusive_ptr<c10d::Backend> below, int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
+  // Its own `options` are those of the gloo below, which Python sets.
+  py::class_<Gloo, c10::intrusive_ptr<Gloo>>(m, "Gloo", py::module::import("torch._C._distributed_c10d").attr("Backend"),
+                                             py::dynamic_attr());
+  m.def("gloo", [](c10::intrusive_ptr<c10d::Backend> below, int rank, int size) {
     return c10::make_intrusive<Gloo>(below, rank, size);
   });
 }
