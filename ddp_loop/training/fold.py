@@ -127,7 +127,8 @@ class Fold:
         )
         self._statistics = BatchNormStatistics(layers, own if shards > 1 else {}, others)
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
-        self._buffers = Buffers(find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {}))
+        found = find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {})
+        self._buffers = Buffers(found, is_whole=shards == world.size == 1)
         self._loss_scale: torch.Tensor | None = None  # of a GradScaler, in this pass
         self.control = ControlExchange(world) if world.accelerator.is_asynchronous else None  # see [Note: Late words]
         self._word_in_tail, self._given_at = self.control is None, CONTROL_LENGTH + announced
@@ -206,7 +207,8 @@ class Fold:
         finally:
             self._statistics.stop()
             if self._buffers.found:
-                record.taken = self._buffers.take(graph_goes_on=record.held)
+                is_done = record.done or record.held
+                record.taken = self._buffers.take(graph_goes_on=record.held, is_done=is_done)
 
     def _refuse_raw_collectives(self) -> None:
         """Raise if the shards so far called torch.distributed; the package's own sums begin in the last backward."""

@@ -141,6 +141,8 @@ class Slots:
             ValueError: shards changed a buffer of the rule "same" differently.
         """
         widths = self.widths(layout)
+        if self._buffers.is_whole:
+            self._buffers.undo(bad)
         if bad is True:
             self._buffers.restore(layout.buffers)
         elif self._moments is not None or any(widths[1:]):
