@@ -15,6 +15,11 @@ a small left half to -0.0: the same additions, without work in Python for each p
 afterwards that each gradient came once. If one was ever written twice in a shard, by a hook or by reentrant
 checkpointing, the bucket does without, since (a + b) + c is not a + (b + c).
 
+[Note: Arrivals] A hook on each parameter shows when a bucket is complete. A hook in Python takes a microsecond, for
+each parameter and shard; `append` of a list takes 0.1. Backward comes to the gradients in the same order each time, so
+once a bucket was complete, only the parameter whose gradient came last has a hook in Python. If another one is the last
+afterwards, the bucket's sum begins after backward, and all its parameters have hooks in Python again.
+
 [Note: Kept gradients] A script may keep a step's gradients, `before = parameter.grad`, and in a plain loop they stay as
 they are. So where somebody holds a view as a pass opens, the flat tensor is his, and the bucket takes another one. It
 takes a flat tensor back once it is free, so there are never more than the script keeps: a segment of shared memory
@@ -92,6 +97,10 @@ class FlatBuffer:
         return sum(map(getrefcount, self.views)) > _ALONE * len(self.views)
 
 
+class Arrivals(list[Parameter]):
+    """Parameters in the order in which backward has made their gradients. See [Note: Arrivals]."""
+
+
 class Bucket:
     """Neighbouring parameters' gradients in one flat tensor, followed by `tail` elements for other sums.
 
@@ -114,9 +123,12 @@ class Bucket:
     ) -> None:
         self.parameters = parameters
         self.given = [False] * len(parameters)
-        self._all, self._nothing = frozenset(range(len(parameters))), [None] * len(parameters)
+        self._nothing = [None] * len(parameters)
         self._left: Sequence[torch.Tensor | None] = self._nothing  # by the step's backwards, in each `.grad`
-        self.missing = set(self._all)  # the places whose gradients the current backward has not made
+        self.arrived = Arrivals()  # in the current backward; see [Note: Arrivals]
+        self._sent = 0  # so many had arrived when the sum began
+        self._last: int | None = None  # the place of the gradient that comes last, once it is known
+        self.is_steady = True  # as far as known
         self.length = sum(parameter.numel() for parameter in parameters)
         self.is_precise = dtype in (torch.float32, torch.float64)  # so sums over gradients can have their dtype
         self._dtype, self._device, self._world, self._order = dtype, device, world, order
@@ -128,6 +140,7 @@ class Bucket:
         self._kept: list[tuple[torch.Tensor | None, int]] = []  # of a shard that has another loss
         # Whether no gradient was ever written twice in a shard: [Note: In place]. A GPU adds many in one kernel.
         self._comes_once = not accelerator_of(device).is_gpu
+        self._is_host = accelerator_of(device).is_host
         self._adds = False  # whether autograd adds the current shard's gradients
         self._lost: Parameter | None = None  # whose gradient the script took away meanwhile
         self.resize(tail)
@@ -170,6 +183,7 @@ class Bucket:
         """Begin a pass over the shards."""
         self.given = [False] * len(self.parameters)
         self._is_collected = False
+        self.arrived.clear()
         for one in self._sums:
             if one is not None and one is not self.own:
                 self._spare.append(one)
@@ -227,22 +241,43 @@ class Bucket:
         merges, done = self._order.merges, self._shards
         return 0 < done < len(merges) and bool(merges[done]) and self._sums[-1] is self._shown
 
-    def expect_all(self) -> None:
-        """Count every gradient as missing."""
-        self.missing.update(self._all)
+    def is_counted(self, place: int) -> bool:
+        """Whether the arrival of a gradient only counts, so that its hook may be `arrived.append`."""
+        return self._last is not None and self.is_steady and place != self._last and not self._is_large(place)
 
-    def take(self, place: int) -> None:
-        """Copy a large gradient that has just been made into the flat tensor, while it is in the cache.
+    def _is_large(self, place: int) -> bool:
+        return self._order.in_place and self._is_host and self.parameters[place].nbytes >= _LARGE_BYTES
 
-        Autograd then uses its memory again for the next one. Small ones are copied together, in fewer calls.
+    def arrive(self, place: int) -> bool:
+        """Note a gradient that has just been made; returns whether others need other hooks from now on.
+
+        A large one on the CPU is copied into the flat tensor while it is in the cache. Autograd then uses its memory
+        again for the next one. Small ones are copied together, in fewer calls.
         """
-        self.missing.discard(place)
         parameter = self.parameters[place]
-        gradient = parameter.grad
-        if self._order.in_place and gradient is not None and gradient.nbytes >= _LARGE_BYTES and not gradient.is_sparse:
-            view = self.own.views[place]
-            if gradient is not view:
+        self.arrived.append(parameter)
+        if self._is_large(place):
+            gradient, view = parameter.grad, self.own.views[place]
+            if gradient is not None and gradient is not view and not gradient.is_sparse:
                 parameter.grad = view.copy_(gradient)
+        if not self.is_steady:
+            return False
+        if self._last is None and self.is_complete():
+            self._last = place
+            return True
+        if place == self._last and not self.is_complete():
+            self.is_steady = False
+            return True
+        return False
+
+    def is_complete(self) -> bool:
+        """Whether the current backward has made each gradient."""
+        least = len(self.parameters)  # one may come twice, as with reentrant checkpointing of a shared weight
+        return len(self.arrived) >= least and len(set(map(id, self.arrived))) == least
+
+    def late(self) -> list[Parameter]:
+        """The parameters whose gradients were written after the sum had begun."""
+        return self.arrived[self._sent :]
 
     def end_backward(self) -> None:
         """Keep the gradients of a shard that has another loss."""
@@ -366,6 +401,7 @@ class Bucket:
 
     def start(self) -> None:
         """Start the sum over the ranks; one rank has it already. Every rank must call this."""
+        self._sent = len(self.arrived)
         if self._world.size > 1:
             rows = [self.own] if self._order.in_place else [one or self._make() for one in self._sums]
             self.summing.start([row.whole for row in rows])

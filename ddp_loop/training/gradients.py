@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_loop.distributed import World
 from ddp_loop.training.backpropagation import backpropagate_apart
-from ddp_loop.training.buckets import Bucket, grouped, set_grads
+from ddp_loop.training.buckets import Arrivals, Bucket, grouped, set_grads
 from ddp_loop.training.flat_all_reduce import FlatAllReduce, finish_all
 from ddp_loop.training.ordered_sum import ReductionOrder
 from ddp_loop.training.parameter_checks import AFTER_HOOKS, HOOKS, Hook, OutsideParameters, find_hook
@@ -83,6 +83,7 @@ class Gradients:
         self.tail = torch.empty(0, device="cpu")  # room for other sums, of `slot_dtype`, shape (the planned length,)
         self._planned: dict[Parameter, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._hooks: list[RemovableHandle] = []
+        self._has_new_hooks = False  # from the next pass on
         self._next = 0  # the first bucket whose sum has not started
         self._in_backward = self._in_last = False
         self._shards = 0  # finished in this pass
@@ -117,9 +118,16 @@ class Gradients:
             self.buckets.append(Bucket(group, room, kind, place, self._world, self._order))
         self.tail = self.buckets[-1].tail
         self._planned = {parameter: (parameter.dtype, parameter.stride()) for parameter in wanted}
+        self._set_hooks()
+
+    def _set_hooks(self) -> None:
+        """Give the parameters the hooks that they need. See [Note: Arrivals] in `buckets`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._has_new_hooks = [], False
         for number, bucket in enumerate(self.buckets[:-1]):
-            for index, parameter in enumerate(bucket.parameters):
-                arrived = partial(self._arrived, number, index)
+            for place, parameter in enumerate(bucket.parameters):
+                arrived = bucket.arrived.append if bucket.is_counted(place) else partial(self._arrived, number, place)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def release(self) -> None:
@@ -162,6 +170,8 @@ class Gradients:
         set_grads(self._names, repeat(None))
         if not self.buckets:
             self.plan(0)
+        elif self._has_new_hooks:
+            self._set_hooks()
         if asks != self._asks:
             self._asks = asks
             self.wanted = tuple(f"{name} {tuple(p.shape)}" for p, name in self._names.items() if p.requires_grad)
@@ -210,12 +220,14 @@ class Gradients:
             backpropagate_apart(self._names, loss, factor, is_low=is_low, retain_graph=more, synced=self._synced)
         else:
             for bucket in self.buckets[:-1]:
-                bucket.expect_all()
+                bucket.arrived.clear()
             self._in_backward, self._in_last = True, last and self._tail > 0 and self._overlaps
             try:
                 _backpropagate(loss, loss.new_full((), factor), retain_graph=more)
             finally:
                 self._in_backward = self._in_last = False
+            if late := self._late():
+                raise self._second(late[0])
         if self.unplanned.left_out:
             self.unplanned.adopt(self._shards)
         if self._watch is not None and not more:
@@ -253,6 +265,8 @@ class Gradients:
     def _check_kept(self, *, adds: bool = False) -> None:
         for parameter in self.unplanned.foreign() if self.unplanned.left_out else ():
             raise RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
+        if late := self._late():
+            raise RuntimeError(_OWN_BACKWARD.format(self._names[late[0]]))
         for bucket in (*self.buckets, *self.unplanned.buckets):
             if (lost := bucket.tampered(adds=adds)) is not None:
                 if not bucket.gave(lost):
@@ -270,18 +284,25 @@ class Gradients:
                 raise RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
             return  # a backward of the script's own; the step's next one finds its gradients
         if number < self._next:
-            raise RuntimeError(
-                f"A parameter gets its gradient once in a shard's last backward. {self._names[parameter]} got a second "
-                "one after its sum over the ranks had begun, as with reentrant checkpointing of a shared weight. "
-                "Checkpoint with use_reentrant=False, or give Loop a bucket_cap_mib larger than the network."
-            )
-        self.buckets[number].take(place)
-        while self._in_last and self._next < len(self.buckets) - 1 and not self.buckets[self._next].missing:
+            raise self._second(parameter)
+        self._has_new_hooks |= self.buckets[number].arrive(place)
+        while self._in_last and self._next < len(self.buckets) - 1 and self.buckets[self._next].is_complete():
             first = self.buckets[self._next]
             self._next += 1
             first.finish_shard(self._shards + 1)
             first.finish_shards()
             first.start()
+
+    def _late(self) -> list[Parameter]:
+        """The parameters whose gradients were written after their sum had begun."""
+        return list(chain.from_iterable(map(Bucket.late, self.buckets[: self._next])))
+
+    def _second(self, parameter: Parameter) -> RuntimeError:
+        return RuntimeError(
+            f"A parameter gets its gradient once in a shard's last backward. {self._names[parameter]} got a second one "
+            "after its sum over the ranks had begun, as with reentrant checkpointing of a shared weight. Checkpoint "
+            "with use_reentrant=False, or give Loop a bucket_cap_mib larger than the network."
+        )
 
     def collect(self, tail: int) -> list[bool]:
         """Finish this rank's shards, with room for `tail` more values.
@@ -451,7 +472,9 @@ class Gradients:
 
 def _is_own(hook: Hook) -> bool:
     """Whether a post-accumulate hook is of this class, perhaps of another loop."""
-    return isinstance(hook, partial) and getattr(hook.func, "__func__", None) is Gradients._arrived
+    if isinstance(hook, partial):
+        return getattr(hook.func, "__func__", None) is Gradients._arrived
+    return isinstance(getattr(hook, "__self__", None), Arrivals)
 
 
 def _backpropagate(loss: torch.Tensor, seed: torch.Tensor, *, retain_graph: bool) -> None:
