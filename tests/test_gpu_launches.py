@@ -75,6 +75,24 @@ def count(norm: str, shards: int) -> tuple[list[int], list[int]]:
         return counts[0], counts[1]
 
 
+def bucket_mib() -> list[float]:
+    """The sizes of the buckets of 28 MiB of gradients."""
+    with dl.join_world(device="gpu", seed=0) as world:
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(28))).to(world.device)
+        batches = dl.Batches(torch.ones(2 * world.size, 512), 2 * world.size, world)
+        loop = dl.Loop(batches, 1, state={"model": model}, progress=False)
+        for step in loop:
+            for rows in step:
+                step.backward(model(rows).mean())
+            step.fold()
+            found = [bucket.length * 4 / 2**20 for bucket in loop.fold.gradients.buckets]
+        return found
+
+
+def test_buckets_on_a_gpu_are_as_large_as_those_of_ddp(on_fake_gpus: OnRanks) -> None:
+    assert on_fake_gpus(1, bucket_mib) == [[1.0, 25.0, 2.0]]
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("norm", NORMS)

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from itertools import compress, repeat
 from operator import attrgetter, is_, is_not, not_
 from sys import getrefcount
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
@@ -46,20 +46,39 @@ from ddp_loop.distributed import World, fill_identity, merge, padded
 from ddp_loop.training.flat_all_reduce import FlatAllReduce
 from ddp_loop.training.ordered_sum import ReductionOrder
 
+_CPU_MIB = 8.0
 _LARGE_BYTES = 2**17  # of a gradient that is copied at once
 _SMALL_BYTES = 2**18  # of a left half that starts from -0.0; a copy reads and writes less memory
 _ALONE = sum(map(getrefcount, [object()]))  # the count of what a list alone holds
 _GRAD, _IS_SPARSE, _VERSION = map(attrgetter, ("grad", "is_sparse", "_version"))
 
 
-def grouped(parameters: list[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
-    """Neighbours of one dtype and device in groups of up to `bucket_bytes`; a larger one is a group of its own."""
+class BucketSizes(NamedTuple):
+    """The most bytes of a step's first bucket, and of each further one."""
+
+    first: int
+    further: int
+
+
+def bucket_sizes(cap_mib: float | None, device: torch.device) -> BucketSizes:
+    """The sizes that a script asked for, or by default 8 MiB on the CPU and DDP's own on a GPU.
+
+    DDP's first bucket is small, so that the first sum begins early in backward.
+    """
+    if cap_mib is None and not accelerator_of(device).is_host:
+        return BucketSizes(2**20, 25 * 2**20)
+    size = int((_CPU_MIB if cap_mib is None else cap_mib) * 2**20)
+    return BucketSizes(size, size)
+
+
+def grouped(parameters: list[Parameter], sizes: BucketSizes) -> list[list[Parameter]]:
+    """Neighbours of one dtype and device in groups of up to these sizes; a larger one is a group of its own."""
     groups: list[list[Parameter]] = []
     filled = 0
     for parameter in parameters:
         last = groups[-1][0] if groups else None
         same = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if not same or filled + parameter.nbytes > bucket_bytes:
+        if not same or filled + parameter.nbytes > (sizes.first if len(groups) == 1 else sizes.further):
             groups.append([])
             filled = 0
         groups[-1].append(parameter)

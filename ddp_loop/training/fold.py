@@ -26,6 +26,7 @@ from ddp_loop.batch_norm import (
 )
 from ddp_loop.data import MiniBatch, Shard
 from ddp_loop.distributed import IDENTITY, World, each_module
+from ddp_loop.training.buckets import bucket_sizes
 from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers
 from ddp_loop.training.control import (
     CONTROL_LENGTH,
@@ -76,7 +77,8 @@ class Fold:
             mini-batch, and travel as ordinary buffers.
         carried: the number of shards of each rank; by default `split_sizes(S, ranks)`.
         ordered: add gradients up in an order that follows from S alone, for the same bits on any number of ranks.
-        bucket_bytes, buffer_reduction: the size of a gradient bucket; rules for single buffers, by name.
+        bucket_cap_mib: the size of the gradient buckets; None as in `Loop`.
+        buffer_reduction: rules for single buffers, by name.
         guard: judges steps that are not finite; None allows them.
         scalers: by which losses may be multiplied; results and rows are without their factor.
         events, former: called around each fold; the fold that this one replaces, released.
@@ -97,7 +99,7 @@ class Fold:
         announced: int = 0,
         carried: tuple[int, ...] | None = None,
         ordered: bool = False,
-        bucket_bytes: int = 8 * 2**20,
+        bucket_cap_mib: float | None = None,
         buffer_reduction: Mapping[str, BufferReduction] | None = None,
         guard: NonFiniteGuard | None = None,
         scalers: Sequence[GradScaler] = (),
@@ -118,7 +120,7 @@ class Fold:
         self.gradients = Gradients(
             parameters,
             world,
-            bucket_bytes,
+            bucket_sizes(bucket_cap_mib, world.device),
             order,
             averaged=averaged,
             synced=bool(self.sync_channels),

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_loop.distributed import World
 from ddp_loop.training.backpropagation import backpropagate_apart
-from ddp_loop.training.buckets import Arrivals, Bucket, grouped, set_grads
+from ddp_loop.training.buckets import Arrivals, Bucket, BucketSizes, grouped, set_grads
 from ddp_loop.training.flat_all_reduce import FlatAllReduce, finish_all
 from ddp_loop.training.ordered_sum import ReductionOrder
 from ddp_loop.training.parameter_checks import AFTER_HOOKS, HOOKS, Hook, OutsideParameters, find_hook
@@ -46,7 +46,7 @@ class Gradients:
     Args:
         parameters: by name, in the same order on every rank.
         world: from `join_world`.
-        bucket_bytes: a bucket's size; a network that fits into one is summed in one collective.
+        sizes: of the buckets; a network that fits into the first one is summed in one collective.
         order: in which shards are added up.
         averaged: parameters that never need one; see [Note: Left out] in `unplanned`.
         synced: whether backward contains other collectives, those of synced batch norm.
@@ -61,7 +61,7 @@ class Gradients:
         self,
         parameters: Mapping[str, Parameter],
         world: World,
-        bucket_bytes: int,
+        sizes: BucketSizes,
         order: ReductionOrder,
         *,
         averaged: Collection[Parameter] = (),
@@ -71,9 +71,9 @@ class Gradients:
     ) -> None:
         self.buckets: list[Bucket] = []
         self._world = world
-        self._bucket_bytes, self._order = bucket_bytes, order
+        self._sizes, self._order = sizes, order
         self._names: dict[Parameter, str] = {parameter: name for name, parameter in parameters.items()}
-        self.unplanned = UnplannedGradients(self._names, averaged, bucket_bytes, self._bucket_of)
+        self.unplanned = UnplannedGradients(self._names, averaged, sizes, self._bucket_of)
         self.is_chosen = False  # whether the plan is without what the first fold gave nothing
         self._asks: list[bool] = []  # whether each parameter wants a gradient, in this pass
         self._planned_asks: list[bool] = []  # and when the buckets were planned
@@ -109,7 +109,7 @@ class Gradients:
         self._planned_asks = list(map(_WANTS, self._names))
         wanted = self._choice()
         device, dtype = self._world.device, self.slot_dtype
-        groups = grouped(wanted[::-1], self._bucket_bytes)
+        groups = grouped(wanted[::-1], self._sizes)
         if not groups or (groups[-1][0].dtype, groups[-1][0].device) != (dtype, device):
             groups.append([])  # the tail cannot ride with gradients of another type
         for group in groups:

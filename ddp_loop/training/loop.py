@@ -60,7 +60,8 @@ class Loop:
         buffer_reduction: rules for single buffers, such as "model.0.level": "same" (all shards change it alike, the
             default), "mean" (over the samples), "first" (that of the first shard), "min" and "max" (for observers),
             "local" (each rank its own). See docs/buffers.md.
-        bucket_cap_mib: size of the buckets in which gradients are summed, in MiB.
+        bucket_cap_mib: size of the buckets in which gradients are summed, in MiB; by default 8 on the CPU, and on a
+            GPU 25 after a first one of 1, as in DDP.
         allow_single_sample_shards: accept shards of one sample although the model has BatchNorm1d layers, which
             cannot normalise one value (but can, if their inputs have positions).
         ordered: add gradients up in an order that follows from the shards alone; by default where they are fixed.
@@ -110,7 +111,7 @@ class Loop:
         progress: bool = True,
         monitor: bool = False,
         buffer_reduction: Mapping[str, BufferReduction] | None = None,
-        bucket_cap_mib: float = 8.0,
+        bucket_cap_mib: float | None = None,
         allow_single_sample_shards: bool = False,
         on_nonfinite: OnNonFinite = "raise",
         check_replicas_every: int = 100,

@@ -136,12 +136,12 @@ def check_arguments(
     batches: Batches,
     epochs: int | None,
     steps: int | None,
-    bucket_cap_mib: float,
+    bucket_cap_mib: float | None,
     on_nonfinite: str,
     check_replicas_every: object,
 ) -> None:
     """Raise ValueError unless the loop has an end, its buckets a size, and its checks a rule and a number of steps."""
-    if not bucket_cap_mib > 0:
+    if bucket_cap_mib is not None and not bucket_cap_mib > 0:
         raise ValueError(f"bucket_cap_mib must be a size in MiB, more than 0. Got {bucket_cap_mib}.")
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None:
