@@ -226,7 +226,7 @@ class Gradients:
                 _backpropagate(loss, loss.new_full((), factor), retain_graph=more)
             finally:
                 self._in_backward = self._in_last = False
-            if late := self._late():
+            if self._next and (late := self._late()):
                 raise self._second(late[0])
         if self.unplanned.left_out:
             self.unplanned.adopt(self._shards)
@@ -265,7 +265,7 @@ class Gradients:
     def _check_kept(self, *, adds: bool = False) -> None:
         for parameter in self.unplanned.foreign() if self.unplanned.left_out else ():
             raise RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
-        if late := self._late():
+        if self._next and (late := self._late()):
             raise RuntimeError(_OWN_BACKWARD.format(self._names[late[0]]))
         for bucket in (*self.buckets, *self.unplanned.buckets):
             if (lost := bucket.tampered(adds=adds)) is not None:

@@ -276,6 +276,31 @@ def test_buffers_that_stay_are_not_asked_whether_they_were_changed_alike() -> No
         change_unlike()
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("value", [torch.ones(4), torch.ones(4, dtype=torch.float64), torch.ones(2, 3)], ids=str)
+def test_buffers_of_a_whole_mini_batch_become_those_of_its_start_though_they_were_replaced(
+    value: torch.Tensor, late: bool
+) -> None:
+    drift, layer = Drift(), nn.BatchNorm1d(4)
+    buffers = Buffers(find_buffers({"drift": drift, "layer": layer}, set(), {}), is_whole=True)
+    for buffer in buffers.found.values():
+        buffer.late = late
+    for _ in range(2):
+        buffers.open()
+        layer(torch.rand(3, 4))
+        assert buffers.take() == {}
+    drift.level = value.clone()  # between two steps
+    before = [one.clone() for one in (*drift.buffers(), *layer.buffers())]
+    buffers.open()
+    drift.level = drift.level + 1  # in a forward
+    layer(torch.rand(3, 4))
+    buffers.take()
+    assert not torch.equal(drift.level, before[0])
+    assert not torch.equal(layer.get_buffer("running_mean"), before[2])
+    buffers.undo(torch.tensor(True) if late else True)
+    assert is_same([*drift.buffers(), *layer.buffers()], before)
+
+
 def leave_a_shard() -> tuple[bool, bool]:
     """Whether buffers stay as they are in a shard that is left before its backward, and in one that is left after."""
     with dl.join_world() as world:
