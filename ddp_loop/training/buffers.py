@@ -190,6 +190,7 @@ class Buffers:
         self._all, self._grouped = frozenset(found), dict[frozenset[str], list[list[Buffer]]]()
         self._doubts: tuple[HostCopy, list[_Doubt]] | None = None
         self._passes = 0
+        self._held: list[tuple[Buffer, torch.Tensor]] = []  # what a whole mini-batch's forward left, until its fold
 
     def _groups(self, names: frozenset[str]) -> list[list[Buffer]]:
         """The buffers `names` in the order of a row. See [Note: Few kernels]."""
@@ -210,6 +211,7 @@ class Buffers:
             ValueError: on a GPU, shards of the last step changed a buffer of the rule "same" differently.
         """
         self.settle()
+        self._held = []
         for group in self._groups(self._all):
             is_alike = self.is_whole and group[0].late and _stay(group)  # then all are recorded, without a look at each
             if written := group if is_alike else [buffer for buffer in group if buffer.open()]:
@@ -231,7 +233,9 @@ class Buffers:
             ValueError: a buffer has another shape or dtype now.
         """
         if self.is_whole:
-            if is_done:
+            if graph_goes_on:
+                self._hold()
+            elif is_done:
                 self._keep()
             else:
                 self.restore(self._all)
@@ -252,6 +256,14 @@ class Buffers:
             else:
                 _assign(changed, opened)
         return taken
+
+    def _hold(self) -> None:
+        """Let a later backward find the buffers as the forward did, until `finish`."""
+        for group in self._groups(self._all):
+            values = [buffer.check_form(buffer.now) for buffer in group]
+            self._held += zip(group, values, strict=True)
+            for buffer, copied in zip(group, _copies(list(map(_OPENED, group))), strict=True):
+                buffer.stand(copied)
 
     def _keep(self) -> None:
         """Leave the buffers as they are, in their own tensors."""
@@ -312,8 +324,14 @@ class Buffers:
             _assign(group, list(map(_OPENED, group)))
 
     @torch.no_grad()
-    def undo(self, where: torch.Tensor | bool) -> None:
-        """Make the buffers of a whole mini-batch what they were when the step opened, if `where`, shape ()."""
+    def finish(self, where: torch.Tensor | bool) -> None:
+        """End a whole mini-batch: if `where`, shape (), its buffers become what they were when the step opened."""
+        for buffer, value in self._held:
+            if value is buffer.tensor:
+                buffer.stand(value)
+            else:
+                _assign([buffer], [value])
+        self._held = []
         if where is True:
             self.restore(self._all)
         elif where is not False:
@@ -409,11 +427,11 @@ def _changed(buffer: Buffer, tensor: torch.Tensor, value: torch.Tensor, version:
     written = buffer.silent or tensor._version != version
     if not written and not buffer.late:
         written = not same_bits(tensor, value)
-    if buffer.now is not tensor or written:
+    if buffer.now is not tensor:
         buffer.stand(tensor)
-        return tensor
-    # Perhaps it was written silently. `.data` leaves the version, which is no write's.
-    return tensor.data if buffer.late else None
+    elif not written and not buffer.late:
+        return None
+    return tensor.data  # a graph may hold the tensor; `.data` leaves the version
 
 
 def _decoded(tensors: list[torch.Tensor], column: torch.dtype = torch.float64) -> torch.Tensor:

@@ -89,6 +89,8 @@ class Fold:
         ValueError: a model that torch shares between ranks, a hook on a parameter, or a rule for an unknown buffer.
     """
 
+    decision: ControlDecision | None = None  # of all ranks at the last fold
+
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
@@ -147,7 +149,6 @@ class Fold:
         self._counts_raw, self._raw = shards > world.size > 1, 0  # collectives of the script as the first shard began
         self.opened_by: object = None  # the step of the pass between its first shard and its fold
         self.had_gradients = False  # whether the last fold left any
-        self.decision: ControlDecision | None = None  # of all ranks at the last fold
         self.waited_s: float = 0.0 if former is None else former.waited_s  # for the sums, in all folds so far
         self.clock: Callable[[], float] = time.perf_counter  # read as a wait begins and as it ends
 

@@ -142,7 +142,7 @@ class Slots:
         """
         widths = self.widths(layout)
         if self._buffers.is_whole:
-            self._buffers.undo(bad)
+            self._buffers.finish(bad)
         if bad is True:
             self._buffers.restore(layout.buffers)
         elif self._moments is not None or any(widths[1:]):

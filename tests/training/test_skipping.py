@@ -297,7 +297,7 @@ def test_buffers_of_a_whole_mini_batch_become_those_of_its_start_though_they_wer
     buffers.take()
     assert not torch.equal(drift.level, before[0])
     assert not torch.equal(layer.get_buffer("running_mean"), before[2])
-    buffers.undo(torch.tensor(True) if late else True)
+    buffers.finish(torch.tensor(True) if late else True)
     assert is_same([*drift.buffers(), *layer.buffers()], before)
 
 
