@@ -3,7 +3,7 @@
 from ddp_loop.distributed.backend import Work
 from ddp_loop.distributed.cells import Cell, open_cell
 from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_env, scale_batch_size
-from ddp_loop.distributed.encoding import as_real, assemble, columns, decode, encode
+from ddp_loop.distributed.encoding import as_real, assemble, assemble_all, columns, decode, encode, encode_all
 from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error
 from ddp_loop.distributed.join import join_world, sharing_gpus
 from ddp_loop.distributed.launcher import Pool, RankFailed, check_call, launch, run_script
@@ -55,6 +55,7 @@ __all__ = [
     "World",
     "as_real",
     "assemble",
+    "assemble_all",
     "check_call",
     "check_layout",
     "check_structure",
@@ -66,6 +67,7 @@ __all__ = [
     "each_buffer",
     "each_module",
     "encode",
+    "encode_all",
     "end_daemons",
     "end_unsaved",
     "ends_of_copies",

@@ -8,6 +8,7 @@ complex value is two real ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -106,6 +107,11 @@ def encode(tensor: torch.Tensor, column: torch.dtype) -> torch.Tensor:
     return (flat if chunk is None else flat.contiguous().view(chunk)).to(column)
 
 
+def encode_all(tensors: Sequence[torch.Tensor], column: torch.dtype) -> torch.Tensor:
+    """Tensors of one dtype as columns, one after another, shape (K,)."""
+    return encode(tensors[0] if len(tensors) == 1 else torch.cat([one.reshape(-1) for one in tensors]), column)
+
+
 def decode(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Decode tensors of a dtype, one a row, (S, K), as `encode` made them, to (S, elements).
 
@@ -126,3 +132,12 @@ def assemble(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if like.dtype is torch.uint64:
         return values.view(torch.uint64).reshape(like.shape)
     return values.to(like.dtype).reshape(like.shape)
+
+
+def assemble_all(values: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A row of `decode`, (elements,), as tensors of one dtype, of the shapes of `like`."""
+    real = _real(like[0].dtype)
+    if real is not torch.uint64:
+        values = values.to(real)
+    parts = values.split_with_sizes([one.numel() * (2 if one.is_complex() else 1) for one in like])
+    return list(map(assemble, parts, like))

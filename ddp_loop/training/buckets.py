@@ -15,6 +15,11 @@ a small left half to -0.0: the same additions, without work in Python for each p
 afterwards that each gradient came once. If one was ever written twice in a shard, by a hook or by reentrant
 checkpointing, the bucket does without, since (a + b) + c is not a + (b + c).
 
+[Note: Arrivals] A hook on each parameter shows when a bucket is complete. A hook in Python takes a microsecond, for
+each parameter and shard; `append` of a list takes 0.1. Backward comes to the gradients in the same order each time, so
+once a bucket was complete, only the parameter whose gradient came last has a hook in Python. If another one is the last
+afterwards, the bucket's sum begins after backward, and all its parameters have hooks in Python again.
+
 [Note: Kept gradients] A script may keep a step's gradients, `before = parameter.grad`, and in a plain loop they stay as
 they are. So where somebody holds a view as a pass opens, the flat tensor is his, and the bucket takes another one. It
 takes a flat tensor back once it is free, so there are never more than the script keeps: a segment of shared memory
@@ -38,7 +43,7 @@ from dataclasses import dataclass
 from itertools import compress, repeat
 from operator import attrgetter, is_, is_not, not_
 from sys import getrefcount
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
@@ -48,6 +53,7 @@ from ddp_loop.distributed import World, fill_identity, merge, padded
 from ddp_loop.training.flat_all_reduce import FlatAllReduce
 from ddp_loop.training.ordered_sum import ReductionOrder
 
+_CPU_MIB = 8.0
 _LARGE_BYTES = 2**17  # of a gradient that is copied at once
 _SMALL_BYTES = 2**18  # of a left half that starts from -0.0; a copy reads and writes less memory
 _ALONE = sum(map(getrefcount, [object()]))  # the count of what a list alone holds
@@ -59,17 +65,35 @@ def dtype_of_sums(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch
     return dtype if reduce_dtype is None else torch.promote_types(dtype, reduce_dtype)
 
 
+class BucketSizes(NamedTuple):
+    """The most bytes of a step's first bucket, and of each further one."""
+
+    first: int
+    further: int
+
+
+def bucket_sizes(cap_mib: float | None, device: torch.device) -> BucketSizes:
+    """The sizes that a script asked for, or by default 8 MiB on the CPU and DDP's own on a GPU.
+
+    DDP's first bucket is small, so that the first sum begins early in backward.
+    """
+    if cap_mib is None and not accelerator_of(device).is_host:
+        return BucketSizes(2**20, 25 * 2**20)
+    size = int((_CPU_MIB if cap_mib is None else cap_mib) * 2**20)
+    return BucketSizes(size, size)
+
+
 def grouped(
-    parameters: list[Parameter], bucket_bytes: int, reduce_dtype: torch.dtype | None = None
+    parameters: list[Parameter], sizes: BucketSizes, reduce_dtype: torch.dtype | None = None
 ) -> list[list[Parameter]]:
-    """Neighbours of one dtype and device in groups of up to `bucket_bytes`; a larger one is a group of its own."""
+    """Neighbours of one dtype and device in groups of up to these sizes; a larger one is a group of its own."""
     groups: list[list[Parameter]] = []
     filled = 0
     for parameter in parameters:
         last = groups[-1][0] if groups else None
         same = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
         size = parameter.numel() * dtype_of_sums(parameter.dtype, reduce_dtype).itemsize
-        if not same or filled + size > bucket_bytes:
+        if not same or filled + size > (sizes.first if len(groups) == 1 else sizes.further):
             groups.append([])
             filled = 0
         groups[-1].append(parameter)
@@ -107,6 +131,10 @@ class FlatBuffer:
         return sum(map(getrefcount, self.views)) > _ALONE * len(self.views)
 
 
+class Arrivals(list[Parameter]):
+    """Parameters in the order in which backward has made their gradients. See [Note: Arrivals]."""
+
+
 class Bucket:
     """Neighbouring parameters' gradients in one flat tensor, followed by `tail` elements for other sums.
 
@@ -138,9 +166,12 @@ class Bucket:
     ) -> None:
         self.parameters = parameters
         self.given = [False] * len(parameters)
-        self._all, self._nothing = frozenset(range(len(parameters))), [None] * len(parameters)
+        self._nothing = [None] * len(parameters)
         self._left: Sequence[torch.Tensor | None] = self._nothing  # by the step's backwards, in each `.grad`
-        self.missing = set(self._all)  # the places whose gradients the current backward has not made
+        self.arrived = Arrivals()  # in the current backward; see [Note: Arrivals]
+        self._sent = 0  # so many had arrived when the sum began
+        self._last: int | None = None  # the place of the gradient that comes last, once it is known
+        self.is_steady = True  # as far as known
         self.length = sum(parameter.numel() for parameter in parameters)
         self.is_precise = dtype in (torch.float32, torch.float64)  # so sums over gradients can have their dtype
         self._dtype, self._device, self._world, self._order = sums, device, world, order
@@ -158,6 +189,7 @@ class Bucket:
         self._kept: list[tuple[torch.Tensor | None, int]] = []  # of a shard that has another loss
         # Whether no gradient was ever written twice in a shard: [Note: In place]. A GPU adds many in one kernel.
         self._comes_once = not accelerator_of(device).is_gpu
+        self._is_host = accelerator_of(device).is_host
         self._adds = False  # whether autograd adds the current shard's gradients
         self._lost: Parameter | None = None  # whose gradient the script took away meanwhile
         if self._rounds:
@@ -203,6 +235,7 @@ class Bucket:
         """Begin a pass over the shards."""
         self.given = [False] * len(self.parameters)
         self._is_collected = False
+        self.arrived.clear()
         for one in self._sums:
             if one is not None and one is not self.own:
                 self._spare.append(one)
@@ -264,22 +297,43 @@ class Bucket:
         merges, done = self._order.merges, self._shards
         return 0 < done < len(merges) and bool(merges[done]) and self._sums[-1] is self._shown
 
-    def expect_all(self) -> None:
-        """Count every gradient as missing."""
-        self.missing.update(self._all)
+    def is_counted(self, place: int) -> bool:
+        """Whether the arrival of a gradient only counts, so that its hook may be `arrived.append`."""
+        return self._last is not None and self.is_steady and place != self._last and not self._is_large(place)
 
-    def take(self, place: int) -> None:
-        """Copy a large gradient that has just been made into the flat tensor, while it is in the cache.
+    def _is_large(self, place: int) -> bool:
+        return self._in_place and self._is_host and self.parameters[place].nbytes >= _LARGE_BYTES
 
-        Autograd then uses its memory again for the next one. Small ones are copied together, in fewer calls.
+    def arrive(self, place: int) -> bool:
+        """Note a gradient that has just been made; returns whether others need other hooks from now on.
+
+        A large one on the CPU is copied into the flat tensor while it is in the cache. Autograd then uses its memory
+        again for the next one. Small ones are copied together, in fewer calls.
         """
-        self.missing.discard(place)
         parameter = self.parameters[place]
-        gradient = parameter.grad
-        if self._in_place and gradient is not None and gradient.nbytes >= _LARGE_BYTES and not gradient.is_sparse:
-            view = self.own.views[place]
-            if gradient is not view:
+        self.arrived.append(parameter)
+        if self._is_large(place):
+            gradient, view = parameter.grad, self.own.views[place]
+            if gradient is not None and gradient is not view and not gradient.is_sparse:
                 parameter.grad = view.copy_(gradient)
+        if not self.is_steady:
+            return False
+        if self._last is None and self.is_complete():
+            self._last = place
+            return True
+        if place == self._last and not self.is_complete():
+            self.is_steady = False
+            return True
+        return False
+
+    def is_complete(self) -> bool:
+        """Whether the current backward has made each gradient."""
+        least = len(self.parameters)  # one may come twice, as with reentrant checkpointing of a shared weight
+        return len(self.arrived) >= least and len(set(map(id, self.arrived))) == least
+
+    def late(self) -> list[Parameter]:
+        """The parameters whose gradients were written after the sum had begun."""
+        return self.arrived[self._sent :]
 
     def end_backward(self) -> None:
         """Keep the gradients of a shard that has another loss."""
@@ -410,6 +464,7 @@ class Bucket:
 
     def start(self, before: FlatAllReduce | None = None) -> None:
         """Start the sum over the ranks, after that of `before`; one rank has it already. Every rank must call this."""
+        self._sent = len(self.arrived)
         if self._world.size > 1:
             rows = [self.own] if self._in_place else [one or self._make() for one in self._sums]
             self.summing.start([row.whole for row in rows], before)

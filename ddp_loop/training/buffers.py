@@ -8,14 +8,22 @@ the same in all shards, or have a rule from the user. A wrong value would be sil
 So a buffer with the same version is compared with its copy, bit by bit: on the CPU always. On a GPU the host would
 wait, so there in passes 1, 2, 4, 8, ... alone. What the first pass finds counts as written from then on. What a later
 one finds is an error, since earlier passes may have missed writes.
+
+[Note: One shard] A single shard on a single rank leaves its buffers as the whole mini-batch does, so they stay as they
+are: nothing is copied, packed or merged. Only a shard without a backward and a step that must move nothing get the
+values back that the buffers had when the step opened.
+
+[Note: Few kernels] A network has some hundred buffers, and a GPU's host takes some microseconds for each kernel. So
+buffers of one device, dtype and rule are copied, packed and merged together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import methodcaller
+from itertools import chain, repeat
+from operator import attrgetter, is_, methodcaller
 from typing import Literal
 
 import torch
@@ -24,11 +32,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ddp_loop.accelerators import HostCopy, is_asynchronous
 from ddp_loop.determinism import same_bits
-from ddp_loop.distributed import assemble, columns, decode, each_buffer, encode
+from ddp_loop.distributed import assemble_all, columns, decode, each_buffer, encode_all
 from ddp_loop.training.payload import weighted_mean
 
 BufferReduction = Literal["mean", "same", "first", "min", "max", "local"]
 _holders = methodcaller("_use_count")  # of a tensor: Python, saved tensors of graphs, views
+_OPENED, _TENSOR, _FORM = attrgetter("opened"), attrgetter("tensor"), attrgetter("shape", "dtype", "device")
+_NAME, _DTYPE, _SHAPE, _HOME, _OTHERS = map(attrgetter, ("name", "dtype", "shape", "home", "others"))
 BUFFER_REDUCTIONS = ("mean", "same", "first", "min", "max", "local")
 _STATISTICS = ("running_mean", "running_var")
 
@@ -87,40 +97,49 @@ class Buffer:
         """Whether its bits differ from those when the step opened, see [Note: Silent writes]; waits for a GPU."""
         return not same_bits(self.tensor, self.opened)
 
-    def _stand(self, tensor: torch.Tensor) -> None:
+    def stand(self, tensor: torch.Tensor) -> None:
+        """Make it the module's buffer, in all its places."""
         self.owner._buffers[self.key] = tensor
         for owner, key in self.others:
             owner._buffers[key] = tensor
 
-    def replace(self) -> None:
-        """Make it what it was when the step opened, in a new tensor, since a graph holds the old one."""
-        self._stand(self.opened.clone())
+    def home_of(self, value: torch.Tensor) -> torch.Tensor:
+        """The tensor, in the module from now on, to which `value` is to be copied.
+
+        It is its own, or a new one if a graph holds that one.
+        """
+        if not self.unseen and _holders(self.tensor) > self.holders:
+            self.tensor = torch.empty_like(value)
+        self.stand(self.tensor)
+        return self.tensor.data if self.unseen else self.tensor
 
     @torch.no_grad()
-    def restore(self, value: torch.Tensor) -> None:
-        """Make it `value`, in its own tensor unless a graph holds that one. See [Note: Graphs]."""
-        if self.unseen:
-            self.tensor.data.copy_(value)
-        elif _holders(self.tensor) > self.holders:
-            self.tensor = value.clone()
-        else:
-            self.tensor.copy_(value)
-        self._stand(self.tensor)
-        self.version = self.tensor._version
-
-    @torch.no_grad()
-    def open(self) -> None:
-        """Begin a step: record what it holds, if it was written since the last one."""
+    def open(self) -> bool:
+        """Begin a step; returns whether `opened` must become what it holds, since it was written since the last one."""
         self.unseen = False
         if self.tensor is not self.home and self.now is self.tensor and _holders(self.home) <= self.holders:
-            self._stand(self.home.copy_(self.tensor))
-        if self.changed:
-            if (tensor := self.now) is not None and tensor is not self.tensor:
-                self.tensor = tensor
-                if tensor is not self.home:  # the script replaced it
-                    self.home, self.holders = tensor, _holders(tensor)
-            self.opened = self.tensor.detach().clone()
-            self.version = self.tensor._version
+            self.stand(self.home.copy_(self.tensor))
+        if not self.changed:
+            return self.late  # also catches silent writes
+        if (tensor := self.now) is not None and tensor is not self.tensor:
+            self.tensor = tensor
+            if tensor is not self.home:  # the script replaced it
+                self.home, self.holders = tensor, _holders(tensor)
+        if _FORM(self.opened) != _FORM(self.tensor):
+            self.opened = torch.empty_like(self.tensor)
+        self.version = self.tensor._version
+        return True
+
+    def check_form(self, value: torch.Tensor | None) -> torch.Tensor:
+        """Raise ValueError if `value`, of the module now, has another shape or dtype than when the step opened."""
+        opened = self.opened
+        if value is None or (value.shape, value.dtype) != (opened.shape, opened.dtype):
+            now = None if value is None else f"{tuple(value.shape)}, {value.dtype}"
+            raise ValueError(
+                f"A buffer must keep its shape and dtype in a step. {self.name} had {tuple(opened.shape)}, "
+                f'{opened.dtype} and has {now}. Pass Loop buffer_reduction={{"{self.name}": "local"}}.'
+            )
+        return value
 
 
 def find_buffers(
@@ -160,13 +179,31 @@ class Buffers:
     """The `found` buffers of a loop, watched through the shards of a step.
 
     A buffer travels with every bit, whatever its dtype, see `distributed/encoding`; one that no shard changed does not.
+
+    Args:
+        found: by name.
+        is_whole: whether a shard is the whole mini-batch, and no other rank takes part. See [Note: One shard].
     """
 
-    def __init__(self, found: Mapping[str, Buffer]) -> None:
-        self.found = dict(found)
+    def __init__(self, found: Mapping[str, Buffer], *, is_whole: bool = False) -> None:
+        self.found, self.is_whole = dict(found), is_whole
+        self._all, self._grouped = frozenset(found), dict[frozenset[str], list[list[Buffer]]]()
         self._doubts: tuple[HostCopy, list[_Doubt]] | None = None
         self._passes = 0
+        self._held: list[tuple[Buffer, torch.Tensor]] = []  # what a whole mini-batch's forward left, until its fold
 
+    def _groups(self, names: frozenset[str]) -> list[list[Buffer]]:
+        """The buffers `names` in the order of a row. See [Note: Few kernels]."""
+        if names not in self._grouped:
+            found: dict[tuple[str, ...], list[Buffer]] = {}
+            for name in sorted(names):
+                buffer = self.found[name]
+                opened = buffer.opened
+                found.setdefault((buffer.policy, str(opened.dtype), str(opened.device)), []).append(buffer)
+            self._grouped[names] = [found[kind] for kind in sorted(found)]
+        return self._grouped[names]
+
+    @torch.no_grad()
     def open(self) -> None:
         """Begin a step: record what each buffer holds, if it was written since the last one.
 
@@ -174,42 +211,70 @@ class Buffers:
             ValueError: on a GPU, shards of the last step changed a buffer of the rule "same" differently.
         """
         self.settle()
-        for buffer in self.found.values():
-            buffer.open()
-        if late := [buffer for buffer in self.found.values() if buffer.late]:
-            with torch.no_grad():  # also catches silent writes; costs a few kernel launches
-                torch._foreach_copy_([one.opened for one in late], [one.tensor for one in late])
+        self._held = []
+        for group in self._groups(self._all):
+            is_alike = self.is_whole and group[0].late and _stay(group)  # then all are recorded, without a look at each
+            if written := group if is_alike else [buffer for buffer in group if buffer.open()]:
+                torch._foreach_copy_(list(map(_OPENED, written)), list(map(_TENSOR, written)))
+                if len(set(map(_DTYPE, map(_OPENED, group)))) > 1:  # the script replaced some
+                    self._grouped = {}
         self._passes += 1
 
     @torch.no_grad()
-    def take(self, *, graph_goes_on: bool = False) -> dict[str, torch.Tensor]:
-        """End a shard: returns what it changed, by name, and restores the buffers.
+    def take(self, *, graph_goes_on: bool = False, is_done: bool = True) -> dict[str, torch.Tensor]:
+        """End a shard: returns what it changed, by name, and restores the buffers; a whole mini-batch's stay.
 
-        Where its backward comes later, they are new tensors until the fold, which restores the modules' own.
+        Args:
+            graph_goes_on: whether its backward comes later. Then the modules get new tensors until the fold, which
+                restores their own.
+            is_done: whether it had its backward, or gets it later.
+
+        Raises:
+            ValueError: a buffer has another shape or dtype now.
         """
-        taken: dict[str, torch.Tensor] = {}
-        for buffer in self.found.values():
-            if not buffer.changed and not self._finds_silent(buffer):
-                continue
-            value = buffer.now
-            opened = buffer.opened
-            if value is None or (value.shape, value.dtype) != (opened.shape, opened.dtype):
-                now = None if value is None else f"{tuple(value.shape)}, {value.dtype}"
-                raise ValueError(
-                    f"A buffer must keep its shape and dtype in a step. {buffer.name} had {tuple(opened.shape)}, "
-                    f'{opened.dtype} and has {now}. Pass Loop buffer_reduction={{"{buffer.name}": "local"}}.'
-                )
-            taken[buffer.name] = value.detach().clone()
-            buffer.unseen = value is buffer.tensor and value._version == buffer.version
+        if self.is_whole:
             if graph_goes_on:
-                buffer.replace()
+                self._hold()
+            elif is_done:
+                self._keep()
             else:
-                buffer.restore(buffer.opened)
+                self.restore(self._all)
+            return {}
+        taken: dict[str, torch.Tensor] = {}
+        for group in self._groups(self._all):
+            changed = [buffer for buffer in group if buffer.changed or self._finds_silent(buffer)]
+            if not changed:
+                continue
+            values = [buffer.check_form(buffer.now) for buffer in changed]
+            for buffer, value in zip(changed, values, strict=True):
+                buffer.unseen = value is buffer.tensor and value._version == buffer.version
+            taken.update(zip(map(_NAME, changed), _copies(values), strict=True))
+            opened = list(map(_OPENED, changed))
+            if graph_goes_on:
+                for buffer, copied in zip(changed, _copies(opened), strict=True):
+                    buffer.stand(copied)  # a graph holds the old one
+            else:
+                _assign(changed, opened)
         return taken
 
+    def _hold(self) -> None:
+        """Let a later backward find the buffers as the forward did, until `finish`."""
+        for group in self._groups(self._all):
+            values = [buffer.check_form(buffer.now) for buffer in group]
+            self._held += zip(group, values, strict=True)
+            for buffer, copied in zip(group, _copies(list(map(_OPENED, group))), strict=True):
+                buffer.stand(copied)
+
+    def _keep(self) -> None:
+        """Leave the buffers as they are, in their own tensors."""
+        for buffer in chain.from_iterable(group for group in self._groups(self._all) if not _stay(group)):
+            value = buffer.check_form(buffer.now)
+            if value is not buffer.tensor:
+                _assign([buffer], [value])
+
     def changed(self) -> set[str]:
-        """The names of the buffers that a shard has changed so far, as far as torch counts writes."""
-        found = self.found.values()
+        """The names of the buffers that a shard has changed so far and that travel, as far as torch counts writes."""
+        found = () if self.is_whole else self.found.values()
         return {one.name for one in found if (one.changed if one.late else one.tensor._version != one.version)}
 
     def _finds_silent(self, buffer: Buffer) -> bool:
@@ -228,36 +293,52 @@ class Buffers:
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """Restore what is changed inside, and only that."""
-        before = [(buffer, tensor, tensor.clone(), tensor._version) for buffer in self.found.values()
-                  if (tensor := buffer.now) is not None]  # fmt: skip
+        before: list[list[tuple[Buffer, torch.Tensor, torch.Tensor, int]]] = []
+        for group in self._groups(self._all):
+            some = [(buffer, tensor) for buffer in group if (tensor := buffer.now) is not None]
+            values = _copies([tensor for _, tensor in some])
+            before.append([(*one, value, one[1]._version) for one, value in zip(some, values, strict=True)])
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, tensor, value, version in before:
-                    written = buffer.silent or tensor._version != version
-                    if not written and not buffer.late:
-                        written = not same_bits(tensor, value)
-                    if buffer.now is not tensor or written:
-                        buffer._stand(tensor)
-                        tensor.copy_(value)
-                    elif buffer.late:  # perhaps written silently; `.data` leaves the version, which is no write's
-                        tensor.data.copy_(value)
+                for kept in before:
+                    changed = [(home, one[2]) for one in kept if (home := _changed(*one)) is not None]
+                    if changed:
+                        torch._foreach_copy_([home for home, _ in changed], [value for _, value in changed])
 
     def width(self, names: frozenset[str], column: torch.dtype) -> int:
         """The columns, of dtype `column`, of a row with the buffers `names`."""
         return sum(columns(self.found[name].opened, column) for name in names)
 
     def pack(self, taken: Mapping[str, torch.Tensor], names: frozenset[str], row: torch.Tensor) -> None:
-        """Write a shard's buffers into its row, in the order of names; unchanged ones as they were."""
+        """Write a shard's buffers into its row; unchanged ones as they were."""
         if names:
-            values = (taken.get(name, self.found[name].opened) for name in sorted(names))
-            torch.cat([encode(value, row.dtype) for value in values], out=row)
+            groups = ([taken.get(buffer.name, buffer.opened) for buffer in group] for group in self._groups(names))
+            torch.cat([encode_all(values, row.dtype) for values in groups], out=row)
 
+    @torch.no_grad()
     def restore(self, names: frozenset[str]) -> None:
         """Make the buffers `names` what they were when the step opened."""
-        for name in names:
-            self.found[name].restore(self.found[name].opened)
+        for group in self._groups(names):
+            _assign(group, list(map(_OPENED, group)))
+
+    @torch.no_grad()
+    def finish(self, where: torch.Tensor | bool) -> None:
+        """End a whole mini-batch: if `where`, shape (), its buffers become what they were when the step opened."""
+        for buffer, value in self._held:
+            if value is buffer.tensor:
+                buffer.stand(value)
+            else:
+                _assign([buffer], [value])
+        self._held = []
+        if where is True:
+            self.restore(self._all)
+        elif where is not False:
+            for group in self._groups(self._all):
+                opened = list(map(_OPENED, group))
+                values = torch.where(where, _decoded(opened), _decoded(list(map(_TENSOR, group))))
+                _assign(group, assemble_all(values, opened))
 
     @torch.no_grad()
     def apply(
@@ -279,18 +360,21 @@ class Buffers:
             ValueError: shards changed a buffer of the rule "same" differently.
         """
         offset, doubts = 0, list[_Doubt]()
-        for name in sorted(names):
-            buffer = self.found[name]
-            buffer.travels |= buffer.late  # what one rank found, all take: a shard may have left the same bits
-            length = columns(buffer.opened, rows.dtype)
-            values = decode(rows[:, offset : offset + length], buffer.opened.dtype)
+        for group in self._groups(names):
+            opened, dtype = list(map(_OPENED, group)), group[0].opened.dtype
+            for buffer in group:
+                buffer.travels |= buffer.late  # what one rank found, all take: a shard may have left the same bits
+            length = sum(columns(one, rows.dtype) for one in opened)
+            values = decode(rows[:, offset : offset + length], dtype)
             offset += length
-            if buffer.policy == "same" and len(full) > 1:
+            if group[0].policy == "same" and len(full) > 1:
                 some = _of_shards(values, full)
-                doubts.append(_Doubt(buffer, full, some if keep is None else torch.where(keep, some[:1], some)))
-            merged = assemble(_merged(values, buffer, share, full), buffer.opened)
-            buffer.restore(merged if keep is None else torch.where(keep, buffer.opened, merged))
-            buffer.opened.copy_(buffer.tensor)
+                doubts.append(_Doubt(group, full, some if keep is None else torch.where(keep, some[:1], some)))
+            merged = _merged(values, group, share, full)
+            if keep is not None:
+                merged = torch.where(keep, _decoded(opened, rows.dtype), merged)
+            _assign(group, assemble_all(merged, opened))
+            torch._foreach_copy_(opened, list(map(_TENSOR, group)))
         if doubts:
             self._doubts = HostCopy(torch.stack([one.unlike.any() for one in doubts])), doubts
             if not is_asynchronous(rows):
@@ -310,11 +394,56 @@ class Buffers:
                 raise ValueError(doubt.text())
 
 
+@torch.no_grad()
+def _copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    copies = list(map(torch.empty_like, values))
+    if values:
+        torch._foreach_copy_(copies, values)
+    return copies
+
+
+def _stay(group: list[Buffer]) -> bool:
+    """Whether all are in their own tensors, of the form when the step opened; 0.4 microseconds a buffer."""
+    now = [buffer.owner._buffers[buffer.key] for buffer in group]
+    opened = list(map(_OPENED, group))  # of one dtype
+    return (
+        all(map(is_, now, map(_TENSOR, group)))
+        and all(map(is_, now, map(_HOME, group)))
+        and not any(map(_OTHERS, group))
+        and list(map(_SHAPE, now)) == list(map(_SHAPE, opened))
+        and all(map(is_, map(_DTYPE, now), repeat(opened[0].dtype)))
+    )
+
+
+def _assign(buffers: Sequence[Buffer], values: list[torch.Tensor]) -> None:
+    """Make each buffer its value, in its own tensor unless a graph holds that one."""
+    torch._foreach_copy_(list(map(Buffer.home_of, buffers, values)), values)
+    for buffer in buffers:
+        buffer.version = buffer.tensor._version
+
+
+def _changed(buffer: Buffer, tensor: torch.Tensor, value: torch.Tensor, version: int) -> torch.Tensor | None:
+    """The tensor to which `value` must be copied again, where the buffer was written since; None where it was not."""
+    written = buffer.silent or tensor._version != version
+    if not written and not buffer.late:
+        written = not same_bits(tensor, value)
+    if buffer.now is not tensor:
+        buffer.stand(tensor)
+    elif not written and not buffer.late:
+        return None
+    return tensor.data  # a graph may hold the tensor; `.data` leaves the version
+
+
+def _decoded(tensors: list[torch.Tensor], column: torch.dtype = torch.float64) -> torch.Tensor:
+    """Tensors of one dtype as a row of `decode`, (elements,)."""
+    return decode(encode_all(tensors, column).unsqueeze(0), tensors[0].dtype)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class _Doubt:
-    """A buffer that all shards must have changed alike, with the values of those that have samples, (S, K)."""
+    """Buffers that all shards must have changed alike, with the values of those that have samples, (S, K)."""
 
-    buffer: Buffer
+    buffers: list[Buffer]
     shards: list[int]
     values: torch.Tensor
 
@@ -327,11 +456,17 @@ class _Doubt:
 
     def text(self) -> str:
         """The error: the first element that differs, in the first shard and in the first other one, and the remedy."""
-        buffer = self.buffer
-        column = int(self.unlike.any(0).nonzero()[0])
-        other = 1 + int(self.unlike[:, column].nonzero()[0])
-        place = column // 2 if buffer.opened.is_complex() else column
-        before, after = (assemble(self.values[row], buffer.opened).reshape(-1)[place].item() for row in (0, other))
+        place = int(self.unlike.any(0).nonzero()[0])
+        other = 1 + int(self.unlike[:, place].nonzero()[0])
+        opened = [buffer.opened for buffer in self.buffers]
+        if opened[0].is_complex():
+            place //= 2
+        both = (torch.cat([one.reshape(-1) for one in assemble_all(self.values[row], opened)]) for row in (0, other))
+        before, after = (values[place].item() for values in both)
+        for buffer in self.buffers:
+            if place < buffer.opened.numel():
+                break
+            place -= buffer.opened.numel()
         return (
             f'Every shard must change a buffer alike, unless another rule than "same" is given. Element {place} of '
             f"{buffer.name} ({buffer.tensor.dtype}) became {before!r} in shard {self.shards[0]} and {after!r} in shard "
@@ -356,15 +491,16 @@ def _remedy(buffer: Buffer) -> str:
     )
 
 
-def _merged(values: torch.Tensor, buffer: Buffer, share: torch.Tensor, full: list[int]) -> torch.Tensor:
-    """What a buffer's rule makes of the values of the shards that have samples, (S, K) to (K,)."""
-    if buffer.policy in ("min", "max"):
+def _merged(values: torch.Tensor, group: list[Buffer], share: torch.Tensor, full: list[int]) -> torch.Tensor:
+    """What the buffers' rule makes of the values of the shards that have samples, (S, K) to (K,)."""
+    policy = group[0].policy
+    if policy in ("min", "max"):
         some = _of_shards(values, full)
-        return some.amin(0) if buffer.policy == "min" else some.amax(0)  # exact; NaN where one is
-    return _mean_of(values, buffer, share, full) if buffer.policy == "mean" and len(full) > 1 else values[full[0]]
+        return some.amin(0) if policy == "min" else some.amax(0)  # exact; NaN where one is
+    return _mean_of(values, group, share, full) if policy == "mean" and len(full) > 1 else values[full[0]]
 
 
-def _mean_of(values: torch.Tensor, buffer: Buffer, share: torch.Tensor, full: list[int]) -> torch.Tensor:
+def _mean_of(values: torch.Tensor, group: list[Buffer], share: torch.Tensor, full: list[int]) -> torch.Tensor:
     """The mean over the shards, (S, K) to (K,), weighted by their samples, in float64; integers move by its whole part.
 
     Values that are equal on all shards stay so to the bit, where their mean may be rounded.
@@ -372,8 +508,8 @@ def _mean_of(values: torch.Tensor, buffer: Buffer, share: torch.Tensor, full: li
     if values.is_floating_point():
         mean = weighted_mean(values.double(), share).to(values.dtype)
     else:
-        opened = decode(encode(buffer.opened, torch.float64).unsqueeze(0), buffer.opened.dtype)
-        mean = opened[0] + weighted_mean((values - opened).double(), share).long()
+        opened = _decoded(list(map(_OPENED, group)))
+        mean = opened + weighted_mean((values - opened).double(), share).long()
     first = values[full[0]]
     return torch.where((_of_shards(values, full) == first).all(0), first, mean)
 

@@ -26,6 +26,7 @@ from ddp_loop.batch_norm import (
 )
 from ddp_loop.data import MiniBatch, Shard
 from ddp_loop.distributed import IDENTITY, World, each_module
+from ddp_loop.training.buckets import bucket_sizes
 from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers
 from ddp_loop.training.control import (
     CONTROL_LENGTH,
@@ -76,7 +77,8 @@ class Fold:
             mini-batch, and travel as ordinary buffers.
         carried: the number of shards of each rank; by default `split_sizes(S, ranks)`.
         ordered: add gradients up in an order that follows from S alone, for the same bits on any number of ranks.
-        bucket_bytes, buffer_reduction: the size of a gradient bucket; rules for single buffers, by name.
+        bucket_cap_mib: the size of the gradient buckets; None as in `Loop`.
+        buffer_reduction: rules for single buffers, by name.
         guard: judges steps that are not finite; None allows them.
         scalers: by which losses may be multiplied; results and rows are without their factor.
         events, former: called around each fold; the fold that this one replaces, released.
@@ -89,6 +91,8 @@ class Fold:
         ValueError: a model that torch shares between ranks, a hook on a parameter, or a rule for an unknown buffer.
     """
 
+    decision: ControlDecision | None = None  # of all ranks at the last fold
+
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
@@ -99,7 +103,7 @@ class Fold:
         announced: int = 0,
         carried: tuple[int, ...] | None = None,
         ordered: bool = False,
-        bucket_bytes: int = 8 * 2**20,
+        bucket_cap_mib: float | None = None,
         buffer_reduction: Mapping[str, BufferReduction] | None = None,
         guard: NonFiniteGuard | None = None,
         scalers: Sequence[GradScaler] = (),
@@ -121,7 +125,7 @@ class Fold:
         self.gradients = Gradients(
             parameters,
             world,
-            bucket_bytes,
+            bucket_sizes(bucket_cap_mib, world.device),
             order,
             averaged=averaged,
             synced=bool(self.sync_channels),
@@ -131,7 +135,8 @@ class Fold:
         )
         self._statistics = BatchNormStatistics(layers, own if shards > 1 else {}, others)
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
-        self._buffers = Buffers(find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {}))
+        found = find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {})
+        self._buffers = Buffers(found, is_whole=shards == world.size == 1)
         self._loss_scale: torch.Tensor | None = None  # of a GradScaler, in this pass
         self.control = ControlExchange(world) if world.accelerator.is_asynchronous else None  # see [Note: Late words]
         self._word_in_tail, self._given_at = self.control is None, CONTROL_LENGTH + announced
@@ -146,7 +151,6 @@ class Fold:
         self._counts_raw, self._raw = shards > world.size > 1, 0  # collectives of the script as the first shard began
         self.opened_by: object = None  # the step of the pass between its first shard and its fold
         self.had_gradients = False  # whether the last fold left any
-        self.decision: ControlDecision | None = None  # of all ranks at the last fold
         self.waited_s: float = 0.0 if former is None else former.waited_s  # for the sums, in all folds so far
         self.clock: Callable[[], float] = time.perf_counter  # read as a wait begins and as it ends
 
@@ -213,7 +217,8 @@ class Fold:
         finally:
             self._statistics.stop()
             if self._buffers.found:
-                record.taken = self._buffers.take(graph_goes_on=record.held)
+                is_done = record.done or record.held
+                record.taken = self._buffers.take(graph_goes_on=record.held, is_done=is_done)
 
     def _refuse_raw_collectives(self) -> None:
         """Raise if the shards so far called torch.distributed; the package's own sums begin in the last backward."""

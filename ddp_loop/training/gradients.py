@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_loop.distributed import World
 from ddp_loop.training.backpropagation import backpropagate_apart
-from ddp_loop.training.buckets import Bucket, dtype_of_sums, grouped, set_grads
+from ddp_loop.training.buckets import Arrivals, Bucket, BucketSizes, dtype_of_sums, grouped, set_grads
 from ddp_loop.training.flat_all_reduce import FlatAllReduce, finish_all
 from ddp_loop.training.ordered_sum import ReductionOrder
 from ddp_loop.training.parameter_checks import AFTER_HOOKS, HOOKS, Hook, OutsideParameters, find_hook
@@ -46,7 +46,7 @@ class Gradients:
     Args:
         parameters: by name, in the same order on every rank.
         world: from `join_world`.
-        bucket_bytes: a bucket's size; a network that fits into one is summed in one collective.
+        sizes: of the buckets; a network that fits into the first one is summed in one collective.
         order: in which shards are added up.
         averaged: parameters that never need one; see [Note: Left out] in `unplanned`.
         synced: whether backward contains other collectives, those of synced batch norm.
@@ -62,7 +62,7 @@ class Gradients:
         self,
         parameters: Mapping[str, Parameter],
         world: World,
-        bucket_bytes: int,
+        sizes: BucketSizes,
         order: ReductionOrder,
         *,
         averaged: Collection[Parameter] = (),
@@ -73,9 +73,9 @@ class Gradients:
     ) -> None:
         self.buckets: list[Bucket] = []
         self._world = world
-        self._bucket_bytes, self._order, self._reduce_dtype = bucket_bytes, order, reduce_dtype
+        self._sizes, self._order, self._reduce_dtype = sizes, order, reduce_dtype
         self._names: dict[Parameter, str] = {parameter: name for name, parameter in parameters.items()}
-        self.unplanned = UnplannedGradients(self._names, averaged, bucket_bytes, self._bucket_of)
+        self.unplanned = UnplannedGradients(self._names, averaged, sizes, self._bucket_of)
         self.is_chosen = False  # whether the plan is without what the first fold gave nothing
         self._asks: list[bool] = []  # whether each parameter wants a gradient, in this pass
         self._planned_asks: list[bool] = []  # and when the buckets were planned
@@ -85,6 +85,7 @@ class Gradients:
         self.tail = torch.empty(0, device="cpu")  # room for other sums, of `slot_dtype`, shape (the planned length,)
         self._planned: dict[Parameter, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._hooks: list[RemovableHandle] = []
+        self._has_new_hooks = False  # from the next pass on
         self._next = 0  # the first bucket whose sum has not started
         self._in_backward = self._in_last = False
         self._shards = 0  # finished in this pass
@@ -112,7 +113,7 @@ class Gradients:
         self._planned_asks = list(map(_WANTS, self._names))
         wanted = self._choice()
         device, dtype = self._world.device, self.slot_dtype
-        groups = grouped(wanted[::-1], self._bucket_bytes, self._reduce_dtype)
+        groups = grouped(wanted[::-1], self._sizes, self._reduce_dtype)
         last = groups[-1][0] if groups else None
         if last is None or (dtype_of_sums(last.dtype, self._reduce_dtype), last.device) != (dtype, device):
             groups.append([])  # the tail cannot ride with gradients of another type
@@ -121,9 +122,16 @@ class Gradients:
             self.buckets.append(self._bucket_of(group, room))
         self.tail = self.buckets[-1].tail
         self._planned = {parameter: (parameter.dtype, parameter.stride()) for parameter in wanted}
+        self._set_hooks()
+
+    def _set_hooks(self) -> None:
+        """Give the parameters the hooks that they need. See [Note: Arrivals] in `buckets`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._has_new_hooks = [], False
         for number, bucket in enumerate(self.buckets[:-1]):
-            for index, parameter in enumerate(bucket.parameters):
-                arrived = partial(self._arrived, number, index)
+            for place, parameter in enumerate(bucket.parameters):
+                arrived = bucket.arrived.append if bucket.is_counted(place) else partial(self._arrived, number, place)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def release(self) -> None:
@@ -169,6 +177,8 @@ class Gradients:
         set_grads(self._names, repeat(None))
         if not self.buckets:
             self.plan(0)
+        elif self._has_new_hooks:
+            self._set_hooks()
         if asks != self._asks:
             self._asks = asks
             self.wanted = tuple(f"{name} {tuple(p.shape)}" for p, name in self._names.items() if p.requires_grad)
@@ -221,12 +231,14 @@ class Gradients:
             later = None if wider is None else factor
         else:
             for bucket in self.buckets[:-1]:
-                bucket.expect_all()
+                bucket.arrived.clear()
             self._in_backward, self._in_last = True, last and self._tail > 0 and self._overlaps
             try:
                 _backpropagate(loss, loss.new_full((), factor), retain_graph=more)
             finally:
                 self._in_backward = self._in_last = False
+            if self._next and (late := self._late()):
+                raise self._second(late[0])
         if self.unplanned.left_out:
             self.unplanned.adopt(self._shards)
         if self._watch is not None and not more:
@@ -264,6 +276,8 @@ class Gradients:
     def _check_kept(self, *, adds: bool = False) -> None:
         for parameter in self.unplanned.foreign() if self.unplanned.left_out else ():
             raise RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
+        if self._next and (late := self._late()):
+            raise RuntimeError(_OWN_BACKWARD.format(self._names[late[0]]))
         for bucket in (*self.buckets, *self.unplanned.buckets):
             if (lost := bucket.tampered(adds=adds)) is not None:
                 if not bucket.gave(lost):
@@ -281,18 +295,25 @@ class Gradients:
                 raise RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
             return  # a backward of the script's own; the step's next one finds its gradients
         if number < self._next:
-            raise RuntimeError(
-                f"A parameter gets its gradient once in a shard's last backward. {self._names[parameter]} got a second "
-                "one after its sum over the ranks had begun, as with reentrant checkpointing of a shared weight. "
-                "Checkpoint with use_reentrant=False, or give Loop a bucket_cap_mib larger than the network."
-            )
-        self.buckets[number].take(place)
-        while self._in_last and self._next < len(self.buckets) - 1 and not self.buckets[self._next].missing:
+            raise self._second(parameter)
+        self._has_new_hooks |= self.buckets[number].arrive(place)
+        while self._in_last and self._next < len(self.buckets) - 1 and self.buckets[self._next].is_complete():
             first = self.buckets[self._next]
             self._next += 1
             first.finish_shard(self._shards + 1)
             first.finish_shards()
             self._start(self._next - 1)
+
+    def _late(self) -> list[Parameter]:
+        """The parameters whose gradients were written after their sum had begun."""
+        return list(chain.from_iterable(map(Bucket.late, self.buckets[: self._next])))
+
+    def _second(self, parameter: Parameter) -> RuntimeError:
+        return RuntimeError(
+            f"A parameter gets its gradient once in a shard's last backward. {self._names[parameter]} got a second one "
+            "after its sum over the ranks had begun, as with reentrant checkpointing of a shared weight. Checkpoint "
+            "with use_reentrant=False, or give Loop a bucket_cap_mib larger than the network."
+        )
 
     def collect(self, tail: int) -> list[bool]:
         """Finish this rank's shards, with room for `tail` more values.
@@ -471,7 +492,9 @@ class Gradients:
 
 def _is_own(hook: Hook) -> bool:
     """Whether a post-accumulate hook is of this class, perhaps of another loop."""
-    return isinstance(hook, partial) and getattr(hook.func, "__func__", None) is Gradients._arrived
+    if isinstance(hook, partial):
+        return getattr(hook.func, "__func__", None) is Gradients._arrived
+    return isinstance(getattr(hook, "__self__", None), Arrivals)
 
 
 def _backpropagate(loss: torch.Tensor, seed: torch.Tensor, *, retain_graph: bool) -> None:

@@ -226,7 +226,7 @@ class ReductionSettings:
     """How the steps of a job are reduced, as `Loop` was given it."""
 
     ordered: bool
-    bucket_cap_mib: float
+    bucket_cap_mib: float | None
     buffer_reduction: Mapping[str, BufferReduction]
     reduce_dtype: torch.dtype | None
 
@@ -270,7 +270,7 @@ class Job:
             announced=self._batches.announced,
             carried=self._batches.division.carried,
             ordered=how.ordered,
-            bucket_bytes=int(how.bucket_cap_mib * 2**20),
+            bucket_cap_mib=how.bucket_cap_mib,
             buffer_reduction=how.buffer_reduction,
             guard=None if guard.allows else guard,
             scalers=self._scalers,

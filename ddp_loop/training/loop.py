@@ -63,7 +63,8 @@ class Loop:
         buffer_reduction: rules for single buffers, such as "model.0.level": "same" (all shards change it alike, the
             default), "mean" (over the samples), "first" (that of the first shard), "min" and "max" (for observers),
             "local" (each rank its own). See docs/buffers.md.
-        bucket_cap_mib: size of the buckets in which gradients are summed, in MiB.
+        bucket_cap_mib: size of the buckets in which gradients are summed, in MiB; by default 8 on the CPU, and on a
+            GPU 25 after a first one of 1, as in DDP.
         reduce_dtype: torch.float32 or torch.float64, in which gradients of a lower precision are added up over shards
             and ranks, and rounded once; by default in their own dtype. See docs/migrate.md.
         allow_single_sample_shards: accept shards of one sample although the model has BatchNorm1d layers, which
@@ -115,7 +116,7 @@ class Loop:
         progress: bool = True,
         monitor: bool = False,
         buffer_reduction: Mapping[str, BufferReduction] | None = None,
-        bucket_cap_mib: float = 8.0,
+        bucket_cap_mib: float | None = None,
         reduce_dtype: torch.dtype | None = None,
         allow_single_sample_shards: bool = False,
         on_nonfinite: OnNonFinite = "raise",

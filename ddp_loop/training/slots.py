@@ -100,7 +100,7 @@ class Slots:
         if (sizes, dtype) not in self._shares:
             if len(self._shares) == _MOST_SIZES:
                 self._shares.clear()
-            self._shares[sizes, dtype] = shares(torch.tensor(sizes, dtype=dtype, device="cpu")).to(self._device)
+            self._shares[sizes, dtype] = sent(shares(torch.tensor(sizes, dtype=dtype, device="cpu")), self._device)
         return self._shares[sizes, dtype]
 
     def merge(
@@ -141,6 +141,8 @@ class Slots:
             ValueError: shards changed a buffer of the rule "same" differently.
         """
         widths = self.widths(layout)
+        if self._buffers.is_whole:
+            self._buffers.finish(bad)
         if bad is True:
             self._buffers.restore(layout.buffers)
         elif self._moments is not None or any(widths[1:]):

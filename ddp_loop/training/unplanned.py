@@ -15,7 +15,7 @@ import torch
 from torch.nn import Parameter
 
 from ddp_loop.distributed import World
-from ddp_loop.training.buckets import Bucket, grouped
+from ddp_loop.training.buckets import Bucket, BucketSizes, grouped
 from ddp_loop.training.flat_all_reduce import finish_all
 
 
@@ -25,7 +25,7 @@ class UnplannedGradients:
     Args:
         names: of all parameters.
         averaged: those that stay left out.
-        bucket_bytes: a bucket's size.
+        sizes: of the buckets.
         make: makes a bucket of parameters.
 
     Attributes:
@@ -38,10 +38,10 @@ class UnplannedGradients:
         self,
         names: Mapping[Parameter, str],
         averaged: Collection[Parameter],
-        bucket_bytes: int,
+        sizes: BucketSizes,
         make: Callable[[list[Parameter]], Bucket],
     ) -> None:
-        self._names, self._averaged, self._bucket_bytes, self._make = names, list(averaged), bucket_bytes, make
+        self._names, self._averaged, self._sizes, self._make = names, list(averaged), sizes, make
         self.buckets: list[Bucket] = []
         self.names: frozenset[str] = frozenset()
         self._unfrozen = 0  # so many buckets are of unfrozen parameters; the others have one parameter each
@@ -55,7 +55,7 @@ class UnplannedGradients:
         known = {*planned, *self.left_out}
         unfrozen = [parameter for parameter in self._names if parameter.requires_grad and parameter not in known]
         if unfrozen != [parameter for bucket in self.buckets for parameter in bucket.parameters]:
-            self.buckets = [self._make(group) for group in grouped(unfrozen, self._bucket_bytes)]
+            self.buckets = [self._make(group) for group in grouped(unfrozen, self._sizes)]
             self._unfrozen = len(self.buckets)
 
     def adopt(self, shards: int) -> None:

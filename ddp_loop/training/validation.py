@@ -137,13 +137,13 @@ def check_arguments(
     batches: Batches,
     epochs: int | None,
     steps: int | None,
-    sums: tuple[float, object],
+    sums: tuple[float | None, object],
     on_nonfinite: str,
     check_replicas_every: object,
 ) -> None:
     """Raise ValueError unless the loop has an end, its sums a size and dtype, and its checks a rule and a frequency."""
     bucket_cap_mib, reduce_dtype = sums
-    if not bucket_cap_mib > 0:
+    if bucket_cap_mib is not None and not bucket_cap_mib > 0:
         raise ValueError(f"bucket_cap_mib must be a size in MiB, more than 0. Got {bucket_cap_mib}.")
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None:

@@ -664,9 +664,10 @@ static at::Scalar read_of(const at::Tensor& tensor) {
 
 static void foreach_copy_of(at::TensorList to, at::TensorList from, bool non_blocking) {
   if (to.empty()) return;
-  bool is_one_launch = true;
+  bool is_one_launch = true;  // as torch's kernel: one dtype on each side, which may differ, and the same strides
   for (size_t each = 0; each < to.size(); each++)
-    is_one_launch &= is_of_device(to[each]) && is_of_device(from[each]) && to[each].dtype() == from[each].dtype() &&
+    is_one_launch &= is_of_device(to[each]) && is_of_device(from[each]) && to[each].dtype() == to[0].dtype() &&
+                     from[each].dtype() == from[0].dtype() && to[each].device() == from[0].device() &&
                      to[each].strides() == from[each].strides() && to[each].is_non_overlapping_and_dense();
   if (!is_one_launch) {
     for (size_t each = 0; each < to.size(); each++) {

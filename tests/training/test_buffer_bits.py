@@ -123,9 +123,10 @@ def widen(world: dl.World, folder: str) -> None:
         step.fold()
 
 
-def test_a_buffer_that_changes_its_dtype_is_refused_and_named(refused: Refused) -> None:
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_a_buffer_that_changes_its_dtype_is_refused_and_named(ranks: int, refused: Refused) -> None:
     said = r"must keep its shape and dtype .* model\.count had \(\), torch\.int64"
-    refused(2, widen, kind="ValueError", said=said, by=ALL)
+    refused(ranks, widen, kind="ValueError", said=said, by=ALL)
 
 
 DTYPES = [

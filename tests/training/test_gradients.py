@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ddp_loop as dl
-from ddp_loop.training.buckets import grouped, is_dense
+from ddp_loop.training.buckets import BucketSizes, bucket_sizes, grouped, is_dense
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
 
@@ -30,8 +30,25 @@ def deep(width: int = 16, depth: int = 6) -> nn.Module:
 def test_neighbours_share_a_bucket_up_to_its_size_and_by_dtype() -> None:
     forms = [(10, torch.float32), (10, torch.float32), (100, torch.float32), (10, torch.float64), (10, torch.float32)]
     sizes = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in forms]
-    groups = grouped(sizes, bucket_bytes=100)
+    groups = grouped(sizes, BucketSizes(100, 100))
     assert [[p.numel() for p in group] for group in groups] == [[10, 10], [100], [10], [10]]
+
+
+@pytest.mark.parametrize(
+    ("device", "cap_mib", "expected"),
+    [("cpu", None, (8, 8)), ("cuda", None, (1, 25)), ("cuda", 8.0, (8, 8)), ("cpu", 0.5, (0.5, 0.5))],
+)
+def test_buckets_are_as_large_as_those_of_ddp_on_a_gpu(
+    device: str, cap_mib: float | None, expected: tuple[float, float]
+) -> None:
+    sizes = bucket_sizes(cap_mib, torch.device(device))
+    assert tuple(size / 2**20 for size in sizes) == expected
+
+
+def test_the_first_bucket_has_a_size_of_its_own() -> None:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (2, 2, 10, 1)]
+    groups = grouped(parameters, BucketSizes(first=10, further=44))
+    assert [[p.numel() for p in group] for group in groups] == [[2], [2], [10, 1]]
 
 
 def test_dense_tensors_are_distinguished_from_those_with_gaps() -> None:

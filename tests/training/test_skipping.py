@@ -154,7 +154,7 @@ def test_a_step_that_is_skipped_changes_no_bit_and_training_goes_on_as_without_i
 
 
 @pytest.mark.parametrize("optimizer", ["fused adam", "fused sgd", "adam"])
-@pytest.mark.parametrize(("ranks", "shards"), [(2, None), (2, 4)])
+@pytest.mark.parametrize(("ranks", "shards"), [(2, None), (2, 4), (1, None)])
 def test_an_asynchronous_device_skips_the_same_step(
     optimizer: str, ranks: int, shards: int | None, on_ranks: OnRanks
 ) -> None:
@@ -274,6 +274,57 @@ def test_buffers_that_stay_are_not_asked_whether_they_were_changed_alike() -> No
 
     with pytest.raises(ValueError, match="must change a buffer alike"):
         change_unlike()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("value", [torch.ones(4), torch.ones(4, dtype=torch.float64), torch.ones(2, 3)], ids=str)
+def test_buffers_of_a_whole_mini_batch_become_those_of_its_start_though_they_were_replaced(
+    value: torch.Tensor, late: bool
+) -> None:
+    drift, layer = Drift(), nn.BatchNorm1d(4)
+    buffers = Buffers(find_buffers({"drift": drift, "layer": layer}, set(), {}), is_whole=True)
+    for buffer in buffers.found.values():
+        buffer.late = late
+    for _ in range(2):
+        buffers.open()
+        layer(torch.rand(3, 4))
+        assert buffers.take() == {}
+    drift.level = value.clone()  # between two steps
+    before = [one.clone() for one in (*drift.buffers(), *layer.buffers())]
+    buffers.open()
+    drift.level = drift.level + 1  # in a forward
+    layer(torch.rand(3, 4))
+    buffers.take()
+    assert not torch.equal(drift.level, before[0])
+    assert not torch.equal(layer.get_buffer("running_mean"), before[2])
+    buffers.finish(torch.tensor(True) if late else True)
+    assert is_same([*drift.buffers(), *layer.buffers()], before)
+
+
+def leave_a_shard() -> tuple[bool, bool]:
+    """Whether buffers stay as they are in a shard that is left before its backward, and in one that is left after."""
+    with dl.join_world() as world:
+        stays = []
+        for after in (True, False):  # then no collective may follow
+            model = model_of(world)
+            before = [one.clone() for one in model.buffers()]
+            batches = dl.Batches(samples(SIZE), SIZE, world)
+            steps = iter(dl.Loop(batches, 1, state={"model": model}, buffer_reduction=RULES, progress=False))
+            step = next(steps)
+            for rows in step:
+                loss = (model(rows) ** 2).mean()
+                if after:
+                    step.backward(loss)
+                break
+            if after:
+                step.fold()
+            stays.append(all(map(torch.equal, model.buffers(), before)))
+        return stays[1], stays[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_shard_without_a_backward_changes_no_buffer(ranks: int, on_ranks: OnRanks) -> None:
+    assert on_ranks(ranks, leave_a_shard) == [(True, False)] * ranks
 
 
 def two_passes(first: str) -> tuple[int, list[bool]]:
