@@ -92,7 +92,8 @@ def environment(devices: int, **settings: str) -> dict[str, str]:
     Args:
         devices: their number.
         settings: of `cuda.VARIABLES`, without their prefix, in small letters: `name="Fake MIG 1g"`, `memory="1000000"`
-            (bytes of each), `shared="1"` (ranks share a device), `slow_s="1.2"` (until an event is reached).
+            (bytes of each), `shared="1"` (ranks share a device), `slow_s="1.2"` (until an event is reached),
+            `errors="folder"` (each process that had kernels writes there at its end what `device.errors` found).
 
     Raises:
         NoFakeCuda: as `build`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -17,7 +18,10 @@ import torch
 import torch.cuda
 import torch.distributed as dist
 
-VARIABLES = ("FAKE_CUDA_DEVICES", "FAKE_CUDA_NAME", "FAKE_CUDA_MEMORY", "FAKE_CUDA_SHARED", "FAKE_CUDA_SLOW_S")
+VARIABLES = (
+    *("FAKE_CUDA_DEVICES", "FAKE_CUDA_NAME", "FAKE_CUDA_MEMORY", "FAKE_CUDA_SHARED", "FAKE_CUDA_SLOW_S"),
+    "FAKE_CUDA_ERRORS",
+)
 BYTES = 80 * 2**30
 OWN = (__file__, str(Path(__file__).with_name("kernels.py")))
 
@@ -217,17 +221,23 @@ def _put_on_torch() -> None:
 
 
 def _put_storages() -> None:
-    """Let storages of the device be cloned, for `deepcopy` and `torch.load`."""
+    """Let storages of the device be cloned and copied to the host, for `deepcopy`, `torch.load` and `torch.save`."""
     clone: Any = torch.UntypedStorage.clone
+    to_host: Any = torch.UntypedStorage.cpu
 
-    def clone_any(storage: Any) -> Any:
-        if storage.device.type != "cuda":
-            return clone(storage)
-        made = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
-        made.copy_(storage)
+    def copied(storage: Any) -> torch.Tensor:
+        made = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
+        made.untyped_storage().copy_(storage)
         return made
 
+    def clone_any(storage: Any) -> Any:
+        return copied(storage).untyped_storage() if storage.device.type == "cuda" else clone(storage)
+
+    def any_to_host(storage: Any) -> Any:
+        return copied(storage).cpu().untyped_storage() if storage.device.type == "cuda" else to_host(storage)
+
     torch.UntypedStorage.clone = clone_any  # type: ignore[method-assign]
+    torch.UntypedStorage.cpu = any_to_host  # type: ignore[method-assign]
 
 
 class _Options:
@@ -295,6 +305,17 @@ def _put_backends() -> None:
         groups.ProcessGroupGloo = _gloo_of_device
 
 
+def _write_errors(folder: Path) -> None:
+    """Check the order of kernels from now on, and write what was wrong when this process ends."""
+    device.check_order(True)
+
+    def write() -> None:
+        if device.launches():  # not a launcher, which has no kernels
+            (folder / f"errors-{os.getpid()}").write_text("\n".join(device.errors()))
+
+    atexit.register(write)
+
+
 _put_on_torch()
 _put_storages()
 _put_backends()
@@ -303,3 +324,5 @@ device.slow_down(float(os.environ.get("FAKE_CUDA_SLOW_S", "0")))
 device.on_wait(_waited)
 device.on_place(place)
 device.on_connect(nccl_sockets.connect)
+if folder := os.environ.get("FAKE_CUDA_ERRORS"):
+    _write_errors(Path(folder))

@@ -687,7 +687,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_local_scalar_dense", &read_of);
   m.impl("_foreach_copy_", &foreach_copy_of);
   m.impl("record_stream", &record_stream_of);
-  // Without these torch takes its slow ways, a kernel for each tensor, before any fallback.
+  // Without these torch takes its slow ways, a kernel for each tensor or step of a formula, before any fallback: other
+  // bits than the CPU's, and for a transposed convolution no kernel at all.
+  for (const char* name : {"convolution", "convolution_backward", "native_layer_norm", "native_group_norm",
+                           "silu_backward", "mish_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
     bool is_foreach = op.name.rfind("aten::_foreach_", 0) == 0 && op.name != "aten::_foreach_copy_" && op.name != "aten::_foreach_mm";
     if (!is_foreach) continue;
