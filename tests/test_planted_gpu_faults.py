@@ -57,18 +57,18 @@ def reading_from_the_host(*, reuses: bool = False) -> Iterator[None]:
         return kept.setdefault((rows.shape, rows.dtype), torch.empty_like(rows, pin_memory=True)).copy_(rows)
 
     with contextlib.ExitStack() as patched:
-        patched.enter_context(mock.patch.object(placement, "fits", lambda parts, device: False))
+        patched.enter_context(mock.patch.object(placement, "fits", return_value=False))
         if reuses:
             patched.enter_context(mock.patch.object(readers.TensorReader, "_pinned", pinned))
         yield
 
 
 def not_waiting_for_nccl() -> AbstractContextManager[object]:
-    return mock.patch.object(torch_backend.TorchBackend, "wait", lambda self, work, in_vain: None)
+    return mock.patch.object(torch_backend.TorchBackend, "wait", return_value=None)
 
 
 def not_waiting_for_copies() -> AbstractContextManager[object]:
-    return mock.patch.object(accelerators, "wait_for", lambda event: None)
+    return mock.patch.object(accelerators, "wait_for", return_value=None)
 
 
 PLANTED: dict[str, tuple[Plant, str]] = {
@@ -91,7 +91,10 @@ PLANTED: dict[str, tuple[Plant, str]] = {
         not_waiting_for_nccl,
         "reads memory that NCCL .* writes, and does not wait for it",
     ),
-    "a copy read before it arrived": (not_waiting_for_copies, "loss must be a finite number. The loss of step 1 is nan"),
+    "a copy read before it arrived": (
+        not_waiting_for_copies,
+        "loss must be a finite number. The loss of step 1 is nan",
+    ),
 }
 
 

@@ -221,23 +221,17 @@ def _put_on_torch() -> None:
 
 
 def _put_storages() -> None:
-    """Let storages of the device be cloned and copied to the host, for `deepcopy`, `torch.load` and `torch.save`."""
+    """Let storages of the device be cloned, for `deepcopy` and `torch.load`."""
     clone: Any = torch.UntypedStorage.clone
-    to_host: Any = torch.UntypedStorage.cpu
-
-    def copied(storage: Any) -> torch.Tensor:
-        made = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
-        made.untyped_storage().copy_(storage)
-        return made
 
     def clone_any(storage: Any) -> Any:
-        return copied(storage).untyped_storage() if storage.device.type == "cuda" else clone(storage)
-
-    def any_to_host(storage: Any) -> Any:
-        return copied(storage).cpu().untyped_storage() if storage.device.type == "cuda" else to_host(storage)
+        if storage.device.type != "cuda":
+            return clone(storage)
+        made = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
+        made.copy_(storage)
+        return made
 
     torch.UntypedStorage.clone = clone_any  # type: ignore[method-assign]
-    torch.UntypedStorage.cpu = any_to_host  # type: ignore[method-assign]
 
 
 class _Options:
