@@ -42,7 +42,8 @@ def copying_on_a_side_stream(*, waits: bool = True, records: bool = True) -> Ite
         if records:
             for one in there:
                 one.record_stream(side)
-        return side.record_event()
+        event: accelerators.Event = side.record_event()
+        return event
 
     with mock.patch.object(accelerators.Cuda, "start_copies", start):
         yield
