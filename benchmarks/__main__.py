@@ -17,6 +17,7 @@ from benchmarks import (
     accuracy,
     calls,
     exchange,
+    fake_gpu,
     faults,
     gpu,
     job,
@@ -65,6 +66,7 @@ TOPICS = {
     "sweep": Topic(sweep.report, sweep.PARTS),
     "peers": Topic(peers.report, peers.PARTS),
     "gpu": Topic(gpu.report, gpu.PARTS, has_heading=True),
+    "fake-gpu": Topic(fake_gpu.report, has_heading=True),
     "versions": Topic(versions.report, (), ("ranks", "exchange")),
     "mutants": Topic(mutants.report),
     "accuracy": Topic(accuracy.report, accuracy.SETTINGS),
@@ -72,7 +74,7 @@ TOPICS = {
     "launching": Topic(launching.report, launching.PARTS),
     "page": Topic(page.report, page.PARTS),
 }
-ASKED_FOR = ("gpu", "versions", "mutants", "accuracy", "scaling", "job", "suggest", "launching", "page")
+ASKED_FOR = ("gpu", "fake-gpu", "versions", "mutants", "accuracy", "scaling", "job", "suggest", "launching", "page")
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from operator import attrgetter
 
 import torch
 
+from ddp_loop.accelerators import sent
 from ddp_loop.batch_norm import BatchNormStatistics
 from ddp_loop.distributed import World
 from ddp_loop.training.buffers import Buffers
@@ -125,7 +126,7 @@ class Slots:
         if layout not in self._summed:
             names = ("loss", *(layout.metrics or ()))
             adds_up = torch.tensor([name in (layout.sums or ()) for name in names], device="cpu")
-            self._summed = {layout: adds_up.to(self._device)}
+            self._summed = {layout: sent(adds_up, self._device)}
         # A shard of weight 0 adds nothing to the loss, but its sums count.
         totals = torch.cat([total_of(values[:, :1], share), values[:, 1:].sum(0)])
         return total, share, values[:, 0], torch.where(self._summed[layout], totals, means)

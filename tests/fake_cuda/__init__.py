@@ -20,5 +20,5 @@ sums by gloo on copies.
   counted. A limit of memory raises torch.OutOfMemoryError.
 
 [Note: What it cannot show] Speed, the caching allocator's fragments, the watchdog and the sockets of the real NCCL,
-CUDA graphs, torch.compile, and bits of a GPU's kernels. docs/benchmarks/gpu.md lists what only a real GPU shows.
+CUDA graphs, torch.compile, and bits of a GPU's kernels. docs/benchmarks/fake_gpu.md lists what only a real GPU shows.
 """

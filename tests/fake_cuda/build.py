@@ -99,7 +99,8 @@ def environment(devices: int, kind: str = "cuda", **settings: str) -> dict[str, 
         kind: as in `build`.
         settings: of `cuda.VARIABLES`, without their prefix, in small letters: `name="Fake MIG 1g"`, `memory="1000000"`
             (bytes of each), `shared="1"` (ranks share a device), `slow_s="1.2"` (until an event is reached),
-            `idle_s="1"` (until NCCL closes connections of its own).
+            `idle_s="1"` (until NCCL closes connections of its own),
+            `errors="folder"` (each process that had kernels writes there at its end what `device.errors` found).
 
     Raises:
         NoFakeCuda: as `build`.

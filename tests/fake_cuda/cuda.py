@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import select
@@ -11,6 +12,7 @@ import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import fake_cuda_extension as device
@@ -28,6 +30,7 @@ VARIABLES = (
     "FAKE_CUDA_SHARED",
     "FAKE_CUDA_SLOW_S",
     "FAKE_CUDA_IDLE_S",
+    "FAKE_CUDA_ERRORS",
 )
 BYTES = 80 * 2**30
 
@@ -351,7 +354,6 @@ def _put_backends() -> None:
         nccl_sockets.warn_of_ends()
         destroy(*group)
 
-    package.Logger.set_runtime_stats_and_log = lambda logger: None  # DDP's; it has a timer for each kind of device
     groups.destroy_process_group = package.destroy_process_group = destroy_and_look
     groups.ProcessGroupNCCL = package.ProcessGroupNCCL = ProcessGroupNCCL
     groups._NCCL_AVAILABLE = True
@@ -359,6 +361,17 @@ def _put_backends() -> None:
     groups.ProcessGroupGloo = package.ProcessGroupGloo = ProcessGroupGloo
     backend: Any = torch._C._distributed_c10d.Backend
     backend.options = types.SimpleNamespace()  # torch notes the ranks of a group there
+
+
+def _write_errors(folder: Path) -> None:
+    """Check the order of kernels from now on, and write what was wrong when this process ends."""
+    device.check_order(True)
+
+    def write() -> None:
+        if device.launches():  # not a launcher, which has no kernels
+            (folder / f"errors-{os.getpid()}").write_text("\n".join(device.errors()))
+
+    atexit.register(write)
 
 
 _put_on_torch()
@@ -369,3 +382,5 @@ device.slow_down(float(os.environ.get("FAKE_CUDA_SLOW_S", "0")))
 device.on_wait(_waited)
 device.on_place(place)
 device.on_connect(nccl_sockets.connect)
+if folder := os.environ.get("FAKE_CUDA_ERRORS"):
+    _write_errors(Path(folder))

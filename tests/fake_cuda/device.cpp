@@ -690,6 +690,23 @@ static void record_stream_of(at::Tensor& tensor, c10::Stream stream) {
   guard.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
+static at::Tensor& set_place_of(at::Tensor& tensor, c10::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size,
+                                c10::SymIntArrayRef strides) {
+  auto* inside = tensor.unsafeGetTensorImpl();
+  inside->set_storage_keep_dtype(std::move(storage));
+  inside->set_storage_offset(offset.expect_int());
+  if (strides.empty())
+    inside->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
+  else
+    inside->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(strides));
+  return tensor;
+}
+
+static at::Tensor& set_storage_of(at::Tensor& tensor, c10::Storage storage) {
+  c10::SymInt size((int64_t)(storage.nbytes() / tensor.dtype().itemsize()));
+  return set_place_of(tensor, std::move(storage), 0, size, {});
+}
+
 TORCH_LIBRARY_IMPL(_, FAKE_KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
 
 TORCH_LIBRARY_IMPL(aten, FAKE_KEY, m) {
@@ -699,7 +716,13 @@ TORCH_LIBRARY_IMPL(aten, FAKE_KEY, m) {
   m.impl("_local_scalar_dense", &read_of);
   m.impl("_foreach_copy_", &foreach_copy_of);
   m.impl("record_stream", &record_stream_of);
-  // Without these torch takes its slow ways, a kernel for each tensor, before any fallback.
+  m.impl("set_.source_Storage", &set_storage_of);
+  m.impl("set_.source_Storage_storage_offset", &set_place_of);
+  // Without these torch takes its slow ways, a kernel for each tensor or step of a formula, before any fallback: other
+  // bits than the CPU's, and for a transposed convolution no kernel at all.
+  for (const char* name : {"convolution", "convolution_backward", "native_layer_norm", "native_group_norm",
+                           "silu_backward", "mish_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
     bool is_foreach = op.name.rfind("aten::_foreach_", 0) == 0 && op.name != "aten::_foreach_copy_" && op.name != "aten::_foreach_mm";
     if (!is_foreach) continue;

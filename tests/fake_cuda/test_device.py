@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_loop as dl
+from tests.fake_cuda.build import environment
 from tests.support.harness import OnRanks
 
 pytestmark = pytest.mark.covers("J18")
@@ -228,3 +234,68 @@ def test_recurrent_cells_and_deep_copies_compute_what_the_cpu_does(
     (errors,) = on_fake_gpus(1, recur, kind)
     assert len(errors) == 8
     assert max(errors) < 1e-5  # float32, sums of some ten products
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "convolution": (lambda: nn.Conv2d(2, 8, 3, padding=1), (3, 2, 9, 9)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(2, 8, 3), (3, 2, 9, 9)),
+    "max pool": (lambda: nn.MaxPool2d(2), (3, 2, 8, 8)),
+    "batch norm": (lambda: nn.BatchNorm2d(2), (3, 2, 9, 9)),
+    "layer norm": (lambda: nn.LayerNorm(9), (3, 2, 9)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (3, 4, 9)),
+    "activations": (lambda: nn.Sequential(nn.SiLU(), nn.Mish(), nn.GELU()), (3, 9)),
+}
+
+
+def compute_on_both() -> dict[str, bool]:
+    """Whether output and gradients have the bits of the CPU."""
+    found = {}
+    for name, (build, shape) in LAYERS.items():
+        bits = []
+        for place in ("cpu", "cuda"):
+            torch.manual_seed(0)
+            layer = build()
+            rows = torch.randn(shape)
+            layer, rows = layer.to(place), rows.to(place).requires_grad_()
+            output = layer(rows)
+            output.square().sum().backward()
+            gradients = [one.grad for one in (rows, *layer.parameters())]
+            bits.append([one.detach().cpu() for one in (output, *gradients) if one is not None])
+        found[name] = all(torch.equal(one, other) for one, other in zip(*bits, strict=True))
+    return found
+
+
+def test_layers_have_the_bits_of_the_cpu(on_fake_gpus: OnRanks) -> None:
+    assert on_fake_gpus(1, compute_on_both) == [dict.fromkeys(LAYERS, True)]
+
+
+def save_and_load() -> list[list[float]]:
+    file = io.BytesIO()
+    torch.save(
+        {"view": torch.arange(6.0, device="cuda").view(2, 3)[:, 1:], "sum": torch.ones(2, device="cuda") + 1}, file
+    )
+    file.seek(0)
+    loaded = torch.load(file, map_location="cpu")
+    return [*loaded["view"].tolist(), loaded["sum"].tolist()]
+
+
+def test_tensors_are_saved_and_loaded(on_fake_gpus: OnRanks) -> None:
+    assert on_fake_gpus(1, save_and_load) == [[[1, 2], [4, 5], [2, 2]]]
+
+
+RACE = """
+import torch
+
+values = torch.ones(3, device="cuda")
+with torch.cuda.stream(torch.cuda.Stream()):
+    values * 2
+"""
+
+
+@pytest.mark.slow
+def test_a_process_writes_what_was_wrong_when_it_ends(on_fake_gpus: OnRanks, tmp_path: Path) -> None:
+    on_fake_gpus(1, count_waits)  # skips where there is no fake device
+    variables = {**os.environ, **environment(1, errors=str(tmp_path))}
+    subprocess.run([sys.executable, "-c", RACE], env=variables, cwd=tmp_path, check=True, timeout=120)
+    (written,) = tmp_path.iterdir()
+    assert "reads memory that aten::fill_" in written.read_text()

@@ -34,6 +34,10 @@ NO_ENGLISH = (  # another language's idiom, and machines that speak
     *(r"(is|are|was|were|be|been) told", r"tells? each other", r"hears? of", r"los(e|es|ing) patience"),
     *(r"nobody", r"(one|rank|process) who", r"who leaves", r"such ones", r"is another one"),
 )
+ON_GPUS = re.compile(  # what a module asks of a device, or of its GPUs
+    r"is_asynchronous|is_gpu\b|has_batch_norm_kernels|empty_on_host|start_cop(y|ies)\b|HostCopy|\.mark\(\)"
+    r"|\.host_reads\(|memory_(held|free)\(|gpu_count|all_gpus|identity\(\)"
+)
 ROWS = {"A": 15, "B": 11, "C": 8, "D": 13, "E": 7, "F": 4, "G": 5, "H": 10, "I": 8, "J": 19}
 
 
@@ -242,6 +246,20 @@ def test_each_property_of_the_comparison_has_an_answer_and_a_test_of_ours() -> N
     answers = ("right", "refused", "not supported", "not needed")
     assert [here for here, _ in named if not here.startswith(answers)] == []
     assert [here for here, names in named if not names and not here.startswith("not ")] == []
+
+
+def test_each_path_of_a_gpu_has_a_test_that_shows_it_or_a_reason() -> None:
+    there = {name for path in TESTS for name in re.findall(r"^def test_(\w+)", path.read_text(), re.MULTILINE)}
+    _, _, section = text_of("docs/benchmarks/fake_gpu.md").partition("## What each GPU path is shown by\n")
+    rows = re.findall(r"^\| (.+) \| (`.+`) \| ?(.*?) ?\| ?(.*?) ?\|$", section.partition("\n## ")[0], re.MULTILINE)
+    assert len(rows) > 15
+    shown = [name for *_, ours, _ in rows for name in re.findall(r"\*([^*]+)\*", ours)]
+    assert [name for name in shown if name.replace(" ", "_") not in there] == []
+    assert [path for path, _, ours, real in rows if not ours and not real] == []
+    named = {name for _, modules, *_ in rows for name in re.findall(r"`([\w/]+\.py)`", modules)}
+    package = {str(path.relative_to(ROOT / "ddp_loop")): path.read_text() for path in (ROOT / "ddp_loop").rglob("*.py")}
+    assert named - package.keys() == set()
+    assert {name for name, text in package.items() if ON_GPUS.search(text)} - named == set()
 
 
 def test_the_files_that_a_change_needs_are_there() -> None:

@@ -9,6 +9,12 @@ somebody waits for it, by `synchronize` or a hundred looks. It brings what the t
 on a GPU's stream. In `host_reads` each `.item()` counts but those of such copies. A mark has no value but to `seconds`.
 Unless the environment says otherwise, its ranks exchange values over gloo, so what runs in both modes runs over both
 exchanges.
+
+[Note: Beside the fake GPU] `tests.fake_cuda` shows more of a GPU: waits by copies, the order of streams, NCCL, memory
+of its own. New tests of GPU paths run there, on `on_fake_gpus`. This simulation remains for 67 test files whose tasks
+have their networks and data on the CPU in both modes, two thirds of them without a word of the world's device. On a
+fake GPU each of these would move its tensors, and would be skipped where there is no compiler. It also runs where a
+test looks into the process that pytest runs in, which has no fake GPU.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def main(epochs, batch_size):
 
 
 if __name__ == "__main__":
-    dist.init_process_group()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     world = dl.join_world()
     main(**read_arguments())
     dist.destroy_process_group()

@@ -79,6 +79,6 @@ def main(epochs, batch_size):
 
 
 if __name__ == "__main__":
-    dist.init_process_group()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     main(**read_arguments())
     dist.destroy_process_group()

@@ -1,0 +1,107 @@
+"""Every example on one fake GPU and on two, as a user starts it: it ends well, and its streams are in order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import sklearn.datasets  # noqa: F401  # its first import sets variables of the process; the examples import it
+
+import ddp_loop as dl
+from tests.fake_cuda.build import environment
+from tests.support.files import write_mnist
+from tests.support.harness import OnRanks
+from tests.support.paths import EXAMPLES
+
+pytestmark = [pytest.mark.covers("J18"), pytest.mark.slow]
+
+SCRIPT_S = 300.0
+SMALL = {
+    "by_hand.py": "",
+    "gan.py": "--epochs 1 --points 512 --run-dir run",
+    "tokens.py": "--epochs 1 --sentences 64 --run-dir run",
+    "autoencoder/train.py": "--epochs 1 --images 400 --batch-size 100 --folder run",
+    "digits/train.py": "--data images --epochs 1 --batch-size 16 --run-dir run",
+    "sequences/train.py": "--epochs 1 --sequences 40 --run-dir run",
+    "surface/train.py": "--device cuda --steps 20 --side 20 --folder run",
+    "migrate/after/plain.py": "--epochs 1",
+    "migrate/after/ddp.py": "--epochs 1",
+    "migrate/after/accelerated.py": "--epochs 1",
+    "migrate/after/fabric.py": "--epochs 1",
+    "migrate/after/dcgan.py": "--epochs 1 --images 64",
+    "migrate/after/gpt.py": "--max-iters 4 --eval-interval 2",
+    "migrate/after/imagenet.py": "--epochs 1 --images 64",
+}
+WITHOUT_GPU = {"pooled_statistics.py": "its numbers are those of the CPU: it joins no world"}
+
+
+@contextlib.contextmanager
+def leaving_worlds() -> Iterator[None]:
+    """Leave the worlds that a script joins and never leaves, as the end of its process would."""
+    with contextlib.ExitStack() as worlds:
+        join = dl.join_world
+
+        def joined(*arguments: Any, **keywords: Any) -> Any:
+            world = join(*arguments, **keywords)
+            return world if arguments or keywords else worlds.enter_context(world)
+
+        with mock.patch.object(dl, "join_world", joined):
+            yield
+
+
+def run_here(script: str, words: str, folder: str) -> list[str]:
+    """Run an example on this rank; what was wrong with the order of streams and with late copies."""
+    import fake_cuda_extension as device
+
+    device.errors()
+    before = device.launches()
+    device.check_order(True)
+    try:
+        with contextlib.chdir(folder), leaving_worlds(), mock.patch.object(sys, "argv", [script, *words.split()]):
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    finally:
+        device.check_order(False)
+    assert device.launches() > before + 20, "it did not run on the fake GPU"
+    return list(device.errors())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("script", SMALL)
+def test_an_example_runs_on_gpus_and_its_streams_are_in_order(
+    on_fake_gpus: OnRanks, tmp_path: Path, script: str, ranks: int
+) -> None:
+    write_mnist(tmp_path / "images", sizes=(64, 24))
+    assert on_fake_gpus(ranks, run_here, script, SMALL[script], str(tmp_path)) == [[]] * ranks
+
+
+def test_a_sweep_gives_each_trial_a_gpu_and_its_streams_are_in_order(on_fake_gpus: OnRanks, tmp_path: Path) -> None:
+    on_fake_gpus(1, os.getpid)  # skips where there are no fake GPUs
+    (tmp_path / "errors").mkdir()
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "sweep" / "train.py"), "--images", "40", "--slots", "2", "--folder", "run"],
+        env={**os.environ, **environment(2, errors=str(tmp_path / "errors"))},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SCRIPT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    errors = [path.read_text() for path in (tmp_path / "errors").iterdir()]
+    assert errors
+    assert not any(errors), errors
+
+
+def test_every_example_is_tried_or_has_its_reason() -> None:
+    scripts = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py")}
+    others = {name for name in scripts if name.startswith("migrate/before/")}  # without ddp_loop
+    assert scripts - others == {*SMALL, *WITHOUT_GPU, "sweep/train.py"}
