@@ -129,7 +129,7 @@ def said(places: Counter[str], steps_: int) -> tuple[str, str]:
 def evaluations(world: dl.World, job: steps.Job) -> dict[str, tuple[Step, int]]:
     """A call of each over ten mini-batches, and how often it may wait, whatever the number of mini-batches.
 
-    `evaluate` reads its results once, and `update_bn` sends the sizes of the layers.
+    `evaluate` reads its results once.
     """
     model, _ = steps.make(job, world.device)
     batches = dl.Batches(steps.make_data(job), steps.SAMPLES // 10, world, shuffle=False)
@@ -143,7 +143,7 @@ def evaluations(world: dl.World, job: steps.Job) -> dict[str, tuple[Step, int]]:
     def update_bn() -> None:
         dl.update_bn(model, batches)
 
-    return {"evaluate": (evaluate, 1), "predict": (predict, 0), "update_bn": (update_bn, 3)}
+    return {"evaluate": (evaluate, 1), "predict": (predict, 0), "update_bn": (update_bn, 0)}
 
 
 def ddp_step(job: steps.Job, world: dl.World, *, tuned: bool) -> Step:

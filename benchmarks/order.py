@@ -180,7 +180,10 @@ def evaluation(name: str, ranks: int, exchange: str | None = None) -> dict[str, 
         )
 
         def pass_over(batches: dl.Batches) -> Step:
-            return lambda: dl.evaluate(model, batches, loss=cross_entropy)
+            def evaluate() -> None:
+                dl.evaluate(model, batches, loss=cross_entropy)
+
+            return evaluate
 
         pairs = job.pairs // 2
         return {

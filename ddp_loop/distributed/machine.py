@@ -60,7 +60,7 @@ def describe_all(
         ValueError: a rank has no device, or another kind of device, or the GPU of another rank; on every rank.
         RuntimeError: a rank did not come in time.
     """
-    said = {"problem": problem, "machine": machine_of(place), "host": _own_host()}
+    said: dict[str, str | bool] = {"problem": problem, "machine": machine_of(place), "host": _own_host()}
     if device is not None:
         own = accelerator_of(device)
         said |= {"kind": own.kind, "device": str(device), "identity": own.identity()}

@@ -231,7 +231,7 @@ class ReductionSettings:
     reduce_dtype: torch.dtype | None
 
     @property
-    def sums(self) -> tuple[float, torch.dtype | None]:
+    def sums(self) -> tuple[float | None, torch.dtype | None]:
         """The size of the buckets and the dtype of the sums, which must be the same on all ranks."""
         return self.bucket_cap_mib, self.reduce_dtype
 

@@ -33,7 +33,7 @@ class Edit:
     """A piece of a function's source, and what takes its place.
 
     Attributes:
-        place: such as "ddp_loop.evaluation:_row", or a class's method.
+        place: such as "ddp_loop.evaluation:_total", or a class's method.
     """
 
     place: str
@@ -91,7 +91,11 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
     3: (Edit("ddp_loop.training.slots:_write", "place.fill_(weight)", "place[0] = weight"),),
     # and in each shard of an evaluation; so does an index from the host's memory.
     7: (
-        Edit("ddp_loop.evaluation:_row", "row[:1].fill_(samples)", "row[0] = samples"),
+        Edit(
+            "ddp_loop.evaluation:evaluate",
+            "samples[place] = shard.samples",
+            "torch.empty(1, device=world.device)[0] = samples[place] = shard.samples",
+        ),
         Edit("ddp_loop.evaluation:predict", "whole[sent(at, world.device)]", "whole[at.to(world.device)]"),
     ),
     # A socket that NCCL closes counts as a dead peer.
