@@ -27,7 +27,8 @@ _CHECK_S = 0.5  # between two checks while the host waits for a device
 _SPIN_S = 0.005  # so long a wait looks without a pause
 _NAP_S = 0.0002
 _READS = "synchronizing CUDA operation"  # in torch's warning
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from glibc's malloc.h
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3  # parameters of mallopt, from glibc's malloc.h
 _SLICE = "MIG"
 _VISIBLE = ("VISIBLE_DEVICES", "VISIBLE_MODULES", "AFFINITY_MASK")  # how such variables of a kind of device end
 _WATCHDOG_LATER = timedelta(seconds=30)  # than the host's own timeout
@@ -72,7 +73,8 @@ class Accelerator:
     visibility = ""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.kind = device, device.type
+        self.device = device
+        self.kind = device.type
 
     def __str__(self) -> str:
         """The device and its size, in words."""
@@ -229,7 +231,8 @@ class TorchAccelerator(Accelerator):
 
     def __str__(self) -> str:
         properties = self._properties()
-        name, size = getattr(properties, "name", self.kind), getattr(properties, "total_memory", 0)
+        name = getattr(properties, "name", self.kind)
+        size = getattr(properties, "total_memory", 0)
         return f"{self.device}: {name}" + (f", {size / 2**30:.0f} GiB" if size else "")
 
     @property

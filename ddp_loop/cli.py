@@ -56,7 +56,10 @@ def _row(entry: CheckpointInfo, is_newest: bool, is_best: bool) -> tuple[str, ..
     return entry.path.name, f"{entry.bytes / 2**20:.1f}", written, score, state
 
 
-EQUAL, UNEQUAL, FAILED, INTERRUPTED = 0, 1, 2, 130  # exit codes
+EQUAL = 0
+UNEQUAL = 1
+FAILED = 2
+INTERRUPTED = 130  # exit codes
 
 
 def _ranks(text: str) -> list[int]:

@@ -48,7 +48,9 @@ class EarlyStopping:
     def __init__(self, model: nn.Module, patience: int = 5) -> None:
         remedy = "1 stops at the first loss that does not improve."
         self.patience = check_count("patience", patience, remedy=remedy)
-        self.losses, self.best, self.best_loss = 0, 0, math.inf
+        self.losses = 0
+        self.best = 0
+        self.best_loss = math.inf
         self._model = model
         self._kept: dict[str, Any] = {}
 
@@ -72,7 +74,8 @@ class EarlyStopping:
             ) from error
         self.losses += 1
         if value < self.best_loss:
-            self.best, self.best_loss = self.losses, value
+            self.best = self.losses
+            self.best_loss = value
             self._kept = {name: _copied(one, self._kept.get(name)) for name, one in self._model.state_dict().items()}
         return self.losses - self.best >= self.patience
 
@@ -102,15 +105,19 @@ class EarlyStopping:
         Raises:
             ValueError: the weights are those of another model.
         """
-        own, given = self._model.state_dict(), state["kept"]
+        own = self._model.state_dict()
+        given = state["kept"]
         for name in [*own, *given] if given else ():
-            here, there = _form(own.get(name)), _form(given.get(name))
+            here = _form(own.get(name))
+            there = _form(given.get(name))
             if here != there:
                 raise ValueError(
                     f"The best weights must fit the model. {name} is {there} in the state and {here} in the model. "
                     "Build the same model."
                 )
-        self.losses, self.best, self.best_loss = state["losses"], state["best"], state["best_loss"]
+        self.losses = state["losses"]
+        self.best = state["best"]
+        self.best_loss = state["best_loss"]
         into = {name: torch.empty_like(one) for name, one in own.items() if isinstance(one, torch.Tensor)}
         self._kept = {name: _copied(one, into.get(name)) for name, one in given.items()}
 

@@ -69,7 +69,8 @@ def _going_through(
         RuntimeError, ReplicaMismatch: on every rank, where they called synced layers differently before, or where
             their models differ.
     """
-    world, before = batches.world, batches.world.stage
+    world = batches.world
+    before = batches.world.stage
     with world.in_stage(what):
         world.require_collectives_allowed()
         for channel in find_sync_channels([model]):
@@ -313,7 +314,8 @@ def confusion_matrix(
     counts = torch.zeros(outside + 1, dtype=torch.int64, device=world.device)
     with _going_through(model, batches.for_evaluation(), "confusion_matrix") as shards:
         for _, shard, data in shards:
-            output, labels = (forward or forward_first)(model, data), _labels_of(data, shard.samples)
+            output = (forward or forward_first)(model, data)
+            labels = _labels_of(data, shard.samples)
             if not isinstance(output, torch.Tensor) or output.shape != (shard.samples, classes):
                 what = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
                 raise ValueError(

@@ -126,7 +126,8 @@ def surfaces(
     if not heights or any(each.dim() != 2 for each in heights.values()):
         got = [tuple(each.shape) for each in heights.values()]
         raise ValueError(f"Surfaces must have two dimensions, (H, W). Got {got}. Pass at least one of that shape.")
-    low, high = min(float(each.min()) for each in heights.values()), max(float(each.max()) for each in heights.values())
+    low = min(float(each.min()) for each in heights.values())
+    high = max(float(each.max()) for each in heights.values())
     figure = _make_figure(width=4.5 * len(panels), height=4.2)
     for number, (name, panel) in enumerate(panels.items(), 1):
         axes: Any = figure.add_subplot(1, len(panels), number, projection="3d")
@@ -224,7 +225,8 @@ def _run_colors(runs: Sequence[str]) -> dict[str, Any]:
 def _draw_panel(axes: Axes, panel: Panel, run: str, color: Any, smoothing: float) -> None:
     training, evaluated = (run, f"{run}, evaluated") if run else ("training", "evaluated")
     if len(panel.values):
-        at, values = np.asarray(panel.iterations), np.asarray(panel.values, dtype=np.float64)
+        at = np.asarray(panel.iterations)
+        values = np.asarray(panel.values, dtype=np.float64)
         places, means, least, most = _thinned(at, values)
         known = np.isfinite(values)
         if smoothing and known.any():
@@ -304,7 +306,8 @@ def trials(
     colors = _trial_colors(known, best)
     spread = [one.value for one in known if one.value is not None]
     is_wide = min(spread) > 0 and max(spread) > _WIDE / 10 * min(spread)
-    places, first = figure.add_gridspec(2, len(names)), None
+    places = figure.add_gridspec(2, len(names))
+    first = None
     for number, name in enumerate(names):
         first = axes = figure.add_subplot(places[0, number], sharey=first)
         axes.set_yscale("log" if is_wide else "linear")
@@ -360,7 +363,9 @@ def _draw_parameter(axes: Axes, name: str, known: Sequence[TrialCurve], colors: 
 
 def _is_logarithmic(numbers: Sequence[float]) -> bool:
     """Whether the values of a parameter are spread over its logarithm: their median is nearer to the geometric mean."""
-    low, high, middle = min(numbers), max(numbers), float(np.median(numbers))
+    low = min(numbers)
+    high = max(numbers)
+    middle = float(np.median(numbers))
     return low > 0 and high >= _WIDE / 10 * low and abs(middle - math.sqrt(low * high)) < abs(middle - (low + high) / 2)
 
 

@@ -26,7 +26,8 @@ def smooth(values: npt.NDArray[np.float64], iterations: npt.NDArray[Any], steps:
     if steps <= 1 or not len(values):
         return values
     finite = np.isfinite(values)
-    mean, weight = np.where(finite, values, 0.0), finite.astype(np.float64)
+    mean = np.where(finite, values, 0.0)
+    weight = finite.astype(np.float64)
     decay = np.zeros(len(values))  # over the rows that the sums of a row have already
     with np.errstate(under="ignore"):
         decay[1:] = (1.0 - 1.0 / steps) ** np.diff(iterations)

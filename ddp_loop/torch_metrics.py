@@ -15,7 +15,8 @@ import torch
 
 from ddp_loop.distributed import World
 
-_SUM, _CAT = "dim_zero_sum", "dim_zero_cat"  # torchmetrics' names of its functions
+_SUM = "dim_zero_sum"
+_CAT = "dim_zero_cat"  # torchmetrics' names of its functions
 _EXTREMES = {"dim_zero_max": torch.amax, "dim_zero_min": torch.amin}
 _REMEDY = "Compute it from dl.predict's output, for instance with scikit-learn."
 _Form = tuple[torch.dtype, tuple[int, ...]]
@@ -150,7 +151,8 @@ class MetricStates:
         dtypes = [dtype for (_, (dtype, _)), size in zip(everywhere, sizes, strict=True) if size]  # as torch.cat does
         dtype = reduce(torch.promote_types, dtypes or [everywhere[0][1][0]])
         flat = torch.zeros(sum(sizes), dtype=dtype, device=world.device)
-        at, places = 0, {}
+        at = 0
+        places = {}
         for (number, (_, shape)), size in zip(everywhere, sizes, strict=True):
             places[number] = slice(at, at + size), shape
             at += size
@@ -183,7 +185,8 @@ def _numbers(name: str, result: Any) -> dict[str, float]:
         return {name: float(result)}
     if isinstance(result, torch.Tensor) and result.dim() == 1:
         return {f"{name}_{place}": float(one) for place, one in enumerate(result)}
-    what, remedy = type(result).__name__, _REMEDY
+    what = type(result).__name__
+    remedy = _REMEDY
     if isinstance(result, torch.Tensor):
         what = f"shape {tuple(result.shape)}"
         remedy = f"dl.confusion_matrix(model, batches, classes=...) counts pairs of classes. {_REMEDY}"

@@ -69,7 +69,9 @@ class StatisticsHook:
     """The forward hooks of a norm layer, before and after. A deepcopied or unpickled layer is not watched."""
 
     def __init__(self, statistics: BatchNormStatistics | None = None, number: int = 0, *, is_own: bool = False) -> None:
-        self._statistics, self._number, self._is_own = statistics, number, is_own
+        self._statistics = statistics
+        self._number = number
+        self._is_own = is_own
 
     def __call__(
         self, layer: Any, inputs: tuple[Any, ...], named: dict[str, Any], *output: torch.Tensor | None
@@ -129,7 +131,8 @@ def has_own_forward(layer: BatchNorm) -> bool:
 
 def _compile_anew() -> None:
     """Discard what torch.compile compiled before the hooks were registered. It does not check for new hooks."""
-    dynamo, compiling = sys.modules.get("torch._dynamo"), sys.modules.get("torch._dynamo.convert_frame")
+    dynamo = sys.modules.get("torch._dynamo")
+    compiling = sys.modules.get("torch._dynamo.convert_frame")
     if dynamo is not None and compiling is not None:
         codes = getattr(compiling, "input_codes", None)
         if codes is None or codes.seen:
@@ -226,7 +229,8 @@ class BatchNormStatistics:
     @contextmanager
     def apart(self) -> Iterator[Captures]:
         """Inside of a shard, capture the block's calls into a list of their own."""
-        outer, self._captures = self._captures, Captures(len(self.layers), self._form)
+        outer = self._captures
+        self._captures = Captures(len(self.layers), self._form)
         try:
             yield self._captures
         finally:
@@ -254,7 +258,8 @@ class BatchNormStatistics:
         if self._captures is not None:
             self._captures.check()
         self._momenta.clear()
-        self._active, self._captures = False, None
+        self._active = False
+        self._captures = None
         if self._recomputed.layers:
             self._recomputed.end()
 
@@ -266,7 +271,8 @@ class BatchNormStatistics:
         return torch.cat(own)
 
     def _require_unmoved(self) -> None:
-        now, before = self._look(), self._opened
+        now = self._look()
+        before = self._opened
         if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
             moved = not torch.equal(now, before) and not same_bits(now, before)  # NaN equals nothing
         else:
@@ -315,7 +321,8 @@ class BatchNormStatistics:
         elif self._captures is not None:
             buffers["running_mean"], buffers["running_var"] = self._captures.spare(number, mean)
         else:
-            buffers["running_mean"], buffers["running_var"] = torch.zeros_like(mean), torch.zeros_like(mean)
+            buffers["running_mean"] = torch.zeros_like(mean)
+            buffers["running_var"] = torch.zeros_like(mean)
 
     def _look_within(self, number: int, layer: BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
         """Intercept a layer with a custom forward. See [Note: Custom forwards]."""
@@ -341,7 +348,8 @@ class BatchNormStatistics:
         if number not in self._spared:
             return
         momentum, spared = self._spared.pop(number)
-        mean, variance = layer._buffers["running_mean"], layer._buffers["running_var"]
+        mean = layer._buffers["running_mean"]
+        variance = layer._buffers["running_var"]
         is_moved = is_torch = number not in self._within
         if not is_torch:
             interception, spare = self._within.pop(number)

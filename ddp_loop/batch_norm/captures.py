@@ -61,7 +61,8 @@ def _is_kept_and_small(inputs: torch.Tensor) -> bool:
 
 
 def _is_far(mean: torch.Tensor, variance: torch.Tensor) -> bool:
-    means, variances = mean.numpy(), variance.numpy()  # for some ten numbers: 3 microseconds in NumPy, 20 in torch
+    means = mean.numpy()
+    variances = variance.numpy()  # for some ten numbers: 3 microseconds in NumPy, 20 in torch
     return bool((means * means > _FAR**2 * variances).any())
 
 
@@ -151,7 +152,8 @@ class Captures(list[list[BatchStatistics]]):
 
     def check(self) -> None:
         """Refine what is far from 0, while the inputs are still there. See [Note: Far means]."""
-        unchecked, self._unchecked = self._unchecked, []
+        unchecked = self._unchecked
+        self._unchecked = []
         if unchecked and self._form is not None and self._whole is not None:
             channels = self._form.channels
             if _is_checked(self._whole) and _is_far(self._whole[:channels], self._whole[channels:]):

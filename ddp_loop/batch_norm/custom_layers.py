@@ -31,7 +31,8 @@ class CustomNorm:
     momentum = None
 
     def __init__(self, module: nn.Module, keys: tuple[str, str] = _KEYS) -> None:
-        self.module, self._keys = module, keys
+        self.module = module
+        self._keys = keys
         mean = module._buffers[keys[0]]
         self.num_features = 0 if mean is None else len(mean)
 
@@ -84,7 +85,9 @@ class BatchNormInterceptor(TorchFunctionMode):
 
     def __init__(self, mean: torch.Tensor | None, variance: torch.Tensor | None, take: Take) -> None:
         super().__init__()
-        self._mean, self._variance, self._take = mean, variance, take
+        self._mean = mean
+        self._variance = variance
+        self._take = take
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -94,12 +97,14 @@ class BatchNormInterceptor(TorchFunctionMode):
         if names is None:
             return func(*args, **(kwargs or {}))
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
-        mean, variance = self._mean, self._variance
+        mean = self._mean
+        variance = self._variance
         is_own = given.get(_KEYS[0]) is mean and given.get(_KEYS[1]) is variance
         if not is_own or not given.get("training") or mean is None or variance is None:
             return func(*args, **(kwargs or {}))
         momentum = given.get("momentum", 0.1)
-        spare_mean, spare_variance = torch.zeros_like(mean), torch.zeros_like(variance)
+        spare_mean = torch.zeros_like(mean)
+        spare_variance = torch.zeros_like(variance)
         output = func(**{**given, _KEYS[0]: spare_mean, _KEYS[1]: spare_variance, "momentum": 1.0})
         self._take(given["input"], spare_mean, spare_variance, float(momentum))
         return output

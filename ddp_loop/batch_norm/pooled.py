@@ -176,7 +176,8 @@ class LayerGroup:
             pooled: of all shards.
             keep: whether all stay as they are, shape (), bool.
         """
-        layers, total = self._layers, pooled.counts.index_select(0, self._owner)
+        layers = self._layers
+        total = pooled.counts.index_select(0, self._owner)
         unbiased = pooled.variance * (total / (total - 1).clamp_(min=1))
         self._count(pooled.called, keep)
         # A layer that no shard called, or all without values, keeps its values to the bit.
@@ -282,7 +283,8 @@ class RecomputeGuard:
 
     def end(self) -> None:
         """Restore the buffers after a backward. A second call does nothing."""
-        pairs, self._pairs = self._pairs, None
+        pairs = self._pairs
+        self._pairs = None
         if not pairs:
             return
         with torch.no_grad():

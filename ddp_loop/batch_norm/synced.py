@@ -41,7 +41,8 @@ from ddp_loop.distributed import World, each_module
 
 _OWN = ("_channel", "_number", "_origin")  # attributes that a synced layer has beside its own
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-FORWARD, BACKWARD = 0, 1
+FORWARD = 0
+BACKWARD = 1
 ENDS_PASS, ENDS_LOOP = WORDS = ("the end of its pass", "the end of its loop")
 _KINDS = 2 + len(WORDS)
 _HEADER = 3
@@ -184,7 +185,8 @@ class SyncChannel:
         """
         if not self._late or self._world.is_left:
             return
-        noted, self._noted = self._noted, []
+        noted = self._noted
+        self._noted = []
         digest = hashlib.sha256(repr([place for place, _ in noted]).encode()).digest()
         has_values = all(count > 1 for _, count in noted)  # on one rank is enough
         number = (int.from_bytes(digest[:7], "little") << 1) + has_values
@@ -398,7 +400,9 @@ def _synced(layer: _BatchNorm, channel: SyncChannel, number: int) -> SyncedBatch
     synced = SyncedBatchNorm.__new__(SyncedBatchNorm)
     synced.__dict__.update(layer.__dict__)  # the same parameters, buffers and hooks, in the same dictionaries
     origin = layer._origin if isinstance(layer, SyncedBatchNorm) else type(layer)
-    synced._channel, synced._number, synced._origin = channel, number, origin
+    synced._channel = channel
+    synced._number = number
+    synced._origin = origin
     return synced
 
 

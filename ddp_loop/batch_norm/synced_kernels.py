@@ -65,7 +65,8 @@ def normalised(
     deviation_inverse: torch.Tensor,
 ) -> torch.Tensor:
     """weight (values - mean) deviation_inverse + bias, in the dtype and memory format of the values."""
-    weight, bias = _as(mean, weight), _as(mean, bias)
+    weight = _as(mean, weight)
+    bias = _as(mean, bias)
     if values.numel() == 0:
         return torch.empty_like(values)
     if accelerator_of(values.device).has_batch_norm_kernels:
@@ -116,13 +117,15 @@ def gradient_of_values(
     if values.numel() == 0:
         return torch.zeros_like(values)
     if accelerator_of(values.device).has_batch_norm_kernels:
-        alone, by_values = sums[0].to(mean.dtype), sums[1].to(mean.dtype)
+        alone = sums[0].to(mean.dtype)
+        by_values = sums[1].to(mean.dtype)
         return torch.batch_norm_backward_elemt(
             gradient, values, mean, deviation_inverse, weight, alone, by_values, total.to(torch.int32)
         )
     inverse = deviation_inverse.double()
     scale = inverse if weight is None else inverse * weight
-    shift, slope = -scale * sums[0] / total, -scale * inverse * inverse * sums[1] / total
+    shift = -scale * sums[0] / total
+    slope = -scale * inverse * inverse * sums[1] / total
     result = _scaled(values.to(mean.dtype), mean, slope.to(mean.dtype), shift.to(mean.dtype))
     result.addcmul_(gradient.to(mean.dtype), scale.to(mean.dtype).view(1, -1, *[1] * (values.dim() - 2)))
     return result.to(values.dtype)
@@ -163,7 +166,8 @@ class Normalisation(torch.autograd.Function):
             exchange: takes this rank's `sums_of_gradient`; returns those of all, (ranks, 2, C) float64 in rank order.
             masked: returns a gradient without the parts that do not count.
         """
-        ctx.exchange, ctx.masked = exchange, masked
+        ctx.exchange = exchange
+        ctx.masked = masked
         ctx.save_for_backward(values, weight, mean, deviation_inverse, total)
         return normalised(values, weight, bias, mean, deviation_inverse)
 

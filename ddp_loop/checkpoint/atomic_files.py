@@ -17,7 +17,8 @@ from typing import BinaryIO
 
 REPAIR = "Make room there, make it writable, or put it back. Earlier lines and checkpoints are intact."
 _PRIVATE = 0o600
-SAVING, DELETING = ".saving-", ".deleting-"  # prefixes of what a kill can leave behind
+SAVING = ".saving-"
+DELETING = ".deleting-"  # prefixes of what a kill can leave behind
 
 
 @contextmanager

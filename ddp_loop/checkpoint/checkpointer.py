@@ -121,20 +121,28 @@ class Checkpointer:
         parts: Mapping[str, Stateful] | None = None,
         refuses: Callable[[int], Exception | None] = lambda iteration: None,
     ) -> None:
-        self.folder, self._world, self._policy, self._refuses = folder, world, policy, refuses
+        self.folder = folder
+        self._world = world
+        self._policy = policy
+        self._refuses = refuses
         self.say = world.say
-        self._state, self._local, self._parts = state, local, parts or {}
+        self._state = state
+        self._local = local
+        self._parts = parts or {}
         self._run: RunFolder | None = None
         self._store: CheckpointStore | None = None  # on rank 0
         self._identity: tuple[int, int] | None = None
         self._extent: Mapping[str, object] = {}
-        self._buffers, self._held_buffers = StagingBuffers(), StagingBuffers()
+        self._buffers = StagingBuffers()
+        self._held_buffers = StagingBuffers()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._found: Checkpoint | None = None  # on rank 0, during `_restore`
-        self._began, self._ended = time.monotonic(), False
+        self._began = time.monotonic()
+        self._ended = False
         self._is_refused = True  # until it is restored; what its status said then stays
-        self.newest, self.asked = "", False
+        self.newest = ""
+        self.asked = False
         self.sums: Mapping[str, FileSum] = {}
         self.sum_files: Callable[[], Mapping[str, FileSum]] = dict
         self.missing: dict[str, str] = {}
@@ -162,7 +170,8 @@ class Checkpointer:
             ReplicaMismatch: restored values differ from those saved.
             PeerFailed: another rank raised one of these.
         """
-        self._extent, self._has_fixed_shards = extent, facts.get("shards") is not None
+        self._extent = extent
+        self._has_fixed_shards = facts.get("shards") is not None
         settings: dict[str, object] = {}
 
         def take() -> None:
@@ -250,7 +259,8 @@ class Checkpointer:
         """
         self.wait()
         self._begin(self._take(position, self._buffers), self.score)
-        self.asked, self.score = False, None
+        self.asked = False
+        self.score = None
 
     def hold(self, position: Mapping[str, int]) -> Snapshot:
         """Copy the current state, which `save_held` can save until the next step. Every rank must call this."""
@@ -273,8 +283,11 @@ class Checkpointer:
 
     def release_state(self) -> None:
         """Let the job's state be freed; what was copied before can still be saved."""
-        self._state, self._parts, self._refuses = {}, {}, lambda iteration: None
-        self._buffers, self._held_buffers = StagingBuffers(), StagingBuffers()
+        self._state = {}
+        self._parts = {}
+        self._refuses = lambda iteration: None
+        self._buffers = StagingBuffers()
+        self._held_buffers = StagingBuffers()
         self._job.release()
 
     def give_score(self, score: float, *, is_last: bool) -> None:
@@ -312,7 +325,8 @@ class Checkpointer:
 
     def problem(self) -> Exception | None:
         """Return and clear the error of an earlier save, on rank 0."""
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         return error
 
     def finish(self) -> None:
@@ -322,7 +336,8 @@ class Checkpointer:
 
     def _take(self, position: Mapping[str, int], buffers: StagingBuffers) -> Snapshot:
         try:
-            serialized, problem = self._job.serialize(), self._refuses(position["iteration"])
+            serialized = self._job.serialize()
+            problem = self._refuses(position["iteration"])
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"The checkpoint of step {position['iteration']} could not be made. {error}") from error
@@ -397,13 +412,16 @@ class Checkpointer:
             ReplicaMismatch: a tensor differs between ranks.
             RuntimeError: a rank sent no checksums.
         """
-        key, which = self._key(snapshot), f"the checkpoint of step {snapshot.position['iteration']}"
-        deadline, is_left = time.monotonic() + self._world.timeout_s, False
+        key = self._key(snapshot)
+        which = f"the checkpoint of step {snapshot.position['iteration']}"
+        deadline = time.monotonic() + self._world.timeout_s
+        is_left = False
         rows = [sums]
         for rank in range(1, self._world.size):
             while (word := self._world.store.take(f"{key}/{rank}")) is None:
                 if self._world.is_left and not is_left:
-                    deadline, is_left = min(deadline, time.monotonic() + _GRACE_S), True
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                    is_left = True
                 if time.monotonic() > deadline:
                     raise RuntimeError(
                         f"Rank {rank} did not take part in {which}. Call loop.save() on every rank, not in an "
@@ -481,15 +499,20 @@ class Checkpointer:
             return
         self._ended = True
         self.wait()
-        self._buffers, self._held_buffers = StagingBuffers(), StagingBuffers()
+        self._buffers = StagingBuffers()
+        self._held_buffers = StagingBuffers()
         if (problem := self.problem()) is not None:  # the loop was left before its next step
             self.say(f"No checkpoint was written. {format_error(problem)}")
         facts: dict[str, object] = {"iteration": iteration} | ({"why": why} if why else {})
         if error is not None:
             where = self._world.where
-            rank, stage, step = self._world.rank, where.stage, where.step
+            rank = self._world.rank
+            stage = where.stage
+            step = where.step
             if isinstance(error, PeerFailed):
-                rank, stage, step = (-1 if error.rank is None else error.rank), error.stage, error.step
+                rank = -1 if error.rank is None else error.rank
+                stage = error.stage
+                step = error.step
             elif self.has_folder:
                 write_error(self.folder, rank, error)
             status = "failed"

@@ -47,7 +47,8 @@ class FileLock:
     """
 
     def __init__(self, path: Path, holder: str) -> None:
-        self._place, self.holds = Path(os.path.realpath(path)), True
+        self._place = Path(os.path.realpath(path))
+        self.holds = True
         if self._place in _open_here:
             raise Locked(f"another {holder} of this process", is_here=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

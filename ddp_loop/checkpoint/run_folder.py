@@ -36,12 +36,28 @@ from ddp_loop.checkpoint.secrets import hide_in_config, hide_secrets
 from ddp_loop.checkpoint.starting import lacks_secret, start_command, way_on
 from ddp_loop.distributed import MOST_LETTERS
 
-RUN, LOCK, STATUS, STOP, ROWS, BEFORE = "run.json", "lock", "status.json", "stop", "rows.jsonl", "before"
-EVALUATIONS, RANKS, PICTURES, TABLE = "evaluations.jsonl", "ranks.jsonl", "pictures", "rows.csv"
-STARTS, PROFILE, PROFILE_FILE = "starts.jsonl", "profile", "profile.json"  # the file is in the folder
-TABLES, NOTE, TITLE = "tables", "note.txt", "name.txt"
-LOGGED, TEXTS, IMAGES, IMAGE_FOLDER = "logged.jsonl", "texts.jsonl", "images.jsonl", "images"
-CONSOLE, USAGE = "console", "usage"  # folders with a file of each rank
+RUN = "run.json"
+LOCK = "lock"
+STATUS = "status.json"
+STOP = "stop"
+ROWS = "rows.jsonl"
+BEFORE = "before"
+EVALUATIONS = "evaluations.jsonl"
+RANKS = "ranks.jsonl"
+PICTURES = "pictures"
+TABLE = "rows.csv"
+STARTS = "starts.jsonl"
+PROFILE = "profile"
+PROFILE_FILE = "profile.json"  # the file is in the folder
+TABLES = "tables"
+NOTE = "note.txt"
+TITLE = "name.txt"
+LOGGED = "logged.jsonl"
+TEXTS = "texts.jsonl"
+IMAGES = "images.jsonl"
+IMAGE_FOLDER = "images"
+CONSOLE = "console"
+USAGE = "usage"  # folders with a file of each rank
 _MOVED = (
     *("checkpoints", "trace", ROWS, EVALUATIONS, RANKS, STARTS, PICTURES, PROFILE, TABLES, NOTE, TABLE, STATUS, RUN),
     *(TITLE, LOGGED, TEXTS, IMAGES, IMAGE_FOLDER, CONSOLE, USAGE),
@@ -134,7 +150,9 @@ class RunFolder:
         settings: Mapping[str, object] | None = None,
         config: Config | None = None,
     ) -> None:
-        self.folder, self.news, self.changed = folder.absolute(), list[str](), list[str]()
+        self.folder = folder.absolute()
+        self.news = list[str]()
+        self.changed = list[str]()
         directory: str | None = None
         with suppress(OSError):  # the directory was removed
             directory = os.getcwd()
@@ -169,7 +187,8 @@ class RunFolder:
         Raises:
             OSError: it cannot be read now.
         """
-        path, remedy = self.folder / RUN, "Start again when it can be read."
+        path = self.folder / RUN
+        remedy = "Start again when it can be read."
         with suppress(FileNotFoundError, IsADirectoryError), explained(f"{path} cannot be read now", remedy):
             path.read_bytes()
         before = read_json(path)

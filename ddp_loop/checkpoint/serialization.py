@@ -181,7 +181,8 @@ class _Serializer:
     def _name(self, path: str, stored: torch.Tensor) -> str:
         """Store a tensor under a unique name: its path, in characters that a file can have."""
         base = path.removeprefix("state.")[:NAME_LETTERS].encode("utf-8", "replace").decode()
-        name, number = base, 1
+        name = base
+        number = 1
         while name in self.tensors or name == "__metadata__":  # reserved by safetensors
             number += 1
             name = f"{base}#{number}"
@@ -264,10 +265,12 @@ class _Deserializer:
         key = json.dumps(value)
         if key in self._made:
             return self._made[key]
-        stored, dtype = self._taken(name), DTYPES[word]
+        stored = self._taken(name)
+        dtype = DTYPES[word]
         if dtype not in NATIVE:
             stored = stored.reshape(-1).view(dtype)
-        shape, strides = [*map(_size, shape)], [*map(_size, strides)]
+        shape = [*map(_size, shape)]
+        strides = [*map(_size, strides)]
         if stored.dtype != dtype or math.prod(shape) != stored.numel() or not _is_dense(shape, strides):
             form = f"{word} of shape {shape} and strides {strides}"
             raise ValueError(f"has {name[:NAME_LETTERS]} as {form} instead of {tuple(stored.shape)} {stored.dtype}")

@@ -95,13 +95,17 @@ def _cut(pairs: Iterable[Pair], most: int) -> Iterator[tuple[list[torch.Tensor],
     there: list[torch.Tensor] = []
     room = most
     for own, tensor in pairs:
-        target, source = own.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        target = own.reshape(-1).view(torch.uint8)
+        source = tensor.reshape(-1).view(torch.uint8)
         while len(source) > room:
             here.append(target[:room])
             there.append(source[:room])
             yield here, there
-            target, source = target[room:], source[room:]
-            here, there, room = [], [], most
+            target = target[room:]
+            source = source[room:]
+            here = []
+            there = []
+            room = most
         if len(source):
             here.append(target)
             there.append(source)

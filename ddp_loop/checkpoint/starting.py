@@ -83,7 +83,8 @@ def way_on(status: Mapping[str, Any], here: str | None = None) -> str:
         status: of the run.
         here: the folder that the shell is in, if that is known.
     """
-    words, directory = status.get("start"), status.get("directory")
+    words = status.get("start")
+    directory = status.get("directory")
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
         return ""
     change = f"cd {shlex.quote(directory)} && " if isinstance(directory, str) and directory != here else ""

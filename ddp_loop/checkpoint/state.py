@@ -18,8 +18,11 @@ from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tre
 from ddp_loop.determinism import checksum_all, leaves
 from ddp_loop.distributed import ReplicaMismatch, ends_of_copies, find_modules, own_names
 
-JOB, _GENERATORS, _PARTS = "job", "generators", "parts"
-_MOST_SETTINGS, _LETTERS = 200, 80
+JOB = "job"
+_GENERATORS = "generators"
+_PARTS = "parts"
+_MOST_SETTINGS = 200
+_LETTERS = 80
 
 
 class Stateful(Protocol):
@@ -49,8 +52,11 @@ class JobState:
         local: Collection[str],
         device: torch.device,
     ) -> None:
-        self._state, self._parts, self._device = state, parts, device
-        self._local, self._local_endings = own_names(state, local), ends_of_copies(state, local)
+        self._state = state
+        self._parts = parts
+        self._device = device
+        self._local = own_names(state, local)
+        self._local_endings = ends_of_copies(state, local)
         self._modules = set(find_modules(state))
 
     def serialize(self) -> SerializedState:
@@ -76,7 +82,8 @@ class JobState:
 
     def release(self) -> None:
         """Forget the objects; `checksums` still knows which tensors are compared."""
-        self._state, self._parts = {}, {}
+        self._state = {}
+        self._parts = {}
 
     def restore(self, serialized: SerializedState, checksums: Mapping[str, int]) -> None:
         """Restore a serialized state, and compare its checksums with those of the checkpoint.

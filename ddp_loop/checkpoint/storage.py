@@ -44,8 +44,11 @@ from ddp_loop.checkpoint.serialization import NATIVE, SerializedState, from_tree
 # checkpoint that is intact. So it ends the start.
 
 CHECKPOINTS = "checkpoints"  # in a run folder
-TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
-FORMAT, VERSION = "ddp_loop checkpoint", 1
+TENSORS = "tensors.safetensors"
+STATE = "state.json"
+MANIFEST = "manifest.json"
+FORMAT = "ddp_loop checkpoint"
+VERSION = 1
 ITERATIONS = 10**12
 MANIFEST_BYTES = 16 << 20
 STATE_BYTES = 256 << 20  # parsed, JSON takes ten times the memory
@@ -68,7 +71,8 @@ class CorruptCheckpoint(ValueError):
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(path, what)
-        self.path, self.what = path, what
+        self.path = path
+        self.what = what
 
     def __str__(self) -> str:
         return f"A checkpoint is corrupt: {self.path} {self.what}. The one before it is used."
@@ -116,7 +120,8 @@ class CheckpointStore:
         self.folder = Path(os.path.abspath(run)) / CHECKPOINTS
         self.last_warning: str | None = None
         self.refused: list[CorruptCheckpoint] = []
-        self._run_id, self._keep = run_id, keep_last
+        self._run_id = run_id
+        self._keep = keep_last
         self._has_run = run_id_of(run) == run_id
 
     def write(
@@ -134,7 +139,8 @@ class CheckpointStore:
             OSError: it cannot be written; earlier checkpoints are intact.
             ValueError, TypeError: the facts or the state are too large, or are not JSON values.
         """
-        iteration, score = operator.index(iteration), None if score is None else float(score)
+        iteration = operator.index(iteration)
+        score = None if score is None else float(score)
         if not 0 <= iteration <= ITERATIONS:
             raise ValueError(f"An iteration must be from 0 to {ITERATIONS}. Got {iteration}.")
         state = _json("The state", packed.structure, STATE_BYTES)
@@ -203,7 +209,8 @@ class CheckpointStore:
         if Path(os.path.abspath(path)).parent != self.folder or not NAME.fullmatch(name):
             raise CorruptCheckpoint(path, f"is not a checkpoint in {self.folder}")
         with _refusing(path), opened(self.folder), opened(self.folder / name) as folder:
-            said, contents = self._manifest(folder, name), {}
+            said = self._manifest(folder, name)
+            contents = {}
             for file, form in said["files"].items():
                 with _refusing(path / file):
                     most = STATE_BYTES if file == STATE else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -283,7 +290,11 @@ class CheckpointStore:
         return said
 
     def _entry(self, name: str, verify: bool) -> CheckpointInfo:
-        path, score, size, written, problem = self.folder / name, None, 0, 0.0, None
+        path = self.folder / name
+        score = None
+        size = 0
+        written = 0.0
+        problem = None
         try:
             with _refusing(path), opened(path) as folder:
                 forms = {one: os.stat(one, dir_fd=folder, follow_symlinks=False) for one in os.listdir(folder)}
@@ -392,7 +403,9 @@ def _sealed(body: bytes) -> bytes:
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
     """Return the parts of a safetensors file without copies; the widest elements come first, to align all."""
-    header, offset, parts = {}, 0, []
+    header = {}
+    offset = 0
+    parts = []
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": WORDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}

@@ -134,7 +134,8 @@ def _weights_for(module: Any, values: Any) -> tuple[Any, list[str]]:
 
 def _moments_for(optimizer: Optimizer, values: Any) -> tuple[Any, list[str]]:
     """The optimizer's state with the settings of this one, and what does not fit."""
-    own, kept = optimizer.state_dict()["param_groups"], values["param_groups"]
+    own = optimizer.state_dict()["param_groups"]
+    kept = values["param_groups"]
     here, there = ([len(group["params"]) for group in groups] for groups in (own, kept))
     wrong = [] if here == there else [f"its groups have {_and(here)} parameters, there {_and(there)}"]
     lacking = {setting for group in kept for setting in optimizer.defaults if setting not in group}

@@ -110,9 +110,11 @@ def read_checkpoint(
 def _store_of(path: Path) -> tuple[CheckpointStore, Path, str | None]:
     """The checkpoints of a run folder, the folder, and the name of the checkpoint that was given instead of it."""
     given = Path(os.path.abspath(path))
-    folder, own = given, None
+    folder = given
+    own = None
     if NAME.fullmatch(given.name) and given.parent.name == CHECKPOINTS:
-        folder, own = given.parent.parent, given.name
+        folder = given.parent.parent
+        own = given.name
     if (run_id := run_id_of(folder)) is None:
         what = "has no run.json with an id" if folder.is_dir() else "is not a folder"
         raise ValueError(f"Checkpoints are in a run folder. {folder} {what}. Pass the folder of Loop(run_dir=...).")

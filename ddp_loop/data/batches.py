@@ -116,7 +116,8 @@ class Batches:
         check_data: bool = True,
         **loader: Any,
     ) -> None:
-        self.world, self._check_data = world, check_data and partition != "own"
+        self.world = world
+        self._check_data = check_data and partition != "own"
         self._passed = StreamPass()
         self.length: int | None = None
         self._parts: Parts | OwnPieces | None = None
@@ -162,7 +163,8 @@ class Batches:
         if self._takes_all:
             self.batch_size = max(1, sum(sizes))
         if self.partition != "global" and sizes:
-            self.length, taken = sum(sizes), None if self._takes_all else self.batch_size
+            self.length = sum(sizes)
+            taken = None if self._takes_all else self.batch_size
             self._parts = Parts(sizes, taken, self.until, drop_last=self.drop_last)
         check_epoch(self.length, self.steps, self.batch_size, shuffles=self.shuffle and not self._has_length)
 
@@ -341,7 +343,8 @@ class Batches:
             return self._parts.mini_batch(epoch, position, self.division.mine)
         samples = self._samples(position)
         sizes, shards = self.division.cut(samples, position)
-        start, is_last = position * self.batch_size, position + 1 == self.steps
+        start = position * self.batch_size
+        is_last = position + 1 == self.steps
         return MiniBatch(epoch, position, start, samples, sizes, shards, is_last=is_last)
 
     def indices(self, epoch: int, start: int, number: int) -> torch.Tensor:
@@ -366,7 +369,8 @@ class Batches:
         if self.length is not None and (self.shuffle or self._parts is not None):
             if self._order is None or self._order[0] != epoch:
                 self._order = epoch, self._make_order(epoch - 1, self.length)
-            order, reader = self._order[1], self._reader
+            order = self._order[1]
+            reader = self._reader
             if isinstance(reader, TensorReader) and order.device != reader.place:
                 order = reader.on_place(order)
                 self._order = epoch, order
@@ -453,7 +457,8 @@ class Batches:
 
     def _cut_alike(self) -> Batches:
         """The batches that `for_evaluation` returns."""
-        found, world = copy.copy(self), self.world
+        found = copy.copy(self)
+        world = self.world
         found.division = Division(EVALUATED, world.size, world.rank, deals=True)
         found._parts = found._order = None
         if isinstance(self._parts, Parts) and self.partition == "own":
@@ -515,7 +520,8 @@ class Batches:
     def _requests(self, plan: Iterable[MiniBatch]) -> Iterator[Request]:
         for mini_batch in plan:
             own = mini_batch.own_samples
-            at, start = self._positions(mini_batch.epoch, mini_batch.start + own.start, len(own)), mini_batch.start
+            at = self._positions(mini_batch.epoch, mini_batch.start + own.start, len(own))
+            start = mini_batch.start
             if self._offset and isinstance(at, torch.Tensor):
                 at = at - self._offset
             for shard in mini_batch.shards:

@@ -47,7 +47,8 @@ class CarriedState:
     """
 
     def __init__(self, world: World, batch_dim: int) -> None:
-        self._world, self._batch_dim = world, batch_dim
+        self._world = world
+        self._batch_dim = batch_dim
         self.stays_finite = False
         self._kept: dict[int, list[_Kept]] = {}  # by shard, the oldest first
         self._whole: dict[str, Any] | None = {}  # what a checkpoint has, where no rank has to be asked
@@ -109,7 +110,8 @@ class CarriedState:
             ValueError: a tensor has not a row for each row of the chunk, or another shape than in the chunk before.
             RuntimeError: a later chunk left its state before.
         """
-        form, kept = self._form_of(state, len(rows.lanes)), self._kept.get(shard, [])
+        form = self._form_of(state, len(rows.lanes))
+        kept = self._kept.get(shard, [])
         if kept and place < kept[-1].place and place[1] > 0:
             raise RuntimeError(self._missing(shard, place))
         former = self._find(shard, (place[0], place[1] - 1), rows.lanes)
@@ -177,9 +179,13 @@ class CarriedState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the state of all lanes, each rank with its own, whatever their number."""
-        self._whole, self._kept, self._resumed = dict(state), {}, None
+        self._whole = dict(state)
+        self._kept = {}
+        self._resumed = None
         if state:
-            place, lanes, kept = (state["epoch"], state["position"]), state["lanes"].numpy(), state["state"]
+            place = (state["epoch"], state["position"])
+            lanes = state["lanes"].numpy()
+            kept = state["state"]
             self._resumed = _Kept(place, lanes, kept, self._form_of(kept, len(lanes)))
 
     def _gather(self) -> dict[str, Any]:

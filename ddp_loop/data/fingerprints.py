@@ -22,9 +22,11 @@ from ddp_loop.determinism import checksum
 Fingerprint = dict[str, tuple[str, str]]  # the name of a part -> its type (with shape or length), and its bits
 
 _WHOLE = 64 * 2**20  # bytes
-_PIECES, _PIECE = 256, 64 * 2**10  # a number, and bytes
+_PIECES = 256
+_PIECE = 64 * 2**10  # a number, and bytes
 _PARTS = 32  # of a list; a sample may be a list of a million words
-_MOST_PARTS, _QUICK_PARTS = 500, 50  # of a sample; the bound ends cycles
+_MOST_PARTS = 500
+_QUICK_PARTS = 50  # of a sample; the bound ends cycles
 _QUICK = 4096  # bytes of a part that `quick` reads
 REMEDY = (
     "Give every rank all data, in the same order; Batches splits them. Pass check_data=False if samples differ by "
@@ -156,7 +158,8 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.nbytes <= _WHOLE:
         return tensor
     if tensor.is_contiguous():
-        flat, length = tensor.reshape(-1), _PIECE // tensor.element_size()
+        flat = tensor.reshape(-1)
+        length = _PIECE // tensor.element_size()
         return torch.cat([flat[at : at + length] for at in _spread(len(flat) - length + 1, _PIECES)])
     rows = max(3, min(_PIECES, _PIECES * _PIECE * len(tensor) // tensor.nbytes))
     return tensor[torch.tensor(_spread(len(tensor), rows), device=tensor.device)]

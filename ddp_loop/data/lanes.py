@@ -56,7 +56,9 @@ class Lanes:
     """
 
     def __init__(self, lengths: Numbers, lanes: int, length: int) -> None:
-        self.lengths, self.lanes, self.length = lengths, lanes, length
+        self.lengths = lengths
+        self.lanes = lanes
+        self.length = length
         self._chunks = -(-lengths // length)
         loads = [(0, lane) for lane in range(lanes)]
         heapify(loads)
@@ -76,7 +78,8 @@ class Lanes:
         lane_of = np.empty_like(self._lane_of_slot)
         lane_of[order[np.argsort(-self._chunks[order], kind="stable")]] = self._lane_of_slot
         sequences = order[np.argsort(lane_of[order], kind="stable")]
-        lanes, chunks = lane_of[sequences], self._chunks[sequences]
+        lanes = lane_of[sequences]
+        chunks = self._chunks[sequences]
         first = np.cumsum(chunks) - chunks - (np.cumsum(self._loads) - self._loads)[lanes]
         missing = chunks * self.length - self.lengths[sequences]  # of a sequence's last chunk
         running = self.lanes - np.searchsorted(np.sort(self._loads), np.arange(self.steps), side="right")

@@ -25,7 +25,8 @@ class LoadedBatch:
         if self._error is not None:
             raise self._error
         while len(self._data) <= shard:
-            following, data = self.mini_batch.shards[len(self._data)], next(self._stream)
+            following = self.mini_batch.shards[len(self._data)]
+            data = next(self._stream)
             self._data.append(data if self._change is None else self._change(self.mini_batch, following, data))
         return self._data[shard]
 

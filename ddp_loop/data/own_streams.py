@@ -28,7 +28,8 @@ ANNOUNCED = 2  # values beside the ranks' sizes: the samples that are not used, 
 def pieces_ahead(source: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[tuple[list[Any], ReadSoFar]]:
     """Lists of `size` samples, the last one perhaps shorter, each with what was read beyond it; at the end [] once."""
     waiting: deque[list[Any]] = deque()
-    left, is_all = 0, False
+    left = 0
+    is_all = False
     while True:
         while len(waiting) <= AHEAD and not is_all:
             piece = list(islice(source, size))
@@ -69,7 +70,8 @@ class SizesAhead:
     """
 
     def __init__(self, world: World, until: str) -> None:
-        self._world, self._ends = world, any if until == "first" else all
+        self._world = world
+        self._ends = any if until == "first" else all
         self._sizes: dict[int, tuple[int, ...]] = {}  # of the shards, by position
         self.unused: Unused | None = None
 
@@ -146,7 +148,9 @@ class OwnStreams:
     """
 
     def __init__(self, batch_size: int, until: str, world: World) -> None:
-        self._batch_size, self._until, self._world = batch_size, until, world
+        self._batch_size = batch_size
+        self._until = until
+        self._world = world
         self.piece = piece_sizes(batch_size, world.size)[world.rank]
         self._sizes = SizesAhead(world, until)
         self.announced = world.size + ANNOUNCED
@@ -178,7 +182,8 @@ class OwnStreams:
     def _together(
         self, pieces: Iterator[StreamBatch], epoch: int, start: int
     ) -> Iterator[tuple[MiniBatch, tuple[Any, ...]]]:
-        world, sizes = self._world, SizesAhead(self._world, self._until)
+        world = self._world
+        sizes = SizesAhead(self._world, self._until)
         self._sizes = sizes
         piece = next(pieces)
         for _ in range(start):
@@ -189,7 +194,8 @@ class OwnStreams:
                 return
             here = sizes.at(position)
             place = epoch, position, position * self._batch_size, sum(here), here
-            shards, is_last = cut(here, range(world.rank, world.rank + 1)), sizes.is_over(position + 1)
+            shards = cut(here, range(world.rank, world.rank + 1))
+            is_last = sizes.is_over(position + 1)
             news = sizes.announce(position, _known(piece), piece.beyond)
             yield MiniBatch(*place, shards, is_last=is_last, announcement=news), piece.data
             if not is_last:

@@ -17,7 +17,8 @@ import torch
 from ddp_loop.data.shards import MiniBatch, cut, split_sizes
 from ddp_loop.determinism import next_key, permutation
 
-PARTITIONS, UNTIL = ("global", "local", "own"), ("all", "first")
+PARTITIONS = ("global", "local", "own")
+UNTIL = ("all", "first")
 
 
 class Unused(NamedTuple):
@@ -121,7 +122,8 @@ class Parts:
 
     def __init__(self, sizes: Sequence[int], batch_size: int | None, until: str, *, drop_last: bool) -> None:
         whole = tuple([max(1, size) for size in sizes])
-        self.sizes, self._pieces = tuple(sizes), whole if batch_size is None else piece_sizes(batch_size, len(sizes))
+        self.sizes = tuple(sizes)
+        self._pieces = whole if batch_size is None else piece_sizes(batch_size, len(sizes))
         pairs = list(zip(self.sizes, self._pieces, strict=True))
         numbers = [size // piece if drop_last else -(-size // piece) for size, piece in pairs]
         self.steps = min(numbers) if until == "first" else max(numbers)
@@ -200,9 +202,13 @@ class OwnPieces:
     """
 
     def __init__(self, sizes: Sequence[int], piece: int, rank: int) -> None:
-        self.sizes, self._piece, self._rank = tuple(sizes), piece, rank
+        self.sizes = tuple(sizes)
+        self._piece = piece
+        self._rank = rank
         pieces = [-(-size // piece) for size in sizes]
-        self._before, self.steps, self.samples = sum(pieces[:rank]), pieces[rank], sum(sizes)
+        self._before = sum(pieces[:rank])
+        self.steps = pieces[rank]
+        self.samples = sum(sizes)
 
     def sizes_at(self, position: int) -> tuple[int, ...]:
         """The number of samples in this rank's piece number `position`, counted from 0."""

@@ -57,7 +57,8 @@ class LoopPosition:
 
     def end_epoch(self) -> None:
         """Count the current epoch as completed."""
-        self.epochs, self.at = self.epochs + 1, 0
+        self.epochs = self.epochs + 1
+        self.at = 0
 
     def is_last_of_epoch(self, mini_batch: MiniBatch) -> bool:
         """Whether an epoch ends with this mini-batch."""
@@ -122,7 +123,8 @@ class LoopPosition:
                 "The state of a Loop has iteration, epoch and position, as its state_dict() returns. Got "
                 f"{sorted(state)}. Pass that dict."
             )
-        steps, numbers = self._steps, [state[name] for name in _NAMES]
+        steps = self._steps
+        numbers = [state[name] for name in _NAMES]
         whole = all(isinstance(number, int) and number >= 0 for number in numbers)
         iteration, epoch, position = numbers
         if not whole or (steps is not None and (position > steps or epoch * steps + position != iteration)):

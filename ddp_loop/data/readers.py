@@ -157,8 +157,10 @@ class TensorReader:
         self._pins = accelerator if accelerator is not None and accelerator.is_gpu else None
         stays = self._pins is not None and any(accelerator_of(place).is_host for place in devices_in(places))
         if decode is not None and stays:  # what is decoded later is not in pinned memory
-            parts, decode = decode(parts), None
-        self._decode, self._places = decode, places
+            parts = decode(parts)
+            decode = None
+        self._decode = decode
+        self._places = places
         self._parts = at_places(at_first, parts, places)
         self._find_homes()
         self.waits = self._elsewhere is not None and any(map(is_limited, devices_in(places)))
@@ -297,7 +299,8 @@ class LoaderReader:
         If the loader has workers, a worker reads the samples: a data set may open its files in the first process that
         reads.
         """
-        source, found = self._keyed.source, Fingerprint()
+        source = self._keyed.source
+        found = Fingerprint()
         if isinstance(source, _TensorRows):
             return fingerprints.of("data", source.parts)
         while isinstance(source, Subset):

@@ -54,7 +54,8 @@ class SeededDataset:
     def samples(self, epoch: int, indices: list[int]) -> list[Any]:
         """The samples at these positions of the data, as drawn for that epoch."""
         read = self.source.__getitem__ if hasattr(self.source, "__getitem__") else self.source
-        samples, index = [], -1
+        samples = []
+        index = -1
         try:
             for index, key in zip(indices, next_keys(stream_key(self.seed, SAMPLE, epoch), indices), strict=True):
                 seed_streams(key, self.device)

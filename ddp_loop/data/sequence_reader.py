@@ -45,7 +45,8 @@ class SequenceReader:
                 "sequences must be a list of tensors with a row per time step (or of tuples or dicts of them), or a "
                 f"data set with a length that returns them. Got {type(sequences).__name__}."
             )
-        self._places, self._gpu = places, gpu_in(places)
+        self._places = places
+        self._gpu = gpu_in(places)
         self._is_list = isinstance(sequences, list | tuple)
         self._keyed = SeededDataset(sequences, seed, list, self._gpu, fingerprints.of)
         self._open: dict[int, tuple[Any, ...]] = {}  # by lane: epoch, number and parts of its sequence

@@ -38,9 +38,15 @@ class SequenceChunk:
     def __init__(
         self, data: Any, rows: Rows, shard: int, place: Place, carried: CarriedState, device: torch.device
     ) -> None:
-        self._rows, self._shard, self._place, self._carried, self._device = rows, shard, place, carried, device
-        self.data, self.samples = data, int(rows.lengths.sum())
-        self.lengths, self.sequences = torch.from_numpy(rows.lengths), torch.from_numpy(rows.sequences)
+        self._rows = rows
+        self._shard = shard
+        self._place = place
+        self._carried = carried
+        self._device = device
+        self.data = data
+        self.samples = int(rows.lengths.sum())
+        self.lengths = torch.from_numpy(rows.lengths)
+        self.sequences = torch.from_numpy(rows.sequences)
         self.starts, self.ends = self._on_device(rows.starts == 0), self._on_device(rows.left == 0)
         self._longest = int(rows.lengths.max())
         self._index: torch.Tensor | None = None
@@ -49,7 +55,8 @@ class SequenceChunk:
             self._index = self._on_device(np.flatnonzero(counts))
 
     def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        there, accelerator = torch.from_numpy(array), accelerator_of(self._device)
+        there = torch.from_numpy(array)
+        accelerator = accelerator_of(self._device)
         if accelerator.is_host:
             return there
         return accelerator.empty_on_host(there).copy_(there).to(self._device, non_blocking=True)
@@ -162,7 +169,9 @@ class SequenceBatches(Batches):
         devices: Any = None,
         check_data: bool = True,
     ) -> None:
-        self._chunk, self._lengths, self.batch_dim = length, lengths, batch_dim
+        self._chunk = length
+        self._lengths = lengths
+        self.batch_dim = batch_dim
         self._epoch: tuple[int, LanePlan] | None = None
         self._carried = CarriedState(world, batch_dim)
         more: dict[str, Any] = {"shuffle": shuffle, "shards": shards, "seed": seed, "devices": devices}
@@ -173,7 +182,8 @@ class SequenceBatches(Batches):
         check_count("length", self._chunk)
         check_count("batch_dim", self.batch_dim, least=0)
         self._sequences = SequenceReader(data, self._lengths, self.seed, places)
-        self.num_workers, self._has_length = None, True
+        self.num_workers = None
+        self._has_length = True
         self._lanes = Lanes(self._sequences.lengths, self.batch_size, self._chunk)
         self._bounds = self._lanes_of_shards()
         self.length = int(self._sequences.lengths.sum())
@@ -184,10 +194,12 @@ class SequenceBatches(Batches):
 
     def _cut_alike(self) -> SequenceBatches:
         """The batches that `for_evaluation` returns. A lane stays on its rank, as its hidden state does."""
-        found, world = copy.copy(self), self.world
+        found = copy.copy(self)
+        world = self.world
         found.shards = min(EVALUATED, self.lanes)
         found.division = Division(found.shards, world.size, world.rank)
-        found._bounds, found._carried = found._lanes_of_shards(), CarriedState(world, self.batch_dim)
+        found._bounds = found._lanes_of_shards()
+        found._carried = CarriedState(world, self.batch_dim)
         return found
 
     def _check_same(self) -> None:
@@ -248,11 +260,13 @@ class SequenceBatches(Batches):
     def _planned(self, epoch: int, position: int) -> tuple[MiniBatch, Rows]:
         """A mini-batch, and the rows of all its shards."""
         plan = self._plan_of(epoch)
-        rows, start = plan.rows(position), int(plan.before[position])
+        rows = plan.rows(position)
+        start = int(plan.before[position])
         steps = np.concatenate([[0], np.cumsum(rows.lengths)])
         sizes = tuple(np.diff(steps[np.searchsorted(rows.lanes, self._bounds)]).tolist())
         shards = cut(sizes, split_range(self.shards, self.world.size, self.world.rank))
-        samples, is_last = int(steps[-1]), position + 1 == self.steps
+        samples = int(steps[-1])
+        is_last = position + 1 == self.steps
         return MiniBatch(epoch, position, start, samples, sizes, shards, is_last=is_last), rows
 
     def _plan_of(self, epoch: int) -> LanePlan:
@@ -264,7 +278,9 @@ class SequenceBatches(Batches):
 
     def _positions(self, epoch: int, start: int, number: int) -> torch.Tensor:
         """The places of time steps in the sequences, one after the other; see `indices`."""
-        plan, found, have = self._plan_of(epoch), [np.empty(0, dtype=np.int64)], 0
+        plan = self._plan_of(epoch)
+        found = [np.empty(0, dtype=np.int64)]
+        have = 0
         offsets = np.cumsum(self._lanes.lengths) - self._lanes.lengths
         position = int(np.searchsorted(plan.before, start, side="right")) - 1
         skipped = start - int(plan.before[position])
@@ -272,7 +288,8 @@ class SequenceBatches(Batches):
             rows = plan.rows(position)
             first = (offsets[rows.sequences] + rows.starts).tolist()
             found += [np.arange(at, at + count) for at, count in zip(first, rows.lengths.tolist(), strict=True)]
-            have, position = have + int(rows.lengths.sum()), position + 1
+            have = have + int(rows.lengths.sum())
+            position = position + 1
         return torch.from_numpy(np.concatenate(found)[skipped : skipped + number])
 
     @property

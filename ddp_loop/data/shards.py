@@ -30,7 +30,8 @@ def split_sizes(total: int, parts: int) -> tuple[int, ...]:
         ValueError: `total` is negative, or `parts` is less than 1.
         TypeError: one of them is not a whole number.
     """
-    total, parts = index(total), index(parts)
+    total = index(total)
+    parts = index(parts)
     if parts < 1 or total < 0:
         raise ValueError(f"split_sizes divides 0 or more items into 1 or more parts. Got {total} into {parts}.")
     size, remainder = divmod(total, parts)

@@ -107,7 +107,10 @@ class Division:
     """
 
     def __init__(self, shards: int | None, ranks: int, rank: int, shares: Any = None, *, deals: bool = False) -> None:
-        self._is_fixed, self._ranks, self._rank, self._deals = shards is not None, ranks, rank, deals
+        self._is_fixed = shards is not None
+        self._ranks = ranks
+        self._rank = rank
+        self._deals = deals
         self.shards = ranks if shards is None else shards
         is_measured = isinstance(shares, str) and shares == MEASURED
         given = None if shares is None or is_measured else check_shares(shares, ranks)

@@ -119,7 +119,8 @@ class _PrivateStreams:
     """Random states that continue from one `using` to the next, apart from those of the process."""
 
     def __init__(self, key: int, device: torch.device | None) -> None:
-        self._key, self._device = key, device
+        self._key = key
+        self._device = device
         self._kept: tuple[Any, ...] | None = None
 
     @contextmanager
@@ -141,7 +142,9 @@ class StreamReader:
     """
 
     def __init__(self, cut: StreamBatcher, seed: int, places: Places) -> None:
-        self._cut, self._seed, self._places = cut, seed, places
+        self._cut = cut
+        self._seed = seed
+        self._places = places
         if isinstance(cut.source, Iterator):
             raise TypeError(
                 f"A stream must restart in every epoch. Got {type(cut.source).__name__}, which can be iterated once. "
@@ -159,7 +162,8 @@ class StreamReader:
             ValueError: the stream gives no mini-batch, as one that does not restart.
         """
         key = stream_key(self._seed, SAMPLE, epoch)
-        this_pass, found = replace(self._cut, key=key), False
+        this_pass = replace(self._cut, key=key)
+        found = False
         own = _PrivateStreams(key, self._cut.device)
         if hasattr(this_pass.source, "set_epoch"):
             with own.using():
@@ -183,6 +187,7 @@ class StreamReader:
         """The mini-batches of an epoch, counted from 1, from position `start` on, with this rank's data."""
         for position, piece in enumerate(self(epoch - 1)):
             if position >= start:
-                begin, sizes = position * self._cut.batch_size, self._cut.division.sizes(piece.samples)
+                begin = position * self._cut.batch_size
+                sizes = self._cut.division.sizes(piece.samples)
                 more = piece.last, piece.first, piece.digest
                 yield MiniBatch(epoch, position, begin, piece.samples, sizes, piece.shards, *more), piece.data

@@ -39,8 +39,11 @@ class Draws:
     """
 
     def __init__(self, seed: int, epoch: int, samples: torch.Tensor, device: torch.device) -> None:
-        self._seed, self._epoch, self._calls = seed, epoch - 1, 0
-        self._samples, self._device = samples, device
+        self._seed = seed
+        self._epoch = epoch - 1
+        self._calls = 0
+        self._samples = samples
+        self._device = device
 
     def _bits(self, shape: tuple[int, ...]) -> torch.Tensor:
         """64 random bits for each element, (n, *shape) int64."""
@@ -77,7 +80,8 @@ class Draws:
             `(n, *shape)` float32.
         """
         bits = self._bits(shape)
-        one, other = logical_shift(bits, 40).float(), (bits & 0xFFFFFF).float()
+        one = logical_shift(bits, 40).float()
+        other = (bits & 0xFFFFFF).float()
         radius = torch.sqrt(-2.0 * torch.log((one + 1.0) * 2.0**-24))  # of (0, 1]
         return mean + deviation * radius * torch.cos(other * (2.0 * math.pi * 2.0**-24))
 
@@ -159,7 +163,8 @@ class Transform:
             changed = self.change(data, draws)
         after = _lengths(changed)
         if len(after) != len(before):  # then only the first parts are comparable
-            before, after = before[:1], after[:1] or [None]
+            before = before[:1]
+            after = after[:1] or [None]
         for part, (length, now) in enumerate(zip(before, after, strict=False)):
             if length == len(samples) != now:
                 where = f" in part {part + 1}" if part else ""

@@ -111,8 +111,10 @@ def library_versions() -> dict[str, str]:
 def _inverse_affine(angle: float, scale: float, right: float, down: float) -> tuple[float, ...]:
     """(a, b, c, d, e, f): (x, y) of the doubled image is (a x + b y + c, d x + e y + f) of the glyph."""
     step = FINE / 2 / scale
-    cosine, sine = math.cos(math.radians(angle)) * step, math.sin(math.radians(angle)) * step
-    x, y = SIDE + 2 * right, SIDE + 2 * down
+    cosine = math.cos(math.radians(angle)) * step
+    sine = math.sin(math.radians(angle)) * step
+    x = SIDE + 2 * right
+    y = SIDE + 2 * down
     middle = GLYPH_SIDE / 2
     return cosine, -sine, middle - cosine * x + sine * y, sine, cosine, middle - sine * x - cosine * y
 

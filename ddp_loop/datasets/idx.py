@@ -94,7 +94,8 @@ def _read_values(stream: BufferedIOBase, expected: int) -> tuple[bytearray, int,
 
     Memory grows with the bytes read, not with `expected`; excess bytes are counted, but not kept.
     """
-    values, found = bytearray(), 0
+    values = bytearray()
+    found = 0
     try:
         while chunk := stream.read1(_CHUNK):
             values += chunk[: max(0, expected - found)]
@@ -128,7 +129,8 @@ def idx_folder(folder: str | os.PathLike[str]) -> tuple[LabelledImages, Labelled
     files = {(part, kind): _require_idx(folder, part, kind) for part in ("train", "t10k") for kind in _DIMENSIONS}
     values = {key: _read_bytes(path, _DIMENSIONS[key[1]]) for key, path in files.items()}
     for part in ("train", "t10k"):
-        images, labels = values[part, "images"], values[part, "labels"]
+        images = values[part, "images"]
+        labels = values[part, "labels"]
         if len(images) != len(labels):
             raise ValueError(
                 f"Each image must have a label. Got {len(images)} images in {files[part, 'images']} and "

@@ -55,7 +55,8 @@ class ImageFolder:
     def __init__(self, folder: str | os.PathLike[str], *, mode: str = "L", size: tuple[int, int] | None = None) -> None:
         _check_form(mode, size)
         _require_pillow()
-        self.mode, self.size = mode, size
+        self.mode = mode
+        self.size = size
         files = _images_of_classes(Path(folder))
         self.class_names = tuple(files)
         self.paths = tuple(path for paths in files.values() for path in paths)
@@ -162,7 +163,8 @@ def _images_below(folder: Path, above: tuple[str, ...] = ()) -> list[Path]:
 
 def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
     """The sub-folders and the images of a folder, in no order; links are followed."""
-    folders, images = [], []
+    folders = []
+    images = []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:

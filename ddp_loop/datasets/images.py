@@ -197,7 +197,8 @@ def _resized(pictures: torch.Tensor) -> torch.Tensor:
 
 
 def _stretched(pictures: torch.Tensor) -> torch.Tensor:
-    least, most = pictures.amin((1, 2, 3), keepdim=True), pictures.amax((1, 2, 3), keepdim=True)
+    least = pictures.amin((1, 2, 3), keepdim=True)
+    most = pictures.amax((1, 2, 3), keepdim=True)
     span = most - least  # about 1e-7, by rounding, for a uniform picture; 1 / 255 for two adjacent greys
     return torch.where(span > 1e-4, (pictures - least) / span, 0.0)
 

@@ -120,7 +120,8 @@ def _of_small(flats: list[torch.Tensor], weights: torch.Tensor, most: int) -> to
     for flat in flats:
         if group and size + len(flat) > most:
             sums.append(_of_group(group, weights))
-            group, size = [], 0
+            group = []
+            size = 0
         group.append(flat)
         size += len(flat)
     return torch.cat([*sums, _of_group(group, weights)]) * factor
@@ -160,7 +161,8 @@ def leaves(name: str, value: object) -> Iterator[tuple[str, Leaf]]:
 
 
 _memcmp = ctypes.PyDLL(None).memcmp
-_memcmp.argtypes, _memcmp.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memcmp.restype = ctypes.c_int
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -62,7 +62,8 @@ class NotebookCell:
     """A cell of the notebook whose kernel this process is."""
 
     def __init__(self) -> None:
-        self._key, self._is_shown = secrets.token_hex(8), False
+        self._key = secrets.token_hex(8)
+        self._is_shown = False
 
     def show(self, html: str, text: str, *, last: bool) -> None:
         """Show it in the place of what was shown before."""
@@ -84,7 +85,8 @@ class LaunchedCell:
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._key = descriptor, secrets.token_hex(8)
+        self._descriptor = descriptor
+        self._key = secrets.token_hex(8)
 
     def show(self, html: str, text: str, *, last: bool) -> None:
         """Send it; a view that finds no room is left out, since another one follows."""

@@ -66,7 +66,9 @@ class Collectives:
     """
 
     def __init__(self, backends: Backends | None, store: RankStore, timeout_s: float) -> None:
-        self._backends, self._store, self._timeout_s = backends, store, timeout_s
+        self._backends = backends
+        self._store = store
+        self._timeout_s = timeout_s
         self.waits = ""
         self.under_way: dict[Work, Backend] = {}
         self._looks = self._parted = 0  # in this wait; those in a row with the next rank in another one
@@ -104,7 +106,9 @@ class Collectives:
 
     @contextmanager
     def _waiting(self, waits: str) -> Iterator[None]:
-        self.waits, self._looks, self._parted = waits, 0, 0  # an interrupt may have ended the wait before
+        self.waits = waits
+        self._looks = 0
+        self._parted = 0  # an interrupt may have ended the wait before
         try:
             yield
         except Parted:
@@ -118,7 +122,8 @@ class Collectives:
 
     def is_in_vain(self) -> bool:
         """Whether a rank failed, waits elsewhere, or takes too long; called during a wait."""
-        now, kind = time.monotonic(), "step" if self.waits == STEP else "other"
+        now = time.monotonic()
+        kind = "step" if self.waits == STEP else "other"
         if not self._looks:
             self._deadline = now + self._timeout_s - LOOK_S
         if self._store.has_failure() or now > self._deadline:
@@ -202,7 +207,8 @@ class Collectives:
 
     def gather(self, value: Value, what: str, where: RankStatus) -> list[Value]:
         """Every rank's `value`, in rank order."""
-        kind, word = f"a gather of {what}", to_bytes(value)
+        kind = f"a gather of {what}"
+        word = to_bytes(value)
         lengths = self._check_alignment(kind, where, len(word))
         room = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         room[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8)

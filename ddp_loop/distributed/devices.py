@@ -53,7 +53,8 @@ def read_rank_env(environment: Mapping[str, str]) -> RankEnv:
             f"RANK and WORLD_SIZE must both be set, or neither. {there[0]}={environment[there[0]]} is set and "
             f"{missing} is not. Start with torchrun, or unset {there[0]}."
         )
-    rank, size = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
+    rank = _number(environment, "RANK", 0)
+    size = _number(environment, "WORLD_SIZE", 1)
     if not 0 <= rank < size:
         raise ValueError(
             f"RANK must be in 0 .. WORLD_SIZE-1. Got RANK={rank}, WORLD_SIZE={size}. Start with torchrun or unset both."

@@ -33,7 +33,9 @@ class PeerFailed(RuntimeError):
 
     def __init__(self, message: str, rank: int | None = None, stage: str = "", step: int = 0) -> None:
         super().__init__(message)
-        self.rank, self.stage, self.step = rank, stage, step
+        self.rank = rank
+        self.stage = stage
+        self.step = step
 
     @property
     def summary(self) -> str:
@@ -73,12 +75,14 @@ class PeerGone(RuntimeError):
 
     def __init__(self, rank: int, where: RankStatus) -> None:
         super().__init__(f"rank {rank} has closed its connection")
-        self.rank, self.where = rank, where
+        self.rank = rank
+        self.where = where
 
 
 def shorten(error: PeerFailed) -> PeerFailed:
     """Leave the script's own lines in the traceback of a rank whose peer failed, and nothing that gloo raised."""
-    error.__cause__, error.__suppress_context__ = None, True
+    error.__cause__ = None
+    error.__suppress_context__ = True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         if trace.tb_next.tb_frame.f_globals.get("__name__", "").startswith("ddp_loop."):

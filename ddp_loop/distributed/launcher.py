@@ -50,7 +50,9 @@ class RankFailed(RuntimeError):
 
     def __init__(self, message: str, rank: int, traceback: str, died: bool = False) -> None:
         super().__init__(message, rank, traceback, died)
-        self.rank, self.traceback, self.died = rank, traceback, died
+        self.rank = rank
+        self.traceback = traceback
+        self.died = died
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -111,7 +113,8 @@ class Pool:
     def __init__(self, size: int, environment: Mapping[str, str] | None = None) -> None:
         if size < 1:
             raise ValueError(f"There must be at least 1 rank. Got {size}.")
-        self.size, self._variables = size, dict(environment or {})
+        self.size = size
+        self._variables = dict(environment or {})
         self._workers: dict[int, Worker] = {}
         self._turn = threading.Lock()
         self._closed = False
@@ -207,7 +210,8 @@ class Pool:
         answers: dict[int, Answer] = {}
         late = f"did not return within {timeout_s} s"
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
-        waiting, has_failed = set(ranks), False
+        waiting = set(ranks)
+        has_failed = False
         while waiting and (left := deadline - time.monotonic()) > 0:
             wait_for_any([self._workers[rank] for rank in waiting], left)
             for rank in sorted(waiting):
@@ -252,7 +256,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         RuntimeError: it ended by `sys.exit` with an error.
     """
     before = sys.argv, list(sys.path)
-    sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).resolve().parent)]
+    sys.argv = [script, *arguments]
+    sys.path[:0] = [str(Path(script).resolve().parent)]
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ending:
@@ -312,7 +317,8 @@ def _results(answers: dict[int, Answer]) -> list[Any]:
     Raises:
         RankFailed: there is a failure among the answers.
     """
-    results, failures = [], {}
+    results = []
+    failures = {}
     for rank, answer in sorted(answers.items()):
         if isinstance(answer, Failure):
             failures[rank] = answer

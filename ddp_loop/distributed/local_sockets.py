@@ -74,7 +74,8 @@ class Listener:
     """
 
     def __init__(self) -> None:
-        self.name, self.token = secrets.token_hex(16), secrets.token_hex(16)
+        self.name = secrets.token_hex(16)
+        self.token = secrets.token_hex(16)
         self._socket = _new_socket()
         self._socket.bind(_address(self.name))
         self._socket.listen(_BACKLOG)
@@ -88,7 +89,9 @@ class Listener:
         Raises:
             TimeoutError: a rank does not connect before the deadline, on time.monotonic().
         """
-        missing, found, pending = set(ranks), dict[int, socket.socket](), list[socket.socket]()
+        missing = set(ranks)
+        found = dict[int, socket.socket]()
+        pending = list[socket.socket]()
         try:
             while missing:
                 left = deadline - time.monotonic()
@@ -258,7 +261,8 @@ class LocalPeers:
         except BlockingIOError:
             return None
         except OSError:
-            size, attached = 0, []
+            size = 0
+            attached = []
         descriptors = [number for level, kind, data in attached for number in _descriptors(level, kind, data)]
         if size < _FORM.size:
             for number in descriptors:

@@ -104,7 +104,8 @@ def _refusal_of_devices(every: list[dict[str, Any]]) -> str:
 
 def _own_host() -> str:
     """Where this rank is, by name and by the address from which it reaches the launcher's store."""
-    name, address = socket.gethostname(), ""
+    name = socket.gethostname()
+    address = ""
     with suppress(OSError, ValueError):
         target = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", ""))
         family, kind, *_, end = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]

@@ -63,7 +63,10 @@ class Meeting:
     __slots__ = ("_then", "header", "headers", "is_over", "stage", "what")
 
     def __init__(self, header: Header, what: str, then: Then | None = None) -> None:
-        self.header, self.stage, self.what, self._then = header, header.stage, what, then
+        self.header = header
+        self.stage = header.stage
+        self.what = what
+        self._then = then
         self.headers: dict[int, Header] = {}
         self.is_over = False
 
@@ -81,7 +84,8 @@ class Meeting:
     def rows(self) -> list[tuple[int, ...]]:
         """The numbers of all ranks, in rank order."""
         own = self.header
-        size, count = len(self.headers) + 1, own.length
+        size = len(self.headers) + 1
+        count = own.length
         found = {**self.headers, next(rank for rank in range(size) if rank not in self.headers): own}
         return [found[rank].words[:count] for rank in range(size)]
 
@@ -90,7 +94,8 @@ class Meeting:
         self.headers = headers
         if self._then is not None:
             self._then(self, in_vain)
-        self._then, self.is_over = None, True
+        self._then = None
+        self.is_over = True
 
 
 class Meetings:
@@ -114,9 +119,13 @@ class Meetings:
         where: Callable[[], RankStatus],
         in_vain: Callable[[], bool],
     ) -> None:
-        self.rank, self.size, self._first = rank, len(arenas), first
-        self._peers, self._arenas = peers, [one.bytes for one in arenas]
-        self._where, self.in_vain = where, in_vain
+        self.rank = rank
+        self.size = len(arenas)
+        self._first = first
+        self._peers = peers
+        self._arenas = [one.bytes for one in arenas]
+        self._where = where
+        self.in_vain = in_vain
         self.others = [other for other in range(self.size) if other != rank]
         self._sequence = 0
         self._open: dict[int, Meeting] = {}  # operations whose values in arenas this rank may still read
@@ -159,10 +168,14 @@ class Meetings:
             reads: whether it reads values from arenas.
         """
         offset = self._put(values) if values else 0
-        completed, self._sequence = self._completed, self._sequence + 1
+        completed = self._completed
+        self._sequence = self._sequence + 1
         digest = _digest(what, dtype, layout)
-        where, number, files = self._where(), self._sequence, len(descriptors)
-        at, step = _NUMBER_OF.get(where.stage, 0), where.step
+        where = self._where()
+        number = self._sequence
+        files = len(descriptors)
+        at = _NUMBER_OF.get(where.stage, 0)
+        step = where.step
         header = Header(ARRIVED, kind, files, digest, number, length, offset, completed, at, step, words)
         meeting = Meeting(header, what, then)
         if reads:
@@ -327,9 +340,11 @@ class Meetings:
 
     def _claim(self, size: int) -> int:
         """A part of the arena that no rank reads any more. See [Note: Using memory again]."""
-        size, regions = aligned(size), self._regions
+        size = aligned(size)
+        regions = self._regions
         start = self._head if self._head + size <= ARENA_BYTES else 0
-        end, known = start + size, min([self._completed, *self._done.values()])
+        end = start + size
+        known = min([self._completed, *self._done.values()])
         while regions and regions[0][0] <= known:
             regions.popleft()
         if needed := max((one for one, first, last in regions if first < end and start < last), default=0):
@@ -368,4 +383,5 @@ class Meetings:
         for number in [number for numbers in self._attached.values() for number in numbers]:
             os.close(number)
         self._attached.clear()
-        self._arenas, self._views = [], {}  # a loop that is kept holds them otherwise
+        self._arenas = []
+        self._views = {}  # a loop that is kept holds them otherwise

@@ -55,7 +55,8 @@ class MemoryBackend(Meetings):
 
     def start_settling(self) -> Meeting | None:
         """Start to wait until no rank reads this one's buckets."""
-        last, self.unsettled = self.unsettled, None
+        last = self.unsettled
+        self.unsettled = None
         return None if last is None else self.again(last, COPIED)
 
     def _in_parts(self, tensor: torch.Tensor, start: Callable[[slice], Meeting]) -> Then:

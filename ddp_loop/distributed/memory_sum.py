@@ -40,7 +40,10 @@ class MemoryFlatSum:
     folds_early = False
 
     def __init__(self, meetings: Meetings, order: PieceOrder, length: int, dtype: torch.dtype) -> None:
-        self._meetings, self._order, self._length, self._dtype = meetings, order, length, dtype
+        self._meetings = meetings
+        self._order = order
+        self._length = length
+        self._dtype = dtype
         self._rows = [max(1, pieces) for pieces in order.pieces]  # a rank without shards sends -0.0, with the tail
         self._real, self._count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
         self._size = self._count * self._real.itemsize
@@ -88,7 +91,8 @@ class MemoryFlatSum:
             self._meeting = None
             return None
         first, end = self._slice(self._meetings.rank)
-        own, (pieces, others) = self._sent[0], self._in_order(rows)
+        own = self._sent[0]
+        (pieces, others) = self._in_order(rows)
         if len(pieces) == 2 and not others:
             torch.add(pieces[0][first:end], pieces[1][first:end], out=own[first:end])
         else:
@@ -96,7 +100,10 @@ class MemoryFlatSum:
         return self._meetings.again(meeting, REDUCED)
 
     def collect(self) -> None:
-        meeting, own, self._meeting, self._sent = self._meeting, self._sent[0], None, []
+        meeting = self._meeting
+        own = self._sent[0]
+        self._meeting = None
+        self._sent = []
         if meeting is None:
             return
         for rank, header in meeting.headers.items():
@@ -128,7 +135,8 @@ class MemoryFlatSum:
 
     def _map(self, meeting: Meeting, rank: int) -> bool:
         """Map the segment that a rank sent, if it did; returns whether that worked."""
-        header, descriptors = meeting.headers[rank], self._meetings.attached(meeting, rank)
+        header = meeting.headers[rank]
+        descriptors = self._meetings.attached(meeting, rank)
         try:
             for descriptor in descriptors:
                 segment = Segment(descriptor)
@@ -140,7 +148,9 @@ class MemoryFlatSum:
 
     def _slice(self, rank: int) -> tuple[int, int]:
         """The first and the end of the values that a rank adds up."""
-        lines, size, each = -(-self._size // _SLICE_BYTES), self._meetings.size, _SLICE_BYTES // self._real.itemsize
+        lines = -(-self._size // _SLICE_BYTES)
+        size = self._meetings.size
+        each = _SLICE_BYTES // self._real.itemsize
         return min(rank * lines // size * each, self._count), min((rank + 1) * lines // size * each, self._count)
 
     def _in_order(self, rows: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -175,5 +185,6 @@ class MemoryFlatSum:
             pieces, others = self._in_order(rows)
             add_pieces(pieces, self._order.last_merges, others, own[0])
 
-        size, layout = count * self._real.itemsize, self._order.pieces
+        size = count * self._real.itemsize
+        layout = self._order.pieces
         return self._meetings.meet(FLAT, size, STEP, self._real, own, layout=layout, then=add, reads=True)

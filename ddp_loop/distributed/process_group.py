@@ -68,7 +68,8 @@ class ProcessGroups:
         where: Callable[[], RankStatus],
         in_vain: Callable[[], bool],
     ) -> None:
-        self._timeout, self._place = timedelta(seconds=timeout_s), place
+        self._timeout = timedelta(seconds=timeout_s)
+        self._place = place
         self._hosts: list[str] = []
         self._owns = not dist.is_initialized()
         self.connections: dict[int, str] = {}  # by which this rank sees that a peer has ended
@@ -90,7 +91,8 @@ class ProcessGroups:
         self.store = own_keys(dist.distributed_c10d._get_default_store(), place.rank)
         self._count = _counter(default, device)
         self._made: list[dist.ProcessGroup] = []
-        self.exchange, self.why_gloo = exchange, ""
+        self.exchange = exchange
+        self.why_gloo = ""
         self.memory: MemoryBackend | None = None
         try:
             self.memory, machines = self._meet(place, device, exchange, timeout_s, where, in_vain)
@@ -124,7 +126,8 @@ class ProcessGroups:
                 raise RuntimeError(
                     f'exchange="memory" needs shared memory between all ranks. {no} Pass exchange="auto".'
                 ) from no
-            self.exchange, self.why_gloo = "gloo", str(no)
+            self.exchange = "gloo"
+            self.why_gloo = str(no)
             return None, []
         except RuntimeError as error:
             raise _not_all_came(place, timeout_s, error) from error
@@ -152,7 +155,8 @@ class ProcessGroups:
             leaders = GlooBackend(self._make_group(place, timeout_s, starts)) if place.rank in starts else None
             return TwoLevelBackend(memory, leaders, machines, place.rank)
 
-        host, others = make(), make()
+        host = make()
+        others = make()
         if has_own:
             return Backends(host, TorchBackend(default), others)
         if accelerator.is_host or memory is None:

@@ -52,14 +52,16 @@ def report_to_launcher(error: BaseException, where: RankStatus) -> None:
 
     A `PeerFailed` and a `sys.exit` are reported to `run` alone: torchrun would take the former for the culprit's.
     """
-    is_peer, is_alone = isinstance(error, PeerFailed), getattr(report_to_launcher, "is_alone", False)
+    is_peer = isinstance(error, PeerFailed)
+    is_alone = getattr(report_to_launcher, "is_alone", False)
     is_exit = isinstance(error, SystemExit) and error.code not in (None, 0)
     if not (isinstance(error, Exception) or is_exit) or ((is_peer or is_exit) and not is_alone):
         return
     text = error.summary if isinstance(error, PeerFailed) else "".join(traceback.format_exception(error))
     line = error.summary if isinstance(error, PeerFailed) else format_error(error)
     if isinstance(error, SystemExit):  # the launcher may end this process before its code is seen
-        text, line = "", f"ended with exit code {error.code if isinstance(error.code, int) else 1}"
+        text = ""
+        line = f"ended with exit code {error.code if isinstance(error.code, int) else 1}"
     leave_error(error, line, text, is_shown=not is_alone, where=str(where), is_peer=is_peer)
 
 

@@ -225,7 +225,8 @@ class ReplicaCheck:
     """
 
     def __init__(self, state: Mapping[str, object], world: World, interval: int, rules: Mapping[str, str]) -> None:
-        self._state, self._world = state, world
+        self._state = state
+        self._world = world
         self._interval = interval if world.size > 1 else 0
         self._without = own_names(state, [name for name, rule in rules.items() if rule == "local"])
         self._pending: _ReplicaDigest | None = None
@@ -244,7 +245,8 @@ class ReplicaCheck:
             ReplicaMismatch: the tensors differ between ranks; on every rank, with the names of rank and tensor.
         """
         self.check_pending()
-        made, self._folds = self._folds, self._folds + 1
+        made = self._folds
+        self._folds = self._folds + 1
         if self._interval and (iteration % self._interval == 0 or made in _FIRST):
             self._snapshot(f"At the fold of step {iteration}")
             if not self._world.accelerator.is_asynchronous:
@@ -283,7 +285,8 @@ class ReplicaCheck:
             self._check_pending()
 
     def _check_pending(self) -> None:
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         said = _difference(pending, self._world)
         if pending is not None and said is not None:
             raise ReplicaMismatch(

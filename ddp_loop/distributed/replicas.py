@@ -169,7 +169,8 @@ def check_structure(tensors: Mapping[str, torch.Tensor], world: World, what: str
                 "or write them out. A set has another order in each process."
             )
         name = differing[0]
-        here, there = forms.get(name, "nothing"), other.get(name, "nothing")
+        here = forms.get(name, "nothing")
+        there = other.get(name, "nothing")
         raise ValueError(
             f"The state must have the same structure on every rank. {name} is {here} on rank {world.rank} and "
             f"{there} on rank {rank} (shape, dtype, strides). Build the same model on all ranks."

@@ -73,7 +73,8 @@ class Segment:
 
     def close(self) -> None:
         """Close the descriptor; the memory stays as long as tensors use it."""
-        descriptor, self.descriptor = self.descriptor, -1
+        descriptor = self.descriptor
+        self.descriptor = -1
         if descriptor >= 0:
             with suppress(OSError):
                 os.close(descriptor)

@@ -33,17 +33,20 @@ class StopRequests:
     """
 
     def __init__(self) -> None:
-        self.has_followed, self._followed_at = False, 0.0
+        self.has_followed = False
+        self._followed_at = 0.0
         self._interrupts: list[float] = []
 
     def begin(self) -> None:
         """Begin a loop, and forget requests that were followed."""
         if self.has_followed:
-            self.has_followed, self._interrupts = False, []
+            self.has_followed = False
+            self._interrupts = []
 
     def follow(self) -> None:
         """Note that all ranks have stopped."""
-        self.has_followed, self._followed_at = True, time.monotonic()
+        self.has_followed = True
+        self._followed_at = time.monotonic()
 
     def meaning_of(self, number: int) -> Literal["nothing", "stop", "interrupt", "exit"]:
         """What to do about a signal of `REQUESTS` that has just arrived."""

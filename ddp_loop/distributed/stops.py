@@ -51,7 +51,8 @@ class Stops:
     """
 
     def __init__(self, place: RankEnv, gather: Callable[[], Sequence[str | None]]) -> None:
-        self._place, self._gather = place, gather
+        self._place = place
+        self._gather = gather
         self.watchdog: Watchdog | None = None
         self._loops: list[Stoppable] = []  # those with handlers, the innermost last
         self._has_begun = False  # whether any loop had handlers, on every rank alike
@@ -83,7 +84,8 @@ class Stops:
             if loop not in self._loops:
                 self._loops.append(loop)
             self._has_begun = True
-            self.watchdog.look_for_stop, self.watchdog.say = self._look, self._say
+            self.watchdog.look_for_stop = self._look
+            self.watchdog.say = self._say
             self.watchdog.install_stop_handlers()
 
     def restore_handlers(self, loop: Stoppable) -> None:
@@ -111,7 +113,8 @@ class Stops:
         for loop in reversed(self._loops):
             if loop is not inner:
                 loop.stop_here(why)
-        self._asked, self._why = None, why
+        self._asked = None
+        self._why = why
         if self.watchdog is not None:
             self.watchdog.stop_followed()
         return why

@@ -60,7 +60,10 @@ class RankStore:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, hosts: Sequence[str] = ()) -> None:
-        self._store, self._rank, self._size, self._hosts = store, rank, size, hosts
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._hosts = hosts
         self.names = [f"rank {one}{hosts[one] if hosts else ''}" for one in range(size)]
         self._stops = self._numbers = 0  # followed requests, and numbers given out
 

@@ -32,7 +32,9 @@ class TorchBackend:
     holds_up_host = False  # in `wait`
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.rank, self.size = group, group.rank(), group.size()
+        self._group = group
+        self.rank = group.rank()
+        self.size = group.size()
 
     def start_numbers(self, numbers: Sequence[int], what: str) -> TorchNumbers:
         part = torch.tensor(numbers, device="cpu")
@@ -77,7 +79,8 @@ class TorchNumbers:
     """Integers of all ranks under way."""
 
     def __init__(self, work: Work, whole: torch.Tensor) -> None:
-        self._work, self._whole = work, whole
+        self._work = work
+        self._whole = whole
         self.is_completed = work.is_completed
 
     def wait(self, timeout: timedelta | None = None, /) -> bool:
@@ -93,9 +96,12 @@ class TorchFlatSum:
     def __init__(
         self, backend: TorchBackend, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._backend, self._order = backend, order
+        self._backend = backend
+        self._order = order
         self.folds_early = not (order.is_any or backend.holds_up_host)
-        self._length, self._dtype, self._device = length, dtype, device
+        self._length = length
+        self._dtype = dtype
+        self._device = device
         self._rows = [max(1, pieces) for pieces in order.pieces]  # a rank without shards sends -0.0, with the tail
         owners = [bool(pieces) for pieces, rows in zip(order.pieces, self._rows, strict=True) for _ in range(rows)]
         self._pieces = [place for place, has_shards in enumerate(owners) if has_shards]
@@ -112,7 +118,8 @@ class TorchFlatSum:
     def arrive(self, rows: Sequence[torch.Tensor]) -> Work:
         if self._order.is_any:
             return self._backend.start_sum(rows[0], STEP)
-        self._flat, ranks = rows[0], self._backend.size
+        self._flat = rows[0]
+        ranks = self._backend.size
         parts = [row.view(ranks, -1) for row in rows]
         self._sent = torch.stack(parts, 1).view(ranks * len(rows), -1) if len(rows) > 1 else parts[0]
         if self._received is None:

@@ -49,7 +49,8 @@ def tree_of(last_merges: Sequence[int]) -> Node | None:
     for piece, merges in enumerate(last_merges):
         nodes.append(Node(piece, piece + 1))
         for _ in range(merges):
-            right, left = nodes.pop(), nodes.pop()
+            right = nodes.pop()
+            left = nodes.pop()
             nodes.append(Node(left.first, right.end, (left, right)))
     return nodes[0] if nodes else None
 
@@ -101,11 +102,13 @@ def machine_order(order: PieceOrder, machines: Sequence[range], own: int) -> Mac
     starts = [sum(order.pieces[:rank]) for rank in range(len(order.pieces) + 1)]
     tree = tree_of(order.last_merges)
     sent = [list(nodes_inside(tree, starts[ranks.start], starts[ranks.stop])) for ranks in machines]
-    orders, rows = [], []
+    orders = []
+    rows = []
     for node in sent[own]:
         parts = []
         for rank in machines[own]:
-            low, high = max(node.first, starts[rank]), min(node.end, starts[rank + 1])
+            low = max(node.first, starts[rank])
+            high = min(node.end, starts[rank + 1])
             parts.append(slice(low - starts[rank], max(low, high) - starts[rank]))
         counts = tuple(part.stop - part.start for part in parts)
         orders.append(Order(counts, tuple(merges_of(node, ()))))
@@ -120,7 +123,9 @@ class Stages:
     """An operation under way: a first part that has begun, and the rest, which is done in the wait."""
 
     def __init__(self, first: Work, rest: Rest) -> None:
-        self.first, self.rest, self._is_over = first, rest, False
+        self.first = first
+        self.rest = rest
+        self._is_over = False
 
     def is_completed(self) -> bool:
         return self._is_over
@@ -156,7 +161,9 @@ class TwoLevelBackend:
     """
 
     def __init__(self, local: MemoryBackend, leaders: GlooBackend | None, machines: Sequence[range], rank: int) -> None:
-        self.local, self._leaders, self.machines = local, leaders, machines
+        self.local = local
+        self._leaders = leaders
+        self.machines = machines
         self.own = next(number for number, ranks in enumerate(machines) if rank in ranks)
         self.size = machines[-1].stop
 
@@ -238,7 +245,8 @@ class TwoLevelFlatSum:
     def __init__(
         self, backend: TwoLevelBackend, leaders: GlooBackend | None, order: PieceOrder, length: int, dtype: torch.dtype
     ) -> None:
-        self._local, self._dtype = backend.local, dtype
+        self._local = backend.local
+        self._dtype = dtype
         real, count = (dtype.to_real(), 2 * length) if dtype.is_complex else (dtype, length)
         cut = machine_order(order, backend.machines, backend.own)
         ranks = len(backend.machines[backend.own])

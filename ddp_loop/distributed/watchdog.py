@@ -69,15 +69,19 @@ class Watchdog:
     _hook_before: ClassVar[Callable[[Any], Any]] = sys.unraisablehook
 
     def __init__(self, store: RankStore, rank: int, where: Callable[[], RankStatus]) -> None:
-        self._store, self._rank, self._where = store, rank, where
+        self._store = store
+        self._rank = rank
+        self._where = where
         self.stop: str | None = None
         self.look_for_stop: Callable[[], str | None] = lambda: None
-        self.requests, self.terminated = StopRequests(), threading.Event()
+        self.requests = StopRequests()
+        self.terminated = threading.Event()
         self.say: Callable[[str], None] = lambda line: None
         self._main = threading.get_ident()
         self._pending: BaseException | None = None  # what the interrupted main thread is to raise
         self._leaving = self._fails = self._answered = False
-        self._deadline, self._exit = float("inf"), (1, "")
+        self._deadline = float("inf")
+        self._exit = (1, "")
         self._interrupt_at = float("inf")
         self._kept_s = 0.0  # how long the thread was kept from running; it alone changes this
         self._seen_news = 0
@@ -94,7 +98,8 @@ class Watchdog:
         if _INTERRUPT is not None and threading.current_thread() is threading.main_thread():
             if not Watchdog._open:
                 Watchdog._handler_before = signal.signal(_INTERRUPT, _interrupted)
-                Watchdog._hook_before, sys.unraisablehook = sys.unraisablehook, _ignored
+                Watchdog._hook_before = sys.unraisablehook
+                sys.unraisablehook = _ignored
             Watchdog._open.append(self)
         self._thread.start()
 
@@ -155,7 +160,8 @@ class Watchdog:
 
     def raise_pending(self) -> None:
         """Raise in the main thread what it was interrupted for."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if isinstance(pending, KeyboardInterrupt):
             self._deadline = float("inf")  # it is raised below; a notebook continues after it
         if pending is not None and not self._leaving:
@@ -258,7 +264,8 @@ class Watchdog:
 
     def _limit(self, seconds: float, code: int, message: str) -> None:
         if (deadline := self._clock() + seconds) < self._deadline:
-            self._deadline, self._exit = deadline, (code, message)
+            self._deadline = deadline
+            self._exit = (code, message)
 
     def _end_process(self) -> None:
         code, message = self._exit

@@ -194,7 +194,8 @@ class Worker:
         """The outcome of the task; None while it runs."""
         word: Answer | None = self._receive()
         if word is not None:
-            self.working, self.spent = False, word.last
+            self.working = False
+            self.spent = word.last
         return word
 
     def _receive(self) -> Any:
@@ -219,12 +220,14 @@ class Worker:
             why = f"was stopped, as by SIGSTOP: it {headline}"
             return Failure(FailurePriority.STUCK, why, "(No stack. The process is stopped.)\n")
         self.send_signal(signal.SIGUSR1)
-        stack, timeout_s = b"", _STACK_S
+        stack = b""
+        timeout_s = _STACK_S
         while self._stacks.poll(timeout_s):
             chunk = os.read(self._stacks.fileno(), 1 << 16)
             if not chunk:
                 break
-            stack, timeout_s = stack + chunk, _STACK_SILENCE_S
+            stack = stack + chunk
+            timeout_s = _STACK_SILENCE_S
         text = stack.decode(errors="replace")
         blame = FailurePriority.STUCK_IN_COLLECTIVE if "torch/distributed" in text else FailurePriority.STUCK
         return Failure(blame, headline, text or "(No stack. The process is stuck in the kernel.)\n")

@@ -35,7 +35,8 @@ class WorkerSignals:
 
     def __init__(self, begin: Callable[[int], object] | None) -> None:
         self._begin = begin
-        self.has_workers, self._started = False, 0  # how many times; workers of an earlier time are not needed
+        self.has_workers = False
+        self._started = 0  # how many times; workers of an earlier time are not needed
         self._needed: ctypes.c_long = RawValue(ctypes.c_long, _NONE)
         if not _needed:  # a process that ends terminates its workers and waits for them
             util.Finalize(None, _release_all, exitpriority=100)
@@ -44,7 +45,8 @@ class WorkerSignals:
     @contextmanager
     def starting(self) -> Iterator[None]:
         """Start workers inside, which SIGINT and SIGTERM do not end if a loop takes them as requests."""
-        self.has_workers, self._started = True, self._started + 1
+        self.has_workers = True
+        self._started = self._started + 1
         self._needed.value = self._started if are_taken() else _NONE
         before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)  # until the workers have their handlers
         try:
@@ -54,7 +56,8 @@ class WorkerSignals:
 
     def release(self) -> None:
         """Let SIGTERM end the workers from now on."""
-        self.has_workers, self._needed.value = False, _NONE
+        self.has_workers = False
+        self._needed.value = _NONE
 
     def __call__(self, number: int) -> None:
         """Begin a worker; runs in it."""

@@ -53,20 +53,28 @@ class World:
     def __init__(
         self, place: RankEnv, device: torch.device, *, seed: int, threads: int, timeout_s: float, exchange: str = "auto"
     ) -> None:
-        self.rank, self.size = place.rank, place.size
-        self.device, self.accelerator, self.seed, self.timeout_s = device, accelerator_of(device), seed, timeout_s
+        self.rank = place.rank
+        self.size = place.size
+        self.device = device
+        self.accelerator = accelerator_of(device)
+        self.seed = seed
+        self.timeout_s = timeout_s
         self._closers: list[Callable[[], None]] = []
         self._refusal: str | None = None  # why no collective can run now
         self._busy: str | None = None  # why only those of the current step can run
         self._deferred: list[Callable[[], None]] = []  # to run before the next collective
-        self._firsts, self._threads_before = 0, torch.get_num_threads()
+        self._firsts = 0
+        self._threads_before = torch.get_num_threads()
         self._groups: ProcessGroups | None = None
         # A world of one has no groups and a store of its own.
         self._store = RankStore(dist.HashStore(), self.rank, self.size)
         self._collectives = Collectives(None, self._store, timeout_s)
         self._watchdog: Watchdog | None = None
         self.stops = Stops(place, lambda: self.gather(self.stops.asked, "requests to stop"))
-        self.stage, self.step, self.exchange, self.why_gloo = "", 0, "", ""
+        self.stage = ""
+        self.step = 0
+        self.exchange = ""
+        self.why_gloo = ""
         self.ended_by: BaseException | None = None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda result: None  # set by a loop
         self.explain: Callable[[BaseException], None] = lambda error: None  # adds a remedy; set by a loop that was left
@@ -102,7 +110,8 @@ class World:
         )
         self._store = groups.rank_store()
         self._collectives = Collectives(groups.backends, self._store, self.timeout_s)
-        self.exchange, self.why_gloo = groups.exchange, groups.why_gloo
+        self.exchange = groups.exchange
+        self.why_gloo = groups.why_gloo
         self.on_leaving(check_in_waits(lambda: self._collectives.check_peers(groups.has_lost_a_peer)))
 
     @property
@@ -425,7 +434,8 @@ class World:
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[None]:
         """Be in a stage inside the block, and stay in it where the block raises: a failed rank's error names it."""
-        before, self.stage = self.stage, stage
+        before = self.stage
+        self.stage = stage
         yield
         self.stage = before
 
@@ -434,7 +444,8 @@ class World:
         self._deferred.append(collective)
 
     def _run_deferred(self) -> None:
-        owed, self._deferred = self._deferred, []
+        owed = self._deferred
+        self._deferred = []
         for one in owed:
             one()
 

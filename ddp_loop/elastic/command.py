@@ -67,7 +67,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    parser.prog, parser.usage = "python -m ddp_loop run", _USAGE
+    parser.prog = "python -m ddp_loop run"
+    parser.usage = _USAGE
     parser.description = "Start a script on several ranks; the options are those of torchrun."
     # What follows SCRIPT is the script's. torchrun takes its `--run` for the start of one of its own options.
     parser.allow_abbrev = False
@@ -126,7 +127,9 @@ def _meet_here(options: argparse.Namespace) -> None:
     """
     if options.standalone or options.nnodes in ("1", "1:1"):
         options.rdzv_endpoint = f"{LOOPBACK}:{_own_port(options)}"
-        options.nnodes, options.node_rank, options.rdzv_backend = "1", 0, "static"
+        options.nnodes = "1"
+        options.node_rank = 0
+        options.rdzv_backend = "static"
         if options.rdzv_id == _NO_ID:
             options.rdzv_id = str(uuid.uuid4())
     if options.master_port is None:

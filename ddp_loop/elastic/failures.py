@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_RED, _PLAIN = "\x1b[31m", "\x1b[0m"
-_PEER_FAILED_EXIT, _UNSAVED_EXIT = 75, 74  # as in distributed/processes.py
+_RED = "\x1b[31m"
+_PLAIN = "\x1b[0m"
+_PEER_FAILED_EXIT = 75
+_UNSAVED_EXIT = 74  # as in distributed/processes.py
 
 
 @dataclass(frozen=True, slots=True)

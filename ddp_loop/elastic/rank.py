@@ -48,7 +48,8 @@ def run_as_main(words: Sequence[str]) -> None:
     loader = SourceFileLoader("__main__", path)
     code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
     module = ModuleType("__main__")
-    module.__file__, module.__loader__ = path, loader
+    module.__file__ = path
+    module.__loader__ = loader
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
@@ -94,7 +95,8 @@ def leave_error(
         where: the rank's stage, such as " in forward of step 12".
         is_peer: whether another rank failed.
     """
-    path, now = os.environ.get(_FILE), time.time()
+    path = os.environ.get(_FILE)
+    now = time.time()
     if not path:
         return
     facts: dict[str, object] = {"py_callstack": text[-_LETTERS:], "timestamp": str(int(now))}

@@ -39,7 +39,9 @@ class RankProcesses:
         self, context: Any, ranks: dict[int, int], describe: Callable[[RankProcesses], None], timeout_s: int
     ) -> None:
         self._context = context
-        self._ranks, self._describe, self._timeout_s = ranks, describe, timeout_s
+        self._ranks = ranks
+        self._describe = describe
+        self._timeout_s = timeout_s
         self._sent: dict[int, set[signal.Signals]] = {local: set() for local in ranks}
         self._stopped: set[int] = set()
         self._failures: dict[int, ProcessFailure] = {}

@@ -56,7 +56,11 @@ class StaticRendezvous(RendezvousHandler):
     """
 
     def __init__(self, host: str, port: int, rank: int, size: int, run_id: str, timeout_s: float) -> None:
-        self._host, self._port, self._rank, self._size, self._run_id = host, port, rank, size, run_id
+        self._host = host
+        self._port = port
+        self._rank = rank
+        self._size = size
+        self._run_id = run_id
         self._timeout = timedelta(seconds=timeout_s)
         self._store: dist.TCPStore | None = None
 
@@ -166,7 +170,8 @@ def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
     if backend == "static":
         host, port = parse_rendezvous_endpoint(parameters.endpoint, _DEFAULT_PORTS[backend])
         timeout_s = parameters.get_as_int("timeout", _STATIC_TIMEOUT_S)
-        rank, size = int(parameters.config["rank"]), parameters.max_nodes
+        rank = int(parameters.config["rank"])
+        size = parameters.max_nodes
         return StaticRendezvous(
             LOOPBACK if size == 1 else host, port, rank, size, parameters.run_id, float(timeout_s or 0)
         )

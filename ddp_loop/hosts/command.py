@@ -58,7 +58,8 @@ class Ranks:
     """
 
     def __init__(self, store: dist.Store, place: RankEnv) -> None:
-        self.store, self._place = store, place
+        self.store = store
+        self._place = place
         self.present = list(range(place.size))
 
     def gather(self, what: str, word: Any, limit_s: float) -> dict[int, Any]:

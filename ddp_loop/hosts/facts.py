@@ -21,7 +21,8 @@ from ddp_loop.distributed import RankEnv, machine_of
 
 _PACKAGE = Path(__file__).parents[1]
 _WHOLE = 64 * 2**20  # bytes of a file that are read whole
-_PIECES, _PIECE = 256, 64 * 2**10  # of a larger one: a number, and bytes
+_PIECES = 256
+_PIECE = 64 * 2**10  # of a larger one: a number, and bytes
 _FILES = 256  # of a folder, whose contents are read
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SHOWN = 12  # letters of a digest
@@ -64,7 +65,8 @@ def facts_of(place: RankEnv, run: Path | None, data: Path | None, script: Path |
         data: a file or a folder.
         script: of the run.
     """
-    problem, digests = "", {"code of ddp_loop": digest_of(_PACKAGE, "*.py", whole=True)}
+    problem = ""
+    digests = {"code of ddp_loop": digest_of(_PACKAGE, "*.py", whole=True)}
     for name, path in (("script", script), ("data", data)):
         if path is not None:
             try:
@@ -164,7 +166,9 @@ class SharedFolder:
     """
 
     def __init__(self, run: Path, token: str) -> None:
-        self._run, self._path, self._made = run, run / f".hosts-{token}", False
+        self._run = run
+        self._path = run / f".hosts-{token}"
+        self._made = False
 
     def write(self) -> str:
         """Write the file; rank 0 calls this. Returns why it cannot be written, or nothing."""

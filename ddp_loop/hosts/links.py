@@ -25,12 +25,16 @@ _SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 CONNECT_S = 5.0  # for a connection
 _ANSWER_S = 15.0  # for an answer on one
 _ROUND_TRIPS = 20
-_PROBE, _MOST, _LEAST_S = 2**18, 2**28, 0.3  # bytes of a first try, most bytes, and seconds to send
+_PROBE = 2**18
+_MOST = 2**28
+_LEAST_S = 0.3  # bytes of a first try, most bytes, and seconds to send
 _BLOCK = bytes(2**18)
 _COMMAND = struct.Struct("!cQ")
 _TIME = struct.Struct("!d")
 _HELLO = struct.Struct("!32sI")
-_PING, _TAKE, _GIVE = b"p", b"t", b"g"
+_PING = b"p"
+_TAKE = b"t"
+_GIVE = b"g"
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,8 @@ def measure(connection: socket.socket) -> Link:
     """
     trips = []
     for _ in range(_ROUND_TRIPS):
-        began, began_at = time.perf_counter(), time.time()
+        began = time.perf_counter()
+        began_at = time.time()
         other_at = _ask(connection, _PING, 0)
         trip_s = time.perf_counter() - began
         trips.append((trip_s, other_at - began_at - trip_s / 2))

@@ -173,7 +173,8 @@ def _slow(found: Findings, bounds: Bounds) -> Iterator[str]:
     usual = median(slowest.values()) if slowest else 0.0
     for (rank, other), link in sorted(found.links.items()):
         between = f"The link between {found.host(rank)} and {found.host(other)}"
-        rate, trip_ms = slowest[rank, other], 1000 * link.round_trip_s
+        rate = slowest[rank, other]
+        trip_ms = 1000 * link.round_trip_s
         if rate < bounds.gbit_s:
             yield (
                 f"{between} carries {rate:.3g} Gbit/s, less than {bounds.gbit_s:g}. Choose another interface by "

@@ -62,7 +62,10 @@ class AccessControl:
     """
 
     def __init__(self, app: App, token: str, hosts: Sequence[str], port: int, free: Collection[str]) -> None:
-        self._app, self._token, self._port, self._free = app, token.encode(), port, free
+        self._app = app
+        self._token = token.encode()
+        self._port = port
+        self._free = free
         self._hosts = {host.lower() for host in hosts}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -118,7 +121,8 @@ class AccessControl:
         """Whether //host:port is this server; a literal address must be that of the connection."""
         try:
             parts = urlsplit(place)
-            name, port = (parts.hostname or "").lower(), parts.port or 80
+            name = (parts.hostname or "").lower()
+            port = parts.port or 80
         except ValueError:
             return False
         if port != self._port or "@" in place or place.count("/") != 2:
@@ -136,11 +140,14 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.routing import Route
 
-TICK_S, QUIET_S = 1.0, 10.0  # between two looks of a stream; of silence before it sends a comment
-FEWEST, MOST = 50, 5000  # points of a curve
+TICK_S = 1.0
+QUIET_S = 10.0  # between two looks of a stream; of silence before it sends a comment
+FEWEST = 50
+MOST = 5000  # points of a curve
 MOST_NAMES = 200  # of metrics in a request
 MOST_VIEWS = 80  # runs whose rows are kept
-NO_RUN, NO_SWEEP = "There is no such run.", "There is no such sweep."
+NO_RUN = "There is no such run."
+NO_SWEEP = "There is no such sweep."
 ASKED = {"points": 1000, "smoothing": 0, "first": 0, "last": 10**12}
 FOLDER = Path(__file__).parent / "static"
 FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.*"))
@@ -185,14 +192,16 @@ class MonitorApp:
 
     async def events(self) -> AsyncIterator[str]:
         """Yield server-sent events for one open page: first all runs, and then those that changed."""
-        sent, quiet_s = None, 0.0
+        sent = None
+        quiet_s = 0.0
         self.open_pages += 1
         try:
             while not self.is_closing:
                 now = await self._look_now()
                 if now.version != sent:
                     state = now.changes(sent)
-                    sent, quiet_s = now.version, 0.0
+                    sent = now.version
+                    quiet_s = 0.0
                     yield f"data: {state}\n\n"
                 elif quiet_s >= QUIET_S:
                     quiet_s = 0.0

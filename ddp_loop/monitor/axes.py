@@ -39,7 +39,8 @@ def ends_of_epochs(rows: MetricSeries, steps_per_epoch: int | None) -> tuple[Val
     """
     if not len(rows):
         return np.zeros(1), np.zeros(1)
-    steps, epochs = rows.iterations, np.maximum.accumulate(rows.epochs)
+    steps = rows.iterations
+    epochs = np.maximum.accumulate(rows.epochs)
     each = min(steps_per_epoch or 0, MOST_STEPS)  # a damaged file may say anything
     changes = np.flatnonzero(np.diff(epochs))
     planned = epochs[changes].astype(np.float64) * each
@@ -57,7 +58,8 @@ def seconds_of(series: MetricSeries) -> Values:
     """Return the elapsed seconds of each line; between two known ones for a line without, and never falling."""
     if "elapsed_s" not in series.names:
         return np.zeros(len(series))
-    seconds, steps = series.values("elapsed_s"), series.iterations
+    seconds = series.values("elapsed_s")
+    steps = series.iterations
     known = np.isfinite(seconds)
     if not known.any():
         return np.zeros(len(series))

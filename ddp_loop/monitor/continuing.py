@@ -32,7 +32,8 @@ from ddp_loop.monitor.sweep_view import Answer
 from ddp_loop.reporting import TRIAL
 
 CONTINUED = "continued.log"
-MOST_STATUS, MOST_LINE = 1 << 20, 20_000  # bytes of status.json; letters of a command that is shown whole
+MOST_STATUS = 1 << 20
+MOST_LINE = 20_000  # bytes of status.json; letters of a command that is shown whole
 ENDED = frozenset({"stopped", "failed", "left", "lost"})  # states that a run can be continued from
 _NOT_INHERITED = re.compile(  # set by launchers and pages for their own processes
     r"DDP_LOOP_(START|CELL|MONITOR_JOB)|(TORCHELASTIC|PET|GROUP|ROLE)_.*|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE"
@@ -68,7 +69,8 @@ def command_of(run: Path) -> Command:
     """
     status = _own_status(run)
     line = way_on(status)
-    words, directory = status.get("start"), status.get("directory")
+    words = status.get("start")
+    directory = status.get("directory")
     if not line or not isinstance(words, list) or not isinstance(directory, str):
         raise ValueError(f"{STATUS} does not have the command that started this run. Start the script by hand.")
     if secret := lacks_secret(status):

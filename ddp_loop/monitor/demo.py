@@ -13,7 +13,11 @@ from pathlib import Path
 
 from ddp_loop.checkpoint import EVALUATIONS, RANKS, ROWS, RUN, RunFolder, read_json, write_atomic
 
-EPOCHS, STEPS_PER_EPOCH, SIZE, STEP_S, RUNNING = 20, 150, 4, 0.05, 2
+EPOCHS = 20
+STEPS_PER_EPOCH = 150
+SIZE = 4
+STEP_S = 0.05
+RUNNING = 2
 
 
 @contextmanager
@@ -57,7 +61,10 @@ class FakeRun:
         self.folder = RunFolder(folder, {"note": "made up"}, None)
         about = read_json(folder / RUN) or {}
         write_atomic(folder / RUN, {**about, "config": {"rate": rate, "width": width, "momentum": 0.9}})
-        self._random, self._rate, self._width, self.iteration = random.Random(seed), rate, width, 0
+        self._random = random.Random(seed)
+        self._rate = rate
+        self._width = width
+        self.iteration = 0
         self._lines: dict[str, list[str]] = {}
         self._write_status("running")
 
@@ -86,7 +93,8 @@ class FakeRun:
 
     def _step(self) -> None:
         self.iteration += 1
-        at, draw = self.iteration / STEPS_PER_EPOCH, self._random.gauss
+        at = self.iteration / STEPS_PER_EPOCH
+        draw = self._random.gauss
         falls = 2.2 * math.exp(-at * 18 * self._rate) * (1 + 0.12 * draw(0, 1))
         loss = abs(0.02 + 0.5 / self._width + falls + 0.01 * abs(draw(0, 1)))
         place: dict[str, float] = {"epoch": math.ceil(at), "iteration": self.iteration}

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from starlette.routing import Route
 
 MOST_RUNS = 40  # whose lists are kept
-MOST_LISTED, MOST_NAMES, MOST_STEPS = 50, 200, 5000  # texts in one answer; names; images of one name
+MOST_LISTED = 50
+MOST_NAMES = 200
+MOST_STEPS = 5000  # texts in one answer; names; images of one name
 NO_RUN = "There is no such run."
 
 
@@ -143,7 +145,8 @@ def newest_texts(texts: EntryList, name: str | None, before: int | None) -> dict
     for entry in texts.entries:
         many[entry.name] = many.get(entry.name, 0) + 1
     listed: list[dict[str, Any]] = []
-    number, has_older = len(texts), False
+    number = len(texts)
+    has_older = False
     for entry in reversed(texts.entries):
         number -= 1
         if (name is None or entry.name == name) and (before is None or number < before):
@@ -172,7 +175,8 @@ def one_text(texts: EntryList, number: int) -> Answer:
 def images_by_name(images: EntryList) -> dict[str, Any]:
     """Return the numbers, steps and sizes of the newest images, by name; the name that was logged last is first."""
     found: dict[str, list[list[int]]] = {}
-    number, left_out = len(images), images.dropped
+    number = len(images)
+    left_out = images.dropped
     for entry in reversed(images.entries):
         number -= 1
         one = [number, entry.iteration, entry.width, entry.height]

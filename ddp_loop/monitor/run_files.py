@@ -28,9 +28,12 @@ READ_S = 0.5  # for one look; a long file takes several
 CHUNK = 1 << 20  # bytes that are read at once, and the longest line
 SEEN = 256  # bytes before the position, which change if a resumed run writes its lines again
 MOST_ENTRIES = 20_000  # the newest ones
-MOST_NAME, MOST_START, MOST_TEXT = 100, 300, 70_000  # letters: of a name, of a text in the list, of a text
+MOST_NAME = 100
+MOST_START = 300
+MOST_TEXT = 70_000  # letters: of a name, of a text in the list, of a text
 PIECE = 1 << 16  # bytes of the console's output in one answer
-MOST_IMAGE, MOST_PIXELS = 8 << 20, 1 << 24
+MOST_IMAGE = 8 << 20
+MOST_PIXELS = 1 << 24
 IMAGE_FILE = re.compile(rf"{IMAGE_FOLDER}/([0-9a-f]{{8}}-\d{{1,13}}\.png)", re.ASCII)
 CONSOLE_FILE = re.compile(r"rank-\d{1,6}|continued", re.ASCII)
 _ESCAPES = re.compile(  # of terminals: CSI, OSC with its text, and two-letter ones; C0 and C1 but for tabs and lines
@@ -41,7 +44,8 @@ _UNFINISHED = re.compile(  # an escape or a letter that is cut in two
     rb"(?:\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b\n]{0,60}|[ -/]*)"
     rb"|[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2})\Z"
 )
-_SIGNATURE, _HEAD = b"\x89PNG\r\n\x1a\n", struct.pack(">I", 13) + b"IHDR"
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_HEAD = struct.pack(">I", 13) + b"IHDR"
 
 
 # -- lines with a name: texts and images -------------------------------------------------------------------
@@ -86,7 +90,8 @@ class EntryList:
     """
 
     def __init__(self, path: Path, part: str) -> None:
-        self._path, self._part = path, part
+        self._path = path
+        self._part = part
         self._forget()
 
     def _forget(self) -> None:
@@ -119,7 +124,8 @@ class EntryList:
             os.close(file)
 
     def _read(self, file: int, size: int) -> None:
-        deadline, self.is_behind = time.monotonic() + READ_S, False
+        deadline = time.monotonic() + READ_S
+        self.is_behind = False
         while self._at < size:
             if time.monotonic() > deadline:
                 self.is_behind = True
@@ -131,7 +137,8 @@ class EntryList:
             if whole:
                 self._take(data[:whole])
             else:
-                self._skips, whole = True, len(data)
+                self._skips = True
+                whole = len(data)
             self._before = (self._before + data[:whole])[-SEEN:]
             self._at += whole
 
@@ -149,11 +156,14 @@ class EntryList:
 
     def _entry(self, at: int, line: bytes) -> Entry | None:
         found = object_of(line) or {}
-        name, iteration, text = found.get("name"), count(found.get("iteration")), found.get(self._part)
+        name = found.get("name")
+        iteration = count(found.get("iteration"))
+        text = found.get(self._part)
         if not isinstance(name, str) or not name or iteration is None or not isinstance(text, str):
             return None
         width, height = (count(found.get(side)) or 0 for side in ("width", "height"))
-        start, epoch = text[:MOST_START], count(found.get("epoch"))
+        start = text[:MOST_START]
+        epoch = count(found.get("epoch"))
         return Entry(at, len(line), name[:MOST_NAME], epoch, iteration, start, len(text), width, height)
 
     def __len__(self) -> int:
@@ -201,7 +211,8 @@ def _check_png(data: bytes) -> None:
     """Raise ValueError unless these are the chunks that `log_image` writes, and not too many pixels."""
     if data[:16] != _SIGNATURE + _HEAD:
         raise ValueError("is not a PNG file")
-    at, kinds = 8, list[bytes]()
+    at = 8
+    kinds = list[bytes]()
     while at + 12 <= len(data):
         size = int.from_bytes(data[at : at + 4])
         kinds.append(data[at + 4 : at + 8])
@@ -259,7 +270,8 @@ def _piece(file: int, size: int, first: int | None, before: int | None) -> dict[
     data = os.pread(file, min(PIECE, end - start), start)
     if not follows and start:  # from the beginning of a line, if there is one, or else of a letter
         skipped = data.find(b"\n") + 1 or next((at for at, one in enumerate(data[:4]) if one & 0xC0 != 0x80), 0)
-        start, data = start + skipped, data[skipped:]
+        start = start + skipped
+        data = data[skipped:]
     if before is None and (cut := _UNFINISHED.search(data[-80:])) and cut.end() - cut.start() < len(data):
         data = data[: len(data) - (cut.end() - cut.start())]  # the next piece has the rest
     return {"start": start, "end": start + len(data), "size": size, "text": clean(data)}

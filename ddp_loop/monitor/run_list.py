@@ -60,7 +60,8 @@ class FolderWatch:
 
     def look(self) -> list[str]:
         """Return the paths of the run folders at and below the folder, each before those below it."""
-        before, self._listed = self._listed, {}
+        before = self._listed
+        self._listed = {}
         return list(self._runs(self._top, before))
 
     def _runs(self, path: str, before: dict[str, Listing]) -> Iterator[str]:
@@ -87,7 +88,8 @@ def list_folder(path: str, changed: int, was_run: bool) -> Listing:
         OSError: it cannot be read.
     """
     is_young = time.time_ns() - changed < YOUNG_NS
-    names, folders = set(), []
+    names = set()
+    folders = []
     with os.scandir(path) as entries:
         for one in entries:
             if not one.is_dir(follow_symlinks=False):
@@ -158,7 +160,8 @@ class RunList:
         return {run.key: run.folder for run in list(self._runs.values())}
 
     def _look(self) -> None:
-        deadline, version = time.monotonic() + READ_S, self.now.version + 1
+        deadline = time.monotonic() + READ_S
+        version = self.now.version + 1
         runs: dict[str, RunSummary] = {}  # other threads see those of the last look meanwhile
         lines: dict[str, tuple[int, str]] = {}
         for folder, name in self._find():
@@ -191,7 +194,8 @@ class RunList:
         if folder not in self._keys:
             parts = [re.sub(r"[^\w.,=+@-]", "-", part) for part in name.split("/")]
             base = "/".join(f"{part}-" if part in ACTIONS else part for part in parts)
-            key, number = base, 1
+            key = base
+            number = 1
             while key in self._keys.values():
                 number += 1
                 key = f"{base}-{number}"

@@ -28,7 +28,8 @@ class RunState:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.state, self.is_active = "missing", False
+        self.state = "missing"
+        self.is_active = False
         self.status: dict[str, Any] = {}
         self.trial: dict[str, Any] = {}
         self._extent: dict[str, int] = {}
@@ -37,7 +38,8 @@ class RunState:
     def look(self) -> None:
         """Read the folder again."""
         if not self.folder.is_dir():
-            self.state, self.is_active = ("gone" if self._seen else "missing"), False
+            self.state = "gone" if self._seen else "missing"
+            self.is_active = False
             return
         self._seen = True
         self.status = read_json(self.folder / STATUS) or {}
@@ -57,7 +59,8 @@ class RunState:
 
     def iteration(self, row: object) -> int:
         """Return the number of steps made, of which the last row has `row`."""
-        status, made = count(self.status.get("iteration")) or 0, count(row) or 0
+        status = count(self.status.get("iteration")) or 0
+        made = count(row) or 0
         return status if self.state in (*ENDED, *ENDED_TRIAL) and status else max(made, status)
 
     def total(self) -> int | None:
@@ -99,7 +102,9 @@ class RunState:
         }[self.state]
 
     def _where(self) -> str:
-        step, rank, stage = count(self.status.get("step")), self.status.get("rank"), text_of(self.status.get("stage"))
+        step = count(self.status.get("step"))
+        rank = self.status.get("rank")
+        stage = text_of(self.status.get("stage"))
         parts = ["on a rank" if count(rank) is None else f"on rank {rank}"]
         parts += [f"in step {step}"] if step is not None else []
         parts += [f"({stage})"] if stage else []

@@ -35,7 +35,12 @@ from ddp_loop.smoothing import smooth
 READ_S = 0.5  # for one poll; a long file takes several
 TIME = "elapsed_s"
 RECENT = 100  # rows over which speed is measured
-MOST_MARKS, MOST_RANKS, MOST_COMMAND, MOST_SHOWN, MOST_PHASES, MOST_HINTS = 60, 64, 20_000, 200, 16, 3
+MOST_MARKS = 60
+MOST_RANKS = 64
+MOST_COMMAND = 20_000
+MOST_SHOWN = 200
+MOST_PHASES = 16
+MOST_HINTS = 3
 
 
 class RunView:
@@ -47,12 +52,15 @@ class RunView:
     """
 
     def __init__(self, key: str, folder: Path) -> None:
-        self.key, self.folder = key, folder.absolute()
+        self.key = key
+        self.folder = folder.absolute()
         self._turn = threading.RLock()
         self._run = RunState(self.folder)
         self._generation = 0
         self._lines = 0  # that were read
-        self._rows, self._evaluations, self._logged = MetricSeries(), MetricSeries(), MetricSeries()
+        self._rows = MetricSeries()
+        self._evaluations = MetricSeries()
+        self._logged = MetricSeries()
         self._tails = [JsonlTail(self.folder / name) for name in (ROWS, EVALUATIONS, LOGGED, RANKS)]
         self._ranks: list[dict[str, float | int | None]] = []
         self._profile: dict[str, Any] | None = None
@@ -67,7 +75,8 @@ class RunView:
             self._read()
 
     def _read(self) -> None:
-        deadline, self._is_behind = time.monotonic() + READ_S, False
+        deadline = time.monotonic() + READ_S
+        self._is_behind = False
         for tail, series in zip(self._tails, (self._rows, self._evaluations, self._logged, None), strict=True):
             while True:
                 update = tail.poll()
@@ -100,8 +109,11 @@ class RunView:
         """Return all but the curves, as JSON values."""
         with self._turn:
             self._poll()
-            rows, run, last = self._rows, self._run, self._rows.last()
-            iteration, total = run.iteration(last.get("iteration")), run.total()
+            rows = self._rows
+            run = self._run
+            last = self._rows.last()
+            iteration = run.iteration(last.get("iteration"))
+            total = run.total()
             elapsed_s, rest_s, speed = self._times(iteration, total)
             return {
                 "key": self.key,
@@ -192,7 +204,8 @@ class RunView:
         if whole := way_on(self._run.status):
             return whole if len(whole) < MOST_COMMAND else f"{whole[:MOST_SHOWN]} ... (too long to be shown)"
         # A folder of an older version, which does not say how its run was started.
-        words, directory = self._run.status.get("command"), text_of(self._run.status.get("directory"))
+        words = self._run.status.get("command")
+        directory = text_of(self._run.status.get("directory"))
         command = hide_secrets([str(word) for word in words]) if isinstance(words, list) and words else ["SCRIPT.py"]
         ranks = count(self._run.status.get("ranks")) or 1
         start = ["torchrun", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
@@ -222,15 +235,19 @@ class RunView:
         """
         with self._turn:
             self._poll()
-            rows, points_of = self._rows, self._evaluations
+            rows = self._rows
+            points_of = self._evaluations
             found = dict.fromkeys(name for one in (rows, points_of, self._logged) for name in one.names if name != TIME)
             asked = found.keys() if metrics is None else found.keys() & metrics
-            iterations, epochs, places = rows.iterations, rows.epochs, self._places(axis, rows)
+            iterations = rows.iterations
+            epochs = rows.epochs
+            places = self._places(axis, rows)
             low = max(0, int(np.searchsorted(places, first)) - 1)
             high = min(len(rows), int(np.searchsorted(places, last, side="right")) + 1)
             starts = thin_out(high - low, points)
             kept = places_of(starts, high - low) + low
-            curves, smoothed = {}, {}
+            curves = {}
+            smoothed = {}
             for name in rows.names:
                 if name not in asked:
                     continue
@@ -266,7 +283,8 @@ class RunView:
         self, asked: Collection[str], axis: str, points: int, first: float, last: float
     ) -> dict[str, list[list[Any]]]:
         """Return places, values and steps of what the script logged, by name, thinned out."""
-        logged, found = self._logged, {}
+        logged = self._logged
+        found = {}
         places = self._places(axis, logged)
         for name in logged.names:
             if name not in asked:

@@ -56,7 +56,8 @@ class MetricSeries:
 
     def _append(self, columns: Columns) -> None:
         """Add columns whose rows follow the last one."""
-        before, count = len(self), len(columns.values)
+        before = len(self)
+        count = len(columns.values)
         for key in _KEYS:
             self._keys[key].frombytes(columns.column(key).astype(np.int64).tobytes())
         for name in columns.names:
@@ -163,15 +164,19 @@ def extremes(values: Values, starts: npt.NDArray[np.int64]) -> Values:
     """Return a thinned curve: the smallest and largest value of each bucket, in their order, and the last row."""
     if not len(starts):
         return values
-    body, size = values[:-1], int(starts[1]) if len(starts) > 1 else len(values) - 1
+    body = values[:-1]
+    size = int(starts[1]) if len(starts) > 1 else len(values) - 1
     padded = np.full(len(starts) * size, nan)
     padded[: len(body)] = body
     table = padded.reshape(len(starts), size)
     missing = np.isnan(table)
-    low, high = np.where(missing, np.inf, table), np.where(missing, -np.inf, table)
-    first, second = low.argmin(axis=1), high.argmax(axis=1)
+    low = np.where(missing, np.inf, table)
+    high = np.where(missing, -np.inf, table)
+    first = low.argmin(axis=1)
+    second = high.argmax(axis=1)
     row = np.arange(len(starts))
-    least, most = table[row, first], table[row, second]
+    least = table[row, first]
+    most = table[row, second]
     rises = first <= second
     pairs = np.stack([np.where(rises, least, most), np.where(rises, most, least)], axis=1)
     curve: Values = np.append(pairs.reshape(-1), values[-1])

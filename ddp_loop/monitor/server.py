@@ -176,7 +176,8 @@ def serve(
     check_installed()
     signal.signal(signal.SIGTERM, _leave)
     with listen(host, port) as listening, tempfile.TemporaryDirectory(prefix="ddp_loop-demo-") as folder:
-        number, token = listening.getsockname()[1], secrets.token_urlsafe(32)
+        number = listening.getsockname()[1]
+        token = secrets.token_urlsafe(32)
         with token_file(host, number, token) as (link, path):
             if not is_here(host):
                 say(

@@ -33,7 +33,8 @@ WATCHED = frozenset(
     (RUN, STATUS, TRIAL, NOTE, TITLE, STOP, ROWS, EVALUATIONS, RANKS, TABLES, PROFILE, TEXTS, IMAGES, CONSOLE, USAGE)
 )
 EVALUATION = "evaluation."  # before the name of a value that `evaluate` computes, as in a sweep's objective
-MOST_VALUES, MOST_TITLE = 64, 100
+MOST_VALUES = 64
+MOST_TITLE = 100
 
 Form = tuple[tuple[str, int, int], ...]
 
@@ -51,7 +52,9 @@ class RunSummary:
     """
 
     def __init__(self, key: str, name: str, folder: Path) -> None:
-        self.key, self.name, self.folder = key, name, folder
+        self.key = key
+        self.name = name
+        self.folder = folder
         self.is_behind = False
         self._run = RunState(folder)
         self._record = RunRecord(name, folder, "waiting")
@@ -67,7 +70,8 @@ class RunSummary:
         form = self._form_now()
         if form == self._form and not self.is_behind and not self._run.is_active:
             return False
-        is_other, self._form = form != self._form, form
+        is_other = form != self._form
+        self._form = form
         before = self._said
         self._run.look()
         if is_other or self.is_behind:
@@ -97,7 +101,8 @@ class RunSummary:
         return self._said
 
     def _sum_up(self) -> dict[str, Any]:
-        run, record = self._run, self._record
+        run = self._run
+        record = self._record
         iteration = run.iteration(record.steps)
         values = record.rows | {EVALUATION + name: value for name, value in record.evaluations.items()}
         return {
@@ -134,7 +139,8 @@ class RunSummary:
         return round(self._record.elapsed_s + since)
 
     def _trial(self) -> dict[str, Any] | None:
-        record, trial = self._record, self._run.trial
+        record = self._record
+        trial = self._run.trial
         if not trial:
             return None
         return {

@@ -24,7 +24,9 @@ from ddp_loop.reporting import (
 )
 
 TEXTS_OF_USER = {"note": (NOTE, 500), "name": (TITLE, 100)}  # what is written: its file, and its letters at most
-MOST_SIDE, MOST_LABEL, MOST_BYTES = 100, 60, 1 << 20  # of a table: rows and columns, letters, of its file
+MOST_SIDE = 100
+MOST_LABEL = 60
+MOST_BYTES = 1 << 20  # of a table: rows and columns, letters, of its file
 MOST_ASKED = 150  # trials in one request
 TABLE_NAME = re.compile(r"[\w-][\w.,=+@ -]{0,99}")
 
@@ -118,7 +120,8 @@ class Sweeps:
         for folder in found:
             if folder not in self._keys:
                 base = re.sub(r"[^\w.,=+@-]", "-", folder.name) or "sweep"
-                key, number = base, 1
+                key = base
+                number = 1
                 while key in self._keys.values():
                     number += 1
                     key = f"{base}-{number}"

@@ -17,7 +17,8 @@ from ddp_loop.reporting import JsonlTail
 
 MEASURES = ("processor_percent", "memory_mib", "gpu_percent", "gpu_memory_mib")
 READ_S = 0.5  # for the files of all ranks in one look
-MOST_POINTS, MOST_RANKS = 1000, 64
+MOST_POINTS = 1000
+MOST_RANKS = 64
 USAGE_FILE = re.compile(r"rank-(\d{1,6})\.jsonl", re.ASCII)
 
 
@@ -34,7 +35,9 @@ class UsageSeries:
 
     def clear(self) -> None:
         """Remove all points."""
-        self.elapsed, self._lines, self._every = array("d"), 0, 1
+        self.elapsed = array("d")
+        self._lines = 0
+        self._every = 1
         self.values = {name: array("d") for name in MEASURES}
         self._open: list[list[float]] = []
 
@@ -104,7 +107,8 @@ class UsageView:
 
     def look(self) -> dict[str, Any]:
         """Return the points of all ranks, as JSON values."""
-        deadline, is_behind = time.monotonic() + READ_S, False
+        deadline = time.monotonic() + READ_S
+        is_behind = False
         there = self.ranks()
         self._ranks = {rank: known for rank, known in self._ranks.items() if rank in there}
         for rank in there:

@@ -60,7 +60,8 @@ def profile(job: ProfileJob, say: Callable[[str], None]) -> None:
         traces = None if job.traces is None else job.traces.absolute()
         steps = WARM_UP + job.steps + (TRACED if traces is not None else 0)
         request = TraceRequest(folder, steps, profile=job.steps, traces=traces)
-        begun, failure = [str(job.script), list(job.arguments), request], ""
+        begun = [str(job.script), list(job.arguments), request]
+        failure = ""
         try:
             job.start(run_requested, job.ranks, *begun, timeout_s=job.timeout_s)
         except RankFailed as error:

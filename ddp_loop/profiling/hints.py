@@ -53,7 +53,8 @@ def _each(ranks: Sequence[RankTimes], where: Surroundings) -> Iterator[Hint]:
 
 def _share(ranks: Sequence[RankTimes], phase: str) -> tuple[float, str]:
     """A phase's share of the step, and both as text."""
-    spent, step = mean_of(ranks, phase), mean_step(ranks)
+    spent = mean_of(ranks, phase)
+    step = mean_step(ranks)
     return spent / step, f"({1000 * spent:.3g} of {1000 * step:.3g} ms)"
 
 
@@ -73,7 +74,8 @@ def _excess(slow: RankTimes, ranks: Sequence[RankTimes]) -> tuple[str, float]:
 
 def _slow_rank(slow: RankTimes, ranks: Sequence[RankTimes], where: Surroundings) -> Hint:
     waits = min(one.wait_s for one in ranks if one is not slow) - slow.wait_s
-    share, (phase, others) = waits / mean_step(ranks), _excess(slow, ranks)
+    share = waits / mean_step(ranks)
+    (phase, others) = _excess(slow, ranks)
     samples = statistics.median(one.samples for one in ranks if one is not slow)
     if slow.samples > _UNEQUAL * samples:
         remedy = (

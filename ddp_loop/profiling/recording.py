@@ -47,7 +47,11 @@ class StepProfile:
     def __init__(
         self, world: World, steps: int, workers: int | None, path: Path | None, traces: Path | None, *, prints: bool
     ) -> None:
-        self._world, self._steps, self._path, self._traces, self._prints = world, steps, path, traces, prints
+        self._world = world
+        self._steps = steps
+        self._path = path
+        self._traces = traces
+        self._prints = prints
         self._where = Surroundings.of(world, workers, WARM_UP, steps)
         self.clock = PhaseClock(world.accelerator)
         self._key = f"profile/{world.store.number()}"
@@ -62,7 +66,8 @@ class StepProfile:
 
     def begin(self, mini_batch: MiniBatch) -> None:
         """A step begins, with this mini-batch."""
-        self._began, self._in_step = self._began + 1, True
+        self._began = self._began + 1
+        self._in_step = True
         if self._began > WARM_UP and not self._is_put:
             self._samples += sum(shard.samples for shard in mini_batch.shards)
             self._shards = max(self._shards, len(mini_batch.shards))
@@ -123,7 +128,8 @@ class StepProfile:
         """On rank 0, print and write the times of all ranks, once they have come or after so many seconds."""
         if self._world.rank or self._is_reported:
             return
-        keys, until = [f"{self._key}/{rank}" for rank in range(self._world.size)], time.monotonic() + patience_s
+        keys = [f"{self._key}/{rank}" for rank in range(self._world.size)]
+        until = time.monotonic() + patience_s
         words: list[str] = []
         with suppress(RuntimeError):  # the launcher, and its store, have ended
             words = self._world.store.get_all(keys)
@@ -158,7 +164,8 @@ class StepProfile:
         self.clock.annotate()
 
     def _end_trace(self) -> None:
-        tracer, self._tracer = self._tracer, None
+        tracer = self._tracer
+        self._tracer = None
         if tracer is None or self._traces is None:
             return
         self.clock.stop_annotating()

@@ -125,7 +125,8 @@ class Profile:
 
     def heading(self) -> str:
         """How many steps, where, and what is missing, in words."""
-        where, steps = self.where, self.steps
+        where = self.where
+        steps = self.steps
         short = "" if steps == where.asked else f" of {where.asked}"
         missing = [rank for rank in range(where.ranks) if rank not in {one.rank for one in self.ranks}]
         without = f", without {_named(missing)}, which sent no times" if missing else ""

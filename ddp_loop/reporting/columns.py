@@ -64,7 +64,8 @@ def _columns(rows: list[Row]) -> Columns | None:
     except OverflowError:
         return None
     found = Columns(names, values)
-    steps, epochs = found.column("iteration"), found.column("epoch")
+    steps = found.column("iteration")
+    epochs = found.column("epoch")
     is_good = steps[0] >= 0 and steps[-1] <= MOST_STEPS and (np.diff(steps) > 0).all()
     is_good = is_good and epochs.min() >= 0 and epochs.max() <= MOST_STEPS
     if not is_good or (np.abs(values) >= _WHOLE).any():

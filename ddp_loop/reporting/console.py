@@ -36,7 +36,9 @@ class _Followed:
     """
 
     def __init__(self, stream: Any, log: ConsoleLog) -> None:
-        self.log, self.own, self.beside = log, vars(stream).get("write"), stream.write
+        self.log = log
+        self.own = vars(stream).get("write")
+        self.beside = stream.write
         self._held = ""  # a line that is being drawn anew
         self._is_inside = False  # whether the last line in the file has no end
 
@@ -66,7 +68,8 @@ class _Followed:
 
     def rest(self) -> str:
         """The line that was drawn last, at the end."""
-        held, self._held = _last_drawing(self._held), ""
+        held = _last_drawing(self._held)
+        self._held = ""
         return ("\n" if self._is_inside else "") + held + "\n" if held else ""
 
 
@@ -118,7 +121,8 @@ class ConsoleLog:
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn, self.has_ended = warn, False
+        self._warn = warn
+        self.has_ended = False
         self._file: int | None = None
         self._path = Path()
         self._streams: list[tuple[Any, _Followed]] = []
@@ -201,7 +205,8 @@ class ConsoleLog:
         self._release()
 
     def _release(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         for stream, followed in self._streams:
             if next(_chain(stream), None) is followed:
                 _give_back(stream, followed.own)

@@ -81,7 +81,11 @@ class EvaluationRecorder:
     def __init__(
         self, log: EvaluationLog | None, sinks: SinkCalls, folder: Path | None, where: LoopPosition, began: float
     ) -> None:
-        self._log, self._sinks, self._folder, self._where, self._began = log, sinks, folder, where, began
+        self._log = log
+        self._sinks = sinks
+        self._folder = folder
+        self._where = where
+        self._began = began
         self.has_ended = False
 
     def __call__(self, result: Mapping[str, float]) -> None:

@@ -44,7 +44,8 @@ def as_pixels(name: str, image: Any) -> Pixels:
         raise _bad(name, f"{array.shape[0]} x {array.shape[1]} pixels")
     array = _bytes(array)
     if array.shape[2] == 4:
-        color, share = array[:, :, :3].astype(np.float32), array[:, :, 3:].astype(np.float32) / 255
+        color = array[:, :, :3].astype(np.float32)
+        share = array[:, :, 3:].astype(np.float32) / 255
         array = np.rint(color * share + 255 * (1 - share)).astype(np.uint8)
     return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))
 

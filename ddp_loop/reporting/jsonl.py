@@ -40,7 +40,8 @@ def append_whole(file: FileIO, data: bytes, size: int) -> None:
     Raises:
         OSError: it cannot be written; the file is cut back to `size`.
     """
-    view, written = memoryview(data), 0
+    view = memoryview(data)
+    written = 0
     try:
         while written < len(data):  # an almost full disk accepts a part
             written += file.write(view[written:]) or 0
@@ -52,7 +53,8 @@ def append_whole(file: FileIO, data: bytes, size: int) -> None:
 
 def aside(path: Path) -> Path:
     """Return a free name for a file's damaged lines: rows.damaged.jsonl, rows.damaged-2.jsonl."""
-    number, target = 1, path.with_name(f"{path.stem}.damaged{path.suffix}")
+    number = 1
+    target = path.with_name(f"{path.stem}.damaged{path.suffix}")
     while target.exists():
         number += 1
         target = path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")
@@ -107,11 +109,17 @@ class _ScannedRows:
     """
 
     def __init__(self, file: Any, after: int, once: bool, each: Each | None) -> None:
-        self._after, self._once, self._each = after, once, each
-        self._iterations, self._starts, self._ends = array("q"), array("q"), array("q")
+        self._after = after
+        self._once = once
+        self._each = each
+        self._iterations = array("q")
+        self._starts = array("q")
+        self._ends = array("q")
         self.damaged: list[tuple[int, int]] = []
         self.is_sound = self.is_in_order = True
-        self.size, self.elapsed_s, last = 0, 0.0, b"\n"
+        self.size = 0
+        self.elapsed_s = 0.0
+        last = b"\n"
         is_behind = False  # after a row that does not stay
         for start, end, line in _lines_of(file):
             text = line.lstrip(b"\0")  # a crash can leave NULs before the next line
@@ -139,13 +147,15 @@ class _ScannedRows:
 
     def _take(self, row: Row, start: int, end: int) -> None:
         """Take a row that stays."""
-        iteration, before = row["iteration"], self._iterations[-1] if self._iterations else -1
+        iteration = row["iteration"]
+        before = self._iterations[-1] if self._iterations else -1
         self.is_in_order = self.is_in_order and (iteration > before or (iteration == before and not self._once))
         self.is_sound = self.is_sound and self.is_in_order and start == self.size
         for column, value in ((self._iterations, iteration), (self._starts, start), (self._ends, end)):
             column.append(value)
         if self.is_sound:
-            self.size, self.elapsed_s = end, float(row["elapsed_s"])
+            self.size = end
+            self.elapsed_s = float(row["elapsed_s"])
             if self._each is not None:
                 self._each(row)
 
@@ -218,16 +228,20 @@ class JsonlWriter:
         once: bool = False,
         sum_before: FileSum | None = None,
     ) -> None:
-        self._path, self._warn, self._on_full = path, warn, on_full
+        self._path = path
+        self._warn = warn
+        self._on_full = on_full
         self._folder = identity(path.parent)
         self._file: FileIO | None = None
         self._size = 0  # of the whole lines in the open file
-        self._sum, self._summed = hashlib.sha256(), 0  # of these lines, and how many bytes they have
+        self._sum = hashlib.sha256()
+        self._summed = 0  # of these lines, and how many bytes they have
         self._lines: list[str] = []
         self.lost = 0
         self._problem: OSError | None = None  # while the file cannot be written
         self._is_over = False
-        self.elapsed_s, self.notice = 0.0, ""
+        self.elapsed_s = 0.0
+        self.notice = ""
         if on_full != "drop" or path.exists():
             with self._explaining():
                 try:
@@ -295,7 +309,8 @@ class JsonlWriter:
         self._take_into_sum(data)
         if self._problem is not None:
             self._warn(f"{self._path} can be written again. Lines added: {len(self._lines)}.")
-        self._lines, self._problem = [], None
+        self._lines = []
+        self._problem = None
 
     def _open(self) -> FileIO:
         if self._file is None:
@@ -311,7 +326,8 @@ class JsonlWriter:
             file.truncate(self._size)
 
     def _close_file(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             with suppress(OSError):  # some file systems write only now
                 file.close()
@@ -331,13 +347,15 @@ class JsonlWriter:
             notices.append(f"{_message(gaps)} from {self._path.name}")
         self.notice = "; ".join(notices)
         found = found if found.is_sound else scan()
-        self.elapsed_s, self._size = found.elapsed_s, found.size
+        self.elapsed_s = found.elapsed_s
+        self._size = found.size
         self._cut(self._open())
 
     def _check_sum(self, before: FileSum | None) -> None:
         """FileSum up the file, and say that its beginning differs from the checkpoint's."""
         size, expected = before or (0, self._sum.hexdigest())
-        file, found = self._open().fileno(), ""
+        file = self._open().fileno()
+        found = ""
         while self._summed < self._size:
             wanted = min(CHUNK, (size if self._summed < size else self._size) - self._summed)
             self._take_into_sum(os.pread(file, min(wanted, self._size - self._summed), self._summed))
@@ -354,7 +372,9 @@ class JsonlWriter:
 
     def _mend(self, found: _ScannedRows) -> list[str]:
         """Replace the file by one with the rows that stay, and move damaged lines to a file of their own."""
-        notices, many, source = [], len(found.damaged), self._open().fileno()
+        notices = []
+        many = len(found.damaged)
+        source = self._open().fileno()
         if many:
             target = aside(self._path)
             _copy(source, found.damaged, target)

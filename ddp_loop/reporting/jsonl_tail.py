@@ -74,7 +74,8 @@ class JsonlTail:
 
     def _poll(self, file: int) -> TailUpdate:
         form = os.fstat(file)
-        identity, anew = (form.st_dev, form.st_ino), False
+        identity = (form.st_dev, form.st_ino)
+        anew = False
         before = os.pread(file, len(self._before), self._at - len(self._before))
         if self._file not in (None, identity) or before != self._before:
             self._forget()
@@ -84,7 +85,8 @@ class JsonlTail:
         whole = data.rfind(b"\n") + 1
         rows = self._parse(data[:whole])
         if not whole and len(data) == CHUNK:  # this line is too long
-            self._skips, whole = True, CHUNK
+            self._skips = True
+            whole = CHUNK
         if whole:
             self._before = (self._before + data[:whole])[-SEEN:]
             self._at += whole
@@ -124,7 +126,8 @@ def _all_objects(data: bytes, lines: int) -> list[dict[str, Any]] | None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the whole lines of a file that have an iteration and otherwise numbers; none if it is missing."""
-    tail, more = JsonlTail(path), True
+    tail = JsonlTail(path)
+    more = True
     rows: list[dict[str, Any]] = []
     while more:
         update = tail.poll()

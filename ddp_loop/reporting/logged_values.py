@@ -63,7 +63,8 @@ def _number(value: float) -> str:
 
 def _texts_of(line: _Line, values: dict[str, float]) -> Iterator[str]:
     """A line of the file; several where it would be longer than readers take."""
-    names, numbers = tuple(values), map(_number, values.values())
+    names = tuple(values)
+    numbers = map(_number, values.values())
     text = _form(names) % (line.epoch, line.iteration, *numbers, line.elapsed_s)
     if len(text) <= CHUNK or len(names) == 1:
         yield text
@@ -93,7 +94,10 @@ class LazyFile:
     """
 
     def __init__(self, path: Path, after: int, warn: Callable[[str], None], sum_before: FileSum | None = None) -> None:
-        self._path, self._after, self._warn, self._sum_before = path, after, warn, sum_before
+        self._path = path
+        self._after = after
+        self._warn = warn
+        self._sum_before = sum_before
         self._file: JsonlWriter | None = None
         self._has_failed = False
         self.known: list[dict[str, Any]] = []
@@ -134,7 +138,8 @@ class LazyFile:
 
 
 def _all_lines(path: Path) -> Iterator[dict[str, Any]]:
-    tail, more = JsonlTail(path), True
+    tail = JsonlTail(path)
+    more = True
     while more:
         update = tail.poll()
         yield from update.rows
@@ -164,13 +169,18 @@ class LoggedValues:
         show: Callable[[Mapping[str, float], int], None] | None = None,
         sums: Mapping[str, FileSum] | None = None,
     ) -> None:
-        self._folder, self._after, self._sinks, self._warn = folder, after, sinks, warn
-        self._began, self._show = began, show
+        self._folder = folder
+        self._after = after
+        self._sinks = sinks
+        self._warn = warn
+        self._began = began
+        self._show = show
         self._open: _Line | None = None
         self._waiting: deque[_Line] = deque()
         self._files: dict[str, LazyFile] = {}
         if folder is not None:
-            names, before = (LOGGED, TEXTS, IMAGES), sums or {}
+            names = (LOGGED, TEXTS, IMAGES)
+            before = sums or {}
             self._files = {name: LazyFile(folder / name, after, warn, before.get(name)) for name in names}
             _remove_later_images(folder / IMAGE_FOLDER, after)
         self._tables = [] if folder is None else tables_of(folder, after)

@@ -9,12 +9,12 @@ from html import escape
 from ddp_loop.distributed import Cell, open_cell
 from ddp_loop.reporting.terminal import ProgressView, cells
 
-_WIDTH, _HEIGHT, _MOST_POINTS = 320, 40, 80  # of the curve
-_MOST_CELLS, _MOST_LETTERS, _MOST_TEXT = (
-    60,
-    200,
-    4000,
-)  # a view of thousands of metrics would not fit into a message of a rank
+_WIDTH = 320
+_HEIGHT = 40
+_MOST_POINTS = 80  # of the curve
+_MOST_CELLS = 60
+_MOST_LETTERS = 200
+_MOST_TEXT = 4000  # a view of thousands of metrics would not fit into a message of a rank
 
 _BOX = "font: 13px/1.6 var(--jp-ui-font-family, system-ui, sans-serif); max-width: 60em; padding: 2px 0"
 _ROW = "display: flex; flex-wrap: wrap; align-items: center; gap: 0 1.2em; font-variant-numeric: tabular-nums"
@@ -100,14 +100,18 @@ def _curve(losses: Sequence[float]) -> str:
     known = [value for value in points if math.isfinite(value)]
     if len(known) < 2:
         return ""
-    least, span = min(known), (max(known) - min(known)) or 1.0
-    path, pen = "", "M"
+    least = min(known)
+    span = (max(known) - min(known)) or 1.0
+    path = ""
+    pen = "M"
     for number, value in enumerate(points):
         if not math.isfinite(value):
             pen = "M"
             continue
-        x, y = _WIDTH * number / (len(points) - 1), _HEIGHT - 2 - (_HEIGHT - 4) * ((value - least) / span)
-        path, pen = f"{path}{pen}{x:.0f} {y:.1f}", "L"
+        x = _WIDTH * number / (len(points) - 1)
+        y = _HEIGHT - 2 - (_HEIGHT - 4) * ((value - least) / span)
+        path = f"{path}{pen}{x:.0f} {y:.1f}"
+        pen = "L"
     ends = f"loss {losses[0]:.4g} to {losses[-1]:.4g}"
     line = f'<path d="{path}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
     size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'

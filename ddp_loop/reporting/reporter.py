@@ -60,7 +60,8 @@ class FinalPictures:
 
     def draw(self) -> None:
         """Draw them, unless the world is left by an exception."""
-        folder, self.folder = self.folder, None
+        folder = self.folder
+        self.folder = None
         if folder is None or self._world.ended_by is not None:
             return
         try:
@@ -124,7 +125,9 @@ class Reporter:
     """
 
     def __init__(self, world: World, where: LoopPosition, checkpointer: Checkpointer | None) -> None:
-        self._world, self._where, self._checkpointer = world, where, checkpointer
+        self._world = world
+        self._where = where
+        self._checkpointer = checkpointer
         self._began = time.monotonic()
         self.rows: RowDispatcher | None = None
         self.logged: LoggedValues | None = None
@@ -159,7 +162,8 @@ class Reporter:
         Raises:
             ImportError, OSError, ValueError: a file cannot be written.
         """
-        after, world = self._where.iteration, self._world
+        after = self._where.iteration
+        world = self._world
         if self._checkpointer is None and not receivers and not progress:
             return None
         epoch = EpochMeans()
@@ -201,7 +205,8 @@ class Reporter:
             self._usage = UsageLog(folder, *facts)
 
     def _open_files(self, checkpointer: Checkpointer, after: int, epoch: EpochMeans) -> JsonlWriter:
-        folder, say = checkpointer.folder, checkpointer.say
+        folder = checkpointer.folder
+        say = checkpointer.say
         sums = checkpointer.sums
         self._evaluations = EvaluationLog(folder / EVALUATIONS, after, say, sums.get(EVALUATIONS))
         self._ranks = JsonlWriter(folder / RANKS, after, say, "drop", sum_before=sums.get(RANKS))
@@ -262,13 +267,16 @@ class Reporter:
 
     def close(self, last_words: str | None) -> None:
         """Hand on the last rows, and close everything that takes rows."""
-        usage, self._usage = self._usage, None
+        usage = self._usage
+        self._usage = None
         if usage is not None:
             usage.close()
-        rows, self.rows = self.rows, None
+        rows = self.rows
+        self.rows = None
         if rows is None:
             return
-        checkpointer, has_new = self._checkpointer, self._where.iteration > self._where.resumed_at
+        checkpointer = self._checkpointer
+        has_new = self._where.iteration > self._where.resumed_at
         if checkpointer is not None and self._draws and has_new and checkpointer.has_folder:
             self._pictures.folder = checkpointer.folder
         if self._world.ended_by is None:

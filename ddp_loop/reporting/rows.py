@@ -19,8 +19,10 @@ from ddp_loop.reporting.logged_values import LoggedValues
 from ddp_loop.reporting.sink_calls import SinkCalls
 from ddp_loop.reporting.throughput import Throughput
 
-NORM, RATE = "gradient_norm", "learning_rate"
-UNUSED, UNUSED_AT_LEAST = "unused_samples", "unused_samples_at_least"  # of an epoch, in its last row
+NORM = "gradient_norm"
+RATE = "learning_rate"
+UNUSED = "unused_samples"
+UNUSED_AT_LEAST = "unused_samples_at_least"  # of an epoch, in its last row
 _BESIDE = frozenset({"epoch", "iteration", "samples", "weight", "skipped", NORM, "samples_per_s", "elapsed_s", "loss"})
 _BESIDE |= {UNUSED, UNUSED_AT_LEAST}
 
@@ -89,16 +91,19 @@ class EpochMeans:
     """
 
     def __init__(self) -> None:
-        self.means, self._epoch = WeightedMeans(), 0
+        self.means = WeightedMeans()
+        self._epoch = 0
 
     def turn_to(self, epoch: int) -> None:
         """Start over if this is another epoch."""
         if epoch != self._epoch:
-            self.means, self._epoch = WeightedMeans(), epoch
+            self.means = WeightedMeans()
+            self._epoch = epoch
 
     def begin(self) -> Callable[[Mapping[str, Any]], None]:
         """Start over; returns `recall`, for all rows from the first one on."""
-        self.means, self._epoch = WeightedMeans(), 0
+        self.means = WeightedMeans()
+        self._epoch = 0
         return self.recall
 
     def recall(self, row: Mapping[str, Any]) -> None:
@@ -218,7 +223,11 @@ class RowDispatcher:
         terminal: RowDisplay | None,
         began: float,
     ) -> None:
-        self._lines, self._sinks, self._logged, self._terminal, self._began = lines, sinks, logged, terminal, began
+        self._lines = lines
+        self._sinks = sinks
+        self._logged = logged
+        self._terminal = terminal
+        self._began = began
         self._arrivals = DeviceToHostQueue()
         self._flushed = self._due = time.monotonic()
         self._rate = Throughput(self._flushed - began)

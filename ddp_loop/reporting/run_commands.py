@@ -164,7 +164,8 @@ def _drawn(table: RunTable, rows: list[dict[str, Any]], shown: list[str], *, col
             for text, width, left in zip(texts, widths, is_left, strict=True)
         ]
 
-    head, body = line_of(shown), [line_of(line) for line in cells]
+    head = line_of(shown)
+    body = [line_of(line) for line in cells]
     if not colored:
         return ["  ".join(line).rstrip() for line in (head, *body)]
     from rich.console import Console

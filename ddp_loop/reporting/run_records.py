@@ -134,7 +134,8 @@ def state_of(folder: Path, status: Mapping[str, Any], trial: Mapping[str, Any]) 
     """
     if is_running(folder):
         return "stopping" if (folder / STOP).exists() else "running"
-    name, of_trial = status.get("status"), trial.get("status")
+    name = status.get("status")
+    of_trial = trial.get("status")
     if of_trial == "running" and name in (None, "done", "stopped", "left"):  # before or after its loop
         return "starting" if name is None else "running"
     if of_trial in _TRIAL_STATES:
@@ -167,7 +168,8 @@ def find_runs(folder: Path) -> list[Path]:
 def _runs_below(top: Path) -> Iterator[Path]:
     waiting = [str(top)]
     while waiting:
-        place, names = waiting.pop(), set[str]()
+        place = waiting.pop()
+        names = set[str]()
         with suppress(OSError), os.scandir(place) as entries:
             for one in entries:
                 if one.is_dir(follow_symlinks=False):
@@ -206,10 +208,12 @@ class _RunReader:
     """Reads one run folder again and again. See [Note: Again and again]."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._turn = folder, threading.Lock()
+        self._folder = folder
+        self._turn = threading.Lock()
         self._objects: dict[str, tuple[Stamp | None, dict[str, Any]]] = {}
         self._texts: dict[str, tuple[Stamp | None, str]] = {}
-        self._rows, self._evaluations = _Values(folder / ROWS), _Values(folder / EVALUATIONS)
+        self._rows = _Values(folder / ROWS)
+        self._evaluations = _Values(folder / EVALUATIONS)
 
     def _object(self, name: str) -> dict[str, Any]:
         stamp = _stamp_of(path := self._folder / name)
@@ -229,7 +233,8 @@ class _RunReader:
     def read(self, name: str, deadline: float) -> RunRecord:
         with self._turn:
             run, trial, status = (self._object(one) for one in (RUN, TRIAL, STATUS))
-            objective, direction = _text(trial.get("objective")), _text(trial.get("direction"))
+            objective = _text(trial.get("objective"))
+            direction = _text(trial.get("direction"))
             # An objective of `evaluate` has this prefix.
             decides = "" if objective is None else objective.removeprefix("evaluation.")
             wants_lower = {decides: direction != "maximize"} if decides else {}
@@ -303,7 +308,8 @@ class _Values:
 
     def _take(self, rows: list[dict[str, Any]], wants_lower: Mapping[str, bool]) -> None:
         last = rows[-1]
-        self.iteration, self.epoch = last["iteration"], _count(last.get("epoch"))
+        self.iteration = last["iteration"]
+        self.epoch = _count(last.get("epoch"))
         if (elapsed := _finite(last.get("elapsed_s"))) is not None:
             self.elapsed_s = elapsed
         for part, columns in columns_of(rows):
@@ -332,7 +338,8 @@ def _summary(steps: Values, values: Values, lower: bool, before: ValueSummary | 
         place = int(np.nanargmin(values) if lower else np.nanargmax(values))
         newest = float(values[place])
         if best is None or (newest < best if lower else newest > best):
-            best, best_at = newest, int(steps[place])
+            best = newest
+            best_at = int(steps[place])
     return ValueSummary(float(values[-1]), int(steps[-1]), best, best_at)
 
 

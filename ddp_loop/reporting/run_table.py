@@ -15,7 +15,9 @@ from ddp_loop.reporting.run_records import RunRecord
 from ddp_loop.reporting.throughput import as_clock
 
 _CONDITION = re.compile(r"\s*(.+?)\s*(!=|<=|>=|=|<|>)\s*(.*?)\s*")
-_MOST_NAME, _MOST_TEXT, _GAP = 40, 24, 2  # letters of a run's name, of other texts, between two columns
+_MOST_NAME = 40
+_MOST_TEXT = 24
+_GAP = 2  # letters of a run's name, of other texts, between two columns
 _OWN = ("name", "state", "objective", "steps", "of steps", "epoch", "time", "ranks", "note", "why", "folder")
 Row = Mapping[str, Any]
 

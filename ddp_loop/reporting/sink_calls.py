@@ -62,7 +62,8 @@ class SinkCalls:
     def __init__(self, receivers: Sequence[OnRow], say: Callable[[str], None]) -> None:
         self._plain = [one for one in receivers if not hasattr(one, "begin")]
         self._sinks = [one for one in receivers if hasattr(one, "begin")]
-        self._order, self._say = list(receivers), say
+        self._order = list(receivers)
+        self._say = say
 
     def __bool__(self) -> bool:
         return bool(self._order)

@@ -9,7 +9,11 @@ from pathlib import Path
 
 from ddp_loop.checkpoint import STOP, is_locked, write_atomic, write_text_atomic
 
-SWEEP, TRIALS, SWEEP_LOCK, AGAIN, WORKERS = "sweep.json", "trials", "lock", "again", "workers"
+SWEEP = "sweep.json"
+TRIALS = "trials"
+SWEEP_LOCK = "lock"
+AGAIN = "again"
+WORKERS = "workers"
 FAILED_TRIAL = ("failed", "killed", "not finite", "timed out", "stopped")  # what runs again if it is asked for
 
 

@@ -39,7 +39,9 @@ class LossCurve:
 
     def __init__(self) -> None:
         self.points: list[float] = []
-        self._rows_each, self._sum, self._rows = 1, 0.0, 0
+        self._rows_each = 1
+        self._sum = 0.0
+        self._rows = 0
 
     def add(self, value: float, rows: int = 1) -> None:
         """Add the mean of some rows."""
@@ -48,7 +50,8 @@ class LossCurve:
         if self._rows < self._rows_each:
             return
         self.points.append(self._sum / self._rows)
-        self._sum, self._rows = 0.0, 0
+        self._sum = 0.0
+        self._rows = 0
         if len(self.points) >= _POINTS:
             self.points = [(a + b) / 2 for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
             self._rows_each *= 2
@@ -148,18 +151,24 @@ class Terminal:
         display: Display | None,
         epoch: EpochMeans | None = None,
     ) -> None:
-        self._say, self._extent, self._began, self._display = say, extent, began, display
+        self._say = say
+        self._extent = extent
+        self._began = began
+        self._display = display
         self._opened = time.monotonic()
         self._next = self._opened + (LOOK_S if display is not None else LINE_S)
-        self._epoch, self._late = epoch or EpochMeans(), WeightedMeans()  # `_late` has the rows since the last view
+        self._epoch = epoch or EpochMeans()
+        self._late = WeightedMeans()  # `_late` has the rows since the last view
         self._last: RowMeta | None = None
         self._values: Mapping[str, float] = {}
-        self._rate, self._curve = Throughput(self._opened - began), LossCurve()
+        self._rate = Throughput(self._opened - began)
+        self._curve = LossCurve()
         self._slow: int | None = None
         self._logged: dict[str, float] = {}  # since the last line of an epoch
         self._view: ProgressView | None = None
         self._drawn = self._opened
-        self._lock, self._ended = threading.RLock(), threading.Event()
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def take(self, moment: RowMeta, values: Mapping[str, float]) -> None:
@@ -169,7 +178,8 @@ class Terminal:
             if self._last is not None and moment.iteration <= self._last.iteration:
                 return
             self._epoch.turn_to(moment.epoch)
-            self._last, self._values = moment, values
+            self._last = moment
+            self._values = values
             self._late.add(moment.samples, values)
             if moment.is_last_of_epoch:
                 self._view = self._make_view(moment)
@@ -257,7 +267,8 @@ class Terminal:
 
     def _make_view(self, moment: RowMeta) -> ProgressView:
         """Return the view of this row and of all rows since the last view."""
-        late, self._late = self._late, WeightedMeans()
+        late = self._late
+        self._late = WeightedMeans()
         self._epoch.means.add_all(late)
         means = late.means()
         if "loss" in means:
@@ -305,8 +316,10 @@ def _finish_drawing_before_forks() -> None:
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
-_BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
-_LEAST_BAR, _MOST_CURVE = 8, 100  # columns
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_PLAIN_BLOCKS = "_.-=+*%#"
+_LEAST_BAR = 8
+_MOST_CURVE = 100  # columns
 _BETWEEN = "   "
 
 
@@ -387,7 +400,8 @@ class LiveDisplay:
     def _curve(self, losses: Sequence[float], width: int) -> str:
         if len(losses) < 2:
             return ""
-        first, last = f"loss {losses[0]:.4g} ", f" {losses[-1]:.4g}"
+        first = f"loss {losses[0]:.4g} "
+        last = f" {losses[-1]:.4g}"
         blocks = _BLOCKS if "utf" in self._console.encoding else _PLAIN_BLOCKS
         return first + sparkline(losses, min(width - len(first) - len(last), _MOST_CURVE), blocks) + last
 
@@ -423,6 +437,7 @@ def sparkline(values: Sequence[float], width: int, blocks: str = _BLOCKS) -> str
     cuts = [len(values) * place // count for place in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
     known = [value for value in means if math.isfinite(value)]
-    least, most = min(known, default=0.0), max(known, default=0.0)
+    least = min(known, default=0.0)
+    most = max(known, default=0.0)
     step = (most - least) / (len(blocks) - 1) or 1.0
     return "".join(blocks[round((value - least) / step)] if math.isfinite(value) else "?" for value in means)

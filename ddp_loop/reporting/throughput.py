@@ -36,7 +36,8 @@ def slowest(ranks: Sequence[RankTiming]) -> int | None:
     if len(ranks) < 2:
         return None
     waits = sorted(ranks, key=lambda one: one["wait_s"])
-    least, next_one = waits[0], waits[1]
+    least = waits[0]
+    next_one = waits[1]
     late = next_one["wait_s"] - least["wait_s"] > 0.1 * least["step_s"]
     return int(least["rank"]) if late else None
 
@@ -52,7 +53,10 @@ class RankTimings:
     """
 
     def __init__(self, store: RankStore, key: str, rank: int, size: int, device: torch.device) -> None:
-        self._store, self._key, self._rank, self._device = store, f"pace/{key}", rank, device
+        self._store = store
+        self._key = f"pace/{key}"
+        self._rank = rank
+        self._device = device
         self._others = [one for one in range(size) if one != rank]
         self._since: tuple[float, int, float] | None = None  # the clock, the iteration and the waiting so far
         self._next_word = self._next_look = 0.0
@@ -68,7 +72,8 @@ class RankTimings:
         now = time.monotonic()
         if self._since is None:  # the first step is slower: it allocates
             self._since = now, iteration, waited_s
-            self._next_word, self._next_look = now + _FIRST_S, now + _FIRST_S + TELL_S
+            self._next_word = now + _FIRST_S
+            self._next_look = now + _FIRST_S + TELL_S
         if now < self._next_word:
             return False
         self._publish(now, iteration, waited_s)
@@ -153,7 +158,8 @@ class Throughput:
     """
 
     def __init__(self, began_s: float, window_s: float = WINDOW_S) -> None:
-        self._window_s, self._sum = window_s, 0
+        self._window_s = window_s
+        self._sum = 0
         self._marks: deque[tuple[float, int]] = deque([(began_s, 0)])
 
     def take(self, elapsed_s: float, samples: int) -> float:
@@ -171,5 +177,6 @@ class Throughput:
 def as_clock(seconds: float) -> str:
     """Format seconds as 0:07, 12:40, 3:00:00."""
     whole = round(seconds)
-    minutes, hours = whole // 60 % 60, whole // 3600
+    minutes = whole // 60 % 60
+    hours = whole // 3600
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

@@ -46,7 +46,8 @@ class _Gpu:
     """The load and the memory of a rank's GPU; None where it has none, or cannot say."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._accelerator = device, accelerator_of(device)
+        self._device = device
+        self._accelerator = accelerator_of(device)
         self._says_load = not self._accelerator.is_host
 
     def percent(self) -> float | None:
@@ -86,7 +87,9 @@ class UsageLog:
         began: float,
         warn: Callable[[str], None],
     ) -> None:
-        self._iteration, self._began, self._gpu = iteration, began, _Gpu(device)
+        self._iteration = iteration
+        self._began = began
+        self._gpu = _Gpu(device)
         self._file: JsonlWriter | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ddp_loop usage", daemon=True)
@@ -99,7 +102,8 @@ class UsageLog:
             warn(f"{error} The usage of rank {rank} is not recorded; training continues.")
             return
         self._lines = 0
-        self._last_s, self._last_processor_s = time.monotonic(), processor_s()
+        self._last_s = time.monotonic()
+        self._last_processor_s = processor_s()
         self._thread.start()
 
     def _watch(self) -> None:
@@ -109,9 +113,12 @@ class UsageLog:
     def _write(self) -> None:
         if self._file is None:
             return
-        now, used = time.monotonic(), processor_s()
-        spent, gone = max(used - self._last_processor_s, 0.0), max(now - self._last_s, 1e-3)
-        self._last_s, self._last_processor_s = now, used
+        now = time.monotonic()
+        used = processor_s()
+        spent = max(used - self._last_processor_s, 0.0)
+        gone = max(now - self._last_s, 1e-3)
+        self._last_s = now
+        self._last_processor_s = used
         line = {
             "time": round(time.time(), 3),
             "elapsed_s": round(now - self._began, 3),

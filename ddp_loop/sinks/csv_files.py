@@ -70,7 +70,8 @@ class _CsvFile:
         temporary = self._path.with_name(f".{self._path.name}-{os.getpid()}")
         temporary.write_text(whole.getvalue(), encoding="utf-8")
         temporary.replace(self._path)
-        self._file, self._names = self._path.open("ab", buffering=0), names
+        self._file = self._path.open("ab", buffering=0)
+        self._names = names
 
     def flush(self) -> None:
         """Write the rows so far."""

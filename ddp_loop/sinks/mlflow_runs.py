@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 KEPT = "mlflow.json"  # in the run folder: the id of MLflow's run
 _NOT_IN_A_KEY = re.compile(r"[^\w\-. :/]")
-_MOST_LETTERS, _MOST_IN_A_KEY, _MOST_IN_A_BATCH, _MOST_PARAMETERS = 6000, 250, 1000, 100
+_MOST_LETTERS = 6000
+_MOST_IN_A_KEY = 250
+_MOST_IN_A_BATCH = 1000
+_MOST_PARAMETERS = 100
 
 
 def _key(name: str) -> str:
@@ -39,14 +42,18 @@ class _Mlflow:
     """See `mlflow_sink`."""
 
     def __init__(self, experiment: str, run_name: str | None, tracking_uri: str | None, every_s: float) -> None:
-        self._experiment, self._run_name, self._uri = experiment, run_name, tracking_uri
+        self._experiment = experiment
+        self._run_name = run_name
+        self._uri = tracking_uri
         self._client: MlflowClient | None = None
-        self._run, self._status = "", "FINISHED"
+        self._run = ""
+        self._status = "FINISHED"
         self._sent: dict[str, int] = {}  # the last step of each metric that an earlier process sent
         self._files = Counter[str]()  # how many texts or images have a name
         self._waiting: list[Any] = []
         self._points = RowMeans(self._add, every_s)
-        self._every_s, self._flushed = every_s, time.monotonic()
+        self._every_s = every_s
+        self._flushed = time.monotonic()
 
     def begin(self, run: RunStart) -> None:
         from mlflow import MlflowClient
@@ -63,7 +70,8 @@ class _Mlflow:
                 keep(run.folder / KEPT, {"run": known.info.run_id})
         else:
             client.update_run(known.info.run_id, status="RUNNING")
-        self._client, self._run = client, known.info.run_id
+        self._client = client
+        self._run = known.info.run_id
         # MLflow keeps every point. A resumed run repeats steps, whose points are there. What one process sends is
         # never a repetition: a step may have two evaluations, or a row and a logged value of one name.
         self._sent = {key: self._last_step(key) for key in known.data.metrics}
@@ -95,7 +103,9 @@ class _Mlflow:
                 self._waiting.append(Metric(key, float(value), now, iteration))
 
     def _send(self) -> None:
-        waiting, self._waiting, self._flushed = self._waiting, [], time.monotonic()
+        waiting = self._waiting
+        self._waiting = []
+        self._flushed = time.monotonic()
         for start in range(0, len(waiting), _MOST_IN_A_BATCH):
             if self._client is not None:
                 self._client.log_batch(self._run, metrics=waiting[start : start + _MOST_IN_A_BATCH])
@@ -151,7 +161,8 @@ class _Mlflow:
         """Send the points so far, and end MLflow's run."""
         if self._client is not None:
             self.flush()
-            client, self._client = self._client, None
+            client = self._client
+            self._client = None
             client.set_terminated(self._run, self._status)
 
 

@@ -25,8 +25,10 @@ class RowMeans:
     """
 
     def __init__(self, write: Callable[[dict[str, float], int], None], every_s: float) -> None:
-        self._write, self._every_s = write, every_s
-        self._means, self._last = WeightedMeans(), dict[str, float]()
+        self._write = write
+        self._every_s = every_s
+        self._means = WeightedMeans()
+        self._last = dict[str, float]()
         self._written = -math.inf  # the clock counts from the machine's start, which may be a moment ago
 
     def add(self, row: Row) -> None:
@@ -43,7 +45,8 @@ class RowMeans:
         values = {name: value for name, value in self._last.items() if not is_averaged(name)} | self._means.means()
         for name in BESIDE:
             values.pop(name, None)
-        self._means, self._written = WeightedMeans(), time.monotonic()
+        self._means = WeightedMeans()
+        self._written = time.monotonic()
         self._write(values, int(self._last["iteration"]))
 
 

@@ -28,24 +28,32 @@ class _Wandb:
     def __init__(
         self, project: str, name: str | None, mode: str | None, every_s: float, options: dict[str, Any]
     ) -> None:
-        self._project, self._name, self._options = project, name, options
+        self._project = project
+        self._name = name
+        self._options = options
         self._mode: Any = mode
         self._run: Any = None
         self._kept: Path | None = None
-        self._id, self._before, self._sent = "", dict[str, int](), dict[str, int]()  # before: by earlier processes
+        self._id = ""
+        self._before = dict[str, int]()
+        self._sent = dict[str, int]()  # before: by earlier processes
         self._waiting: list[dict[str, Any]] = []
         self._points = RowMeans(partial(self._log, "row"), every_s)
-        self._every_s, self._flushed, self._exit_code = every_s, time.monotonic(), 0
+        self._every_s = every_s
+        self._flushed = time.monotonic()
+        self._exit_code = 0
 
     def begin(self, run: RunStart) -> None:
         import wandb
 
         self.close()
         self._kept = None if run.folder is None else run.folder / KEPT
-        self._id, self._before = secrets.token_hex(4), {}
+        self._id = secrets.token_hex(4)
+        self._before = {}
         if run.iteration > 0 and self._kept is not None and self._kept.exists():
             found = json.loads(self._kept.read_text(encoding="utf-8"))
-            self._id, self._before = found["run"], found["sent"]
+            self._id = found["run"]
+            self._before = found["sent"]
         self._sent = dict(self._before)
         mode: Any = self._mode or wandb.Settings().mode
         if mode == "online" and not wandb.login(prompt=False):
@@ -81,7 +89,9 @@ class _Wandb:
 
     def _send(self) -> None:
         """Send what waits; noted before, so that a killed process has sent nothing that is not noted."""
-        waiting, self._waiting, self._flushed = self._waiting, [], time.monotonic()
+        waiting = self._waiting
+        self._waiting = []
+        self._flushed = time.monotonic()
         if waiting and self._run is not None:
             self._keep()
             for values in waiting:
@@ -131,7 +141,8 @@ class _Wandb:
         """Send the points so far, and end the run."""
         if self._run is not None:
             self.flush()
-            run, self._run = self._run, None
+            run = self._run
+            self._run = None
             run.finish(exit_code=self._exit_code)
 
 

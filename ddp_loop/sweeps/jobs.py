@@ -191,7 +191,8 @@ def find_function(name: str, folder: Path) -> Callable[..., object]:
     if not place or (place.endswith(".py") and not path.is_file()):
         raise ValueError(f'A function is written "FILE.py:NAME" or "MODULE:NAME". {name!r} names no file. Check it.')
     if place.endswith(".py"):
-        root, place = path.parent, path.stem
+        root = path.parent
+        place = path.stem
         while (root / "__init__.py").is_file():  # a module of a package has the package's name
             root, place = root.parent, f"{root.name}.{place}"
         sys.path.insert(0, str(root))  # ranks get this path too

@@ -21,7 +21,8 @@ def places_of(slots: int | None, ranks: int) -> list[dict[str, str]]:
     Raises:
         ValueError: a trial has more ranks than there are slots.
     """
-    gpus, visibility = gpu_count(), gpu_visibility()
+    gpus = gpu_count()
+    visibility = gpu_visibility()
     known = [one for one in os.environ.get(visibility, "").split(",") if one] or list(map(str, range(gpus)))
     usual = gpus or len(os.sched_getaffinity(0))
     if gpus and not visibility:

@@ -157,11 +157,16 @@ class SweepPlan:
                 raise ValueError(f"{name} must be a whole number, 1 or more. Got {value!r}.")
         if time_limit_s is not None and not time_limit_s > 0:
             raise ValueError(f"time_limit_s must be positive, or None for no limit. Got {time_limit_s!r}.")
-        self.job, self.space = job, make_space(space, sampler, trials, seed)
+        self.job = job
+        self.space = make_space(space, sampler, trials, seed)
         job.check(self.space.names)
         self.objective = Objective(objective, direction, report_every)
-        self.ranks, self.seed, self.time_limit_s, self.beat_s = ranks, seed, time_limit_s, heartbeat_s
-        self._sampler, self._pruner = sampler, make_pruner(pruner)
+        self.ranks = ranks
+        self.seed = seed
+        self.time_limit_s = time_limit_s
+        self.beat_s = heartbeat_s
+        self._sampler = sampler
+        self._pruner = make_pruner(pruner)
         if sampler not in (None, *SAMPLERS) or pruner not in (None, *PRUNERS):
             try_out(make_sampler(sampler, seed, 0), self._pruner, self.space)
         self._facts = {
@@ -185,7 +190,8 @@ class SweepPlan:
         Raises:
             OSError, ValueError: as in `sweep`.
         """
-        places, folder = places_of(slots, self.ranks), folder.absolute()
+        places = places_of(slots, self.ranks)
+        folder = folder.absolute()
         with self.begun(folder, storage) as queue:
             self._work(folder, queue, storage or f"sqlite:///{folder / STUDY}", places, say)
             return self._results(folder, queue, say)
@@ -260,7 +266,8 @@ class SweepPlan:
     def _write_endings(self, folder: Path, queue: TrialQueue) -> None:
         """Write the endings that a killed process had stored, but not yet written into the trials' folders."""
         for trial, attempt in queue.newest().items():
-            path, ending = trial_folder(folder, trial), attempt.ending
+            path = trial_folder(folder, trial)
+            ending = attempt.ending
             if ending is not None and (read_json(path / TRIAL) or {}).get("status") != ending.status:
                 end_attempt(path, attempt.attempt, ending.status, ending.value, ending.why)
 

@@ -50,7 +50,8 @@ IDLE_S = 0.3  # until a place looks for a trial again
 OBEY_S = 30.0  # for a checkpoint, before a run that was asked to stop is killed
 LIMIT_OBEY_S = 5.0  # the same for one that took too long
 HELD_S = 60.0  # for the former process of a run to leave its folder
-TIMED_OUT, PRUNED = "timed out", "pruned"  # why a worker asks a trial to stop, besides a stop of its own
+TIMED_OUT = "timed out"
+PRUNED = "pruned"  # why a worker asks a trial to stop, besides a stop of its own
 SIGNAL_S = 1.0  # for a signal to reach the worker too
 LOST = "given to another worker"
 MOST_WHY = 90  # letters
@@ -108,7 +109,8 @@ class Running:
 
     def ask(self, why: str, within_s: float) -> None:
         if self.asked is None:
-            self.asked, self.deadline = why, time.monotonic() + within_s
+            self.asked = why
+            self.deadline = time.monotonic() + within_s
 
     def kill(self) -> None:
         self.killed = True
@@ -128,14 +130,19 @@ class SweepWorker:
     """
 
     def __init__(self, sweep: Sweep, queue: TrialQueue, places: Sequence[Mapping[str, str]], say: Say) -> None:
-        self._sweep, self._queue, self._places, self._say = sweep, queue, places, say
+        self._sweep = sweep
+        self._queue = queue
+        self._places = places
+        self._say = say
         self._name = WorkerName(sweep.folder)
         self._running: dict[int, Running] = {}  # by place
         self._not_free: set[int] = set()  # trials in whose folders another process still trains
-        queue.patience.say, queue.patience.ends = say, lambda: self._stopping is not None
+        queue.patience.say = say
+        queue.patience.ends = lambda: self._stopping is not None
         self._looking = threading.Lock()  # what has ended is neither looked at nor asked
         self._stopping: str | None = None
-        self._ended, self._signalled = threading.Event(), threading.Event()
+        self._ended = threading.Event()
+        self._signalled = threading.Event()
         self._beaten = self._checked = 0.0
         self._failure: BaseException | None = None
 
@@ -252,7 +259,8 @@ class SweepWorker:
         return True
 
     def _begin(self, place: int, claim: Claim, folder: Path) -> None:
-        sweep, host = self._sweep, os.uname().nodename
+        sweep = self._sweep
+        host = os.uname().nodename
         attempt = {"number": claim.attempt, "host": host, "process": os.getpid(), "slot": place}
         begin_attempt(
             folder,
@@ -269,10 +277,12 @@ class SweepWorker:
 
     def _outcome(self, place: int, running: Running) -> Ending | None:
         """Run an attempt to its end; None if it was interrupted, and shall go on later."""
-        sweep, claim = self._sweep, running.claim
+        sweep = self._sweep
+        claim = running.claim
         result: dict[str, float] | float | None = None
         problem: RankFailed | None = None
-        running.began, running.began_at = time.monotonic(), time.time()
+        running.began = time.monotonic()
+        running.began_at = time.time()
         self._running[place] = running
         try:
             results = running.pool.run(run_trial, sweep.ranks, sweep.job, dict(claim.parameters), str(running.folder))
@@ -370,7 +380,8 @@ class SweepWorker:
         """Kill a trial that another worker has; its folder is that worker's, so no request is written there."""
         for running in list(self._running.values()):
             if running.claim is claim:
-                running.asked, running.deadline = LOST, 0.0
+                running.asked = LOST
+                running.deadline = 0.0
 
     def _report(self, running: Running) -> None:
         values = running.reader.poll()

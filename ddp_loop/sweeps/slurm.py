@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from submitit import AutoExecutor
     from submitit.helpers import DelayedSubmission
 
-SLURM, LOCAL = "slurm", "local"
+SLURM = "slurm"
+LOCAL = "local"
 INSTALL = "pip install 'ddp_loop[slurm]'"
 JOBS = "slurm"  # the folder of the jobs' logs, below that of the sweep
 TIMEOUT_MIN = 24 * 60  # at most, unless it is given; a job whose time is over goes on in another one
@@ -47,7 +48,9 @@ class JobWorker:
     """
 
     def __init__(self, sweep: str, slots: int | None, storage: str | None) -> None:
-        self.sweep, self.slots, self.storage = sweep, slots, storage
+        self.sweep = sweep
+        self.slots = slots
+        self.storage = storage
         self._process_id: int | None = None
 
     def __call__(self) -> None:

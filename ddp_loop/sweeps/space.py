@@ -73,7 +73,8 @@ def make_named(kind: Literal["sampler", "pruner"], name: str, own: Sequence[str]
     module = optuna.samplers if kind == "sampler" else optuna.pruners
     known = [one for one in module.__all__ if one.endswith(kind.title()) and not one.startswith("Base")]
     if name not in known:
-        listed, found = ", ".join(own), nearest(name, (*own, *known))
+        listed = ", ".join(own)
+        found = nearest(name, (*own, *known))
         raise ValueError(f"{kind} must be one of {listed} or one of Optuna's. Got {name!r}. {found}".rstrip())
     made = getattr(module, name)
     try:
@@ -171,7 +172,8 @@ def _from_parameters(
     if not space:
         raise ValueError("The space has no parameter. Give at least one, such as {'rate': [0.1, 0.01]}.")
     choices = {name: _choices(name, values) for name, values in space.items() if _is_choice(values)}
-    names, facts = tuple(_named(space)), {name: choices.get(name, space[name]) for name in space}
+    names = tuple(_named(space))
+    facts = {name: choices.get(name, space[name]) for name in space}
     distributions = {
         name: _categorical(_different(choices[name])) if name in choices else _distribution(name, space[name])
         for name in names
@@ -256,7 +258,10 @@ def _distribution(name: str, given: object) -> BaseDistribution:
             )
     if not {"low", "high"} <= set(given):
         raise ValueError(f"A range needs low and high. {name} has {', '.join(map(str, given)) or 'none'}.")
-    low, high, log, step = given["low"], given["high"], bool(given.get("log", False)), given.get("step")
+    low = given["low"]
+    high = given["high"]
+    log = bool(given.get("log", False))
+    step = given.get("step")
     try:
         if all(type(bound) is int for bound in (low, high)) and type(step) in (int, type(None)):
             return IntDistribution(low, high, log, 1 if step is None else step)
@@ -284,7 +289,9 @@ def _draw(distributions: Mapping[str, BaseDistribution], numbers: random.Random)
             point[name] = numbers.choice(distribution.choices)
             continue
         whole = isinstance(distribution, IntDistribution)
-        low, high, step = distribution.low, distribution.high, distribution.step  # type: ignore[attr-defined]
+        low = distribution.low  # type: ignore[attr-defined]
+        high = distribution.high  # type: ignore[attr-defined]
+        step = distribution.step  # type: ignore[attr-defined]
         if distribution.log:  # type: ignore[attr-defined]
             edge = 0.5 if whole else 0.0
             value = math.exp(numbers.uniform(math.log(low - edge), math.log(high + edge)))

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import sqlalchemy
 
 CONNECT_S = 5
-PATIENCE_S, RETRY_S = 60.0, 0.5
+PATIENCE_S = 60.0
+RETRY_S = 0.5
 # What trials and heartbeats are read and written by. Optuna's cache of ended trials calls some private methods.
 _REPEATED = (
     *("get_trial", "get_all_trials", "_get_trials", "get_study_user_attrs", "get_study_system_attrs"),
@@ -62,7 +63,8 @@ class Patience:
         self.ends: Callable[[], bool] = lambda: False
         self.say: Callable[[str], None] = lambda line: None
         self.failed_at = float("-inf")
-        self._url, self._since = url, float("inf")
+        self._url = url
+        self._since = float("inf")
 
     def call(self, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         from optuna.exceptions import OptunaError

@@ -117,7 +117,8 @@ def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any])
 def _pairs(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, object, object]]:
     """What both have by name; the parts of the job and of the space by "job.script"."""
     for name in now:
-        old, new = before.get(name), now[name]
+        old = before.get(name)
+        new = now[name]
         if isinstance(old, Mapping) and isinstance(new, Mapping) and set(old) == set(new):
             yield from ((f"{name}.{part}", old[part], new[part]) for part in new)
         elif name in before:

@@ -120,16 +120,20 @@ class ObjectiveReader:
         return found
 
     def _take(self, row: Mapping[str, Any], found: list[tuple[int, float]]) -> None:
-        given, iteration = row[self._objective.column], int(row["iteration"])
+        given = row[self._objective.column]
+        iteration = int(row["iteration"])
         value = float(given) if isinstance(given, int | float) else nan
         if self._objective.is_evaluated:
             self.value = value
             found.append((iteration, value))
             return
         if row.get("epoch") != self._epoch:
-            self._epoch, self._sum, self._weight = row.get("epoch"), 0.0, 0.0
+            self._epoch = row.get("epoch")
+            self._sum = 0.0
+            self._weight = 0.0
         weight = float(row.get("samples") or 1)
-        self._sum, self._weight = self._sum + weight * value, self._weight + weight
+        self._sum = self._sum + weight * value
+        self._weight = self._weight + weight
         self.value = self._sum / self._weight
         self._window.append(value)
         if iteration % self._objective.every == 0:

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
     from optuna.trial import FrozenTrial
 
-TRIAL, ATTEMPT, WORKER, ENDING, WITHDRAWN, FIXED = "trial", "attempt", "worker", "ending", "withdrawn", "parameters"
+TRIAL = "trial"
+ATTEMPT = "attempt"
+WORKER = "worker"
+ENDING = "ending"
+WITHDRAWN = "withdrawn"
+FIXED = "parameters"
 REQUEST = "request"  # of an attempt: which request to run again added it
 READY = "ready"  # of the study: all its trials are in the storage
 State = Literal["waiting", "running", "interrupted", "ended"]
@@ -100,7 +105,8 @@ class TrialQueue:
         require_optuna()
         import optuna
 
-        self._grace_s, self._turn = grace_s, threading.RLock()
+        self._grace_s = grace_s
+        self._turn = threading.RLock()
         self._stale: list[int] = []  # attempts without heartbeats that this process has just settled
         self.patience = Patience(url)
         settled = lambda study, one: self._stale.append(one._trial_id)  # noqa: E731
@@ -228,7 +234,8 @@ class TrialQueue:
                 if not parameters:
                     parameters = {name: _suggest(handle, name, one) for name, one in space.distributions.items()}
                     self._storage.set_trial_user_attr(key, FIXED, parameters)
-                attempt, reported = int(waiting.user_attrs[ATTEMPT]), set(waiting.intermediate_values)
+                attempt = int(waiting.user_attrs[ATTEMPT])
+                reported = set(waiting.intermediate_values)
                 claim = Claim(trial, attempt, parameters, handle, key, reported)
                 self._mine[key] = claim
                 return claim
@@ -436,6 +443,8 @@ def _suggest(handle: optuna.trial.Trial, name: str, distribution: BaseDistributi
             name, distribution.low, distribution.high, step=distribution.step, log=distribution.log
         )
     if isinstance(distribution, FloatDistribution):
-        low, high, step = distribution.low, distribution.high, distribution.step
+        low = distribution.low
+        high = distribution.high
+        step = distribution.step
         return handle.suggest_float(name, low, high, step=step, log=distribution.log)
     raise TypeError(f"Optuna has a new kind of distribution, {type(distribution).__name__}. Use another one.")

@@ -160,7 +160,8 @@ def compare_values(
     first: FirstMismatch | None = None
     largest = {kind: MaxDifference(0.0, 0.0, "", 0) for kind in KINDS}
     for step in one.numbers:
-        here, there = one.values(step), other.values(step)
+        here = one.values(step)
+        there = other.values(step)
         words = one.common(step), other.common(step)
         measure.compare(here, there)
         for stage in STAGES:
@@ -189,7 +190,8 @@ class _DifferenceMeter:
     """Measures the values of one step after another. See [Note: Units] and [Note: Untouched elements]."""
 
     def __init__(self, rounding: float, is_given: bool) -> None:
-        self._rounding, self._is_given = rounding, is_given
+        self._rounding = rounding
+        self._is_given = is_given
         self._largest: dict[str, float] = {}  # by name
         self._companions: dict[str, float] = {}
         self._untouched: dict[str, torch.Tensor] = {}  # by the parameter's name
@@ -289,7 +291,8 @@ def apart(one: torch.Tensor | None, other: torch.Tensor | None, scale: float) ->
         return nowhere
     if torch.equal(one, other):
         return 0.0, 0.0
-    here, there = _wide(one), _wide(other)
+    here = _wide(one)
+    there = _wide(other)
     odd = ~(here.isfinite() & there.isfinite())
     if _is_whole(one) or not torch.equal(here[odd].nan_to_num(nan=7.0), there[odd].nan_to_num(nan=7.0)):
         return nowhere

@@ -99,7 +99,8 @@ def explain_loss(one: Trace, other: Trace, step: int, turn: str = "") -> str | N
         step: in which the fold differs.
         turn: the prefix of the names of a pass, such as "pass 2, ".
     """
-    few, many = one.head["shards"], other.head["shards"]
+    few = one.head["shards"]
+    many = other.head["shards"]
     if few == many:
         return None
     if few > many:  # the weights are those of the larger number of shards
@@ -164,7 +165,8 @@ def _shards(trace: Trace, step: int, turn: str) -> tuple[torch.Tensor, torch.Ten
             elif of == turn and what == "weight":
                 weights[shard] = float(value)
     nothing = {name: torch.zeros_like(value) for each in gradients.values() for name, value in sorted(each.items())}
-    names, shards = sorted(nothing), sorted(shard for shard in gradients if weights.get(shard))
+    names = sorted(nothing)
+    shards = sorted(shard for shard in gradients if weights.get(shard))
     if not names or not shards:
         return torch.zeros(0, device="cpu"), torch.zeros(0, 0, device="cpu")
     share = torch.tensor([weights[shard] for shard in shards], dtype=torch.float64, device="cpu")

@@ -136,7 +136,8 @@ def explain_halves(one: Trace, halved: Trace) -> str | None:
     for step in halved.numbers[1:]:
         if step not in one.numbers:
             return None
-        shards, halves = _pieces(one, step), _pieces(halved, step)
+        shards = _pieces(one, step)
+        halves = _pieces(halved, step)
         for turn in shards:
             if turn in halves:
                 alone = one.head["shards"] == 1
@@ -190,7 +191,8 @@ def _cut_shards(shards: Mapping[int, _Piece], halves: Mapping[int, _Piece]) -> l
 
     A mini-batch with a shard of one sample is cut otherwise, so the places of the samples are compared.
     """
-    starts, starts_of_halves = _starts(shards), _starts(halves)
+    starts = _starts(shards)
+    starts_of_halves = _starts(halves)
     found = []
     for number, shard in sorted(shards.items()):
         one, two = (halves.get(half) for half in (2 * number, 2 * number + 1))
@@ -215,7 +217,8 @@ def _pairs(shards: Mapping[int, _Piece], halves: Mapping[int, _Piece], *, alone:
     all_weights = [sum(piece.weight for piece in cut.values()) for cut in (shards, halves)]
     pairs = []
     for number, *three in _cut_shards(shards, halves):
-        shard, reduction = three[0], three[0].reduction
+        shard = three[0]
+        reduction = three[0].reduction
         losses = [piece.values.get((reduction or "", "loss")) for piece in three]
         if None in losses or not all(piece.weight > 0 for piece in three):
             continue
@@ -287,9 +290,11 @@ def _has_penalty(pairs: list[_Pair], floor: float) -> bool:
     if len(pairs) < 2:
         return False
     excess = torch.stack([pair.excess() for pair in pairs])
-    gradients, losses = excess[:, :-1], excess[:, -1]
+    gradients = excess[:, :-1]
+    losses = excess[:, -1]
     own = torch.stack([pair.gradients[0] for pair in pairs])
-    size, largest = gradients.mean(0).norm(), max(float(pair.gradients.norm(dim=1).max()) for pair in pairs)
+    size = gradients.mean(0).norm()
+    largest = max(float(pair.gradients.norm(dim=1).max()) for pair in pairs)
     are_same = bool(((gradients - gradients.mean(0)).norm(dim=1) <= _SAME * size).all())
     differ = bool(((own - own.mean(0)).norm(dim=1) > _SAME * own.mean(0).norm()).any())
     rounding = max(floor, 1e-12) * max(float(pair.losses.abs().max()) for pair in pairs)

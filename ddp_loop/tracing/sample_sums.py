@@ -66,9 +66,12 @@ def _of_rows(tensor: torch.Tensor) -> torch.Tensor:
     rows = there.reshape(len(there), -1)
     weights = torch.cos(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64, device="cpu"))
     sums = torch.empty(len(rows), 6, dtype=torch.float64, device="cpu")
-    sums[:, SUM], sums[:, WEIGHTED] = rows.sum(1), (rows * weights).sum(1)
-    sums[:, SIZE], sums[:, COUNT] = rows.abs().sum(1), rows.shape[1]
-    sums[:, ROUNDING], sums[:, WHOLE] = max(rounding, _LEAST), whole
+    sums[:, SUM] = rows.sum(1)
+    sums[:, WEIGHTED] = (rows * weights).sum(1)
+    sums[:, SIZE] = rows.abs().sum(1)
+    sums[:, COUNT] = rows.shape[1]
+    sums[:, ROUNDING] = max(rounding, _LEAST)
+    sums[:, WHOLE] = whole
     return sums
 
 
@@ -80,7 +83,8 @@ def first_other(one: torch.Tensor, other: torch.Tensor) -> int | None:
     if one.shape != other.shape or not torch.equal(one[:, COUNT], other[:, COUNT]):
         return None
     sums = [SUM, WEIGHTED, SIZE]
-    here, there = one[:, sums], other[:, sums]
+    here = one[:, sums]
+    there = other[:, sums]
     same = (here == there) | (here.isnan() & there.isnan())
     size = torch.minimum(one[:, SIZE], other[:, SIZE])  # finite if one of the two is
     bound = (size * one[:, ROUNDING]).unsqueeze(1)

@@ -197,7 +197,8 @@ def first_difference(step: int, one: Entries, other: Entries) -> Difference | No
 
 def _resumed_like(entries: Entries, other: Entries) -> Entries:
     """A step's entries with a `start`, or with that alone, if the other run has it so. See [Note: Resumed]."""
-    stages, others = {stage for stage, _ in entries}, {stage for stage, _ in other}
+    stages = {stage for stage, _ in entries}
+    others = {stage for stage, _ in other}
     if "start" in others and "start" not in stages:
         end = {("start", name): one for (stage, name), one in entries.items() if stage == "optimizer"}
         return end if others == {"start"} else {**end, **entries}
@@ -217,7 +218,8 @@ def differences(one: Trace, other: Trace) -> Iterator[tuple[int, Difference | No
 
 def check_comparable(one: Trace, other: Trace) -> None:
     """Raise ValueError unless two runs have the same tensors and common steps."""
-    here, there = one.head["tensors"], other.head["tensors"]
+    here = one.head["tensors"]
+    there = other.head["tensors"]
     for name in dict.fromkeys([*here, *there]):
         if here.get(name) != there.get(name):
             raise ValueError(

@@ -114,14 +114,17 @@ class Tracer:
         values: bool,
     ) -> None:
         world = batches.world
-        self._state, self._indices = state, batches.indices
+        self._state = state
+        self._indices = batches.indices
         request = _REQUEST.get() if values else None
-        self._world, self._rank = world, world.rank
+        self._world = world
+        self._rank = world.rank
         self._of_shards = folder if values else None
         self._values = folder if values and world.rank == 0 else None
         self._followed = None if request is None or request.followed is None else request.followed / folder.name
         self._rounding = 0.0 if request is None else request.rounding
-        self._step, self._largest = 0, 0.0
+        self._step = 0
+        self._largest = 0.0
         self._kept_of_shards: dict[str, torch.Tensor] = {}
         floating = [one.dtype for one in find_parameters(state).values()]
         self._dtype = torch.float64 if set(floating) == {torch.float64} else torch.float32
@@ -293,7 +296,8 @@ class Tracer:
             if self._values is not None:
                 save_file(self._kept, self._values / f"step-{iteration}.safetensors")
             save_file(self._kept_of_shards, self._of_shards / f"shards-{self._rank}-{iteration}.safetensors")
-            self._kept, self._kept_of_shards = {}, {}
+            self._kept = {}
+            self._kept_of_shards = {}
 
     def close(self) -> None:
         """Close the file."""

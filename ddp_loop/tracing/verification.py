@@ -123,7 +123,9 @@ def verify(job: VerifyJob, ranks: Sequence[int], say: Callable[[str], None]) -> 
     Raises:
         CannotVerify: the script fails on some number of ranks, or makes no step.
     """
-    equal, same_bits, steps = True, True, 0
+    equal = True
+    same_bits = True
+    steps = 0
     with tempfile.TemporaryDirectory(prefix="ddp_loop-verify-") as folder:
         reference: list[Trace] = []
         for number in ranks:
@@ -318,7 +320,8 @@ def _explained(one: Trace, other: Trace, unequal: FirstMismatch) -> str | None:
 
 def _evaluations(one: Trace, other: Trace, first: int, tolerance: float) -> str | None:
     """The problem if results of `dl.evaluate` differ."""
-    here, there = one.evaluations(), other.evaluations()
+    here = one.evaluations()
+    there = other.evaluations()
     if len(here) != len(there):
         return f"The script makes {counted(len(here), 'evaluation')} on {_ranks(first)}, and {len(there)} here."
     for number, (result, others) in enumerate(zip(here, there, strict=True), 1):
@@ -335,7 +338,8 @@ def _evaluations(one: Trace, other: Trace, first: int, tolerance: float) -> str 
 
 def _why(one: Trace, other: Trace, unequal: FirstMismatch) -> str:
     """The first difference above the tolerance, its stage and its probable cause, as text."""
-    step, shards = unequal.step, (one.head["shards"], other.head["shards"])
+    step = unequal.step
+    shards = (one.head["shards"], other.head["shards"])
     where = _where(unequal)
     if shards[0] == shards[1]:
         found = first_difference(step, one.whole(step), other.whole(step))

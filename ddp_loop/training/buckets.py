@@ -174,8 +174,12 @@ class Bucket:
         self.is_steady = True  # as far as known
         self.length = sum(parameter.numel() for parameter in parameters)
         self.is_precise = dtype in (torch.float32, torch.float64)  # so sums over gradients can have their dtype
-        self._dtype, self._device, self._world, self._order = sums, device, world, order
-        self._rounds, self._in_place = sums != dtype, order.in_place and sums == dtype
+        self._dtype = sums
+        self._device = device
+        self._world = world
+        self._order = order
+        self._rounds = sums != dtype
+        self._in_place = order.in_place and sums == dtype
         self._forms = [
             (parameter.numel(), parameter.shape, parameter.stride() if is_dense(parameter) else None)
             for parameter in parameters
@@ -201,8 +205,11 @@ class Bucket:
         length = padded(self.length + tail, self._order)
         self._is_collected = False
         self.summing = FlatAllReduce(self._world, self._order, length, self._dtype, self._device)
-        self._length, self._spare, self._given_away = length, [], []
-        own, first = self._flat(self.summing.empty()), next((one for one in self._sums if one is not None), None)
+        self._length = length
+        self._spare = []
+        self._given_away = []
+        own = self._flat(self.summing.empty())
+        first = next((one for one in self._sums if one is not None), None)
         if first is not None:
             own.gradients.copy_(first.gradients)
         self._sums = [own if one is first and one else one and self._moved(one) for one in self._sums]
@@ -239,8 +246,11 @@ class Bucket:
         for one in self._sums:
             if one is not None and one is not self.own:
                 self._spare.append(one)
-        self._sums, self._shards, self._kept = [], 0, []
-        self._adds, self._lost = False, None
+        self._sums = []
+        self._shards = 0
+        self._kept = []
+        self._adds = False
+        self._lost = None
         self._left = self._nothing
         if sum(map(getrefcount, self.result.views)) > _ALONE * len(self.parameters):
             self._give_away()
@@ -262,7 +272,8 @@ class Bucket:
 
     def _show(self, flat: FlatBuffer) -> None:
         """Note which tensor holds the parameters' gradients now, for `tampered`."""
-        self._shown, self._version = flat, flat.whole._version
+        self._shown = flat
+        self._version = flat.whole._version
         shows = not self._rounds and any(self.given)
         self._left = _where(flat.views, self.given) if shows else self._nothing
 
@@ -294,7 +305,8 @@ class Bucket:
 
     def _is_right_half(self) -> bool:
         """Whether the next shard's gradients are added to those that are in `.grad`."""
-        merges, done = self._order.merges, self._shards
+        merges = self._order.merges
+        done = self._shards
         return 0 < done < len(merges) and bool(merges[done]) and self._sums[-1] is self._shown
 
     def is_counted(self, place: int) -> bool:
@@ -313,7 +325,8 @@ class Bucket:
         parameter = self.parameters[place]
         self.arrived.append(parameter)
         if self._is_large(place):
-            gradient, view = parameter.grad, self.own.views[place]
+            gradient = parameter.grad
+            view = self.own.views[place]
             if gradient is not None and gradient is not view and not gradient.is_sparse:
                 parameter.grad = view.copy_(gradient)
         if not self.is_steady:
@@ -369,8 +382,11 @@ class Bucket:
 
     def _count_added(self) -> None:
         """Take the gradients of a shard that autograd has added; see [Note: In place]."""
-        self._adds, flat, merges = False, self._shown, self._order.merges[self._shards]
-        writes, self._version = flat.whole._version - self._version, flat.whole._version
+        self._adds = False
+        flat = self._shown
+        merges = self._order.merges[self._shards]
+        writes = flat.whole._version - self._version
+        self._version = flat.whole._version
         if writes > len(self.parameters):
             self._comes_once = False
             if self._sums[-1] is flat:
@@ -474,7 +490,8 @@ class Bucket:
         if not self._in_place or given != self.given:  # else they are there since they were collected
             set_grads(self.parameters, _where(self.result.views, given))
         if not (self._keeps_rows or self._in_place):
-            self._sums, self._spare = self._sums[:1], []
+            self._sums = self._sums[:1]
+            self._spare = []
             self._show(self.own)
 
     def round(self) -> None:

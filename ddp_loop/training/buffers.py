@@ -37,7 +37,9 @@ from ddp_loop.training.payload import weighted_mean
 
 BufferReduction = Literal["mean", "same", "first", "min", "max", "local"]
 _holders = methodcaller("_use_count")  # of a tensor: Python, saved tensors of graphs, views
-_OPENED, _TENSOR, _FORM = attrgetter("opened"), attrgetter("tensor"), attrgetter("shape", "dtype", "device")
+_OPENED = attrgetter("opened")
+_TENSOR = attrgetter("tensor")
+_FORM = attrgetter("shape", "dtype", "device")
 _NAME, _DTYPE, _SHAPE, _HOME, _OTHERS = map(attrgetter, ("name", "dtype", "shape", "home", "others"))
 BUFFER_REDUCTIONS = ("mean", "same", "first", "min", "max", "local")
 _STATISTICS = ("running_mean", "running_var")
@@ -124,7 +126,8 @@ class Buffer:
         if (tensor := self.now) is not None and tensor is not self.tensor:
             self.tensor = tensor
             if tensor is not self.home:  # the script replaced it
-                self.home, self.holders = tensor, _holders(tensor)
+                self.home = tensor
+                self.holders = _holders(tensor)
         if _FORM(self.opened) != _FORM(self.tensor):
             self.opened = torch.empty_like(self.tensor)
         self.version = self.tensor._version
@@ -186,8 +189,10 @@ class Buffers:
     """
 
     def __init__(self, found: Mapping[str, Buffer], *, is_whole: bool = False) -> None:
-        self.found, self.is_whole = dict(found), is_whole
-        self._all, self._grouped = frozenset(found), dict[frozenset[str], list[list[Buffer]]]()
+        self.found = dict(found)
+        self.is_whole = is_whole
+        self._all = frozenset(found)
+        self._grouped = dict[frozenset[str], list[list[Buffer]]]()
         self._doubts: tuple[HostCopy, list[_Doubt]] | None = None
         self._passes = 0
         self._held: list[tuple[Buffer, torch.Tensor]] = []  # what a whole mini-batch's forward left, until its fold
@@ -359,9 +364,11 @@ class Buffers:
         Raises:
             ValueError: shards changed a buffer of the rule "same" differently.
         """
-        offset, doubts = 0, list[_Doubt]()
+        offset = 0
+        doubts = list[_Doubt]()
         for group in self._groups(names):
-            opened, dtype = list(map(_OPENED, group)), group[0].opened.dtype
+            opened = list(map(_OPENED, group))
+            dtype = group[0].opened.dtype
             for buffer in group:
                 buffer.travels |= buffer.late  # what one rank found, all take: a shard may have left the same bits
             length = sum(columns(one, rows.dtype) for one in opened)
@@ -450,7 +457,8 @@ class _Doubt:
     @property
     def unlike(self) -> torch.Tensor:
         """Where shards differ from the first one, (S - 1, K); NaN is like NaN."""
-        first, others = self.values[0], self.values[1:]
+        first = self.values[0]
+        others = self.values[1:]
         differs = others != first
         return differs & ((others == others) | (first == first)) if others.is_floating_point() else differs
 

@@ -130,7 +130,8 @@ def read_word(
     if announcement is not None:
         given += len(announcement.values)
         announcement.learn(sums[CONTROL_LENGTH:given])
-    parted, mixed = ranks * square != place**2, ran * modes_square != modes**2
+    parted = ranks * square != place**2
+    mixed = ran * modes_square != modes**2
     decision = ControlDecision(problem > 0, new > 0, int(ends), stop > 0, save > 0, parted, mixed)
     return decision, list(map(bool, sums[given:]))
 
@@ -216,7 +217,8 @@ class ControlExchange:
             since = clock()
             self.read_last()
             waited_s = clock() - since
-        self.owes_flag, self.waits = False, has_news is None or has_news()
+        self.owes_flag = False
+        self.waits = has_news is None or has_news()
         flag = torch.tensor([self.waits], dtype=torch.int32, device="cpu")
         self._flag = flag, self._world.start_sum(flag)
         return waited_s
@@ -229,7 +231,8 @@ class ControlExchange:
             of: the mini-batch of the pass, and what this rank's shards have; None where the rank leaves.
         """
         sums = word.clone()
-        self._word, self._pass = (sums, self._world.start_sum(sums)), of
+        self._word = (sums, self._world.start_sum(sums))
+        self._pass = of
 
     def read(self, *, waits: bool) -> list[int]:
         """The sum of all words; where it is read in the next pass, that of words without a request or an error.
@@ -239,7 +242,8 @@ class ControlExchange:
         Args:
             waits: whether this rank needs it now: otherwise it gives every parameter a gradient, and has no error.
         """
-        flag, self._flag = self._flag, None
+        flag = self._flag
+        self._flag = None
         if flag is not None:
             sums, work = flag
             self._world.finish(work)

@@ -24,8 +24,11 @@ class FlatAllReduce:
     def __init__(
         self, world: World, order: ReductionOrder, length: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._world, self._rows = world, max(1, order.pieces[world.rank])
-        self._length, self._dtype, self.device = length, dtype, device
+        self._world = world
+        self._rows = max(1, order.pieces[world.rank])
+        self._length = length
+        self._dtype = dtype
+        self.device = device
         self._sum = world.flat_sum(order, length, dtype, device)
         self._work: Work | None = None
         self._is_folded = False
@@ -51,7 +54,9 @@ class FlatAllReduce:
         if before is not None and before._sum is not None and before._sum.folds_early:
             before.fold()
         flat = [as_real(row).reshape(-1) for row in rows]  # no backend adds complex numbers
-        self.flat, self._is_folded, whole = flat[0], False, self._sum
+        self.flat = flat[0]
+        self._is_folded = False
+        whole = self._sum
         if whole is not None:
             self._work = self._world.start(lambda _: whole.arrive(flat), self.device)
 
@@ -59,7 +64,8 @@ class FlatAllReduce:
         """Add up this rank's part of all pieces, and send it to all ranks, once. Every rank must call this."""
         if self._sum is not None and not self._is_folded:
             self._world.finish(self._work)
-            whole, self._is_folded = self._sum, True
+            whole = self._sum
+            self._is_folded = True
             self._work = self._world.start(lambda _: whole.reduce(), self.device)
 
     def finish(self) -> None:

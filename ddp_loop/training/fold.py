@@ -60,7 +60,8 @@ _RAW = (
     "each rank, not the whole mini-batch, and waits for ranks with fewer shards. This step's earlier shards made "
     "{collectives}. Use step.hold and step.gather, or a rule for the buffer (docs/buffers.md), or one shard per rank."
 )
-_DONE, _TRAINING = attrgetter("done"), attrgetter("training")
+_DONE = attrgetter("done")
+_TRAINING = attrgetter("training")
 
 
 class Fold:
@@ -187,7 +188,10 @@ class Fold:
             self.control.open(has_flags=not gathers and not self.sync_channels)
             self._asked = None
         self._world.block_collectives(_OPEN)
-        self._records, self._empty, self._loss_scale, self.opened_by = [], None, None, step or self
+        self._records = []
+        self._empty = None
+        self._loss_scale = None
+        self.opened_by = step or self
         self.gradients.open()
         if self._buffers.found:
             self._buffers.open()
@@ -268,7 +272,8 @@ class Fold:
             self.gradients.backward(loss, factor, last=last, more=more)
         elif not more:
             self.gradients.finish_shard(skipped=True)
-        record.done, record.failed = not more, False
+        record.done = not more
+        record.failed = False
         self._statistics.go_on(record.captures)
 
     def backward_empty(self, loss: torch.Tensor, *, more: bool) -> None:
@@ -297,7 +302,9 @@ class Fold:
     def finish_held(self, value: torch.Tensor, metrics: dict[str, torch.Tensor]) -> None:
         """Give all shards the values of the loss of the whole mini-batch, after its last backward."""
         for record in filter(None, (*self._records, self._empty)):
-            record.losses, record.metrics, record.done = [value], metrics, True
+            record.losses = [value]
+            record.metrics = metrics
+            record.done = True
 
     def unfinished(self, shards: Sequence[Shard]) -> list[int]:
         """The numbers of the shards without a last backward in this pass; [-1] for the backward of no samples."""
@@ -345,11 +352,13 @@ class Fold:
             self.end_pass()
         if self.control is not None:
             self.waited_s += self.control.flag(self._has_news if problem is None else None, self.clock)
-        shards, asked = len(mini_batch.sizes), self._asked or self._requests()
+        shards = len(mini_batch.sizes)
+        asked = self._asked or self._requests()
         layout, seen, given, problem = self._collect(shards, problem or asked.problem)
         is_new = problem is None and not layout.covers(seen)
         if is_new and self.control is not None and not self.control.waits:
-            problem, is_new = came_late(layout, seen), False
+            problem = came_late(layout, seen)
+            is_new = False
         modes = layout.modes.index(seen.modes[0]) if problem is None and not is_new and seen.modes else None
         slots = self._pack(layout, len(given), shards, fill=problem is None and not is_new)
         has_problem = problem is not None
@@ -369,7 +378,8 @@ class Fold:
         is_bad = self._check(values[0])
         self._slots.apply(slots, layout, mini_batch.sizes, is_bad)
         if replans:  # now, since by the next pass one rank may have unfrozen something
-            self._layout, self._tails = layout, {}
+            self._layout = layout
+            self._tails = {}
             self.gradients.release()
             self.gradients.plan(self._tail(layout, shards))
         place = mini_batch.epoch, iteration, mini_batch.samples
@@ -410,7 +420,8 @@ class Fold:
 
     def _has_news(self) -> bool:
         """Whether all ranks must read the word of this pass in its fold; also asks for this rank's requests."""
-        layout, self._asked = self._layout, self._requests()
+        layout = self._layout
+        self._asked = self._requests()
         if layout is None or self._asked is not NO_REQUEST or self.gradients.unplanned.is_awaited:
             return True
         seen, differing = layout_of(self._records, len(self._statistics.layers), self.gradients.wanted)
@@ -445,7 +456,8 @@ class Fold:
     def _exchange(self, layout: PayloadLayout, seen: PayloadLayout, shards: int) -> tuple[PayloadLayout, torch.Tensor]:
         """Agree on a layout with room for what every rank has `seen`, and exchange its rows; returns both."""
         layout = agreed(self._world.gather(seen), layout)
-        shape, dtype = (shards, sum(self._slots.widths(layout))), self.gradients.slot_dtype
+        shape = (shards, sum(self._slots.widths(layout)))
+        dtype = self.gradients.slot_dtype
         slots = torch.full(shape, IDENTITY, dtype=dtype, device=self._world.device)
         self._slots.fill(slots, self._records, layout)
         return layout, self._slots.sum_now(slots, self._world)
@@ -453,7 +465,8 @@ class Fold:
     def _assign(self, given: list[bool], layout: PayloadLayout) -> bool:
         """Make the sums `.grad` where a shard gave one; returns whether the next pass needs another plan."""
         self.gradients.close(given)
-        self.had_gradients, is_new = any(given), layout is not self._layout
+        self.had_gradients = any(given)
+        is_new = layout is not self._layout
         if is_new:
             self.gradients.unplanned.sum(layout.unplanned, self._world)
         return (is_new or not self.gradients.is_chosen) and (self.gradients.leave_out() or is_new)
@@ -497,7 +510,8 @@ class Fold:
             shards: of the mini-batch.
             gathers: as in `open`, for the next pass.
         """
-        layout, length = self._layout, self._given_at + self.gradients.planned
+        layout = self._layout
+        length = self._given_at + self.gradients.planned
         send = None if layout is None else self.gradients.leaving(self._tail(layout, shards), self._slots.sums(layout))
         if self.control is None:
             return nothing if send is None else partial(send, PROBLEM, nullcontext())

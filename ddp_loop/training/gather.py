@@ -93,7 +93,8 @@ class BatchGather:
 
     def release(self) -> None:
         """Drop the held outputs and their graphs."""
-        self.held, self.whole = [], None
+        self.held = []
+        self.whole = None
 
     def holds(self, shard: Shard) -> bool:
         """Whether there are outputs of this shard."""
@@ -136,7 +137,8 @@ class BatchGather:
             self.world.finish(work)
         for rows, spec in zip(whole, self._specs or (), strict=True):
             rows.requires_grad_(spec.has_gradient)
-        self.whole, self._said = whole, True
+        self.whole = whole
+        self._said = True
         return whole
 
     def send_no_gather(self, problem: Exception | None = None) -> None:

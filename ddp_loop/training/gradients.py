@@ -29,7 +29,8 @@ from ddp_loop.training.unplanned import UnplannedGradients
 _FLOAT32_BYTES = 4
 _NORM_EACH = 2**20  # gradients that a step's norm may read
 _VERSION, _WANTS, _GIVEN, _PRECISE = map(attrgetter, ("_version", "requires_grad", "given", "is_precise"))
-_DTYPE, _STRIDES = attrgetter("dtype"), methodcaller("stride")
+_DTYPE = attrgetter("dtype")
+_STRIDES = methodcaller("stride")
 _OWN_BACKWARD = (
     "Between a step's first shard and its fold, step.backward alone makes gradients. {} got one from another backward, "
     "which would count once per rank. Call step.backward(loss, more_losses=True) for each further loss of a shard, or "
@@ -73,7 +74,9 @@ class Gradients:
     ) -> None:
         self.buckets: list[Bucket] = []
         self._world = world
-        self._sizes, self._order, self._reduce_dtype = sizes, order, reduce_dtype
+        self._sizes = sizes
+        self._order = order
+        self._reduce_dtype = reduce_dtype
         self._names: dict[Parameter, str] = {parameter: name for name, parameter in parameters.items()}
         self.unplanned = UnplannedGradients(self._names, averaged, sizes, self._bucket_of)
         self.is_chosen = False  # whether the plan is without what the first fold gave nothing
@@ -98,9 +101,11 @@ class Gradients:
         self._takes_hooks = takes_hooks
         if not takes_hooks and (hooked := find_hook(self._names, _is_own)) is not None:
             raise ValueError(hooked)
-        self._outside, self._passes = OutsideParameters(self._names), 0
+        self._outside = OutsideParameters(self._names)
+        self._passes = 0
         self._looks = False  # whether this pass looks for parameters outside of the state
-        self._synced, self._watch = synced, watch
+        self._synced = synced
+        self._watch = watch
         self._overlaps = not synced and watch is None  # whether sums may start during backward
 
     def plan(self, tail: int) -> None:
@@ -112,7 +117,8 @@ class Gradients:
             return
         self._planned_asks = list(map(_WANTS, self._names))
         wanted = self._choice()
-        device, dtype = self._world.device, self.slot_dtype
+        device = self._world.device
+        dtype = self.slot_dtype
         groups = grouped(wanted[::-1], self._sizes, self._reduce_dtype)
         last = groups[-1][0] if groups else None
         if last is None or (dtype_of_sums(last.dtype, self._reduce_dtype), last.device) != (dtype, device):
@@ -128,7 +134,8 @@ class Gradients:
         """Give the parameters the hooks that they need. See [Note: Arrivals] in `buckets`."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._has_new_hooks = [], False
+        self._hooks = []
+        self._has_new_hooks = False
         for number, bucket in enumerate(self.buckets[:-1]):
             for place, parameter in enumerate(bucket.parameters):
                 arrived = bucket.arrived.append if bucket.is_counted(place) else partial(self._arrived, number, place)
@@ -138,7 +145,9 @@ class Gradients:
         """Drop the buckets and the hooks; assigned gradients stay."""
         for hook in self._hooks:
             hook.remove()
-        self.buckets, self._hooks, self._planned = [], [], {}
+        self.buckets = []
+        self._hooks = []
+        self._planned = {}
         self.unplanned.release()
         self._holds_sums = False
 
@@ -161,7 +170,8 @@ class Gradients:
             RuntimeError: a parameter's dtype or memory format changed after the first step, it has a hook, or it is
                 trained and in no part of the state.
         """
-        self._passes, looked = self._passes + 1, self._looks
+        self._passes = self._passes + 1
+        looked = self._looks
         self._looks = not self._passes & (self._passes - 1)
         if self._looks or looked:
             self._outside.open(again=self._looks)
@@ -173,7 +183,8 @@ class Gradients:
         forms = list(zip(map(_DTYPE, self._planned), map(_STRIDES, self._planned), strict=True))
         if forms != list(self._planned.values()):
             self._refuse_new_form()
-        asks, self._versions = list(map(_WANTS, self._names)), list(map(_VERSION, self._names))
+        asks = list(map(_WANTS, self._names))
+        self._versions = list(map(_VERSION, self._names))
         set_grads(self._names, repeat(None))
         if not self.buckets:
             self.plan(0)
@@ -185,7 +196,8 @@ class Gradients:
         if self.unplanned.buckets or asks != self._planned_asks:
             self.unplanned.open(self._planned)
         self._next = self._shards = 0
-        self._is_pass_open, self._goes_on = True, False
+        self._is_pass_open = True
+        self._goes_on = False
         self.known_norm = None
         for bucket in (*self.buckets, *self.unplanned.buckets):
             bucket.open()
@@ -223,7 +235,8 @@ class Gradients:
             self._outside.look(loss)
         for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
             bucket.begin_backward(apart=apart)
-        is_low, later = loss.dtype.itemsize < _FLOAT32_BYTES, None
+        is_low = loss.dtype.itemsize < _FLOAT32_BYTES
+        later = None
         if isinstance(factor, torch.Tensor) or (factor != 1 and is_low):
             wider = self._reduce_dtype if is_low and not (more or self._goes_on) else None
             how = {"is_low": is_low, "retain_graph": more, "synced": self._synced}
@@ -232,7 +245,8 @@ class Gradients:
         else:
             for bucket in self.buckets[:-1]:
                 bucket.arrived.clear()
-            self._in_backward, self._in_last = True, last and self._tail > 0 and self._overlaps
+            self._in_backward = True
+            self._in_last = last and self._tail > 0 and self._overlaps
             try:
                 _backpropagate(loss, loss.new_full((), factor), retain_graph=more)
             finally:
@@ -243,7 +257,8 @@ class Gradients:
             self.unplanned.adopt(self._shards)
         if self._watch is not None and not more:
             self._show(self._watch)
-        self._shards, self._goes_on = self._shards + (not more), more
+        self._shards = self._shards + (not more)
+        self._goes_on = more
         for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
             bucket.end_backward() if more else bucket.finish_shard(self._shards, later)
 
@@ -347,9 +362,11 @@ class Gradients:
         """
         if tail != self._tail or not self.buckets:
             self.plan(tail)
-        planned, sums = len(self.buckets), [*(bucket.summing for bucket in self.buckets), *others]
+        planned = len(self.buckets)
+        sums = [*(bucket.summing for bucket in self.buckets), *others]
         first = self._next
-        with_tail, length = self.buckets[-1].summing, self.buckets[-1].length
+        with_tail = self.buckets[-1].summing
+        length = self.buckets[-1].length
 
         def send(mark: int | None, beside: AbstractContextManager[object]) -> None:
             for number, summing in enumerate(sums[first:], first):
@@ -383,13 +400,15 @@ class Gradients:
         """Leave what no fold gave a gradient out of the next plan; returns whether there is such a parameter."""
         if all(parameter.grad is None for parameter in self._names):
             return False  # the mini-batch had no weight
-        planned, self.is_chosen = self._planned if self.is_chosen else (), True
+        planned = self._planned if self.is_chosen else ()
+        self.is_chosen = True
         return self.unplanned.leave_out(planned)
 
     def close(self, given: list[bool]) -> None:
         """End a pass: assign the sums to `.grad`. See [Note: None stays None]."""
         self._next = start = 0
-        self._is_pass_open, self._holds_sums = False, True
+        self._is_pass_open = False
+        self._holds_sums = True
         for bucket in self.buckets:
             end = start + len(bucket.parameters)
             bucket.assign_grads(given[start:end])

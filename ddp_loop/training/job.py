@@ -41,7 +41,8 @@ from ddp_loop.training.nonfinite import NonFiniteGuard
 from ddp_loop.training.payload import StepResult
 from ddp_loop.training.validation import check_state, check_synced, check_trainable
 
-_values, _version = methodcaller("values"), attrgetter("_version")
+_values = methodcaller("values")
+_version = attrgetter("_version")
 _MOST_LOOKS = 8  # by checksums, then it is given up
 ACCUMULATION_LEFT = (
     "Two steps were folded, and no parameter moved in between (after step {step}). Each fold gives the gradient of "
@@ -101,7 +102,8 @@ class ModuleStructure:
         count = sum(map(len, self._tables)) + sum(map(len, groups))
         if count == len(self._entries) and all(map(is_, self._current(groups), self._entries)):
             return False
-        parameters, owners = self._parameters, self._owners
+        parameters = self._parameters
+        owners = self._owners
         self._before = self._known
         self._snapshot()
         # A forward may create its activation modules in each call; modules without tensors change nothing.
@@ -149,7 +151,9 @@ class UnmovedParametersCheck:
     def __init__(
         self, parameters: Sequence[torch.Tensor], scalers: Sequence[GradScaler], optimizers: Sequence[Optimizer]
     ) -> None:
-        self._parameters, self._scalers, self._optimizers = parameters, scalers, optimizers
+        self._parameters = parameters
+        self._scalers = scalers
+        self._optimizers = optimizers
         self._before: tuple[list[int], list[object]] = [], []
         self._sums: torch.Tensor | None = None
         self._counts_writes = self._is_over = False
@@ -167,7 +171,8 @@ class UnmovedParametersCheck:
         (versions_before, states_before), (versions, states) = self._before, self._now()
         self._before = versions, states
         if versions_before != versions:
-            self._counts_writes, self._sums = bool(versions_before), None
+            self._counts_writes = bool(versions_before)
+            self._sums = None
         elif states_before != states:
             self._sums = None
         elif had_gradients:
@@ -175,7 +180,8 @@ class UnmovedParametersCheck:
 
     def _now(self) -> tuple[list[int], list[object]]:
         """The versions of parameters and scales, and what a step changes in the state of a first parameter."""
-        versions, states = list(map(_version, self._parameters)), list[object]()
+        versions = list(map(_version, self._parameters))
+        states = list[object]()
         for scaler in self._scalers:
             versions += [one._version for one in (scaler._scale, scaler._growth_tracker) if one is not None]
         for optimizer in self._optimizers:
@@ -187,7 +193,8 @@ class UnmovedParametersCheck:
 
     def _suspect(self, step: int) -> None:
         if not self._counts_writes:
-            before, self._sums = self._sums, checksum_all([parameter.detach() for parameter in self._parameters])
+            before = self._sums
+            self._sums = checksum_all([parameter.detach() for parameter in self._parameters])
             self._looks += 1
             if before is None or not torch.equal(before, self._sums):
                 self._is_over = self._looks == _MOST_LOOKS
@@ -243,7 +250,9 @@ class Job:
 
     def __init__(self, state: object, batches: Batches, how: ReductionSettings) -> None:
         self.state = check_state(state)
-        self._batches, self._world, self._how = batches, batches.world, how
+        self._batches = batches
+        self._world = batches.world
+        self._how = how
         self.rules = under_all_names(find_modules(self.state), how.buffer_reduction)
 
     def make_fold(
@@ -256,7 +265,9 @@ class Job:
         """The fold of the modules and parameters in the state; see `Fold` for the arguments and what it raises."""
         if former is not None:
             former.release()
-        parameters, how, parts = find_parameters(self.state), self._how, self.state.values()
+        parameters = find_parameters(self.state)
+        how = self._how
+        parts = self.state.values()
         check_trainable(parameters, self.state)
         check_layout(find_tensors(self.state), self._world)
         self._scalers = [one for one in parts if isinstance(one, GradScaler) and one.is_enabled()]

@@ -130,7 +130,8 @@ class Loop:
         self._begun, epochs, steps = None, as_int(epochs), as_int(steps)
         self.batches, self.world, self._compares = batches, batches.world, batches.world.size > 1
         self._where, self._gathering = LoopPosition(batches, epochs, steps), BatchGather(self.world)
-        watched, folder = trace_request_of(batches), None if run_dir is None else Path(run_dir).absolute()
+        watched = trace_request_of(batches)
+        folder = None if run_dir is None else Path(run_dir).absolute()
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
         is_ordered = batches.fixed_shards if ordered is None else ordered
         how = ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}, reduce_dtype)
@@ -168,11 +169,13 @@ class Loop:
 
     def _make_recorder(self, folder: Path | None, policy: CheckpointPolicy, rule: OnNonFinite) -> RunRecorder:
         """The recorder, and the checks of the values of steps and state."""
-        state, local = self._job.state, [name for name, rule in self._job.rules.items() if rule == "local"]
+        state = self._job.state
+        local = [name for name, rule in self._job.rules.items() if rule == "local"]
         self._state_check = NonFiniteStateCheck(state, self.world, rule, local)
         self._weightless = WeightlessStepCheck()
         self._guard = NonFiniteGuard(rule, self.batches.indices, state, self._state_check.blame, self.world.print)
-        self._shares, checkpointer = ShareMeasurement(self.batches), None
+        self._shares = ShareMeasurement(self.batches)
+        checkpointer = None
         parts: dict[str, Stateful] = {"guard": self._guard, "trained": FrozenParameters(state), "shares": self._shares}
         parts |= self.batches.checkpointed(skips=rule == "skip")
         if folder is not None:
@@ -181,7 +184,10 @@ class Loop:
         recorder = RunRecorder(self.world, self._where, checkpointer, state)
         self.world.on_leaving(self._leave)
         log = recorder.run_log
-        self.log, self.log_text, self.log_image, self.log_table = log.log, log.log_text, log.log_image, log.log_table
+        self.log = log.log
+        self.log_text = log.log_text
+        self.log_image = log.log_image
+        self.log_table = log.log_table
         return recorder
 
     def _make_fold(self, former: Fold | None = None) -> Fold:
@@ -278,7 +284,8 @@ class Loop:
         self._is_iterated = True
         try:
             while again or not self._is_over:
-                again, number = False, where.epochs + 1
+                again = False
+                number = where.epochs + 1
                 yield Epoch(number, self._steps_of, self.batches)
                 if self._begun or not (self._is_over or where.epochs == number):
                     raise self._where.out_of_turn(self._begun, is_over=self._is_over)
@@ -297,7 +304,8 @@ class Loop:
             raise self._where.out_of_turn(self._begun, is_over=self._is_over)
         if where.is_done:
             return
-        self._begun, self.world.step = f"inside epoch {where.epochs + 1}", self.iteration
+        self._begun = f"inside epoch {where.epochs + 1}"
+        self.world.step = self.iteration
         self._state_check.begin(self.iteration)
         self._use_measured_shares()
         self._recorder.install_stop_handlers()
@@ -316,7 +324,8 @@ class Loop:
             if self._is_over:
                 self._state_check.finish(self.iteration)
                 self.world.step = 0
-            self._begun, self.world.stage = None, ""
+            self._begun = None
+            self.world.stage = ""
         finally:
             if self._begun:
                 self._leave(abandoned=True)
@@ -325,8 +334,11 @@ class Loop:
             raise self.world.stops.ended()
 
     def _one_step(self, loaded: LoadedBatch) -> Iterator[Step]:
-        mini_batch, where = loaded.mini_batch, self._where
-        where.iteration, where.at, where.is_folded = where.iteration + 1, mini_batch.position + 1, False
+        mini_batch = loaded.mini_batch
+        where = self._where
+        where.iteration = where.iteration + 1
+        where.at = mini_batch.position + 1
+        where.is_folded = False
         is_last_of_epoch = mini_batch.is_last or mini_batch.ends_stream
         self.world.step = iteration = where.iteration
         self._announces = mini_batch.announcement is not None and mini_batch.announcement.is_new
@@ -391,7 +403,8 @@ class Loop:
     def requests(self) -> ControlRequest:
         """What this rank asks of all in a fold."""
         stop = self.world.stops.asked is not None
-        save, problem = False, None if self._state_check.found is None else self._state_check.take()
+        save = False
+        problem = None if self._state_check.found is None else self._state_check.take()
         if self._recorder.keeps:
             save, problem = self._recorder.save_requests(problem)
         if self._job.structure.has_changed():

@@ -69,7 +69,10 @@ class MomentSums:
     def __init__(
         self, statistics: BatchNormStatistics, world: World, order: ReductionOrder, dtype: torch.dtype
     ) -> None:
-        self._statistics, self._world, self._order, self._dtype = statistics, world, order, dtype
+        self._statistics = statistics
+        self._world = world
+        self._order = order
+        self._dtype = dtype
         self._calls: tuple[int, ...] = ()  # of the layout for which the sum is planned
         self._summing: list[FlatAllReduce] = []  # one, or none before a layer was called
         self._rows: list[torch.Tensor] = []  # this rank's pieces; the sum comes into the first
@@ -79,11 +82,14 @@ class MomentSums:
     def sums(self, calls: tuple[int, ...]) -> list[FlatAllReduce]:
         """The sum over the ranks, where layers have so many `calls` in a shard at most; none without a call."""
         if calls != self._calls:
-            self._calls, self._summing, self._rows = calls, [], []
+            self._calls = calls
+            self._summing = []
+            self._rows = []
             if width := sum(group.moments_width for group in self._statistics.groups(calls)):
                 length = padded(width, self._order)
                 sum_ = FlatAllReduce(self._world, self._order, length, torch.float64, self._world.device)
-                self._summing, first = [sum_], sum_.empty()
+                self._summing = [sum_]
+                first = sum_.empty()
                 others = range(1, self._order.pieces[self._world.rank])
                 self._rows = [first, *(torch.empty_like(first) for _ in others)]
         return self._summing
@@ -126,7 +132,8 @@ class MomentSums:
         """Those of some shards, (width,) each."""
         if not records:
             return ()
-        width, groups = self._statistics.width(self._calls), self._statistics.groups(self._calls)
+        width = self._statistics.width(self._calls)
+        groups = self._statistics.groups(self._calls)
         rows = torch.empty(len(records), width, dtype=self._dtype, device=self._world.device)
         for row, record in zip(rows, records, strict=True):
             self._statistics.pack(record.captures, self._calls, row)

@@ -73,13 +73,16 @@ class NonFiniteGuard:
         say: Callable[[str], None] | None = None,
     ) -> None:
         values = list((state or {}).values())
-        self.allows, self.skips, self._indices = rule == "allow", rule == "skip", indices
+        self.allows = rule == "allow"
+        self.skips = rule == "skip"
+        self._indices = indices
         self._optimizers = [value for value in values if isinstance(value, Optimizer)]
         self.is_scaled = any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in values)
         self._gradients: Gradients | None = None
         self.bad: torch.Tensor | bool = False
         self.pending: _PendingCheck | None = None
-        self._blame, self._say_once = blame, say
+        self._blame = blame
+        self._say_once = say
         self._skipped = self._in_a_row = self._last = 0
 
     @property
@@ -100,7 +103,9 @@ class NonFiniteGuard:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue to count."""
-        self._skipped, self._in_a_row, self._last = state["skipped"], state["in_a_row"], state["last"]
+        self._skipped = state["skipped"]
+        self._in_a_row = state["in_a_row"]
+        self._last = state["last"]
 
     # -- the fold ------------------------------------------------------------------------------------------
 
@@ -174,7 +179,8 @@ class NonFiniteGuard:
             FloatingPointError: too many steps in a row were skipped, or none may be.
         """
         self.check_pending()
-        bad, self.bad = self.bad, False
+        bad = self.bad
+        self.bad = False
         if bad is False:
             return
         is_bad = torch.as_tensor(bad, device=loss.device).to(loss)
@@ -187,7 +193,8 @@ class NonFiniteGuard:
 
     def check_pending(self) -> None:
         """Check the last step's values, which a GPU had yet to give."""
-        pending, self.pending = self.pending, None
+        pending = self.pending
+        self.pending = None
         if pending is not None and pending.values.wait()[0].item():
             self._say(pending)
 
@@ -197,7 +204,8 @@ class NonFiniteGuard:
         if look.iteration == self._last:  # a further pass of the same step
             return
         self._in_a_row = self._in_a_row + 1 if look.iteration == self._last + 1 else 1
-        self._last, self._skipped = look.iteration, self._skipped + 1
+        self._last = look.iteration
+        self._skipped = self._skipped + 1
         if self._in_a_row >= IN_A_ROW:
             raise FloatingPointError(
                 f'on_nonfinite="skip" skips steps, but not {IN_A_ROW} in a row. Step {look.iteration} is the last of '
@@ -243,7 +251,8 @@ class NonFiniteGuard:
         if mini_batch.announcement is not None:
             place = f"mini-batch {mini_batch.position + 1} of epoch {mini_batch.epoch}"
             return f", from shard {number} of {len(mini_batch.sizes)}, {place} of rank {number}'s own stream"
-        start, size = mini_batch.start + sum(mini_batch.sizes[:number]), mini_batch.sizes[number]
+        start = mini_batch.start + sum(mini_batch.sizes[:number])
+        size = mini_batch.sizes[number]
         indices = self._indices(mini_batch.epoch, start, size).tolist()
         more = f" and {size - _SHOWN} more" if size > _SHOWN else ""
         said = ", ".join(str(index) for index in indices[:_SHOWN])

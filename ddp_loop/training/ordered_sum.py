@@ -69,7 +69,8 @@ def tree_order(shards: int, ranks: int, rank: int, carried: tuple[int, ...] | No
 def rank_order(shards: int, ranks: int, rank: int, carried: tuple[int, ...] | None = None) -> ReductionOrder:
     """Each rank's shards one after another, then the ranks in any order. Args as for `tree_order`."""
     mine = _ranges(carried or split_sizes(shards, ranks))[rank]
-    merges, one_by_one = (0, *(1,) * (len(mine) - 1))[: len(mine)], (0, *(1,) * (ranks - 1))
+    merges = (0, *(1,) * (len(mine) - 1))[: len(mine)]
+    one_by_one = (0, *(1,) * (ranks - 1))
     return ReductionOrder(merges, (1,) * ranks, one_by_one, is_any=True, in_place=True, mine=mine)
 
 
@@ -90,7 +91,8 @@ def _pairs(node: Node) -> Iterator[tuple[tuple[Node, Node], Node]]:
 
 def _added_up(nodes: Sequence[Node], siblings: dict[tuple[Node, Node], Node]) -> tuple[list[int], list[Node]]:
     """Add up neighbouring nodes in turn; returns how often after each, and the nodes that are left."""
-    merges, left = [], []
+    merges = []
+    left = []
     for node in nodes:
         left.append(node)
         merges.append(0)

@@ -23,7 +23,8 @@ from torch.nn import Parameter
 
 from ddp_loop.determinism import checksum_all
 
-HOOKS, AFTER_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+HOOKS = attrgetter("_backward_hooks")
+AFTER_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 Hook = Callable[..., object]
 
 
@@ -77,7 +78,8 @@ class OutsideParameters:
         if self._found:
             self._require_unmoved()
         if again:
-            self._found, self._sums = [], None
+            self._found = []
+            self._sums = None
 
     def look(self, loss: torch.Tensor) -> None:
         """Find what a loss depends on, before its backward."""
@@ -104,7 +106,8 @@ class OutsideParameters:
 def _leaves_of(loss: torch.Tensor) -> list[Parameter]:
     """The parameters that a loss depends on, each once."""
     found: dict[Parameter, None] = {}
-    seen, waiting = set(), [loss.grad_fn]
+    seen = set()
+    waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

@@ -171,9 +171,12 @@ def layout_of(
     modes: tuple[Modes, ...] = ()
     problem: Exception | None = None
     weighted: bool | None = None
-    buffers, calls, known = frozenset[str](), (0,) * layers, dict[str, torch.Tensor]().keys()
+    buffers = frozenset[str]()
+    calls = (0,) * layers
+    known = dict[str, torch.Tensor]().keys()
     for record in records:
-        is_known, number = record.metrics.keys() == known, record.shard.number
+        is_known = record.metrics.keys() == known
+        number = record.shard.number
         names = metrics if is_known and metrics is not None else tuple(sorted(record.metrics))
         if metrics is not None and metrics != names and problem is None:
             problem = metrics_differ("an earlier shard", metrics, f"shard {number}", names)
@@ -183,7 +186,10 @@ def layout_of(
             problem = modes_differ("an earlier shard", modes[0], f"shard {number}", record.modes)
         if weighted is not None and weighted != (record.weight is not None) and problem is None:
             problem = weights_differ("an earlier shard", f"shard {number}", is_first=weighted)
-        known, metrics, sums, modes = record.metrics.keys(), names, record.sums, (record.modes,)
+        known = record.metrics.keys()
+        metrics = names
+        sums = record.sums
+        modes = (record.modes,)
         weighted = record.weight is not None
         if record.taken:
             buffers = buffers.union(record.taken)
@@ -287,7 +293,8 @@ class ShardRecord:
                 f"All losses of a shard must have the same weight. Got {weight} after {self.weight}. Multiply the loss "
                 "itself by a factor."
             )
-        sums, samples = self.sums, self.shard.samples
+        sums = self.sums
+        samples = self.shard.samples
         if self.losses and ("loss" in self.sums) != (reduction == "sum"):
             raise ValueError(
                 f"All losses of a shard must have the same reduction. Got {reduction!r} after another one. Divide the "
@@ -300,7 +307,8 @@ class ShardRecord:
             elif name in sums:
                 sums -= {name}
         self.losses.append(value)
-        self.weight, self.sums = weight, sums | {"loss"} if reduction == "sum" else sums
+        self.weight = weight
+        self.sums = sums | {"loss"} if reduction == "sum" else sums
         return samples if weight is None else weight
 
 

@@ -26,7 +26,9 @@ class ProfiledBatch(LoadedBatch):
     """A mini-batch; to read what was not read ahead is the phase "data"."""
 
     def __init__(self, loaded: LoadedBatch, clock: PhaseClock) -> None:
-        self.mini_batch, self._loaded, self._clock = loaded.mini_batch, loaded, clock
+        self.mini_batch = loaded.mini_batch
+        self._loaded = loaded
+        self._clock = clock
 
     def data(self, shard: int) -> Any:
         self._clock.cut(DATA)
@@ -51,7 +53,8 @@ class ProfiledReadAhead(ReadAhead):
 
     def __init__(self, batches: Batches, profile: StepProfile) -> None:
         super().__init__(batches)
-        self._profile, self._clock = profile, profile.clock
+        self._profile = profile
+        self._clock = profile.clock
 
     @contextmanager
     def epoch(self, number: int, start: int) -> Iterator[None]:
@@ -137,7 +140,8 @@ def open_steps(
     if request is not None:
         steps = request.profile
         request.loops += steps is not None
-        path, traces = request.folder / f"loop-{request.loops:03}", request.traces if request.loops == 1 else None
+        path = request.folder / f"loop-{request.loops:03}"
+        traces = request.traces if request.loops == 1 else None
     if steps is None:
         return ReadAhead(batches), Step
     number = check_count("profile", steps, remedy="It is the number of steps to measure.")

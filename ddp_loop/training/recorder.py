@@ -125,7 +125,9 @@ class RunRecorder:
     def __init__(
         self, world: World, where: LoopPosition, checkpointer: Checkpointer | None, state: Mapping[str, object]
     ) -> None:
-        self._world, self._where, self.checkpointer = world, where, checkpointer
+        self._world = world
+        self._where = where
+        self.checkpointer = checkpointer
         self._report = Reporter(world, where, checkpointer)
         self._optimizer = next((one for one in state.values() if isinstance(one, Optimizer)), None)
         self._has_optimizer = any(map(_is_optimizer, state.values()))
@@ -133,7 +135,9 @@ class RunRecorder:
         self._row: tuple[MiniBatch, tuple[str, ...], torch.Tensor, dict[str, float]] | None = None
         self.tracer: Tracer | None = None
         self.stopped: str | None = None
-        self.holds, self.keeps, self.has_rows = True, checkpointer is not None, False
+        self.holds = True
+        self.keeps = checkpointer is not None
+        self.has_rows = False
         self.run_log = RunLog(world, where, checkpointer, self._report)
         self._saved = -1  # the iteration of the last checkpoint
         self._held: Snapshot | None = None  # a copy of the last step's state, which could become one
@@ -257,7 +261,8 @@ class RunRecorder:
     def end_row(self) -> None:
         """Hand on the row of a step that is over."""
         if self._row is not None:
-            row, self._row = self._row, None
+            row = self._row
+            self._row = None
             with self._world.in_stage("rows"):
                 self._report.add(*row)
 
@@ -265,9 +270,11 @@ class RunRecorder:
         self, result: StepResult, fold: Fold, *, skips: bool
     ) -> tuple[tuple[str, ...], torch.Tensor, dict[str, float]]:
         """A row's names and values on the device, and those that the host knows."""
-        names, values = ("loss", *result.names), result.values
+        names = ("loss", *result.names)
+        values = result.values
         if result.total is not None:
-            names, values = ("weight", *names), torch.cat([result.total.reshape(1), values])
+            names = ("weight", *names)
+            values = torch.cat([result.total.reshape(1), values])
         beside = self._learning_rates()
         if (norm := fold.gradient_norm(self._where.iteration)) is not None:
             beside[NORM] = norm
@@ -351,7 +358,8 @@ class RunRecorder:
         return self._held is not None and self._held.position["iteration"] == self._where.iteration
 
     def _save_held(self, score: float | None = None) -> None:
-        held, self._held = self._held, None
+        held = self._held
+        self._held = None
         if self.checkpointer is not None and held is not None:
             self._saved = self._where.iteration
             self._flush_all()
@@ -396,7 +404,8 @@ class RunRecorder:
     def close(self) -> None:
         """Hand on the last rows, close the files, restore the signal handlers."""
         self._world.stops.restore_handlers(self)
-        tracer, self.tracer = self.tracer, None
+        tracer = self.tracer
+        self.tracer = None
         with ExitStack() as ending:  # each one even if the other raises
             if tracer is not None:
                 ending.callback(tracer.close)
@@ -428,6 +437,7 @@ class RunRecorder:
         words = f"stopped after step {self._where.iteration}, {kept}: {self.stopped}"
         start = start_command(directory=os.getcwd())
         status = {"start": [*start.words], "directory": start.directory}
-        command, secret = way_on(status, here=os.getcwd()), lacks_secret(status)
+        command = way_on(status, here=os.getcwd())
+        secret = lacks_secret(status)
         more = f"\n{secret}" if secret else ""
         return f"{words}\nto go on: {command}{more}" if newest else words

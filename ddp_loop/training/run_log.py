@@ -51,7 +51,10 @@ class RunLog:
     """
 
     def __init__(self, world: World, where: LoopPosition, checkpointer: Checkpointer | None, report: Reporter) -> None:
-        self._world, self._where, self._checkpointer, self._report = world, where, checkpointer, report
+        self._world = world
+        self._where = where
+        self._checkpointer = checkpointer
+        self._report = report
         self.has_ended = False  # another run may have taken the folder
 
     def log(
@@ -110,7 +113,8 @@ class RunLog:
 
     def _target(self) -> LoggedValues | None:
         """What takes it, on rank 0; None after the loop if another process runs in the folder."""
-        logged, checkpointer = self._report.logged, self._checkpointer
+        logged = self._report.logged
+        checkpointer = self._checkpointer
         if self.has_ended and checkpointer is not None and is_running(checkpointer.folder):
             return None
         return logged

@@ -42,9 +42,12 @@ class ShareMeasurement:
     """
 
     def __init__(self, batches: Batches) -> None:
-        self._batches, self._division, self._world = batches, batches.division, batches.world
+        self._batches = batches
+        self._division = batches.division
+        self._world = batches.world
         self._checked: Mapping[str, object] = {}
-        self.is_measuring, self._used = self._division.is_unmeasured, self._division.shares
+        self.is_measuring = self._division.is_unmeasured
+        self._used = self._division.shares
         self.found: tuple[float, ...] | None = None
         self._steps = 0
         self._since: Any = None
@@ -116,7 +119,8 @@ class ShareMeasurement:
         if self.found is not None:
             self._division.give(self.found)
             self.found = None
-        before, self._used = self._used, self._division.shares
+        before = self._used
+        self._used = self._division.shares
         return before != self._used
 
     # -- checkpoints: `Stateful` -----------------------------------------------------------------------------

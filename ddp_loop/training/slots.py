@@ -41,7 +41,10 @@ class Slots:
         device: torch.device,
         moments: MomentSums | None = None,
     ) -> None:
-        self._statistics, self._buffers, self._dtype, self._device = statistics, buffers, dtype, device
+        self._statistics = statistics
+        self._buffers = buffers
+        self._dtype = dtype
+        self._device = device
         self._moments = moments
         self._measured: tuple[PayloadLayout | None, list[int]] = None, []
         self._shares: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
@@ -83,7 +86,8 @@ class Slots:
         for record in records:
             pieces.append(record.losses[0] if len(record.losses) == 1 else _total(record.losses))
             pieces.extend(map(record.metrics.__getitem__, names))
-        first, last = records[0].shard.number, records[-1].shard.number  # the rank's shards are neighbors
+        first = records[0].shard.number
+        last = records[-1].shard.number  # the rank's shards are neighbors
         mine = values[first : last + 1, 1:]
         mine.copy_(_stacked(pieces, values.dtype).view(mine.shape))
         for record in records if layout.weighted or layout.buffers else ():
@@ -114,7 +118,8 @@ class Slots:
             loss and metrics of the mini-batch, (1 + metrics,). The next pass writes none of them.
         """
         rows = slots[:, : self.widths(layout)[0]].clone()
-        values, total = rows[:, 1:], rows[:, 0].sum() if layout.weighted else None
+        values = rows[:, 1:]
+        total = rows[:, 0].sum() if layout.weighted else None
         if total is None:
             share = self.share(sizes, rows.dtype)
             means = values[0] if len(sizes) == 1 else (values * share.unsqueeze(1)).sum(0)

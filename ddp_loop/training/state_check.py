@@ -24,8 +24,10 @@ from ddp_loop.accelerators import HostCopy
 from ddp_loop.distributed import World, find_modules, find_parameters, kept_by
 from ddp_loop.training.nonfinite import TOLERATE, NonFiniteTensors, OnNonFinite, listed_are
 
-_FIRST, _EVERY = (1, 10), 100  # steps after which all is looked at
-_PARAMETER, _BUFFER = "parameter ", "buffer "
+_FIRST = (1, 10)
+_EVERY = 100  # steps after which all is looked at
+_PARAMETER = "parameter "
+_BUFFER = "buffer "
 
 Tensors = dict[str, torch.Tensor]
 Marks = list[tuple[list[str], HostCopy]]
@@ -113,13 +115,17 @@ class NonFiniteStateCheck:
     def __init__(
         self, state: Mapping[str, object], world: World, rule: OnNonFinite, local: Collection[str] = ()
     ) -> None:
-        self._state, self._world, self._raises = state, world, rule == "raise"
-        self._rule, self._local = rule, {f"{_BUFFER}{name}" for name in local}
+        self._state = state
+        self._world = world
+        self._raises = rule == "raise"
+        self._rule = rule
+        self._local = {f"{_BUFFER}{name}" for name in local}
         self._before: Tensors | None = None  # where elements were bad when the loop began
         self._pending: tuple[int, Marks] | None = None
         self.found: FloatingPointError | None = None
         self._told = False
-        self.due, self._began = 0, 0
+        self.due = 0
+        self._began = 0
 
     def begin(self, iteration: int) -> None:
         """Record what is not finite when the loop begins, after this step; later calls do nothing."""
@@ -142,7 +148,8 @@ class NonFiniteStateCheck:
         self.due = iteration + 1 if self._pending else min(one for one in next_looks if one > iteration)
 
     def _check_pending(self) -> None:
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None and (suspects := _suspects(pending[1])):
             self.found = self.found or self._judge(self._became(suspects), pending[0])
 
@@ -153,7 +160,8 @@ class NonFiniteStateCheck:
 
     def take(self) -> Exception | None:
         """What was found, once, for the ranks to raise in a fold."""
-        found, self.found = self.found, None
+        found = self.found
+        self.found = None
         return found
 
     def finish(self, iteration: int) -> None:
@@ -171,7 +179,8 @@ class NonFiniteStateCheck:
 
     def _became(self, suspects: Collection[str]) -> list[str]:
         """Those of the suspects that are bad where they were not when the loop began."""
-        before, tensors = self._before or {}, kept_numbers(self._state)
+        before = self._before or {}
+        tensors = kept_numbers(self._state)
         never = statistics(self._state)
         return [name for name in suspects if name in tensors and _is_new(name, tensors[name], before, never)]
 
@@ -210,8 +219,10 @@ class NonFiniteStateCheck:
         return NonFiniteTensors(*(self._of_ranks([one[kind] for one in every]) for kind in (0, 1)))
 
     def _blame(self, late: bool, iteration: int) -> NonFiniteTensors:
-        tensors, before = kept_numbers(self._state), self._before or {}
-        moved, still = statistics(self._state, moved=True), statistics(self._state, moved=False)
+        tensors = kept_numbers(self._state)
+        before = self._before or {}
+        moved = statistics(self._state, moved=True)
+        still = statistics(self._state, moved=False)
         bad = [
             name
             for name in _suspects(_marks(tensors))

@@ -66,7 +66,9 @@ class Epoch:
     """
 
     def __init__(self, number: int, steps: Callable[[int], Iterator[Step]], batches: Batches) -> None:
-        self.number, self._steps, self._batches = number, steps, batches
+        self.number = number
+        self._steps = steps
+        self._batches = batches
 
     def __len__(self) -> int:
         """The number of steps of the whole epoch, those before a resume too; as `len(batches)`.
@@ -117,12 +119,18 @@ class Step:
         self.iteration = iteration
         self.samples = loaded.mini_batch.samples
         self.is_last_of_epoch = is_last_of_epoch
-        self._events, self._fold, self._gathering = events, fold, gathering
-        self._world, self._loaded, self._tracer, self._meter = world, loaded, tracer, meter
+        self._events = events
+        self._fold = fold
+        self._gathering = gathering
+        self._world = world
+        self._loaded = loaded
+        self._tracer = tracer
+        self._meter = meter
         self._record: ShardRecord | None = None  # of the shard at hand
         self.passes = 0
         self.is_broken = False
-        self._shards_read, self._is_read = 0, False  # of a pass, and whether all are
+        self._shards_read = 0
+        self._is_read = False  # of a pass, and whether all are
         self._has_begun = False  # a backward or a hold
 
     def __iter__(self) -> Iterator[Any]:
@@ -134,10 +142,12 @@ class Step:
         self._begin()
         if self._meter is not None:
             self._meter.begin_shards()
-        world, shards = self._world, self._loaded.mini_batch.shards
+        world = self._world
+        shards = self._loaded.mini_batch.shards
         for number, shard in enumerate(shards):
             world.stage = "data"
-            data, self._shards_read = self._loaded.data(number), number + 1
+            data = self._loaded.data(number)
+            self._shards_read = number + 1
             if self._tracer is not None:
                 self._tracer.data(shard.number, data)
             seed_shard(world.seed, self.iteration, shard.number, world.device, self.passes)
@@ -266,7 +276,8 @@ class Step:
         # Autograd refuses outputs that were written later; those without a graph may be reused.
         taken = tuple(one if one.requires_grad else one.detach().clone() for one in taken)
         self._gathering.hold(HeldOutputs(record.shard, taken))
-        record.held, record.modes = True, self._fold.modes()
+        record.held = True
+        record.modes = self._fold.modes()
         if self._tracer is not None:
             self._tracer.forward(record.shard.number, {f"output {n}": one for n, one in enumerate(outputs)})
 
@@ -363,7 +374,8 @@ class Step:
         control = fold.control
         if self.is_broken or (control is not None and control.has_raised) or self._world.is_left:
             return False
-        world, send_no_gather = self._world, self._gathering.send_no_gather
+        world = self._world
+        send_no_gather = self._gathering.send_no_gather
         send_nothing = fold.leaving(len(self._loaded.mini_batch.sizes), gathers=self._gathering.is_used)
         if not self.is_open and self._gathering.is_used:
             self._gathering.open()  # the next pass has sent no word yet
@@ -435,7 +447,8 @@ class Step:
         problem = problem or self._incomplete()
         if not self.is_open:
             self._begin()
-        fold, mini_batch = self._fold, self._loaded.mini_batch
+        fold = self._fold
+        mini_batch = self._loaded.mini_batch
         self.is_broken = True
         self._world.stage = "fold"
         if self._gathering.is_used:

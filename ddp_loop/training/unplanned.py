@@ -41,7 +41,10 @@ class UnplannedGradients:
         sizes: BucketSizes,
         make: Callable[[list[Parameter]], Bucket],
     ) -> None:
-        self._names, self._averaged, self._sizes, self._make = names, list(averaged), sizes, make
+        self._names = names
+        self._averaged = list(averaged)
+        self._sizes = sizes
+        self._make = make
         self.buckets: list[Bucket] = []
         self.names: frozenset[str] = frozenset()
         self._unfrozen = 0  # so many buckets are of unfrozen parameters; the others have one parameter each
@@ -62,7 +65,8 @@ class UnplannedGradients:
         """Make a bucket for each left-out parameter that the backward of shard `shards`, counted from 0, gave one."""
         found = self.foreign()
         for parameter in found:
-            gradient, parameter.grad = parameter.grad, None
+            gradient = parameter.grad
+            parameter.grad = None
             bucket = self._make([parameter])
             bucket.open()
             for number in range(shards):
@@ -100,7 +104,8 @@ class UnplannedGradients:
             names: those with a gradient on any rank.
             world: from `join_world`.
         """
-        found, buckets = self._found(), self.buckets[: self._unfrozen]
+        found = self._found()
+        buckets = self.buckets[: self._unfrozen]
         for parameter, name in self._names.items():
             if name in names:
                 bucket = found.get(parameter)
@@ -128,4 +133,6 @@ class UnplannedGradients:
 
     def release(self) -> None:
         """Drop the buckets; assigned gradients stay."""
-        self.buckets, self.names, self._unfrozen = [], frozenset(), 0
+        self.buckets = []
+        self.names = frozenset()
+        self._unfrozen = 0
