@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, cast
 
@@ -131,11 +131,9 @@ def evaluate(
     """
     world, batches = batches.world, batches.for_evaluation()
     states = MetricStates(metrics or {}, world.device)
-    _check_names([*functions, *states.names])
     world.stops.raise_if_stopped()
-    world.require_equal("the names of the metrics", [*functions, *states.names])
-    samples = dict[int, int]()  # of each shard, by its number in the epoch
-    totals = dict[tuple[int, int], torch.Tensor]()  # by the shard's number and the metric's
+    _agree_on_names([*functions, *states.names], world)
+    totals = dict[int, list[torch.Tensor | int]]()  # the samples and metrics of each shard, by its number in the epoch
     kinds: set[tuple[str, bool]] = set()  # which metrics are sums
     with _going_through(model, batches, "evaluate") as shards:
         for mini_batch, shard, data in shards:
@@ -143,22 +141,25 @@ def evaluate(
             place = mini_batch.position * batches.shards + shard.number
             values = {name: function(output, *others) for name, function in functions.items()}
             kinds |= {(name, isinstance(value, Sum)) for name, value in values.items()}
-            samples[place] = shard.samples
-            for column, (name, value) in enumerate(values.items()):
-                totals[place, column] = _total(name, value, shard.samples)
+            totals[place] = [shard.samples, *(_total(name, value, shard.samples) for name, value in values.items())]
             states.update(place, output, others)
             if world.stops.breaks_off:
                 break
     with world.in_stage("evaluate"):
         world.stops.agree()
         sums = _require_one_kind(set().union(*world.gather(kinds, "which metrics are sums")))
-        number, *sums_of_all = _added_up(samples, totals, len(functions), world)
+        samples, *sums_of_all = _added_up(totals, 1 + len(functions), world)
         merged = states.compute(world)
-    means = {n: total / (1 if n in sums else number) for n, total in zip(functions, sums_of_all, strict=True)}
+    means = {n: total / (1 if n in sums else samples) for n, total in zip(functions, sums_of_all, strict=True)}
     _check_names([*means, *merged])  # a metric may have several results
-    result = {**means, **merged, "samples": int(number)}
+    result = {**means, **merged, "samples": int(samples)}
     world.on_evaluated(result)
     return result
+
+
+def _agree_on_names(names: list[str], world: World) -> None:
+    _check_names(names)
+    world.require_equal("the names of the metrics", names)
 
 
 def _check_names(names: list[str]) -> None:
@@ -169,21 +170,22 @@ def _check_names(names: list[str]) -> None:
         )
 
 
-def _added_up(
-    samples: dict[int, int], totals: dict[tuple[int, int], torch.Tensor], metrics: int, world: World
-) -> list[float]:
-    """The number of samples and the sum of each metric, added up in the order of the shards."""
-    shards = max(world.gather(max(samples, default=-1))) + 1
-    own = torch.zeros(shards, 1 + metrics, dtype=torch.float64, device="cpu")
-    own[list(samples), 0] = torch.tensor(list(samples.values()), dtype=torch.float64, device="cpu")
-    there = {at: total for at, total in totals.items() if total.device == world.device}
-    for (place, column), total in totals.items():
-        if total.device != world.device:
-            own[place, 1 + column] = total.item()
+def _added_up(totals: Mapping[int, Sequence[torch.Tensor | int]], width: int, world: World) -> list[float]:
+    """The sums of all shards' totals, `width` of them, added up in the order of the shards."""
+    shards = max(world.gather(max(totals, default=-1))) + 1
+    own = torch.zeros(shards, width, dtype=torch.float64, device="cpu")
+    there: list[torch.Tensor] = []  # on the ranks' device
+    places: list[int] = []
+    for place, values in totals.items():
+        for column, value in enumerate(values):
+            if isinstance(value, torch.Tensor) and value.device == world.device:
+                there.append(value)
+                places.append(place * width + column)
+            else:
+                own[place, column] = float(value)
     whole = sent(own, world.device)
     if there:
-        places = torch.tensor([place * (1 + metrics) + 1 + column for place, column in there], device="cpu")
-        whole.view(-1)[sent(places, world.device)] = torch.stack(list(there.values()))
+        whole.view(-1)[sent(torch.tensor(places, device="cpu"), world.device)] = torch.stack(there)
     return cast(list[float], world.sum(whole).sum(0).tolist())
 
 

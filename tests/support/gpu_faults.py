@@ -93,8 +93,8 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
     7: (
         Edit(
             "ddp_loop.evaluation:evaluate",
-            "samples[place] = shard.samples",
-            "torch.empty(1, device=world.device)[0] = samples[place] = shard.samples",
+            "output, others = (forward",
+            "torch.empty(1, device=world.device)[0] = 1.0\n            output, others = (forward",
         ),
         Edit("ddp_loop.evaluation:predict", "whole[sent(at, world.device)]", "whole[at.to(world.device)]"),
     ),

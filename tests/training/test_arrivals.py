@@ -105,6 +105,7 @@ def count_calls(length: int) -> int:
         return count
 
 
+@pytest.mark.quick_in_both_modes
 def test_a_backward_makes_no_more_python_calls_for_more_parameters(on_ranks: OnRanks) -> None:
     (few,), (many,) = on_ranks(1, count_calls, 20), on_ranks(1, count_calls, 80)
     assert few > 0
