@@ -348,7 +348,9 @@ class Checkpointer:
 
     def _begin(self, snapshot: Snapshot, score: float | None) -> None:
         self._began = time.monotonic()
-        store, copied, started = self._store, snapshot.copied, threading.Event()
+        store = self._store
+        copied = snapshot.copied
+        started = threading.Event()
         buffers = self._buffers
         if snapshot.problem is not None:
             self._take_error(snapshot.problem, "No checkpoint was written")

@@ -128,7 +128,8 @@ class CarriedState:
 
     def _finite(self, state: Any, before: Any) -> Any:
         """The state with the rows of `before`, zeros for None, where a row is not finite in one of its tensors."""
-        dim, tensors = self._batch_dim, tensors_in(state)
+        dim = self._batch_dim
+        tensors = tensors_in(state)
         finite = [one.isfinite().movedim(dim, 0).reshape(one.shape[dim], -1).all(1) for one in tensors]  # by row
         former: Iterator[torch.Tensor] = map(torch.zeros_like, tensors) if before is None else iter(tensors_in(before))
 

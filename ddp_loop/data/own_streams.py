@@ -202,7 +202,8 @@ class OwnStreams:
                 piece = next(pieces, piece)
 
     def _alone(self, pieces: Iterator[StreamBatch], epoch: int) -> Iterator[tuple[MiniBatch, tuple[Any, ...]]]:
-        self.samples, ranks = 0, range(self._world.size)
+        self.samples = 0
+        ranks = range(self._world.size)
         before = split_range(self._batch_size, self._world.size, self._world.rank).start  # draws are by sample
         for position, piece in enumerate(pieces):
             if piece.samples:

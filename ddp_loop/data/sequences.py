@@ -47,7 +47,8 @@ class SequenceChunk:
         self.samples = int(rows.lengths.sum())
         self.lengths = torch.from_numpy(rows.lengths)
         self.sequences = torch.from_numpy(rows.sequences)
-        self.starts, self.ends = self._on_device(rows.starts == 0), self._on_device(rows.left == 0)
+        self.starts = self._on_device(rows.starts == 0)
+        self.ends = self._on_device(rows.left == 0)
         self._longest = int(rows.lengths.max())
         self._index: torch.Tensor | None = None
         if self.samples < len(self.lengths) * self._longest:

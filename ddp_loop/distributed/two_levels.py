@@ -181,7 +181,8 @@ class TwoLevelBackend:
         return Stages(self.local.start_sum(tensor, what), rest)
 
     def start_gather(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> Stages:
-        most, count = max(map(len, self.machines)), part.numel()
+        most = max(map(len, self.machines))
+        count = part.numel()
         mine = part.new_empty(self.local.size * count)
 
         def rest(in_vain: InVain) -> None:

@@ -194,7 +194,8 @@ def find_function(name: str, folder: Path) -> Callable[..., object]:
         root = path.parent
         place = path.stem
         while (root / "__init__.py").is_file():  # a module of a package has the package's name
-            root, place = root.parent, f"{root.name}.{place}"
+            place = f"{root.name}.{place}"
+            root = root.parent
         sys.path.insert(0, str(root))  # ranks get this path too
     try:
         found: Any = importlib.import_module(place)

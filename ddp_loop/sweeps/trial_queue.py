@@ -113,7 +113,8 @@ class TrialQueue:
         self._backend = open_storage(url, beat_s, grace_s, settled, self.patience)
         self._storage = optuna.storages.get_storage(self._backend)  # reads trials that have ended only once
         try:
-            self._name, self._study_id = name, self._find_study(name, direction)
+            self._name = name
+            self._study_id = self._find_study(name, direction)
             self.study = self._load()
         except BaseException:
             self.close()

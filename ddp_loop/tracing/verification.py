@@ -190,7 +190,8 @@ _Run = tuple[int, list[Trace]]  # the ranks, and the trace of each Loop
 
 def _compare(reference: _Run, run: _Run, job: VerifyJob, folder: Path) -> _Verdict:
     """Compare a run with the reference, and run the script again where its traces leave a question."""
-    (first, expected), (ranks, found) = reference, run
+    first, expected = reference
+    ranks, found = run
     verdict = _against(expected, found, first, job.tolerance)
     if verdict.may_be_rounding:
         return _following(expected, found, first, job, folder / f"following-{ranks}")

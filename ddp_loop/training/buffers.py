@@ -71,7 +71,8 @@ class Buffer:
         self.opened = self.tensor.detach().clone()
         self.version = self.tensor._version
         self.late = is_asynchronous(self.tensor)
-        self.home, self.holders = self.tensor, _holders(self.tensor)
+        self.home = self.tensor
+        self.holders = _holders(self.tensor)
 
     @property
     def silent(self) -> bool:

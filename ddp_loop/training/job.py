@@ -168,7 +168,8 @@ class UnmovedParametersCheck:
         """
         if self._is_over:
             return
-        (versions_before, states_before), (versions, states) = self._before, self._now()
+        versions_before, states_before = self._before
+        versions, states = self._now()
         self._before = versions, states
         if versions_before != versions:
             self._counts_writes = bool(versions_before)
