@@ -18,11 +18,11 @@ def limit_of(ranks: int, pieces: int) -> float:
     """The most bytes for each parameter at any moment of steps with so many fixed shards on a rank, 0 without them.
 
     Weights and gradients take 8 bytes in any loop. Buckets on their way, the sums of the replicas' checks and the
-    inputs take less than 3. Each further sum that is kept takes 4: up to two ranks add pieces up as they come, which
+    inputs take less than 5. Each further sum that is kept takes 4: up to two ranks add pieces up as they come, which
     takes a sum for each level of the tree. More ranks keep all pieces.
     """
     sums = pieces if ranks > 2 else pieces.bit_length()
-    return 11.0 + 4.0 * (max(sums, 1) - 1)
+    return 13.0 + 4.0 * (max(sums, 1) - 1)
 
 
 def network(width: int) -> nn.Module:

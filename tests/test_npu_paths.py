@@ -34,7 +34,8 @@ def test_no_step_makes_the_host_wait_and_the_weights_are_those_of_the_cpu(
     assert [one.elsewhere for one in of_ranks] == [0] * ranks
     first = of_ranks[0]
     assert all(one.on_gpu == first.on_gpu for one in of_ranks)
-    is_same = ranks < 3 or name != "one shard a rank"  # without fixed shards three ranks' sums may have another order
+    # Three ranks' sums may have another order, without fixed shards and in synced batch norm.
+    is_same = ranks < 3 or name not in ("one shard a rank", "synced batch norm")
     assert first.on_gpu == (first.on_cpu if is_same else pytest.approx(first.on_cpu, rel=1e-4, abs=1e-6))
 
 

@@ -24,21 +24,23 @@ pytestmark = pytest.mark.covers("D10", "J18")
 MINI_BATCH, SHARDS, STEPS, EPOCHS = 24, 4, 3, 3
 KILLED_AT = 5  # in the second epoch; the first one's checkpoint is there
 SCRIPT_S = 300.0
-# Runs a script, one rank of which kills itself after so many steps.
+# Runs a script, one rank of which kills itself after so many steps, once the first checkpoint has been written.
 KILLING = """
-import os, runpy, signal, sys
+import os, pathlib, runpy, signal, sys
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-rank, left = sys.argv[1], int(sys.argv[2])
+rank, left, checkpoints = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
 
 def count(*arguments):
     global left
     left -= 1
     if left == 0 and os.environ.get("RANK", "0") == rank:
+        while not any(checkpoints.glob("step-*")):
+            os.sched_yield()
         os.kill(os.getpid(), signal.SIGKILL)
 
 register_optimizer_step_post_hook(count)
-sys.argv = sys.argv[3:]
+sys.argv = sys.argv[4:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -96,7 +98,8 @@ def launch(
     script = [str(EXAMPLES / "digits" / "train.py"), *arguments(folder, "parts", ranks, device, EPOCHS)]
     if killed is not None:
         (folder / "killing.py").write_text(KILLING)
-        script = [str(folder / "killing.py"), str(killed), str(KILLED_AT), *script]
+        checkpoints = str(folder / "parts" / "checkpoints")
+        script = [str(folder / "killing.py"), str(killed), str(KILLED_AT), checkpoints, *script]
     (folder / "errors").mkdir(exist_ok=True)
     return subprocess.run(
         [sys.executable, "-m", "ddp_loop", "run", "--ranks", str(ranks), *script],
