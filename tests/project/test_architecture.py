@@ -129,7 +129,7 @@ def is_packed(node: ast.AST) -> bool:
     return set(map(ast.unparse, target.elts)).isdisjoint(map(ast.unparse, node.value.elts))
 
 
-def test_what_is_packed_is_told_from_a_swap() -> None:
+def test_a_swap_is_not_packed() -> None:
     def found(line: str) -> bool:
         return is_packed(ast.parse(line).body[0])
 
