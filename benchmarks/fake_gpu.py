@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_loop as dl
 from benchmarks.measuring import Ratio, Step, compare, hardware, joined, table_lines
 from benchmarks.models import CLASSES
+from benchmarks.steps import hits, steps_of
 from ddp_loop.distributed import Pool
 
 REPORT = Path(__file__).parents[1] / "docs" / "benchmarks" / "fake_gpu.md"
@@ -110,10 +111,6 @@ class Material:
                 yield self.images.index_select(0, chosen), self.labels.index_select(0, chosen)
 
 
-def _hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return logits.argmax(1) == labels
-
-
 def _step(
     given: Material, model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[torch.Tensor], None]
 ) -> Step:
@@ -127,7 +124,7 @@ def _step(
         loss = cross_entropy(logits, labels)
         backward(loss)
         optimizer.step()
-        _hits(logits, labels).float().mean()
+        hits(logits, labels).float().mean()
 
     return step
 
@@ -162,17 +159,8 @@ def fabric(given: Material) -> Step:
 def ours(given: Material) -> Step:
     model, optimizer = given.network()
     batches = dl.Batches((given.images, given.labels), PER_RANK * given.world.size, given.world)
-    steps = iter(dl.Loop(batches, 10**6, state={"model": model, "optimizer": optimizer}, progress=False))
-
-    def step() -> None:
-        step = next(steps)
-        for images, labels in step:
-            logits = model(images)
-            step.backward(cross_entropy(logits, labels), accuracy=_hits(logits, labels))
-        step.fold()
-        optimizer.step()
-
-    return step
+    loop = dl.Loop(batches, 10**6, state={"model": model, "optimizer": optimizer}, progress=False)
+    return steps_of(loop, model, optimizer)
 
 
 WAYS: dict[str, Callable[[Material], Step]] = {

@@ -3,7 +3,7 @@
     python -m benchmarks gpu [PART ...]
 
 The parts run one after another, each in a process of its own that is ended at its time limit. The report is written
-anew after each row, so a run that is cut off leaves what it has measured. The exit code is 1 if a part failed, or one
+again after each row, so a run that is cut off leaves what it has measured. The exit code is 1 if a part failed, or one
 of its lines is not as it must be; the report and the last lines of the output name it. Without a GPU every part is
 rehearsed on two fake GPUs and on one, with small sizes, and the report goes to build/gpu-rehearsal.md.
 """

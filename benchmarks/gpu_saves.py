@@ -104,7 +104,7 @@ def kill_and_resume(ranks: int, folder: Path, data: str) -> str:
         return f"it did not end in {SECONDS:.0f} s after the kill"
     if done.returncode:
         return f"exit code {done.returncode} after the kill: {_last_line(done.stderr)}"
-    return "" if "resumes after step" in done.stdout + done.stderr else f"it began anew: {_last_line(done.stdout)}"
+    return "" if "resumes after step" in done.stdout + done.stderr else f"it did not resume: {_last_line(done.stdout)}"
 
 
 def _last_line(text: str) -> str:
