@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from tests.fake_cuda.build import NoFakeCuda, environment
 from tests.support.both_exchanges import exchange_of
 from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS, current_mode, device_mode_of, run_in_mode, ways_of
 from tests.support.harness import TASK_S, OnRanks, Result, left_behind, look_around, run_cleanly
-from tests.support.limits import run_within_limits
 from tests.support.paths import ROOT
 from tests.support.refusals import Refused
+from tests.support.skips import refuse_unknown_skip
 from tests.support.slurm import Slurm, running_slurm
 from tests.support.tiers import ALL_ITEMS, mark_tiers
 
@@ -29,9 +29,8 @@ MOST_RANKS = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--hold-limits=3`, which continuous integration gives."""
-    text = "fail a quick test that takes more than so many seconds twice, and a skip for a reason that is not known"
-    parser.addoption("--hold-limits", type=float, metavar="SECONDS", help=text)
+    """`--known-skips`, which continuous integration gives."""
+    parser.addoption("--known-skips", action="store_true", help="fail a test that is skipped for an unknown reason")
 
 
 def pytest_configure() -> None:
@@ -65,13 +64,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU: torch.cuda.is_available() is False on this machine")
 
 
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """With `--hold-limits`, hold a test against `tests.support.limits`."""
-    limit_s = item.config.getoption("--hold-limits")
-    if limit_s is None:
-        return None
-    run_within_limits(item, nextitem, limit_s)
-    return True
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With `--known-skips`, hold a skip against `tests.support.skips`."""
+    report = yield
+    if item.config.getoption("--known-skips"):
+        refuse_unknown_skip(report)
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The tiers of the tests, and the limits that continuous integration holds, checked."""
+"""The tiers of the tests, and what continuous integration fails, checked."""
 
 from __future__ import annotations
 
@@ -10,21 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.documents import claimed_rows, text_of
-from tests.support.limits import KNOWN_REASONS
 from tests.support.paths import ROOT
+from tests.support.skips import KNOWN_REASONS
 from tests.support.tiers import ALL_ITEMS, cases_by_function, is_quick, is_second_mode, representatives, values_of
-
-# Run in a folder of its own, with the project's own rules for tests.
-LATE = """
-import time
-from tests.support import limits
-
-limits.slowness = lambda: {slowness}
-times = iter([{first}, {second}])
-
-def test_it():
-    time.sleep(next(times))
-"""
 
 
 def rows_of(item: pytest.Item) -> set[str]:
@@ -82,26 +70,23 @@ def test_what_make_test_leaves_out_is_what_continuous_integration_runs_after_it(
     assert chosen == {"test": ["not full"], "test-rest": ["full"], "test-all": []}
     (targets,) = re.findall(r"^for target in (.*); do$", ci, re.MULTILINE)
     assert targets.split() == ["check", "test", "test-rest"]
-    assert "--hold-limits=3 " in ci
+    assert "--known-skips " in ci
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (LATE.format(first=1.2, second=1.2, slowness=1), r"1 failed.*"),
-        (LATE.format(first=1.2, second=0, slowness=1), r"1 passed.*"),
-        (LATE.format(first=1.2, second=1.2, slowness=2), r"1 passed.*"),
         ("import pytest\n\ndef test_it():\n    pytest.skip('no wish')\n", r"1 failed.*"),
         (f"import pytest\n\ndef test_it():\n    pytest.skip('{KNOWN_REASONS[0]}')\n", r"1 skipped.*"),
     ],
-    ids=["late twice", "late once", "late on a slow machine", "skipped", "skipped with a known reason"],
+    ids=["skipped", "skipped with a known reason"],
 )
 @pytest.mark.slow
-def test_continuous_integration_holds_the_limits(body: str, said: str, tmp_path: Path) -> None:
+def test_continuous_integration_fails_a_skip_for_an_unknown_reason(body: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(body)
     command = [sys.executable, "-m", "pytest", f"--confcutdir={ROOT}", "-p", "tests.conftest", f"--rootdir={tmp_path}"]
     done = subprocess.run(
-        [*command, "--hold-limits=1", "-o", "addopts=", str(tmp_path)],
+        [*command, "--known-skips", "-o", "addopts=", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert re.search(said, done.stdout), done.stdout
