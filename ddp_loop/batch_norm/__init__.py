@@ -1,14 +1,13 @@
 """Batch norm over the whole mini-batch: running statistics pooled once a step, or every forward synced."""
 
-from ddp_loop.batch_norm.batch_statistics import (
+from ddp_loop.batch_norm.capture import (
     BatchNormStatistics,
+    Captures,
     batch_norm_layers,
+    custom_norms,
     is_synced,
     other_norm_layers,
-    watching,
 )
-from ddp_loop.batch_norm.captures import Captures
-from ddp_loop.batch_norm.custom_layers import custom_norms
 from ddp_loop.batch_norm.pooled import PooledStatistics, RunningStatsSnapshot, pool_statistics
 from ddp_loop.batch_norm.synced import (
     ENDS_LOOP,
@@ -35,5 +34,4 @@ __all__ = [
     "other_norm_layers",
     "pool_statistics",
     "sync_batch_norm",
-    "watching",
 ]

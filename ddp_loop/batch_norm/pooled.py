@@ -24,19 +24,19 @@ more, about the mean just found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_loop.accelerators import accelerator_of, sent
-from ddp_loop.batch_norm.custom_layers import CustomNorm
 
 _FEW = 15  # rows, up to which torch adds them one by one too
 _FAR = 2.0**20  # squares of deviations from the shift: float64 keeps 1e-16 * 2^20 = 1e-10 of the variance
+_MOMENTUM = attrgetter("module.momentum")
 
 
 def pool_statistics(
@@ -53,27 +53,37 @@ def pool_statistics(
 
     Source: Chan, Golub, LeVeque: Algorithms for computing the sample variance, 1983.
     """
-    total = _sum_of_rows(counts).clamp(min=1)
-    mean = _sum_of_rows(counts * means) / total
-    return mean, _sum_of_rows(counts * (variances + (means - mean) ** 2)) / total
+    return pool_with_count(counts, means, variances)[1:]
 
 
-def _sum_of_rows(values: torch.Tensor) -> torch.Tensor:
-    """The sum over the first dimension, one row after another as torch does it; its kernel takes 20 times as long."""
-    if not 0 < len(values) <= _FEW:
-        return values.sum(0)
-    first, *others = values.unbind()
-    for one in others:
-        first = first + one
-    return first
+def pool_with_count(
+    counts: torch.Tensor, means: torch.Tensor, variances: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The number of values of the union, and its statistics. Args as for `pool_statistics`."""
+    # Up to `_FEW` rows one after another, as torch adds them; its kernel takes 20 times as long.
+    sum_of_rows: Callable[[torch.Tensor], torch.Tensor] = partial(reduce, torch.add)
+    if not 0 < len(counts) <= _FEW:
+        sum_of_rows = partial(torch.sum, dim=0)
+    count = sum_of_rows(counts)
+    total = count.clamp(min=1)
+    mean = sum_of_rows(counts * means) / total
+    return count, mean, sum_of_rows(counts * (variances + (means - mean) ** 2)) / total
 
 
-@dataclass(slots=True)
-class PooledStatistics:
+class NormLayer(NamedTuple):
+    """A norm layer with the names of its running statistics. Calls of the user's own classes carry their momentum."""
+
+    module: Any
+    mean: str = "running_mean"
+    variance: str = "running_var"
+    is_own: bool = False
+
+
+class PooledStatistics(NamedTuple):
     """The statistics of all shards for the layers of a group: those of the union.
 
     Attributes:
-        counts: the number of values per channel of each layer, (L,).
+        counts: the number of values of each channel, (C,).
         called: whether a shard called the layer, perhaps without values, (L,), bool.
         mean, variance: of each channel, the variance biased, (C,).
         momenta: of the user's norm layers, (own,).
@@ -91,26 +101,28 @@ class LayerGroup:
 
     Args:
         numbers: the positions of these layers among the job's layers.
-        layers: each has running statistics.
+        layers: each has running statistics; the user's own classes come last.
     """
 
-    def __init__(self, numbers: list[int], layers: Sequence[_BatchNorm | CustomNorm]) -> None:
+    def __init__(self, numbers: list[int], layers: Sequence[NormLayer]) -> None:
         self.numbers = numbers
-        self.sizes = [layer.num_features for layer in layers]
-        self.own = [place for place, layer in enumerate(layers) if isinstance(layer, CustomNorm)]  # the last ones
-        self.channels = sum(self.sizes)
-        self._columns = [len(layers), *3 * [self.channels], len(self.own)]  # of a row
-        self.width = sum(self._columns)
-        self.moments_width = 2 * len(layers) + 2 * self.channels + len(self.own)
+        self.own = sum(layer.is_own for layer in layers)
         self._layers = layers
-        sizes = torch.tensor(self.sizes, device="cpu")
-        owner = torch.arange(len(layers), device="cpu").repeat_interleave(sizes)  # of each channel
-        there = layers[0].running_mean.device if layers[0].running_mean is not None else owner.device
-        self._owner = sent(owner, there)
-        eps = [layer.eps if isinstance(layer, _BatchNorm) else 0.0 for layer in layers]
-        self._eps = sent(torch.tensor(eps, dtype=torch.float64, device="cpu"), there)
+        self._torch_layers = layers[: len(layers) - self.own]
+        means = self._running()[0]
+        self.sizes = list(map(len, means))
+        channels = sum(self.sizes)
+        self._columns = [len(layers), *3 * [channels], self.own]  # of a row
+        self.width = sum(self._columns)
+        self._moments = [len(layers), *2 * [channels], self.own, len(layers)]
+        self.moments_width = sum(self._moments)
+        device = means[0].device
+        owner = torch.arange(len(layers), device="cpu").repeat_interleave(torch.tensor(self.sizes, device="cpu"))
+        self._owner = sent(owner, device)  # of each channel
+        eps = [0.0 if layer.is_own else layer.module.eps for layer in layers]
+        self._eps = sent(torch.tensor(eps, dtype=torch.float64, device="cpu"), device)
         self._momenta: list[float | None] = []
-        self._factors = torch.empty(0, device="cpu")
+        self._factors = self._eps
 
     def pooled(self, rows: torch.Tensor) -> PooledStatistics:
         """Pool the rows of all shards.
@@ -121,12 +133,11 @@ class LayerGroup:
                 and the count `NO_VALUES` of a call without values.
         """
         sent, means, rests, variances, momenta = rows.double().split(self._columns, dim=1)
-        layer_counts = sent.clamp(min=0)
-        counts = layer_counts.index_select(1, self._owner)
+        counts = sent.clamp(min=0).index_select(1, self._owner)
         # Merge the biased variances, then correct the bias.
         biased = variances * ((counts - 1).clamp_(min=0) / counts.clamp(min=1))
-        mean, variance = pool_statistics(counts, means + rests, biased)
-        return PooledStatistics(_sum_of_rows(layer_counts), (sent != 0).any(0), mean, variance, momenta.amax(0))
+        total, mean, variance = pool_with_count(counts, means + rests, biased)
+        return PooledStatistics(total, (sent != 0).any(0), mean, variance, momenta.amax(0))
 
     def moments(self, rows: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         """The moments of some shards, to be added up, (K, moments_width). See [Note: Moments].
@@ -145,27 +156,24 @@ class LayerGroup:
 
     def pooled_moments(self, sums: torch.Tensor, shift: torch.Tensor) -> PooledStatistics:
         """The statistics whose moments about `shift` add up to `sums`, (moments_width,)."""
-        own = len(self.own)
-        counts, first, second, momenta, callers = sums.split_with_sizes(
-            [len(self.sizes), *2 * [self.channels], own, len(self.sizes)]
-        )
-        total = counts.index_select(0, self._owner).clamp_(min=1)
-        off = first / total
-        variance = (second / total).sub_(off.square()).clamp_(min=0)
+        counts, first, second, momenta, callers = sums.split(self._moments)
+        total = counts.index_select(0, self._owner)
+        divisor = total.clamp(min=1)
+        off = first / divisor
+        variance = (second / divisor).sub_(off.square()).clamp_(min=0)
         # Equal in all shards that call the layer, so their mean is exact for a float32.
-        momenta = momenta / callers[len(callers) - own :].clamp(min=1)
-        return PooledStatistics(counts, callers > 0, shift + off, variance, momenta)
+        momenta = momenta / callers[len(callers) - self.own :].clamp(min=1)
+        return PooledStatistics(total, callers > 0, shift + off, variance, momenta)
 
     def shift(self) -> torch.Tensor:
         """The running means, (C,), float64; 0 in place of what is not finite."""
-        means = [_statistic(layer, "running_mean") for layer in self._layers]
-        return torch.cat(means).double().nan_to_num_(0.0, 0.0, 0.0)
+        return torch.cat(self._running()[0]).double().nan_to_num_(0.0, 0.0, 0.0)
 
     def is_far(self, pooled: PooledStatistics, shift: torch.Tensor) -> bool:
         """Whether a mean is so far from the shift that the variance lost digits; the host waits."""
         factor = self._factor(pooled.momenta)
         off = (pooled.mean - shift).square_().mul_(factor)
-        now = torch.cat([_statistic(layer, "running_var") for layer in self._layers]).double()
+        now = torch.cat(self._running()[1]).double()
         kept = now.lerp_(pooled.variance, factor).add_(self._eps.index_select(0, self._owner))
         return bool((off > _FAR * kept).any())
 
@@ -176,65 +184,62 @@ class LayerGroup:
             pooled: of all shards.
             keep: whether all stay as they are, shape (), bool.
         """
-        layers = self._layers
-        total = pooled.counts.index_select(0, self._owner)
+        total = pooled.counts
         unbiased = pooled.variance * (total / (total - 1).clamp_(min=1))
-        self._count(pooled.called, keep)
+        called = (pooled.called if keep is None else pooled.called & ~keep).long()
+        tracked = []
+        added: list[Any] = []
+        ones = called.tolist() if accelerator_of(called.device).is_host else called
+        for layer, one in zip(self._torch_layers, ones, strict=False):
+            buffer = layer.module._buffers["num_batches_tracked"]
+            if buffer is not None:
+                tracked.append(buffer)
+                added.append(one)
+        if tracked:
+            torch._foreach_add_(tracked, added)
         # A layer that no shard called, or all without values, keeps its values to the bit.
         factor = torch.where(total > 0, self._factor(pooled.momenta), 0.0)
-        for name, new in (("running_mean", pooled.mean), ("running_var", unbiased)):
-            # Past the version counter, as torch's kernels: a graph that crosses the fold may hold them.
-            olds = [_statistic(layer, name).data for layer in layers]
+        for olds, new in zip(self._running(), (pooled.mean, unbiased), strict=True):
             old = torch.cat(olds).double()
             now = (1 - factor) * old + factor * new
             if keep is not None:
                 now = torch.where(keep, old, now)
             torch._foreach_copy_(olds, list(now.split(self.sizes)))
 
-    def _count(self, called: torch.Tensor, keep: torch.Tensor | None) -> None:
-        """Count one more mini-batch for the layers that were called."""
-        tracked = [
-            None if isinstance(layer, CustomNorm) else layer._buffers["num_batches_tracked"] for layer in self._layers
-        ]
-        if keep is None and accelerator_of(called.device).is_host:
-            pairs = zip(tracked, called.tolist(), strict=True)
-            if known := [one for one, is_called in pairs if is_called and one is not None]:
-                torch._foreach_add_(known, 1)
-            return
-        more = called.long() if keep is None else (called & ~keep).long()
-        found = [(one, each) for one, each in zip(tracked, more, strict=True) if one is not None]
-        if found:
-            torch._foreach_add_([one for one, _ in found], [each for _, each in found])
+    def _running(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The running means and variances, past the version counter, as torch's kernels write them.
+
+        A graph that crosses the fold may hold them.
+        """
+        means = []
+        variances = []
+        for layer in self._layers:
+            buffers = layer.module._buffers
+            means.append(buffers[layer.mean].data)
+            variances.append(buffers[layer.variance].data)
+        return means, variances
 
     def _factor(self, momenta_of_own: torch.Tensor) -> torch.Tensor:
         """The weight of the new value in each channel's moving average: the momentum, or 1 / (calls so far) if None.
 
         The momenta of the user's norm layers come with the shards, (own,).
         """
-        momenta = [layer.momentum for layer in self._layers]
-        if momenta != self._momenta or None in momenta:
+        momenta = list(map(_MOMENTUM, self._torch_layers))
+        if momenta != self._momenta or None in momenta or self.own:
             self._momenta = momenta
-            factors = [self._of_layer(layer, self._owner.device) for layer in self._layers]
-            for place, momentum in zip(self.own, momenta_of_own, strict=True):
-                factors[place] = momentum
-            self._factors = torch.stack(factors).index_select(0, self._owner)
+            factors = []
+            for momentum, layer in zip(momenta, self._torch_layers, strict=True):
+                tracked = layer.module._buffers["num_batches_tracked"]
+                if momentum is None and tracked is not None:
+                    factors.append(1.0 / tracked.clamp(min=1).double())
+                else:
+                    factors.append(self._eps.new_full((), momentum or 0.0))
+            self._factors = torch.stack([*factors, *momenta_of_own]).index_select(0, self._owner)
         return self._factors
-
-    @staticmethod
-    def _of_layer(layer: _BatchNorm | CustomNorm, device: torch.device) -> torch.Tensor:
-        if layer.momentum is None and layer.num_batches_tracked is not None:
-            return 1.0 / layer.num_batches_tracked.clamp(min=1).double()
-        return torch.full((), layer.momentum or 0.0, dtype=torch.float64, device=device)
-
-
-def _statistic(layer: _BatchNorm | CustomNorm, name: str) -> torch.Tensor:
-    """A running statistic, without nn.Module's __getattr__."""
-    found: Any = getattr(layer, name) if isinstance(layer, CustomNorm) else layer._buffers[name]
-    return cast(torch.Tensor, found)
 
 
 class RunningStatsSnapshot:
-    """A copy of running statistics that layers update themselves in forward, so that they can be restored.
+    """A copy of running statistics that layers update themselves, in forward and in its recomputation inside backward.
 
     Args:
         layers: the layers whose buffers are copied.
@@ -242,38 +247,13 @@ class RunningStatsSnapshot:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.layers = list(layers)
-        self._now: list[torch.Tensor] = []
-        self._kept: list[torch.Tensor] = []
+        self._pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # now, kept; by dtype
 
-    def record(self) -> None:
-        """Copy their current values."""
-        self._now = [one for layer in self.layers for one in layer.buffers(recurse=False)]
-        self._kept = [one.clone() for one in self._now]
-
-    def restore(self, where: torch.Tensor | bool) -> None:
-        """Restore the copied values if `where`, shape (), is true."""
-        for now, kept in zip(self._now, self._kept, strict=True):
-            value = torch.where(where, kept, now) if isinstance(where, torch.Tensor) else kept if where else now
-            now.data.copy_(value)  # past the version counter, like the layers
-
-
-class RecomputeGuard:
-    """Keeps the recomputation of forward inside backward from updating running statistics a second time.
-
-    Args:
-        layers: they update their statistics themselves. Their buffers are restored after each backward, in which
-            activation checkpointing calls them again.
-    """
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self.layers = list(layers)
-        self._pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None  # now, kept; by dtype
-
-    def begin(self) -> None:
-        """Copy the buffers before a backward."""
+    def record(self, *, training_only: bool = False) -> None:
+        """Copy their current values, or those of the layers in training mode alone."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for layer in self.layers:
-            for one in layer._buffers.values() if layer.training else ():
+            for one in layer._buffers.values() if layer.training or not training_only else ():
                 if one is not None:
                     by_dtype.setdefault(one.dtype, []).append(one)
         with torch.no_grad():
@@ -281,13 +261,12 @@ class RecomputeGuard:
             for now, kept in self._pairs:
                 torch._foreach_copy_(kept, now)
 
-    def end(self) -> None:
-        """Restore the buffers after a backward. A second call does nothing."""
-        pairs = self._pairs
-        self._pairs = None
-        if not pairs:
-            return
-        with torch.no_grad():
-            for now, kept in pairs:
-                # `.data` bypasses the version counter: the graph of another backward may hold these.
-                torch._foreach_copy_([one.data for one in now], kept)
+    def restore(self, where: torch.Tensor | bool = True) -> None:
+        """Restore the copied values if `where`, shape (), is true. A second call does nothing."""
+        for now, kept in self._pairs if where is not False else ():
+            values = kept
+            if isinstance(where, torch.Tensor):
+                values = [torch.where(where, *both) for both in zip(kept, now, strict=True)]
+            # Past the version counter, as the layers do: the graph of another backward may hold these.
+            torch._foreach_copy_([one.data for one in now], values)
+        self._pairs = []

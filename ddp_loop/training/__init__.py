@@ -3,7 +3,7 @@
 Reading order of a step: `loop` (which step comes next) -> `step` (shards, a backward for each) -> `fold` (one reduction
 over the ranks) -> `control` (what the ranks decide in it) -> `payload`, `slots`, `moments` (what travels beside the
 gradients) -> `gradients`, `buckets` (where they lie and how they are summed) -> `ordered_sum` (in which order) ->
-`buffers`, `batch_norm/batch_statistics`, `batch_norm/pooled` (what else is merged) -> `nonfinite` (whether the step
+`buffers`, `batch_norm/capture`, `batch_norm/pooled` (what else is merged) -> `nonfinite` (whether the step
 counts) -> `recorder` (rows, trace, checkpoints).
 
 Beside the path: `job` (what a loop trains, and whether the script replaces or never moves it), `validation` (checks of

@@ -16,8 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import ddp_loop as dl
 from benchmarks.payload import counted
 from ddp_loop.batch_norm import SyncChannel, sync_batch_norm
-from ddp_loop.batch_norm.synced import SyncedBatchNorm
-from ddp_loop.batch_norm.synced_kernels import statistics
+from ddp_loop.batch_norm.synced import SyncedBatchNorm, statistics
 from tests.support.comparing import Tensors, distance, gradients_of, same_on_all
 from tests.support.harness import OnRanks
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ddp_loop as dl
-from ddp_loop.batch_norm import batch_statistics
+from ddp_loop.batch_norm import capture
 from tests.support.comparing import is_close
 from tests.support.device_modes import SYNCHRONOUS
 from tests.support.harness import OnRanks
@@ -59,7 +59,7 @@ def test_hooks_make_torch_compile_forget_what_it_compiled(
     codes = SimpleNamespace(seen=["a code"] if compiled_something else [])
     monkeypatch.setitem(sys.modules, "torch._dynamo", SimpleNamespace(reset=lambda: resets.append("all")))
     monkeypatch.setitem(sys.modules, "torch._dynamo.convert_frame", SimpleNamespace(input_codes=codes))
-    batch_statistics._compile_anew()
+    capture._compile_anew()
     assert resets == ["all"] * compiled_something
 
 
