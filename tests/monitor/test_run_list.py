@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -19,6 +20,12 @@ from ddp_loop.monitor.summaries import RunSummary
 from ddp_loop.reporting import find_runs
 from tests.support.harness import count_calls
 from tests.support.serving import Served, ask, row, served, write_lines, write_run
+
+
+@pytest.fixture(autouse=True)
+def reads_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look reads the rows of all runs, however busy the machine is."""
+    monkeypatch.setattr(run_list, "READ_S", math.inf)
 
 
 @pytest.fixture(autouse=True)
