@@ -138,6 +138,8 @@ class Gradients:
         self._has_new_hooks = False
         for number, bucket in enumerate(self.buckets[:-1]):
             for place, parameter in enumerate(bucket.parameters):
+                if not parameter.requires_grad:  # frozen since, and torch takes no hook on it
+                    continue
                 arrived = bucket.arrived.append if bucket.is_counted(place) else partial(self._arrived, number, place)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
 

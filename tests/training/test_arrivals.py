@@ -130,3 +130,18 @@ def come_again(how: str) -> None:
 def test_a_gradient_that_comes_after_its_sum_has_begun_is_refused(how: str, said: str, on_ranks: OnRanks) -> None:
     with pytest.raises(dl.RankFailed, match=rf"weights\.\d+ {said}"):
         on_ranks(2, come_again, how)
+
+
+def test_a_parameter_that_is_frozen_after_the_first_step_needs_no_hook() -> None:
+    with dl.join_world(device="cpu") as world:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = {"model": model, "optimizer": optimizer}
+        loop = dl.Loop(dl.Batches(torch.ones(8, 4), 4, world), steps=4, state=state, bucket_cap_mib=1e-6)
+        for step in loop:
+            for rows in step:
+                step.backward(model(rows).sum())
+            step.fold()
+            assert (model[2].weight.grad is None) == (step.iteration > 1)
+            optimizer.step()
+            model[2].requires_grad_(False)

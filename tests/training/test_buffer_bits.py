@@ -200,3 +200,11 @@ def test_complex_parameters_have_the_same_bits_on_1_2_and_3_ranks(on_ranks: OnRa
     (first,) = on_ranks(1, train_complex, 4)
     assert is_same(same_on_all(on_ranks(2, train_complex, 4)), first)
     assert is_same(same_on_all(on_ranks(3, train_complex, 4)), first)
+
+
+def test_a_complex_buffer_may_begin_at_an_odd_place_of_the_row() -> None:
+    like = torch.zeros(2, dtype=torch.complex64)
+    row = torch.arange(5, dtype=torch.float64)
+    for first in (0, 1):
+        values = assemble(row.float()[first : first + 4], like)
+        assert values.tolist() == [complex(first, first + 1), complex(first + 2, first + 3)]
