@@ -15,9 +15,9 @@ forward.
 buffers unseen. So `F.batch_norm` is intercepted while the layer's forward runs in a shard. A call on the layer's own
 buffers gets spare ones and momentum 1 instead, and the spare buffers then hold the batch statistics.
 
-[Note: Unseen calls] Hooks run when Python calls a layer. Code that was compiled or recorded before the hooks were
-registered does not run them. torch.compile compiles its code anew; any other change of a layer's own buffers in a
-shard is an error.
+[Note: Unseen calls] Hooks run when Python calls a layer. Code that was compiled or recorded before the hooks existed
+does not run them. For torch.compile that code is discarded, so it is compiled again with the hooks. If anything else
+changes a layer's own buffers in a shard, that is an error.
 
 [Note: Far means] torch rounds a shard's mean to float32: at mean 1,000 and deviation 1 it is off by 7e-5, and the
 pooled variance by 1e-5. If a mean is large against the deviation, a second pass over the values computes its
@@ -261,7 +261,7 @@ class LayerCapture:
         buffers.update(zip(_KEYS, spare, strict=True))
 
     def after(self, layer: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor | None) -> None:
-        """Capture the spare buffers, and restore the layer's own; also if forward raised."""
+        """Capture the statistics of a call, and give the layer its own buffers back, even if its forward raised."""
         statistics = self.statistics
         if statistics is None or statistics.called is None:
             return
@@ -465,9 +465,9 @@ class BatchNormStatistics:
         if now != before if isinstance(now, list) else not torch.equal(now, before) and not same_bits(now, before):
             self.problem = RuntimeError(
                 "Only the fold may update batch norm's running statistics, by those of the whole mini-batch. In a "
-                f"shard something else updated those of one of {_few(self._names)}, perhaps code that was compiled, "
-                "scripted or recorded before the Loop was created, or F.batch_norm on a layer's buffers. Create the "
-                "Loop first, or call the layers themselves."
+                f"shard something else updated the statistics of one of {_few(self._names)}, perhaps code that was "
+                "compiled, scripted or recorded before the Loop was created, or F.batch_norm on a layer's buffers. "
+                "Create the Loop first, or call the layers themselves."
             )
         for layer, momentum in called:
             if self.problem is None and momentum != layer.norm.module.momentum:

@@ -250,7 +250,7 @@ class RunningStatsSnapshot:
         self._pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # now, kept; by dtype
 
     def record(self, *, training_only: bool = False) -> None:
-        """Copy their current values, or those of the layers in training mode alone."""
+        """Copy the current values, of all layers or only of those in training mode."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for layer in self.layers:
             for one in layer._buffers.values() if layer.training or not training_only else ():

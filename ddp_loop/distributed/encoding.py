@@ -129,7 +129,7 @@ def assemble(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A row of `decode`, (elements,), as a tensor of the dtype and shape of `like`."""
     if like.is_complex():
         pairs = values.to(_real(like.dtype)).reshape(*like.shape, 2)
-        # torch takes no pairs that begin at an odd place, as those of one rank's row of odd length do.
+        # torch cannot view pairs as complex numbers where they begin at an odd place, as in a row of odd length.
         return torch.view_as_complex(pairs.clone() if pairs.storage_offset() % 2 else pairs)
     if like.dtype is torch.uint64:
         return values.view(torch.uint64).reshape(like.shape)

@@ -141,7 +141,7 @@ def move_unseen(world: dl.World, folder: str, culprit: int) -> None:
 @pytest.mark.covers("D4", "J3")
 @pytest.mark.parametrize("culprit", [ALL, 1])
 def test_statistics_that_something_else_moves_in_a_shard_are_an_error(culprit: int, refused: Refused) -> None:
-    said = "Only the fold may update .* something else updated those of one of model.1, "
+    said = "Only the fold may update .* something else updated the statistics of one of model.1, "
     refused(2, move_unseen, culprit, kind="RuntimeError", said=said, by=culprit)
 
 
