@@ -18,12 +18,19 @@ from ddp_loop.checkpoint import CHECKPOINTS, read_json
 from ddp_loop.determinism import digest, leaves
 from tests.support.harness import until
 
-INTERVALS, UPDATES, FINAL = "intervals.jsonl", "updates.txt", "final.json"
+INTERVALS, UPDATES, FINAL, BEGAN = "intervals.jsonl", "updates.txt", "final.json", "began"
 MARK = "DDP_LOOP_SWEEP_TEST"  # in the environment of a sweep's processes: identifies those that are left
 
 
 def train(
-    rate: float, width: int = 3, *, run_dir: str, steps: int = 4, fault: str = "", save_every: int = 2
+    rate: float,
+    width: int = 3,
+    *,
+    run_dir: str,
+    steps: int = 4,
+    fault: str = "",
+    save_every: int = 2,
+    first_two: str = "",
 ) -> float | None:
     """A small network, down a mean square. Rank 0 notes when it ran, each update, and the digest of what came out.
 
@@ -33,9 +40,11 @@ def train(
         steps: updates.
         fault: what happens at step 3, unless the file `healed` is two folders above.
         save_every: as in `Loop`.
+        first_two: how the first two trials run: "together", or "reversed", the second one first.
     """
     began = time.monotonic()
     folder = Path(run_dir)
+    _await(first_two, folder)
     with dl.join_world(seed=7) as world:
         inputs = torch.randn(24, width, generator=torch.Generator().manual_seed(1))
         model = nn.Sequential(nn.Linear(width, 4), nn.Dropout(0.2), nn.Linear(4, 1))
@@ -62,6 +71,14 @@ def train(
         interval = {"began": began, "ended": time.monotonic(), "ranks": int(os.environ["WORLD_SIZE"])}
         _append(folder / INTERVALS, json.dumps(interval) + "\n")
     return float("nan") if fault == "returns NaN" else None
+
+
+def _await(first_two: str, folder: Path) -> None:
+    if first_two == "together" and folder.name in ("0000", "0001"):
+        (folder / BEGAN).touch()
+        until(lambda: all((folder.with_name(name) / BEGAN).exists() for name in ("0000", "0001")), "the other trial")
+    if first_two == "reversed" and folder.name == "0000":
+        until(lambda: trial(folder.parents[1], 1).get("status") == "done", "the end of the second trial")
 
 
 def _append(path: Path, text: str) -> None:

@@ -29,6 +29,7 @@ parser.add_argument("--rate", type=float)
 parser.add_argument("--width", type=int)
 parser.add_argument("--run-dir")
 parser.add_argument("--steps", type=int)
+parser.add_argument("--first-two", default="")
 train(**vars(parser.parse_args()))
 """
 
@@ -45,7 +46,7 @@ def alone(pool: Pool, ranks: int, run: Path, **parameters: Any) -> list[str]:
 @pytest.mark.usefixtures("warm")
 def test_trials_run_on_all_slots_in_order_with_the_bits_of_their_runs_alone(pool: Pool, tmp_path: Path) -> None:
     points = [{"rate": rate, "width": width} for rate in SPACE["rate"] for width in SPACE["width"]]
-    results = sweep(train, SPACE, tmp_path / "sweep", slots=2)
+    results = sweep(train, SPACE, tmp_path / "sweep", slots=2, keywords={"first_two": "together"})
     assert [one.parameters for one in results] == points
     assert [one.status for one in results] == ["done"] * 6
     assert most_at_once(intervals(tmp_path / "sweep")) == 2
@@ -70,7 +71,8 @@ def test_trials_of_two_ranks_on_two_slots_run_one_at_a_time(pool: Pool, tmp_path
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_twelve_trials_in_new_processes(ranks: int, pool: Pool, tmp_path: Path) -> None:
     space = {"rate": [0.1, 0.02, 0.004, 0.001], "width": [2, 3, 5]}
-    results = sweep(train, space, tmp_path / "sweep", slots=2, ranks=ranks, keywords={"steps": 30})
+    keywords = {"steps": 30, "first_two": "together" if ranks == 1 else ""}
+    results = sweep(train, space, tmp_path / "sweep", slots=2, ranks=ranks, keywords=keywords)
     assert [one.status for one in results] == ["done"] * 12
     assert most_at_once(intervals(tmp_path / "sweep")) == 2 // ranks
     for one in results:
@@ -81,7 +83,7 @@ def test_twelve_trials_in_new_processes(ranks: int, pool: Pool, tmp_path: Path) 
 @pytest.mark.usefixtures("warm")
 def test_results_do_not_depend_on_the_order_in_which_trials_end(tmp_path: Path) -> None:
     points = [{"rate": 0.1, "steps": steps} for steps in (9, 1, 1, 1)]
-    results = sweep(train, points, tmp_path / "sweep", slots=2)
+    results = sweep(train, points, tmp_path / "sweep", slots=2, keywords={"first_two": "reversed"})
     assert [one.parameters["steps"] for one in results] == [9, 1, 1, 1]
     ended = [trial(tmp_path / "sweep", one.trial)["attempts"][0]["ended"] for one in results]
     assert ended[0] > ended[1]  # the first trial is not the first to end
@@ -145,7 +147,7 @@ def test_a_named_sampler_has_the_seed_of_its_trial() -> None:
 @pytest.mark.covers("F2")
 def test_a_script_in_a_toml_file(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
-    facts = {"script": "job.py", "folder": "sweep", "slots": 2, "arguments": ["--steps=5"]}
+    facts = {"script": "job.py", "folder": "sweep", "slots": 2, "arguments": ["--steps=5", "--first-two=together"]}
     file = toml(tmp_path / "sweep.toml", **facts, space={"rate": [0.1, 0.05], "width": [2]})
     assert main(["sweep", str(file)]) == 0
     assert most_at_once(intervals(tmp_path / "sweep")) == 2
