@@ -102,7 +102,7 @@ class Accelerator:
         return ""
 
     def process_group(self, identities: Sequence[str]) -> tuple[str, torch.device | None]:
-        """The backends of a process group, and the device that `connect` binds it to; None without one.
+        """The backends of a process group, and the device with a backend of its own; None without one.
 
         Args:
             identities: of the devices of all ranks, in rank order.
@@ -110,7 +110,7 @@ class Accelerator:
         return "gloo", None
 
     def connect(self, group: Any, timeout: timedelta) -> None:
-        """Connect this device's own backend of a process group, such as NCCL, after all other connections.
+        """Make this device's own backend of a process group, such as NCCL, ready, after all other connections.
 
         Args:
             group: of torch, not yet bound to a device.
@@ -266,7 +266,12 @@ class TorchAccelerator(Accelerator):
 
     def process_group(self, identities: Sequence[str]) -> tuple[str, torch.device | None]:
         """The backend that torch has for such devices; it connects when it is first used."""
-        return f"cpu:gloo,{self.kind}:{self.backend}", None
+        return f"cpu:gloo,{self.kind}:{self.backend}", self.device
+
+    def connect(self, group: Any, timeout: timedelta) -> None:
+        """Have the backend wait for longer than the host: a watchdog such as NCCL's ends the process at its timeout."""
+        with suppress(AttributeError, RuntimeError):  # a backend that an extension wrote in Python has no such timeout
+            group._get_backend(self.device)._set_default_timeout(timeout + _WATCHDOG_LATER)
 
     def start_copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         host = self.empty_on_host(tensor)
@@ -360,14 +365,10 @@ class Cuda(TorchAccelerator):
         return ("cpu:gloo,cuda:nccl", self.device) if has_own else ("gloo", None)
 
     def connect(self, group: Any, timeout: timedelta) -> None:
-        """Connect NCCL at once, so that what it needs is known to be there.
-
-        NCCL's watchdog ends a process at NCCL's own timeout, so that timeout is longer than the host's.
-        """
-        backend = group._get_backend(self.device)
-        backend._set_default_timeout(timeout + _WATCHDOG_LATER)
+        """Connect NCCL at once, so that what it needs is known to be there."""
+        super().connect(group, timeout)
         group.bound_device_id = self.device
-        backend.eager_connect_single_device(self.device)
+        group._get_backend(self.device).eager_connect_single_device(self.device)
 
     def has_bfloat16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))

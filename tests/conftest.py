@@ -26,6 +26,7 @@ from tests.support.tiers import ALL_ITEMS, mark_tiers
 
 USUAL_RANKS = 4
 MOST_RANKS = 8
+POOLS: list[Pool] = []  # of this process, whose workers stay from test to test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,6 +78,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pool() -> Iterator[Pool]:
     """Up to 8 workers; 4 are started at once by the first test that asks, the others when needed."""
     with Pool(MOST_RANKS) as pool:
+        POOLS.append(pool)
         pool.run(os.getpid, USUAL_RANKS)
         yield pool
 
@@ -126,6 +128,7 @@ def _with_fakes(kind: str) -> Iterator[tuple[Pool, dict[str, str]]]:
     except NoFakeCuda as why:
         pytest.skip(str(why))
     with Pool(USUAL_RANKS, variables) as pool:
+        POOLS.append(pool)
         yield pool, variables
 
 
@@ -175,14 +178,11 @@ def refused(on_ranks: OnRanks, tmp_path: Path) -> Refused:
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+def leaves_nothing_behind() -> Iterator[None]:
     """Fail a test after which something is there that was not there before."""
-    pools: list[Pool] = [request.getfixturevalue("pool")] if "pool" in request.fixturenames else []
-    fakes = {"fake_gpu_pool", "fake_npu_pool"} & set(request.fixturenames)
-    pools += [request.getfixturevalue(name)[0] for name in fakes]
     before = look_around()
     yield
-    allowed = {process for pool in pools for process in pool.process_ids}  # a test may have had one replaced
+    allowed = {process for pool in POOLS for process in pool.process_ids}  # a test may have had one replaced
     left = left_behind(before, allowed)
     if left:
         pytest.fail("a test must leave its surroundings as they were; left:\n  " + "\n  ".join(left), pytrace=False)
