@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from ddp_loop.accelerators import Accelerator, accelerator_of, sent
 from ddp_loop.data import fingerprints, messages
@@ -258,6 +259,18 @@ def _as_it_is(shard: Any) -> Any:
     return shard
 
 
+class _Pinnable:
+    """A shard that torch's DataLoader is to pin. It would refuse one whose data set keeps samples on a GPU."""
+
+    def __init__(self, shard: Any) -> None:
+        self.shard = shard
+
+    def pin_memory(self) -> _Pinnable:
+        if all(accelerator_of(tensor.device).is_host for tensor in tensors_in(self.shard)):
+            self.shard = pin_memory(self.shard)
+        return self
+
+
 class LoaderReader:
     """Reads shards through torch's `DataLoader`: an item of the loader is a shard of this rank."""
 
@@ -280,7 +293,7 @@ class LoaderReader:
             self._keyed,
             sampler=self._sampler,
             batch_size=None,  # shards are made in SeededDataset
-            collate_fn=_as_it_is,
+            collate_fn=_Pinnable if keywords.get("pin_memory") else _as_it_is,
             worker_init_fn=self._signals,
             # Else each pass draws from the global generator.
             generator=torch.Generator("cpu").manual_seed(stream_key(seed)),
@@ -323,7 +336,7 @@ class LoaderReader:
             with preserved_streams():
                 loaded = iter(loader)
             workers = children_except(before)
-            return dict(next(loaded))
+            return dict(_unpacked(next(loaded)))
         except Exception:  # reading a shard raises it again
             return {}
         finally:
@@ -355,7 +368,7 @@ class LoaderReader:
                     self._release()
                     _end_workers(loaded, workers)  # torch waits 5 s for each, and leaves one that takes longer
                     return
-                yield to_devices(data.received() if isinstance(data, messages.Message) else data, self._places)
+                yield to_devices(_unpacked(data), self._places)
         except GeneratorExit:
             self._release()
             _end_workers(loaded, workers)
@@ -384,6 +397,12 @@ class LoaderReader:
     def _release(self, *, persistent: bool = False) -> None:
         if self._signals is not None and (persistent or not self._loader.persistent_workers):
             self._signals.release()
+
+
+def _unpacked(data: Any) -> Any:
+    if isinstance(data, _Pinnable):
+        return data.shard
+    return data.received() if isinstance(data, messages.Message) else data
 
 
 def _drawn_on_cpu() -> AbstractContextManager[Any]:

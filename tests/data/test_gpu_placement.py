@@ -242,6 +242,31 @@ def test_data_of_a_gpu_stay_there(on_fake_gpus: OnRanks) -> None:
     assert on_fake_gpus(1, give_data_of_a_gpu) == [["cuda", "cpu"]]
 
 
+class OnGpu(torch.utils.data.Dataset[torch.Tensor]):
+    """A small data set that the script keeps on the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rows = torch.arange(12.0, device=device).view(6, 2)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+def read_a_data_set_of_a_gpu() -> tuple[list[str], list[list[float]]]:
+    with dl.join_world(device="gpu", seed=0) as world:
+        batches = dl.Batches(OnGpu(world.device), 4, world, shuffle=False)
+        shards = [loaded.data(0) for loaded in batches.epoch(1)]
+        return [str(rows.device) for rows in shards], [rows.flatten().tolist() for rows in shards]
+
+
+def test_a_data_set_may_keep_its_samples_on_the_gpu(on_fake_gpus: OnRanks) -> None:
+    values = [[float(value) for value in range(8)], [8.0, 9.0, 10.0, 11.0]]
+    assert on_fake_gpus(1, read_a_data_set_of_a_gpu) == [(["cuda:0"] * 2, values)]
+
+
 def free_after_a_peak() -> bool:
     """Whether memory counts as free before a peak, at it and after it."""
     from ddp_loop.accelerators import accelerator_of

@@ -544,6 +544,14 @@ struct Aliases {
   }
 };
 
+static bool is_foreach(const std::string& name) { return name.rfind("aten::_foreach_", 0) == 0; }
+
+// torch's own kernels for many tensors count their writes themselves: the dispatcher does so for single tensors alone.
+static void count_writes(at::TensorList tensors) {
+  for (const auto& tensor : tensors)
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 // Every kernel of the device without one of its own: that of the CPU, on the same memory.
 static void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -560,6 +568,7 @@ static void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch
       value = aliases.of(value.toTensor(), is_written, name);
     } else if (value.isTensorList()) {
       auto list = value.toTensorVector();
+      if (is_written && is_foreach(name)) count_writes(list);
       for (auto& tensor : list) tensor = aliases.of(tensor, is_written, name);
       value = c10::List<at::Tensor>(list);
     } else if (value.isOptionalTensorList()) {
@@ -682,6 +691,7 @@ static void foreach_copy_of(at::TensorList to, at::TensorList from, bool non_blo
     writes.push_back(block_of(to[each]));
     alias_on_cpu(to[each]).copy_(alias_on_cpu(from[each]));
   }
+  count_writes(to);
   OnDevice on(to[0].device().index());
   launch(current_stream(), "aten::_foreach_copy_", reads, writes);
 }
@@ -724,8 +734,7 @@ TORCH_LIBRARY_IMPL(aten, FAKE_KEY, m) {
                            "silu_backward", "mish_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
-    bool is_foreach = op.name.rfind("aten::_foreach_", 0) == 0 && op.name != "aten::_foreach_copy_" && op.name != "aten::_foreach_mm";
-    if (!is_foreach) continue;
+    if (!is_foreach(op.name) || op.name == "aten::_foreach_copy_" || op.name == "aten::_foreach_mm") continue;
     std::string name = op.name.substr(6) + (op.overload_name.empty() ? "" : "." + op.overload_name);
     m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   }

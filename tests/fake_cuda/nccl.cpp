@@ -84,6 +84,7 @@ static const std::set<at::ScalarType> kTypes = {at::kChar, at::kByte,  at::kBool
 
 struct Nccl final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
+  uint64_t sequence = 0;  // of the collectives so far
   bool is_patient = false;  // its timeout is longer than the host's, which gloo below has
   Nccl(c10::intrusive_ptr<c10d::Backend> below, int rank, int size)
       : c10d::Backend(rank, size), gloo(std::move(below)) {}
@@ -97,7 +98,7 @@ struct Nccl final : c10d::Backend {
     (*on_connect)();
   }
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return 0; }
+  uint64_t getSequenceNumberForGroup() override { return sequence; }
   void abort() override { add_to_log("abort"); }
   void shutdown() override { add_to_log("shutdown"); }
 
@@ -132,6 +133,7 @@ struct Nccl final : c10d::Backend {
       writes.push_back(block_of(output));
     }
     add_to_log(line.str());
+    sequence++;
     auto work = run();
     Event before;
     StreamId stream = stream_key(current_device(), kCommunication);

@@ -279,6 +279,27 @@ def save_and_load() -> list[list[float]]:
     return [*loaded["view"].tolist(), loaded["sum"].tolist()]
 
 
+def count_writes() -> list[int]:
+    whole = torch.ones(4, device="cuda")
+    parts = [whole[:2], whole[2:]]
+    counts = []
+    for write in (
+        lambda: whole.mul_(2.0),
+        lambda: torch._foreach_mul_(parts, 2.0),
+        lambda: torch._foreach_copy_(parts, [part + 1 for part in parts]),
+        lambda: torch._foreach_copy_(parts, [part.cpu() for part in parts]),
+        lambda: torch._foreach_add(parts, 1.0),  # writes nothing
+    ):
+        before = whole._version
+        write()
+        counts.append(whole._version - before)
+    return counts
+
+
+def test_writes_of_one_and_of_many_tensors_are_counted_as_on_a_gpu(on_fake_gpus: OnRanks) -> None:
+    assert on_fake_gpus(1, count_writes) == [[1, 2, 2, 2, 0]]
+
+
 def test_tensors_are_saved_and_loaded(on_fake_gpus: OnRanks) -> None:
     assert on_fake_gpus(1, save_and_load) == [[[1, 2], [4, 5], [2, 2]]]
 
