@@ -270,7 +270,7 @@ class TorchAccelerator(Accelerator):
 
     def connect(self, group: Any, timeout: timedelta) -> None:
         """Have the backend wait for longer than the host: a watchdog such as NCCL's ends the process at its timeout."""
-        with suppress(AttributeError, RuntimeError):  # a backend that an extension wrote in Python has no such timeout
+        with suppress(AttributeError):  # not every backend of an extension has such a timeout
             group._get_backend(self.device)._set_default_timeout(timeout + _WATCHDOG_LATER)
 
     def start_copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
@@ -365,10 +365,14 @@ class Cuda(TorchAccelerator):
         return ("cpu:gloo,cuda:nccl", self.device) if has_own else ("gloo", None)
 
     def connect(self, group: Any, timeout: timedelta) -> None:
-        """Connect NCCL at once, so that what it needs is known to be there."""
-        super().connect(group, timeout)
+        """Connect NCCL at once, so that what it needs is known to be there.
+
+        NCCL's watchdog ends a process at NCCL's own timeout, so that timeout is longer than the host's.
+        """
+        backend = group._get_backend(self.device)
+        backend._set_default_timeout(timeout + _WATCHDOG_LATER)
         group.bound_device_id = self.device
-        group._get_backend(self.device).eager_connect_single_device(self.device)
+        backend.eager_connect_single_device(self.device)
 
     def has_bfloat16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import platform
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ddp_loop.accelerators import Cuda, HostCopy, accelerator_of, all_gpus, gpu_count, is_asynchronous
+from ddp_loop.accelerators import Cuda, HostCopy, TorchAccelerator, accelerator_of, all_gpus, gpu_count, is_asynchronous
 from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS
 from tests.support.scripts import run
 
@@ -105,6 +108,16 @@ def test_nothing_is_kept_where_the_c_library_has_no_such_function(monkeypatch: p
 def test_a_device_of_an_unknown_kind_is_never_asked_for_values() -> None:
     meta = accelerator_of(torch.device("meta"))
     assert (meta.kind, meta.is_host, meta.is_gpu, meta.is_asynchronous) == ("meta", False, False, True)
+
+
+@pytest.mark.one_mode(SYNCHRONOUS, "no copy is made")
+def test_a_backend_without_a_timeout_of_its_own_is_taken() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # torch's own, which has none
+    try:
+        group = dist.distributed_c10d._get_default_group()
+        TorchAccelerator(torch.device("cpu")).connect(group, timedelta(seconds=1))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.gpu

@@ -267,6 +267,27 @@ def test_a_data_set_may_keep_its_samples_on_the_gpu(on_fake_gpus: OnRanks) -> No
     assert on_fake_gpus(1, read_a_data_set_of_a_gpu) == [(["cuda:0"] * 2, values)]
 
 
+class OnHost(OnGpu):
+    """The same samples in the host's memory."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+
+def read_a_data_set_of_the_host(workers: int) -> tuple[list[bool], list[list[float]], bool]:
+    with dl.join_world(device="gpu", seed=0) as world:
+        batches = dl.Batches(OnHost(), 4, world, shuffle=False, devices="cpu", num_workers=workers)
+        shards = [loaded.data(0) for loaded in batches.epoch(1)]
+        is_pinned = [rows.is_pinned() for rows in shards]
+        return is_pinned, [rows.flatten().tolist() for rows in shards], bool(batches._reader.fingerprint())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_of_the_host_is_pinned_and_has_a_fingerprint(workers: int, on_fake_gpus: OnRanks) -> None:
+    values = [[float(value) for value in range(8)], [8.0, 9.0, 10.0, 11.0]]
+    assert on_fake_gpus(1, read_a_data_set_of_the_host, workers) == [([True] * 2, values, True)]
+
+
 def free_after_a_peak() -> bool:
     """Whether memory counts as free before a peak, at it and after it."""
     from ddp_loop.accelerators import accelerator_of

@@ -6,6 +6,7 @@ import select
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ddp_loop as dl
 from ddp_loop import accelerators
@@ -60,3 +61,21 @@ def log_of_join() -> list[str]:
 
 def test_the_watchdog_of_nccl_comes_after_the_hosts_own_timeout(on_fake_gpus: OnRanks) -> None:
     assert on_fake_gpus(2, log_of_join) == [["timeout 90000 ms", "connect"]] * 2
+
+
+def call_torch_distributed(shards: int | None) -> None:
+    """A forward with a collective of the script's own, over NCCL as the sums of the gradients."""
+    with dl.join_world(device="gpu", seed=0) as world:
+        model = torch.nn.Linear(3, 1).to(world.device)
+        batches = dl.Batches(torch.ones(24, 3), 8, world, shards=shards)
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for rows in step:
+                dist.all_reduce(rows.amax(0))
+                step.backward(model(rows).mean())
+            step.fold()
+
+
+def test_collectives_of_a_script_over_nccl_are_counted_apart_from_the_worlds(on_fake_gpus: OnRanks) -> None:
+    on_fake_gpus(2, call_torch_distributed, None)
+    with pytest.raises(dl.RankFailed, match=r"must not call torch.distributed .* shards made 1\."):
+        on_fake_gpus(2, call_torch_distributed, 4)

@@ -355,13 +355,24 @@ def examine(on_ranks: Ranks, name: str, policy: str, run: Path) -> Outcome:
     return Outcome(ended, kept, problems, rows, status, again, left, rows_of(run))
 
 
+def stopped_together(outcome: Outcome) -> bool:
+    """Whether all ranks made the same last step.
+
+    Rank 0 writes rows that are due while a step is reduced, after its word has left. Of an error there the others hear
+    in the next step.
+    """
+    first, *others = outcome.ended
+    last = {first.step, first.step + 1} if first.stage == "rows" else {first.step}
+    return {one.step for one in others} <= last
+
+
 def words_of(outcome: Outcome, whole: str) -> list[str]:
     """A row of the report."""
     first = outcome.ended[0]
-    steps = {one.step for one in outcome.ended}
     if first.kind:
         peers = {(one.kind, one.rank) for one in outcome.ended[1:]}
-        what = f"all stopped after step {first.step}" if len(steps) == 1 and peers == {("PeerFailed", 0)} else "PARTED"
+        together = stopped_together(outcome) and peers == {("PeerFailed", 0)}
+        what = f"all stopped after step {first.step}" if together else "PARTED"
         what += f" ({first.stage}), {max(one.took_s for one in outcome.ended):.2f} s"
     else:
         said = sum("training continues" in line for line in first.lines)
