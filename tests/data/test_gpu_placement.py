@@ -279,7 +279,8 @@ def read_a_data_set_of_the_host(workers: int) -> tuple[list[bool], list[list[flo
         batches = dl.Batches(OnHost(), 4, world, shuffle=False, devices="cpu", num_workers=workers)
         shards = [loaded.data(0) for loaded in batches.epoch(1)]
         is_pinned = [rows.is_pinned() for rows in shards]
-        return is_pinned, [rows.flatten().tolist() for rows in shards], bool(batches._reader.fingerprint())
+        assert batches._fingerprint is not None
+        return is_pinned, [rows.flatten().tolist() for rows in shards], bool(batches._fingerprint())
 
 
 @pytest.mark.parametrize("workers", [0, 1])
