@@ -1,6 +1,6 @@
 """Run benchmarks and print a report for docs/benchmarks.
 
-    python -m benchmarks [TOPIC [--ranks N] [--exchange NAME] [PART ...]]
+    python -m benchmarks [TOPIC [--ranks N] [--exchange NAME] [--tests WHICH] [--record FILE] [PART ...]]
 
 Each topic's module has its parts and its options.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from benchmarks import (
     accuracy,
+    bits,
     calls,
     exchange,
     fake_gpu,
@@ -68,13 +69,26 @@ TOPICS = {
     "gpu": Topic(gpu.report, gpu.PARTS, has_heading=True),
     "fake-gpu": Topic(fake_gpu.report, has_heading=True),
     "versions": Topic(versions.report, (), ("ranks", "exchange")),
-    "mutants": Topic(mutants.report),
+    "bits": Topic(bits.report),
+    "mutants": Topic(mutants.report, (), ("tests", "record")),
     "accuracy": Topic(accuracy.report, accuracy.SETTINGS),
     "job": Topic(job.report, job.WAYS),
     "launching": Topic(launching.report, launching.PARTS),
     "page": Topic(page.report, page.PARTS),
 }
-ASKED_FOR = ("gpu", "fake-gpu", "versions", "mutants", "accuracy", "scaling", "job", "suggest", "launching", "page")
+ASKED_FOR = (
+    "gpu",
+    "fake-gpu",
+    "versions",
+    "bits",
+    "mutants",
+    "accuracy",
+    "scaling",
+    "job",
+    "suggest",
+    "launching",
+    "page",
+)
 
 
 def main() -> None:
@@ -89,12 +103,19 @@ def main() -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help="of a topic, by default all; versions takes another checkout's folder first, mutants their numbers",
+        help="of a topic, by default all; versions takes another checkout's folder first, mutants numbers and rooms",
     )
     parser.add_argument("--ranks", type=int, choices=(1, 2, 3, 4), help="of the topics that have a choice")
     parser.add_argument("--exchange", choices=exchanges(), help="between our ranks; by default join_world's own choice")
+    parser.add_argument("--tests", choices=mutants.TESTS, help="how far mutants go; by default to the quick tests")
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="a JSON file for the results of mutants; what it has already does not run again",
+    )
     arguments = parser.parse_intermixed_args()
-    given = {name: getattr(arguments, name) for name in ("ranks", "exchange") if getattr(arguments, name) is not None}
+    options = ("ranks", "exchange", "tests", "record")
+    given = {name: getattr(arguments, name) for name in options if getattr(arguments, name) is not None}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     for name in [arguments.topic] if arguments.topic else [name for name in TOPICS if name not in ASKED_FOR]:
         topic = TOPICS[name]

@@ -1,4 +1,4 @@
-"""What a step costs on clusters of GPUs, by published figures; their sources are in docs/scaling.md."""
+"""What a step costs on clusters of GPUs, by published figures; their sources are in docs/benchmarks/scaling.md."""
 
 from __future__ import annotations
 

@@ -25,40 +25,44 @@ from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
 from benchmarks.models import mlp
 from benchmarks.steps import JOBS, MINI_BATCH, SAMPLES, make_data, our_step
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy
-from ddp_loop.training import fold as folding
-from ddp_loop.training.control import CONTROL_LENGTH, ControlDecision
+from ddp_loop.training.word import CONTROL_LENGTH, ControlDecision, ControlWord, word_tensor
 
 GOALS = {"digit network": 1.02, "32-wide MLP": 1.05}
 SAVES = 12  # pairs
 STEPS = 20  # beside a save
 
 
-class _Unchecked:
-    """Replaces the writer and the reader of the control word."""
+NOTHING = ControlDecision(
+    problem=False, new=False, ends=0, stop=False, save=False, parted=False, mixed=False, is_unusual=False
+)
 
-    said = ControlDecision(problem=False, new=False, ends=0, stop=False, save=False, parted=False, mixed=False)
-    values = (0,) * CONTROL_LENGTH
 
-    @classmethod
-    def word(cls, mini_batch: object, given: Sequence[bool], **keywords: object) -> tuple[int, ...]:
-        return *cls.values, *given
+def write_given(
+    word: ControlWord, tail: torch.Tensor, mini_batch: object, given: Sequence[bool], *others: object, **more: object
+) -> None:
+    """Write a word without values, but for which parameters have a gradient."""
+    values = (*(0,) * CONTROL_LENGTH, *given)
+    word._summed = tail[: len(values)].copy_(word_tensor(values, tail.dtype))
 
-    @classmethod
-    def of(cls, *values: object) -> ControlDecision:
-        return cls.said
+
+def read_given(word: ControlWord, announcement: object) -> tuple[ControlDecision, list[bool]]:
+    """Read which parameters have a gradient."""
+    return NOTHING, list(map(bool, word._summed.tolist()[CONTROL_LENGTH:]))
 
 
 def unguarded(step: Step) -> Step:
-    """The step without a reader of the control word."""
-    place = vars(folding)
-    usual = place["control_word"], place["ControlDecision"]
+    """The step without a writer and a reader of the control word."""
+
+    usual = {name: getattr(ControlWord, name) for name in ("write", "read")}
 
     def bare() -> None:
-        place["control_word"], place["ControlDecision"] = _Unchecked.word, _Unchecked
+        setattr(ControlWord, "write", write_given)  # noqa: B010  # mypy sees other arguments
+        setattr(ControlWord, "read", read_given)  # noqa: B010
         try:
             step()
         finally:
-            place["control_word"], place["ControlDecision"] = usual
+            for name, method in usual.items():
+                setattr(ControlWord, name, method)
 
     return bare
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_loop as dl
-from benchmarks.gpu_machine import Machine, Sheet
+from benchmarks.gpu_machine import Machine, Sheet, group_of_one
 from benchmarks.jobs import ddp_tuning
 
 LAYERS = 8  # a bucket has the size of a layer
@@ -34,6 +36,9 @@ def bytes_per_parameter(width: int, shards: int | None, *, ddp: bool = False) ->
     """After the steps, and at their peak."""
     with dl.join_world(device="gpu", share_gpus=True, seed=0) as world:
         bucket_mib = width * width * 4 / 2**20
+        layer = nn.Linear(width, width, device=world.device)
+        layer(torch.ones(4, width, device=world.device)).sum().backward()  # cuBLAS takes 64 MiB for itself
+        del layer
         before = torch.cuda.memory_allocated(world.device)
         model = network(width).to(world.device)
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -41,12 +46,13 @@ def bytes_per_parameter(width: int, shards: int | None, *, ddp: bool = False) ->
         torch.cuda.reset_peak_memory_stats(world.device)
         if ddp:
             tuning = {"bucket_cap_mb": bucket_mib, **ddp_tuning()}
-            wrapped = DistributedDataParallel(model, **tuning)
             rows = torch.ones(4, width, device=world.device)
-            for _ in range(STEPS):
-                optimizer.zero_grad()
-                wrapped(rows).square().mean().backward()
-                optimizer.step()
+            with group_of_one("cpu:gloo,cuda:nccl") if world.size == 1 else nullcontext():
+                wrapped = DistributedDataParallel(model, **tuning)
+                for _ in range(STEPS):
+                    optimizer.zero_grad()
+                    wrapped(rows).square().mean().backward()
+                    optimizer.step()
         else:
             batches = dl.Batches((torch.ones(16 * world.size, width),), 8 * world.size, world, shards=shards)
             state = {"model": model, "optimizer": optimizer}
@@ -75,6 +81,5 @@ def report_memory(machine: Machine, sheet: Sheet) -> None:
             limit = limit_of(ranks, pieces)
             sheet.row(name, f"{steady:.1f}", f"{peak:.1f}", f"{limit:.1f}")
             sheet.judge(f"memory, {name}", "" if peak <= limit else f"{peak:.1f} bytes, the limit is {limit:.1f}")
-        if ranks > 1:
-            found = pool.run(bytes_per_parameter, ranks, width, None, ddp=True)
-            sheet.row("DDP", *(f"{max(values):.1f}" for values in zip(*found, strict=True)), "")
+        found = pool.run(bytes_per_parameter, ranks, width, None, ddp=True)
+        sheet.row("DDP", *(f"{max(values):.1f}" for values in zip(*found, strict=True)), "")

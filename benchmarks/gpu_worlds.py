@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
 from benchmarks.gpu_machine import OWN_BACKENDS, Machine, Sheet, group_of_one, seeing
-from ddp_loop.training.flat_all_reduce import FlatAllReduce
+from ddp_loop.training.buckets import FlatAllReduce, finish_all
 from ddp_loop.training.ordered_sum import ReductionOrder
 
 
@@ -96,8 +96,7 @@ def check_sums(world: dl.World) -> None:
     world.sum(plain)
     world.broadcast(shared)
     ordered.start(rows)
-    ordered.fold()
-    ordered.finish()
+    finish_all([ordered], world)
     found = [plain.tolist(), shared.tolist(), rows[0].tolist()]
     if found != [[2.0] * 4, [2.0] * 4, [3.0] * 4]:
         raise RuntimeError(f"A sum, a broadcast and an ordered sum of one rank must give 2, 2 and 3. Got {found}.")

@@ -7,7 +7,7 @@ each. "links": the time of a step on two hosts over links of several delays and 
 "clusters": the model for 8, 64 and 1,024 GPUs, which measures nothing.
 
 A host is a network namespace; packets go through `benchmarks.switch`. Both need root and Linux. What is measured goes
-into docs/benchmarks/scaling.json, and all tables into docs/scaling.md, between their marks.
+into docs/benchmarks/scaling.json, and all tables into docs/benchmarks/scaling.md, between their marks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.step_model import (
 # -- what is measured --------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parent.parent
-FIGURES, DOCUMENT = ROOT / "docs/benchmarks/scaling.json", ROOT / "docs/scaling.md"
+FIGURES, DOCUMENT = ROOT / "docs/benchmarks/scaling.json", ROOT / "docs/benchmarks/scaling.md"
 HOSTS = ((2, 1), (3, 1), (4, 1), (8, 1), (2, 2))  # and the ranks of each
 REFERENCE = "digit network", 1e-3, 1e9  # the step whose throughput is stated
 LIMIT_S = 120.0  # for the ranks of all hosts
@@ -203,7 +203,7 @@ def filled(document: str, name: str, lines: Iterable[str]) -> str:
 
 
 def report(names: Iterable[str]) -> None:
-    """Measure these parts, by default all; print their tables, and put them into docs/scaling.md."""
+    """Measure these parts, by default all; print their tables, and put them into docs/benchmarks/scaling.md."""
     for name in list(names) or PARTS:
         try:
             if name == "counts":

@@ -27,6 +27,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_loop as dl
+from benchmarks.gpu_machine import group_of_one
 from benchmarks.jobs import ddp_tuning
 from benchmarks.measuring import RANKS, Ratio, Step, compare, joined, print_table, synchronized
 from benchmarks.models import CLASSES, Residual, Transformer, mlp, resnet18
@@ -151,7 +152,8 @@ def ddp_step(
 ) -> Step:
     model, optimizer = make(job, world.device, fused=fused)
     options |= ddp_tuning() if tuned else {}
-    wrapped = DistributedDataParallel(model, static_graph=static_graph, **options) if world.size > 1 else model
+    wraps = world.size > 1 or world.device.type != "cpu"  # a script for GPUs wraps its model on one of them too
+    wrapped = DistributedDataParallel(model, static_graph=static_graph, **options) if wraps else model
     take = mine(world, data, job.mini_batch)
 
     def step() -> None:
@@ -206,10 +208,15 @@ def measure(name: str, exchange: str | None = None, device: str = "cpu", scale: 
         ours = our_step(job, world, data, folder, fused=True)
         if world.size == 1:
             plain, other = (local_step(job, world, data, fused=True) for _ in range(2))
-            return {
+            found = {
                 "ours / plain loop": ratio(ours, plain, GOAL_S),
                 "plain loop / plain loop": ratio(other, plain, OTHER_S),
             }
+            if world.device.type != "cpu":
+                with group_of_one("cpu:gloo,cuda:nccl"):
+                    ddp = ddp_step(job, world, data, tuned=True, fused=True)
+                    found["ours / tuned DDP"] = ratio(ours, ddp, GOAL_S)
+            return found
         ddp, again = (ddp_step(job, world, data, tuned=False, fused=True) for _ in range(2))
         static, tuned = (
             ddp_step(job, world, data, tuned=True, static_graph=static, fused=True) for static in (True, False)

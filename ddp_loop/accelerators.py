@@ -1,8 +1,8 @@
-"""Accelerators: what a device is and can do. `Cuda` alone knows of NCCL; `TorchAccelerator` serves every other kind.
+"""Accelerators: what a device is and can do. `Cuda` chooses NCCL; `TorchAccelerator` serves every other kind.
 
 [Note: Asynchronous] A GPU computes while the host continues, so reading a value makes the host wait for it. Values of
 an asynchronous device are therefore copied to the host and read one step later, and what the ranks decide together
-travels over the CPU instead of in the step's own sum. `KINDS` lets tests run this way on a CPU.
+travels over the CPU instead of in the step's own sum.
 """
 
 from __future__ import annotations
@@ -458,6 +458,14 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if there.is_host or tensor.device == device:
         return tensor
     return there.empty_on_host(tensor).copy_(tensor).to(device, non_blocking=True)
+
+
+@torch.no_grad()
+def copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors, one or more; by few kernels where all have one device and dtype."""
+    copies = list(map(torch.empty_like, tensors))
+    torch._foreach_copy_(copies, tensors)
+    return copies
 
 
 def device_count() -> int:

@@ -42,15 +42,11 @@ def update_bn(model: nn.Module, batches: Batches, *, forward: Forward | None = N
     world.stops.raise_if_stopped()
     layers = batch_norm_layers({"model": model})
     sync_channels = [channel for channel in find_sync_channels([model]) if channel.size > 1]
-    problem: ValueError | None = None
-    try:
+    with world.failing_together(ValueError):
         refuse_wrapped({"model": model})
         check_synced(batches, sync_channels)
         if not batches.ends:
             raise ValueError("update_bn passes over the data once. These data never end. Give Batches a length.")
-    except ValueError as error:
-        problem = error
-    world.raise_if_any_failed(problem)
     with world.in_stage("update_bn"):
         _recompute(model, batches, layers, forward or forward_first, sync_channels)
         world.stops.agree()
@@ -160,14 +156,13 @@ def _move(
     world: World,
 ) -> bool:
     """Update the running statistics with those of the whole mini-batch; False if any rank was asked to stop."""
-    own = [tuple(map(len, one)) for one in captures.values()] or [(0,) * len(statistics.layers)]
+    own = [one.calls for one in captures.values()] or [[0] * len(statistics.layers)]
     calls = _agreed_calls(mini_batch, tuple(map(max, zip(*own, strict=True))), world, statistics.problem)
     if calls is None:
         return False
     shape = (len(mini_batch.sizes), statistics.width(calls))
     rows = torch.full(shape, IDENTITY, dtype=torch.float64, device=world.device)
-    for number, one in captures.items():
-        statistics.pack(one, calls, rows[number])
+    statistics.pack(captures.values(), calls, map(rows.__getitem__, captures))
     if statistics.layers:
         statistics.apply(world.sum(rows), calls)
     return True

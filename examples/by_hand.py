@@ -40,12 +40,13 @@ def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: d
             for number, shard in enumerate(mini_batch.shards):
                 images, labels = loaded.data(number)
                 dl.seed_shard(world.seed, iteration, shard.number, world.device)  # its own random stream
-                with fold.shard(shard) as record:  # batch norm records the shard's statistics
-                    loss = cross_entropy(model(images), labels)
-                    record.losses.append(loss.detach())
-                    # The shard's share of the mini-batch, w_s / R; exactly 1 for one shard.
-                    share = shard.samples / mini_batch.samples
-                    fold.backward(record, loss, share, last=shard is mini_batch.shards[-1])
+                record = fold.begin_shard(shard)  # from here on batch norm records the shard's statistics
+                loss = cross_entropy(model(images), labels)
+                record.losses.append(loss.detach())
+                # The shard's share of the mini-batch, w_s / R; exactly 1 for one shard.
+                share = shard.samples / mini_batch.samples
+                fold.backward(record, loss, share, last=shard is mini_batch.shards[-1])
+                fold.end_shard(record)
             # One sum over the ranks gives all of them the mini-batch's gradients, losses and statistics.
             result = fold.close(mini_batch, iteration)
             dl.seed_step(world.seed, iteration, world.device)  # all ranks draw the same between steps

@@ -16,13 +16,13 @@ import torch
 from ddp_loop.distributed import Pool
 from tests.fake_cuda.build import NoFakeCuda, environment
 from tests.support.both_exchanges import exchange_of
-from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS, current_mode, device_mode_of, run_in_mode, ways_of
+from tests.support.devices import CPU, GPU, run_on_cpu, run_on_gpu, ways_of
 from tests.support.harness import TASK_S, OnRanks, Result, left_behind, look_around, run_cleanly
 from tests.support.paths import ROOT
 from tests.support.refusals import Refused
 from tests.support.skips import refuse_unknown_skip
 from tests.support.slurm import Slurm, running_slurm
-from tests.support.tiers import ALL_ITEMS, mark_tiers
+from tests.support.tiers import ALL_ITEMS, combinations, mark_tiers
 
 USUAL_RANKS = 4
 MOST_RANKS = 8
@@ -55,6 +55,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Say of each test which tier it is in, before `-m` chooses."""
+    beyond = combinations(items)
+    items[:] = [item for item in items if item not in beyond]
     config.stash[ALL_ITEMS] = list(items)
     mark_tiers(items)
 
@@ -83,16 +85,15 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
-@pytest.fixture(autouse=True)
-def device_mode(request: pytest.FixtureRequest) -> Iterator[str]:
-    """How the CPU answers in this test, on the ranks too; see `tests.support.device_modes`."""
-    mode: str = getattr(request, "param", SYNCHRONOUS)
-    with device_mode_of(mode):
-        yield mode
+@pytest.fixture
+def device_kind(request: pytest.FixtureRequest) -> str:
+    """On which kind of device the ranks of this test are; see `tests.support.devices`."""
+    kind: str = getattr(request, "param", CPU)
+    return kind
 
 
 @pytest.fixture(autouse=True)
-def exchange(request: pytest.FixtureRequest, device_mode: str) -> Iterator[str | None]:
+def exchange(request: pytest.FixtureRequest) -> Iterator[str | None]:
     """How the ranks of this test exchange values; see `tests.support.exchanges`. None where the test does not ask."""
     name: str | None = getattr(request, "param", None)
     with nullcontext() if name is None else exchange_of(name):
@@ -100,14 +101,27 @@ def exchange(request: pytest.FixtureRequest, device_mode: str) -> Iterator[str |
 
 
 @pytest.fixture
-def late(device_mode: str) -> bool:
+def late(device_kind: str) -> bool:
     """Whether values come late, as on a GPU."""
-    return device_mode == ASYNCHRONOUS
+    return device_kind == GPU
 
 
 @pytest.fixture
-def on_ranks(pool: Pool) -> OnRanks:
+def on_ranks(device_kind: str, request: pytest.FixtureRequest) -> OnRanks:
     """Run a function of the test file on ranks: `results = on_ranks(3, function, argument)`."""
+    chosen: OnRanks = request.getfixturevalue("on_cpus" if device_kind == CPU else "on_gpus")
+    return chosen
+
+
+@pytest.fixture
+def on_gpus(fake_gpu_pool: tuple[Pool, dict[str, str]]) -> OnRanks:
+    """`on_ranks` with a fake GPU for each rank, where all that a task makes lies; see `tests.support.devices`."""
+    return _on_fakes(run_on_gpu, *fake_gpu_pool)
+
+
+@pytest.fixture
+def on_cpus(pool: Pool) -> OnRanks:
+    """`on_ranks` on the CPU."""
 
     def run(
         ranks: int,
@@ -117,17 +131,17 @@ def on_ranks(pool: Pool) -> OnRanks:
         timeout_s: float = TASK_S,
         **keywords: Any,
     ) -> list[Result]:
-        return pool.run(run_in_mode, ranks, current_mode(), function, *arguments, timeout_s=timeout_s, **keywords)
+        return pool.run(run_on_cpu, ranks, function, *arguments, timeout_s=timeout_s, **keywords)
 
     return run
 
 
-def _with_fakes(kind: str) -> Iterator[tuple[Pool, dict[str, str]]]:
+def _with_fakes(kind: str, ranks: int) -> Iterator[tuple[Pool, dict[str, str]]]:
     try:
-        variables = environment(USUAL_RANKS, kind)
+        variables = environment(ranks, kind)
     except NoFakeCuda as why:
         pytest.skip(str(why))
-    with Pool(USUAL_RANKS, variables) as pool:
+    with Pool(ranks, variables) as pool:
         POOLS.append(pool)
         yield pool, variables
 
@@ -135,16 +149,16 @@ def _with_fakes(kind: str) -> Iterator[tuple[Pool, dict[str, str]]]:
 @pytest.fixture(scope="session")
 def fake_gpu_pool() -> Iterator[tuple[Pool, dict[str, str]]]:
     """Workers with fake GPUs, and the variables that give a process some; skips where these cannot be built."""
-    yield from _with_fakes("cuda")
+    yield from _with_fakes("cuda", MOST_RANKS)
 
 
 @pytest.fixture(scope="session")
 def fake_npu_pool() -> Iterator[tuple[Pool, dict[str, str]]]:
     """The same device under the name that an extension of torch gives it."""
-    yield from _with_fakes("npu")
+    yield from _with_fakes("npu", USUAL_RANKS)
 
 
-def _on_fakes(pool: Pool, variables: dict[str, str]) -> OnRanks:
+def _on_fakes(runner: Callable[..., Any], pool: Pool, variables: dict[str, str]) -> OnRanks:
     def run(
         ranks: int,
         function: Callable[..., Result],
@@ -154,7 +168,7 @@ def _on_fakes(pool: Pool, variables: dict[str, str]) -> OnRanks:
         **keywords: Any,
     ) -> list[Result]:
         with mock.patch.dict(os.environ, variables):  # of the workers that are started now
-            return pool.run(run_cleanly, ranks, function, *arguments, timeout_s=timeout_s, **keywords)
+            return pool.run(runner, ranks, function, *arguments, timeout_s=timeout_s, **keywords)
 
     return run
 
@@ -162,13 +176,13 @@ def _on_fakes(pool: Pool, variables: dict[str, str]) -> OnRanks:
 @pytest.fixture
 def on_fake_gpus(fake_gpu_pool: tuple[Pool, dict[str, str]]) -> OnRanks:
     """Run a function of the test file on ranks with a fake GPU each; see `tests.fake_cuda`."""
-    return _on_fakes(*fake_gpu_pool)
+    return _on_fakes(run_cleanly, *fake_gpu_pool)
 
 
 @pytest.fixture
 def on_fake_npus(fake_npu_pool: tuple[Pool, dict[str, str]]) -> OnRanks:
     """Run a function of the test file on ranks with a device `npu:N` each; see `tests.fake_cuda.npu`."""
-    return _on_fakes(*fake_npu_pool)
+    return _on_fakes(run_cleanly, *fake_npu_pool)
 
 
 @pytest.fixture

@@ -15,17 +15,12 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddp_loop.accelerators import Cuda, HostCopy, TorchAccelerator, accelerator_of, all_gpus, gpu_count, is_asynchronous
-from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS
 from tests.support.scripts import run
 
-pytestmark = pytest.mark.both_modes
 
-
-@pytest.mark.quick_in_both_modes
-def test_a_copy_holds_what_the_tensor_held_when_it_was_made(late: bool) -> None:
+def test_a_copy_holds_what_the_tensor_held_when_it_was_made() -> None:
     tensor = torch.tensor([1.0, 2.0], requires_grad=True)
     copy = HostCopy(tensor)
-    assert copy.ready() != late
     with torch.no_grad():
         tensor.zero_()
     assert copy.wait().tolist() == [1.0, 2.0]
@@ -33,19 +28,10 @@ def test_a_copy_holds_what_the_tensor_held_when_it_was_made(late: bool) -> None:
     assert not copy.wait().requires_grad
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "tests copies that are not complete")
-def test_in_the_simulation_a_copy_arrives_behind_two_others_and_holds_nothing_before() -> None:
-    first = HostCopy(torch.tensor([1, 2]))
-    assert first._values.tolist() == [-1, -1]
-    others = [HostCopy(torch.ones(())) for _ in range(2)]
-    assert [first.ready(), *(one.ready() for one in others)] == [True, False, False]
-    assert first._values.tolist() == [1, 2]
-
-
-def test_the_cpu_has_no_generator_of_its_own_and_does_not_count_its_memory(late: bool) -> None:
+def test_the_cpu_has_no_generator_of_its_own_and_does_not_count_its_memory() -> None:
     cpu = accelerator_of(torch.device("cpu"))
-    assert (cpu.kind, cpu.is_host, cpu.is_gpu, cpu.is_asynchronous) == ("cpu", True, False, late)
-    assert is_asynchronous(torch.ones(())) == late
+    assert (cpu.kind, cpu.is_host, cpu.is_gpu, cpu.is_asynchronous) == ("cpu", True, False, False)
+    assert not is_asynchronous(torch.ones(()))
     assert cpu.random_state() is None
     assert cpu.memory_free() == float("inf")
     assert cpu.memory_held() >= 0
@@ -72,7 +58,6 @@ with join_world(device="cpu", keep_memory=True):
 
 
 @pytest.mark.slow
-@pytest.mark.one_mode(SYNCHRONOUS, "runs in a process of its own")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="memory is kept with glibc only")
 def test_memory_that_a_process_keeps_is_not_cleared_again(tmp_path: Path) -> None:
     done = run("-c", FAULTS, folder=tmp_path)
@@ -110,7 +95,6 @@ def test_a_device_of_an_unknown_kind_is_never_asked_for_values() -> None:
     assert (meta.kind, meta.is_host, meta.is_gpu, meta.is_asynchronous) == ("meta", False, False, True)
 
 
-@pytest.mark.one_mode(SYNCHRONOUS, "no copy is made")
 def test_a_backend_without_a_timeout_of_its_own_is_taken() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # torch's own, which has none
     try:

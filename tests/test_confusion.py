@@ -37,8 +37,8 @@ def counted(size: int, batch_size: int, shards: int | None = None, dtype: Any = 
 
 
 @pytest.mark.covers("G4", "B8")
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
     ("size", "batch_size", "shards", "dtype"),
@@ -77,8 +77,8 @@ def count(world: dl.World, folder: str, case: str) -> None:
     dl.confusion_matrix(model, dl.Batches(data, SIZE, world, shuffle=False, shards=world.size), classes)
 
 
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize(
     ("case", "said"),
     [

@@ -142,11 +142,15 @@ def digest(size: int, batch_size: int, kind: str, dtype: torch.dtype) -> str:
 
 
 @pytest.mark.covers("B8")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["tensors", "shuffled", "stream", "workers", "local", "own", "shares", "drawing"])
 @pytest.mark.parametrize(
-    ("size", "batch_size"),
-    [(501, 100), (501, 501), (501, 1000), (250, 64), (33, 8), (17, 5), (9, 20), (6, 6), (5, 5), (2, 5), (1, 8)],
+    ("size", "batch_size", "dtype"),
+    [
+        *((501, 100, dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *((33, 8, dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *((size, 5, torch.float32) for size in (17, 5, 2)),
+        *((size, batch_size, torch.float32) for size, batch_size in ((501, 1000), (250, 64), (1, 8))),
+    ],
 )
 def test_evaluation_has_the_same_bits_on_any_number_of_ranks(
     size: int, batch_size: int, kind: str, dtype: torch.dtype, on_ranks: OnRanks

@@ -203,7 +203,7 @@ class Held:
 
     @property
     def most(self) -> float:
-        """Bytes for a parameter, as docs/larger_models.md has them: weights, sums, and what is a bucket's alone."""
+        """Bytes for a parameter, as docs/benchmarks/fake_gpu.md has it: weights, sums, what is a bucket's alone."""
         sent = self.pieces if self.pieces > 1 else 0
         return 4 * (1 + self.sums + BUCKET * (2 + sent + self.received))
 

@@ -24,8 +24,9 @@ pooled variance by 1e-5. If a mean is large against the deviation, a second pass
 rounding error, which is sent with it. Small inputs that a graph keeps are checked together, before the backward; in
 compiled code all are, since it has no sizes in bytes if they vary, and a read of a value would cut it in two.
 
-[Note: One tensor] A layer costs as many operations as it has tensors. So the statistics of all layers' first calls lie
-in one tensor, in the layers' order, and are packed in one piece where each layer was called.
+[Note: One tensor] A layer costs as many operations as it has tensors. So one tensor has the statistics of all layers'
+first calls, in the layers' order, and another one has their second calls. torch's own forward writes first calls there
+if all layers have one dtype and device; everything else is copied.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import repeat
+from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,8 +45,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ddp_loop.accelerators import accelerator_of, sent
-from ddp_loop.batch_norm.pooled import LayerGroup, NormLayer, RunningStatsSnapshot
+from ddp_loop.accelerators import accelerator_of, is_asynchronous
+from ddp_loop.batch_norm.pooled import LayerGroup, NormLayer, RunningStatsSnapshot, numbers_on
 from ddp_loop.determinism import same_bits
 from ddp_loop.distributed import each_module
 
@@ -60,9 +60,8 @@ _GIVEN: dict[Any, tuple[str, ...]] = {
     functional.batch_norm: ("input", *_KEYS, "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", *_KEYS, "training", "momentum", "eps", "cudnn_enabled"),
 }
-_COUNT = attrgetter("count")
-_IS_FLAT = attrgetter("is_flat")
 _WIDTH = attrgetter("width")
+_MOST = 3  # names in an error
 
 
 def is_synced(layer: nn.Module) -> bool:
@@ -81,33 +80,33 @@ def batch_norm_layers(modules: Mapping[str, nn.Module]) -> dict[str, BatchNorm]:
 
 def other_norm_layers(modules: Mapping[str, nn.Module], watched: Mapping[str, BatchNorm]) -> list[nn.Module]:
     """All other layers at and below `modules` with running statistics, which they update themselves."""
-    known = set(watched.values())
     return [
         layer
         for layer in each_module(modules).values()
-        if isinstance(layer, _NormBase) and layer.running_mean is not None and layer not in known
+        if isinstance(layer, _NormBase) and layer.running_mean is not None and layer not in watched.values()
     ]
 
 
-def custom_norms(modules: Mapping[str, nn.Module]) -> dict[str, NormLayer]:
-    """The user's own classes among `modules` that may pass buffers to `F.batch_norm`, by name.
+def custom_norms(modules: Iterable[nn.Module]) -> list[NormLayer]:
+    """Those among `modules`, of the user's own classes, that may pass buffers to `F.batch_norm`.
 
     Their buffers have torch's names, or similar ones in a module without children.
     """
-    found: dict[str, NormLayer] = {}
-    for name, module in modules.items():
+    norms: list[NormLayer] = []
+    for module in modules:
         if isinstance(module, _NormBase | torch.jit.ScriptModule):
             continue
-        pairs = [_KEYS]
-        for key in () if module._modules else module._buffers:  # everything called in a watched forward is slower
-            pairs += [(key, key.replace("mean", other)) for other in ("variance", "var") if "mean" in key]
+        buffers = module._buffers
+        means = [] if module._modules else [key for key in buffers if "mean" in key]  # a watched forward is slower
+        pairs = [_KEYS, *((key, key.replace("mean", other)) for key in means for other in ("variance", "var"))]
         for keys in pairs:
-            mean, variance = map(module._buffers.get, keys)
-            if mean is None or variance is None or mean is variance or name in found:
+            mean, variance = map(buffers.get, keys)
+            if mean is None or variance is None or mean is variance:
                 continue
             if mean.dim() == 1 and mean.shape == variance.shape and mean.is_floating_point():
-                found[name] = NormLayer(module, *keys, is_own=True)
-    return found
+                norms.append(NormLayer(module, *keys, is_custom=True))
+                break
+    return norms
 
 
 def refine_statistics(
@@ -132,76 +131,86 @@ def _is_far(mean: torch.Tensor, variance: torch.Tensor) -> bool:
     return bool((means * means > _FAR**2 * variance.numpy()).any())  # for some ten numbers: 3 microseconds, 20 in torch
 
 
-@dataclass(slots=True)
-class BatchStatistics:
-    """One call's batch statistics: `count` values per channel, mean + rest, unbiased variance."""
-
-    count: int
-    mean: torch.Tensor
-    rest: torch.Tensor
-    variance: torch.Tensor
-    momentum: float = 0.0  # of an own norm's call
-    is_flat: bool = False  # see [Note: One tensor]; without a rest
-
-    def refine(self, values: torch.Tensor) -> None:
-        """Compute a mean that is far from 0, and its variance, more exactly. See [Note: Far means]."""
-        found = refine_statistics(values, self.mean, self.variance)
-        if found is not None:
-            self.rest, biased = found
-            self.variance = biased * (self.count / max(self.count - 1, 1))
-            self.is_flat = False
-
-
-class Captures(list[list[BatchStatistics]]):
-    """A shard's captures of each layer, in the order of its calls; made by `BatchNormStatistics.recording`.
+class CallStatistics(NamedTuple):
+    """The first call of each layer in a shard, or the second, ...: mean + rest and unbiased variance of each channel.
 
     Attributes:
-        whole: the means, then the variances, of the layers' first calls. See [Note: One tensor].
-        spare: the parts of it that no call has yet, by the layer's number.
-        unchecked: captures to be refined together, with their inputs. See [Note: Far means].
+        counts: the values per channel of each layer's call; 0 without one.
+        momenta: with which the user's own classes called `F.batch_norm`.
+        whole: the means of all layers, then the rests, then the variances. See [Note: One tensor].
+        parts: of it, the mean of each layer, then the rest of each, then the variance of each.
     """
 
+    counts: list[int]
+    momenta: list[float]
     whole: torch.Tensor
-    spare: dict[int, BatchStatistics]
-    unchecked: list[tuple[torch.Tensor, BatchStatistics]]
+    parts: Sequence[torch.Tensor]
+
+    def refine(self, number: int, values: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Compute a mean that is far from 0, and its variance, more exactly. See [Note: Far means]."""
+        refined = refine_statistics(values, mean, variance)
+        if refined is not None:
+            rest, biased = refined
+            count = self.counts[number]
+            self.write(number, mean, rest, biased * (count / max(count - 1, 1)))
+
+    def write(self, number: int, *values: torch.Tensor) -> None:
+        """Write a layer's mean, rest and variance, past the version counter: a graph holds what a layer was lent."""
+        for part, value in zip(self.parts[number :: len(self.counts)], values, strict=True):
+            part.data.copy_(value)
+
+
+@dataclass(slots=True)
+class Captures:
+    """A shard's batch statistics; made by `BatchNormStatistics.recording`.
+
+    Attributes:
+        by_call: the statistics of each layer's first call, its second call, ...
+        calls: of each layer so far.
+        unchecked: first calls to be refined together, each a layer's number and its input. See [Note: Far means].
+    """
+
+    by_call: list[CallStatistics]
+    calls: list[int]
+    unchecked: list[tuple[int, torch.Tensor]]
 
 
 class BatchNormInterceptor(TorchFunctionMode):
-    """While active, `F.batch_norm` leaves the given buffers unchanged and passes the batch statistics to `take`.
+    """While active, `F.batch_norm` leaves the given buffers unchanged and passes the batch statistics to `capture`.
 
     Args:
         mean: the buffer of the running mean, (C,).
         variance: the buffer of the running variance, (C,).
-        take: called with the input, the batch's mean and unbiased variance, (C,) each, and the momentum.
+        capture: called with the input, the batch's mean and unbiased variance, (C,) each, and the momentum.
     """
 
     def __init__(
         self,
-        mean: torch.Tensor | None,
-        variance: torch.Tensor | None,
-        take: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None],
+        mean: torch.Tensor,
+        variance: torch.Tensor,
+        capture: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None],
     ) -> None:
         super().__init__()
         self.mean = mean
         self.variance = variance
-        self._take = take
+        self._capture = capture
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call `func`, with spare buffers where it is `F.batch_norm` on the given ones."""
-        names = _GIVEN.get(func) if callable(func) else None
-        given = dict(zip(names or (), args, strict=False)) | (kwargs or {})
-        mean = given.get("running_mean")
-        is_own = names is not None and mean is self.mean and given.get("running_var") is self.variance
-        if not is_own or mean is None or self.variance is None or not given.get("training"):
+        given = dict(zip(_GIVEN.get(func, ()), args, strict=False)) | (kwargs or {})
+        buffers = (given.get("running_mean"), given.get("running_var"))
+        is_watched = func in _GIVEN and buffers[0] is self.mean and buffers[1] is self.variance
+        if not is_watched or not given.get("training"):
             return func(*args, **(kwargs or {}))
-        spare = (torch.zeros_like(mean), torch.zeros_like(self.variance))
+        spare = (torch.zeros_like(self.mean), torch.zeros_like(self.variance))
         output = func(**(given | dict(zip(_KEYS, spare, strict=True)) | {"momentum": 1.0}))
-        self._take(given["input"], *spare, float(given.get("momentum", 0.1)))
+        self._capture(given["input"], *spare, float(given.get("momentum", 0.1)))
         return output
 
 
+@dataclass(eq=False, repr=False)
 class LayerCapture:
     """The forward hooks of one norm layer, or of several with the same buffers, and what a layer is lent in its call.
 
@@ -211,16 +220,12 @@ class LayerCapture:
         statistics: to which its calls are reported. A deepcopied or unpickled layer has none, and is not watched.
     """
 
+    norm: NormLayer
+    number: int
     statistics: BatchNormStatistics | None = None
-
-    def __init__(self, norm: NormLayer, number: int, statistics: BatchNormStatistics) -> None:
-        self.norm = norm
-        self.number = number
-        self.statistics = statistics
-        self.own: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # mean and variance, of this pass
-        self._lent: tuple[Any, float | None, torch.Tensor | None] | None = None  # a called layer, what it had instead
-        self._spare: BatchStatistics | None = None  # the buffers that a call of torch's own forward writes
-        self._interceptor: BatchNormInterceptor | None = None
+    running: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # mean and variance, of this pass
+    _replaced: tuple[Any, float | None, torch.Tensor | None] | None = None  # a called layer, and what it had
+    _interceptor: BatchNormInterceptor | None = None
 
     def __getstate__(self) -> None:
         """Nothing of it is copied."""
@@ -235,30 +240,33 @@ class LayerCapture:
                 "A model must be synced before its Loop is created. This one was synced after. Call sync_batch_norm "
                 "first."
             )
-        mean, variance = self.own
-        if statistics.called is None:
+        mean, variance = self.running
+        if statistics.called is None or mean is None or variance is None:
             return
-        if self.norm.is_own:
+        if self.norm.is_custom:
             self._intercept(mean, variance)  # see [Note: Interception]
             return
-        if mean is None or self._lent is not None or not layer.training or not layer.track_running_stats:
+        if self._replaced is not None or not layer.training or not layer.track_running_stats:
             return  # torch updates nothing; a script may turn it off and on around a call
         buffers = layer._buffers  # without nn.Module's __getattr__
         if buffers["running_mean"] is not mean or buffers["running_var"] is not variance:
             return  # the caller's: [Note: Capture]
-        self._lent = (layer, layer.momentum, buffers.get("num_batches_tracked"))
+        self._replaced = (layer, layer.momentum, buffers.get("num_batches_tracked"))
         layer.__dict__["momentum"] = 1.0  # bypasses nn.Module's __setattr__, which takes a microsecond
         buffers["num_batches_tracked"] = None
-        if (type(layer).forward is not BatchNorm.forward or "forward" in layer.__dict__) and variance is not None:
-            spare = (mean.clone(), variance.clone())  # see [Note: Custom forwards]
+        captures = statistics.captures
+        if type(layer).forward is not BatchNorm.forward or "forward" in layer.__dict__:
+            spare: Sequence[torch.Tensor] = (mean.clone(), variance.clone())  # see [Note: Custom forwards]
             self._intercept(*spare)
+        elif captures is None or captures.calls[self.number] or not statistics.is_uniform:
+            spare = (torch.zeros_like(mean), torch.zeros_like(mean))
         else:
-            captures = statistics.captures
-            self._spare = None if captures is None else captures.spare.pop(self.number, None)
-            if self._spare is None:
-                self._spare = BatchStatistics(0, torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros_like(mean))
-            spare = (self._spare.mean, self._spare.variance)
+            spare = captures.by_call[0].parts[self.number :: 2 * len(captures.calls)]
         buffers.update(zip(_KEYS, spare, strict=True))
+
+    def _intercept(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        self._interceptor = BatchNormInterceptor(mean, variance, self.capture)
+        self._interceptor.__enter__()  # type: ignore[no-untyped-call]
 
     def after(self, layer: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor | None) -> None:
         """Capture the statistics of a call, and give the layer its own buffers back, even if its forward raised."""
@@ -266,52 +274,66 @@ class LayerCapture:
         if statistics is None or statistics.called is None:
             return
         interceptor = self._interceptor
+        self._interceptor = None
         if interceptor is not None:
             interceptor.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if self._lent is None:
+        if self._replaced is None:
             return
-        _, momentum, tracked = self._lent
-        spare = self._spare
+        _, momentum, tracked = self._replaced
         buffers = layer._buffers
         mean = buffers["running_mean"]
         variance = buffers["running_var"]
-        self._lent = None
-        self._spare = None
-        self._interceptor = None
+        self._replaced = None
         layer.__dict__["momentum"] = momentum
-        buffers.update(zip(_SPARE, (*self.own, tracked), strict=True))
+        buffers.update(zip(_SPARE, (*self.running, tracked), strict=True))
         statistics.called.append((self, momentum))
-        captures = statistics.captures
-        if output is None or mean is None or variance is None or captures is None:
+        if mean is None or variance is None:
             return
-        values = (*inputs, *named.values())[0]
-        if spare is not None:
-            statistics.add(self.number, values, spare)
-        elif interceptor is not None:
-            is_own = mean is interceptor.mean and variance is interceptor.variance
-            if not is_own or mean._version > 0:  # written by forward itself; the layout of its values is unknown
-                count = values.numel() // len(mean) or NO_VALUES
-                captures[self.number].append(BatchStatistics(count, mean, torch.zeros_like(mean), variance))
+        if output is None:
+            torch._foreach_zero_([mean.data, variance.data])  # they may be lent again
+            return
+        is_taken = interceptor is not None and mean is interceptor.mean and variance is interceptor.variance
+        if not is_taken or mean._version > 0:  # by forward itself: then the layout of its values is unknown
+            self.capture((*inputs, *named.values())[0], mean, variance, refines=interceptor is None)
 
-    def _intercept(self, mean: torch.Tensor | None, variance: torch.Tensor | None) -> None:
-        self._interceptor = BatchNormInterceptor(mean, variance, self.take)
-        self._interceptor.__enter__()  # type: ignore[no-untyped-call]
-
-    def take(self, values: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, momentum: float) -> None:
-        """Capture an intercepted call of `F.batch_norm`. Args as for `BatchNormInterceptor`'s `take`."""
+    def capture(
+        self,
+        values: torch.Tensor,
+        mean: torch.Tensor,
+        variance: torch.Tensor,
+        momentum: float = 1.0,
+        *,
+        refines: bool = True,
+    ) -> None:
+        """Capture a call. Args as for `BatchNormInterceptor`'s `capture`; without `refines` their layout is unknown."""
         statistics = self.statistics
-        if statistics is None:
+        if statistics is None or (captures := statistics.captures) is None:
             return
-        if self._lent is not None:
-            layer, own, _ = self._lent
-            if momentum not in (1.0, own):
+        if self._replaced is not None:
+            layer, its_momentum, _ = self._replaced
+            if momentum not in (1.0, its_momentum):
                 statistics.problem = statistics.problem or RuntimeError(
                     "A batch-norm layer must update its statistics by its own momentum. The forward of a "
-                    f"{type(layer).__name__} gives F.batch_norm {momentum:g}, and its momentum is {own}. Set "
+                    f"{type(layer).__name__} gives F.batch_norm {momentum:g}, and its momentum is {its_momentum}. Set "
                     "layer.momentum."
                 )
-            momentum = 0.0
-        statistics.add(self.number, values, BatchStatistics(0, mean, torch.zeros_like(mean), variance, momentum))
+        number = self.number
+        earlier = captures.calls[number]
+        captures.calls[number] += 1
+        if earlier == len(captures.by_call):
+            captures.by_call.append(statistics.no_calls())
+        call = captures.by_call[earlier]
+        call.counts[number] = values.numel() // len(mean) or NO_VALUES
+        call.momenta[number] = momentum
+        if mean is not call.parts[number]:
+            call.write(number, mean, torch.zeros_like(mean), variance)
+        is_kept = torch.compiler.is_compiling() or (
+            values.requires_grad and values.nbytes <= _SMALL_BYTES and torch.is_grad_enabled()
+        )
+        if refines and is_kept and mean is call.parts[number]:
+            captures.unchecked.append((number, values))
+        elif refines:
+            call.refine(number, values, mean, variance)
 
 
 class BatchNormStatistics:
@@ -322,7 +344,7 @@ class BatchNormStatistics:
 
     Args:
         layers: by name. Layers that share their buffers count as one that is called several times.
-        own_norms: the user's own norm layers, by name.
+        custom: norm layers of the user's own classes.
         others: layers that update their running statistics themselves, in forward but not in backward.
 
     Attributes:
@@ -339,40 +361,40 @@ class BatchNormStatistics:
     def __init__(
         self,
         layers: Mapping[str, BatchNorm],
-        own_norms: Mapping[str, NormLayer] | None = None,
+        custom: Iterable[NormLayer] = (),
         others: Iterable[nn.Module] = (),
     ) -> None:
-        found: dict[tuple[int, ...], LayerCapture] = {}
-        owner: dict[int, tuple[int, ...]] = {}
+        captures: dict[tuple[int, ...], LayerCapture] = {}  # by the ids of a layer's buffers
+        ids_with: dict[int, tuple[int, ...]] = {}
         watched: list[tuple[nn.Module, LayerCapture]] = []
         for name, layer in layers.items():
-            buffers = [layer._buffers.get(one) for one in _SPARE]
-            key = tuple(map(id, buffers))
-            for one, buffer in zip(_SPARE, buffers, strict=True):
-                if buffer is not None and owner.setdefault(id(buffer), key) != key:
+            buffers = {key: layer._buffers.get(key) for key in _SPARE}
+            ids = tuple(map(id, buffers.values()))
+            for key, buffer in buffers.items():
+                if buffer is not None and ids_with.setdefault(id(buffer), ids) != ids:
                     raise ValueError(
                         f"Batch-norm layers must share all of their running statistics or none. {name} shares only "
-                        f"{one} with another layer. Share the layer itself."
+                        f"{key} with another layer. Share the layer itself."
                     )
-            watched.append((layer, found.setdefault(key, LayerCapture(NormLayer(layer), len(found), self))))
-        for number, norm in enumerate((own_norms or {}).values(), len(found)):
+            watched.append((layer, captures.setdefault(ids, LayerCapture(NormLayer(layer), len(captures), self))))
+        for number, norm in enumerate(custom, len(captures)):
             watched.append((norm.module, LayerCapture(norm, number, self)))
         self.layers = list(dict.fromkeys(capture for _, capture in watched))
-        self.problem: RuntimeError | None = None
         self.captures: Captures | None = None
         self.called: list[tuple[LayerCapture, float | None]] | None = None
         self.groups = lru_cache(maxsize=None)(self._make_groups)
-        self._names = list(layers)
+        names = list(layers)
+        self._names = ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
         self._others = RunningStatsSnapshot(others)
-        self._numbers = lru_cache(maxsize=64)(_numbers)
-        self._look: Callable[[], Any] = list
-        self._opened: Any = []
-        self._rest = torch.empty(0, device="cpu")  # zeros, (channels,); never written
-        self._rests: Sequence[torch.Tensor] = ()  # of each layer
+        self._numbers = lru_cache(maxsize=64)(numbers_on)  # counts and momenta, which are few
+        self._look_at_buffers()
+        self.open()
         self._hooks: list[RemovableHandle] = []
         for module, capture in watched:
-            self._hooks.append(module.register_forward_pre_hook(capture.before))
-            self._hooks.append(module.register_forward_hook(capture.after, always_call=True, with_kwargs=True))
+            self._hooks += [
+                module.register_forward_pre_hook(capture.before),
+                module.register_forward_hook(capture.after, always_call=True, with_kwargs=True),
+            ]
         if self.layers:
             _compile_anew()
 
@@ -384,51 +406,47 @@ class BatchNormStatistics:
 
     def open(self) -> None:
         """Begin a pass over shards. The buffers that the layers have now are their own."""
-        self.problem = None
-        is_new = False
+        self.problem: RuntimeError | None = None
         for layer in self.layers:
             buffers = layer.norm.module._buffers
-            own = (buffers[layer.norm.mean], buffers[layer.norm.variance])
-            if own[0] is not layer.own[0] or own[1] is not layer.own[1]:
-                layer.own = own
-                is_new = True
-        if is_new:
-            self._look_at_buffers()
-        self._opened = self._look()
+            if buffers[layer.norm.mean] is not layer.running[0] or buffers[layer.norm.variance] is not layer.running[1]:
+                self._look_at_buffers()
+                break
+        self._opened: Any = torch.cat(self._watched) if self._watched else self._versions()
 
     def _look_at_buffers(self) -> None:
-        """Look at the layers' new buffers, and give spare ones their form."""
-        known = [layer for layer in self.layers if not layer.norm.is_own]
-        own = [one for layer in known for one in layer.own if one is not None]
-        if own and not accelerator_of(own[0].device).is_asynchronous:
-            self._look = partial(torch.cat, own)
-        else:  # only the versions: a read would make the host wait
+        """Note the layers' buffers, which of them to look at, and the form of spare ones."""
+        for layer in self.layers:
+            buffers = layer.norm.module._buffers
+            layer.running = (buffers[layer.norm.mean], buffers[layer.norm.variance])
+        of_torch = [layer.running for layer in self.layers if not layer.norm.is_custom]
+        watched = [buffer for buffers in of_torch for buffer in buffers if buffer is not None]
+        # Empty where a look at the values would make the host wait.
+        self._watched = watched if watched and not is_asynchronous(watched[0]) else []
+        means = [layer.running[0] for layer in self.layers]
+        known = [mean for mean in means if mean is not None]
+        self.is_uniform = len({(mean.dtype, mean.device) for mean in known}) == 1
+        self._sizes = 3 * [0 if mean is None else len(mean) for mean in means]
+        first = known[0] if known else torch.empty(0, device="cpu")
+        self._zeros = first.new_zeros(sum(self._sizes), dtype=first.dtype if self.is_uniform else torch.float64)
 
-            def versions() -> list[int]:
-                tracked = [layer.norm.module._buffers.get("num_batches_tracked") for layer in known]
-                return [one._version for one in tracked if one is not None]
-
-            self._look = versions
-        means = [layer.own[0] for layer in known if layer.own[0] is not None]
-        is_uniform = len(means) == len(known) and len({(one.dtype, one.device) for one in means}) == 1
-        sizes = list(map(len, means)) if is_uniform else []
-        self._rest = (means or [self._rest])[0].detach().new_zeros(sum(sizes))
-        self._rests = self._rest.split(sizes) if sizes else ()
+    def _versions(self) -> list[int]:
+        """What a write of torch's own layers changes, without a look at their values."""
+        buffers = [layer.norm.module._buffers for layer in self.layers if not layer.norm.is_custom]
+        tracked = [each.get("num_batches_tracked") for each in buffers]
+        return [one._version for one in tracked if one is not None]
 
     def recording(self) -> Captures:
-        """Begin a shard. The returned list receives the captures of each layer, in the order of its calls."""
-        captures = Captures(map(list, repeat((), len(self.layers))))
-        captures.whole = self._rest
-        captures.spare = {}
-        captures.unchecked = []
-        if self._rests:
-            captures.whole = self._rest.new_zeros(2 * len(self._rest))
-            parts = captures.whole.split_with_sizes([*map(len, self._rests)] * 2)
-            columns = (parts, self._rests, parts[len(self._rests) :], repeat(0.0), repeat(True))
-            captures.spare = dict(enumerate(map(BatchStatistics, repeat(0), *columns)))
-        self.captures = captures
+        """Begin a shard. The returned object receives the captures of each layer, in the order of its calls."""
+        captures = self.captures = Captures([self.no_calls()], [0] * len(self.layers), [])
         self.called = []
         return captures
+
+    def no_calls(self) -> CallStatistics:
+        """Room for a call of each layer."""
+        whole = torch.zeros_like(self._zeros)
+        numbers = len(self.layers)
+        return CallStatistics([0] * numbers, [0.0] * numbers, whole, whole.split_with_sizes(self._sizes))
 
     def discard(self) -> None:
         """Stop capturing, and leave the running statistics unchanged."""
@@ -436,9 +454,10 @@ class BatchNormStatistics:
         self.captures = None
         # While the inputs are still there. See [Note: Far means].
         if captures is not None and captures.unchecked:
-            if _is_far(*captures.whole.chunk(2)):
-                for values, one in captures.unchecked:
-                    one.refine(values)
+            first = captures.by_call[0]
+            means, _, variances = first.whole.chunk(3)
+            for number, values in captures.unchecked if _is_far(means, variances) else ():
+                first.refine(number, values, *first.parts[number :: 2 * len(self.layers)])
             captures.unchecked = []
         if self._others.layers:
             self._others.record(training_only=True)
@@ -460,12 +479,12 @@ class BatchNormStatistics:
         self.called = None
         if called is None or not self.layers or self.problem is not None:
             return
-        now = self._look()
+        now = torch.cat(self._watched) if self._watched else self._versions()
         before = self._opened
         if now != before if isinstance(now, list) else not torch.equal(now, before) and not same_bits(now, before):
             self.problem = RuntimeError(
                 "Only the fold may update batch norm's running statistics, by those of the whole mini-batch. In a "
-                f"shard something else updated the statistics of one of {_few(self._names)}, perhaps code that was "
+                f"shard something else updated the statistics of one of {self._names}, perhaps code that was "
                 "compiled, scripted or recorded before the Loop was created, or F.batch_norm on a layer's buffers. "
                 "Create the Loop first, or call the layers themselves."
             )
@@ -473,30 +492,10 @@ class BatchNormStatistics:
             if self.problem is None and momentum != layer.norm.module.momentum:
                 self.problem = RuntimeError(
                     "A batch-norm layer's momentum must not change within a shard. One of "
-                    f"{_few(self._names)} was called with another momentum than it has now, "
+                    f"{self._names} was called with another momentum than it has now, "
                     f"{layer.norm.module.momentum}. Change it between steps. Turn track_running_stats off around a "
                     "call that is to update nothing."
                 )
-
-    def add(self, number: int, values: torch.Tensor, capture: BatchStatistics) -> None:
-        """Capture a layer's call.
-
-        Args:
-            number: the layer's.
-            values: its input, (N, C, ...).
-            capture: the statistics of `values`, not counted yet.
-        """
-        if self.captures is None:
-            return
-        capture.count = values.numel() // values.shape[1] or NO_VALUES
-        self.captures[number].append(capture)
-        is_kept = torch.compiler.is_compiling() or (
-            values.requires_grad and values.nbytes <= _SMALL_BYTES and torch.is_grad_enabled()
-        )
-        if is_kept and capture.is_flat:
-            self.captures.unchecked.append((values, capture))
-        else:
-            capture.refine(values)
 
     # -- rows ----------------------------------------------------------------------------------------------
 
@@ -507,48 +506,42 @@ class BatchNormStatistics:
     @property
     def channels(self) -> int:
         """Those of all layers."""
-        return sum(len(layer.norm.module._buffers[layer.norm.mean]) for layer in self.layers)
+        return len(self._zeros) // 3
 
     def _make_groups(self, calls: tuple[int, ...]) -> list[LayerGroup]:
         each = [[n for n, times in enumerate(calls) if times > call] for call in range(max(calls, default=0))]
         return [LayerGroup(numbers, [self.layers[n].norm for n in numbers]) for numbers in each]
 
-    def pack(self, captures: Captures, calls: tuple[int, ...], row: torch.Tensor) -> None:
-        """Write a shard's captures into its row: for each call counts, means, rests, variances, own norms' momenta."""
-        pieces: list[torch.Tensor] = []
-        for call, group in enumerate(self.groups(calls)):
-            found: list[BatchStatistics] = []
-            for number, size in zip(group.numbers, group.sizes, strict=True):
-                zeros = None if call < len(captures[number]) else row.new_zeros(size)
-                found.append(captures[number][call] if zeros is None else BatchStatistics(0, zeros, zeros, zeros))
-            pieces.append(self._numbers(tuple(map(_COUNT, found)), row.dtype, row.device))
-            if len(found) == len(captures) and all(map(_IS_FLAT, found)):
-                mean, variance = captures.whole.chunk(2)
-                pieces += [mean, self._rest, variance]
-            else:
-                for kind in ("mean", "rest", "variance"):
-                    pieces += map(attrgetter(kind), found)
-            momenta = tuple(one.momentum for one in found[len(found) - group.own :])
-            pieces.append(self._numbers(momenta, row.dtype, row.device))
-        if pieces:
-            torch.cat(pieces, out=row)
+    def pack(self, captures: Iterable[Captures], calls: tuple[int, ...], rows: Iterable[torch.Tensor]) -> None:
+        """Write shards' captures into their rows: for each call counts, means, rests, variances, own norms' momenta."""
+        groups = self.groups(calls)
+        for shard, row in zip(captures, rows, strict=True):
+            pieces: list[torch.Tensor] = []
+            for earlier, group in enumerate(groups):
+                call = shard.by_call[earlier] if earlier < len(shard.by_call) else self.no_calls()
+                counts = tuple(map(call.counts.__getitem__, group.numbers))
+                pieces.append(self._numbers(counts, row.dtype, row.device))
+                if len(counts) == len(self.layers):
+                    pieces.append(call.whole)
+                else:
+                    for kind in range(0, len(call.parts), len(self.layers)):
+                        pieces += [call.parts[kind + number] for number in group.numbers]
+                momenta = tuple(map(call.momenta.__getitem__, group.numbers[len(counts) - group.customs :]))
+                pieces.append(self._numbers(momenta, row.dtype, row.device))
+            if pieces:
+                torch.cat(pieces, out=row)
 
-    def apply(self, rows: torch.Tensor, calls: tuple[int, ...], keep: torch.Tensor | None = None) -> None:
+    def apply(self, rows: torch.Tensor, calls: tuple[int, ...], is_bad: torch.Tensor | None = None) -> None:
         """Update the running statistics with the pooled ones of all shards, one call after another.
 
         Args:
             rows: the packed rows of all shards, (S, width).
             calls: the most calls of each layer in any shard.
-            keep: whether they stay as they are, shape (), bool.
+            is_bad: whether the step moves nothing, shape (), bool.
         """
         groups = self.groups(calls)
         for group, columns in zip(groups, rows.split([*map(_WIDTH, groups)], dim=1), strict=True):
-            group.move(group.pooled(columns), keep)
-
-
-def _numbers(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Counts or momenta as a tensor; cached, as they are few."""
-    return sent(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
+            group.move(group.pooled(columns), is_bad)
 
 
 def _compile_anew() -> None:
@@ -559,7 +552,3 @@ def _compile_anew() -> None:
         codes = getattr(compiling, "input_codes", None)
         if codes is None or codes.seen:
             dynamo.reset()
-
-
-def _few(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -27,12 +27,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from ddp_loop.accelerators import accelerator_of, sent
+from ddp_loop.accelerators import accelerator_of, copies_of, sent
 
 _FEW = 15  # rows, up to which torch adds them one by one too
 _FAR = 2.0**20  # squares of deviations from the shift: float64 keeps 1e-16 * 2^20 = 1e-10 of the variance
@@ -70,13 +70,25 @@ def pool_with_count(
     return count, mean, sum_of_rows(counts * (variances + (means - mean) ** 2)) / total
 
 
+def from_moments(count: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean, about the shift, and biased variance from moments that were added up. See [Note: Moments]."""
+    divisor = count.clamp(min=1)
+    mean = first / divisor
+    return mean, (second / divisor).sub_(mean.square()).clamp_(min=0)
+
+
+def numbers_on(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers as a tensor; a GPU's host does not wait."""
+    return sent(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
+
+
 class NormLayer(NamedTuple):
     """A norm layer with the names of its running statistics. Calls of the user's own classes carry their momentum."""
 
     module: Any
     mean: str = "running_mean"
     variance: str = "running_var"
-    is_own: bool = False
+    is_custom: bool = False
 
 
 class PooledStatistics(NamedTuple):
@@ -86,7 +98,7 @@ class PooledStatistics(NamedTuple):
         counts: the number of values of each channel, (C,).
         called: whether a shard called the layer, perhaps without values, (L,), bool.
         mean, variance: of each channel, the variance biased, (C,).
-        momenta: of the user's norm layers, (own,).
+        momenta: of the user's norm layers, (customs,).
     """
 
     counts: torch.Tensor
@@ -106,21 +118,21 @@ class LayerGroup:
 
     def __init__(self, numbers: list[int], layers: Sequence[NormLayer]) -> None:
         self.numbers = numbers
-        self.own = sum(layer.is_own for layer in layers)
+        self.customs = sum(layer.is_custom for layer in layers)
         self._layers = layers
-        self._torch_layers = layers[: len(layers) - self.own]
-        means = self._running()[0]
+        self._torch_layers = layers[: len(layers) - self.customs]
+        means = [layer.module._buffers[layer.mean] for layer in layers]
         self.sizes = list(map(len, means))
         channels = sum(self.sizes)
-        self._columns = [len(layers), *3 * [channels], self.own]  # of a row
+        self._columns = [len(layers), *3 * [channels], self.customs]  # of a row
         self.width = sum(self._columns)
-        self._moments = [len(layers), *2 * [channels], self.own, len(layers)]
+        self._moments = [len(layers), *2 * [channels], self.customs, len(layers)]
         self.moments_width = sum(self._moments)
         device = means[0].device
-        owner = torch.arange(len(layers), device="cpu").repeat_interleave(torch.tensor(self.sizes, device="cpu"))
-        self._owner = sent(owner, device)  # of each channel
-        eps = [0.0 if layer.is_own else layer.module.eps for layer in layers]
-        self._eps = sent(torch.tensor(eps, dtype=torch.float64, device="cpu"), device)
+        owners = [number for number, size in enumerate(self.sizes) for _ in range(size)]
+        self._owner = numbers_on(owners, torch.int64, device)  # of each channel
+        eps = [0.0 if layer.is_custom else layer.module.eps for layer in layers]
+        self._eps = numbers_on(eps, torch.float64, device)
         self._momenta: list[float | None] = []
         self._factors = self._eps
 
@@ -158,74 +170,65 @@ class LayerGroup:
         """The statistics whose moments about `shift` add up to `sums`, (moments_width,)."""
         counts, first, second, momenta, callers = sums.split(self._moments)
         total = counts.index_select(0, self._owner)
-        divisor = total.clamp(min=1)
-        off = first / divisor
-        variance = (second / divisor).sub_(off.square()).clamp_(min=0)
+        off, variance = from_moments(total, first, second)
         # Equal in all shards that call the layer, so their mean is exact for a float32.
-        momenta = momenta / callers[len(callers) - self.own :].clamp(min=1)
+        momenta = momenta / callers[len(callers) - self.customs :].clamp(min=1)
         return PooledStatistics(total, callers > 0, shift + off, variance, momenta)
 
     def shift(self) -> torch.Tensor:
         """The running means, (C,), float64; 0 in place of what is not finite."""
-        return torch.cat(self._running()[0]).double().nan_to_num_(0.0, 0.0, 0.0)
+        means = [layer.module._buffers[layer.mean] for layer in self._layers]
+        return torch.cat(means).double().nan_to_num_(0.0, 0.0, 0.0)
 
     def is_far(self, pooled: PooledStatistics, shift: torch.Tensor) -> bool:
         """Whether a mean is so far from the shift that the variance lost digits; the host waits."""
         factor = self._factor(pooled.momenta)
         off = (pooled.mean - shift).square_().mul_(factor)
-        now = torch.cat(self._running()[1]).double()
+        now = torch.cat([layer.module._buffers[layer.variance] for layer in self._layers]).double()
         kept = now.lerp_(pooled.variance, factor).add_(self._eps.index_select(0, self._owner))
         return bool((off > _FAR * kept).any())
 
-    def move(self, pooled: PooledStatistics, keep: torch.Tensor | None = None) -> None:
+    def move(self, pooled: PooledStatistics, is_bad: torch.Tensor | None) -> None:
         """Update the running statistics with the pooled ones of all shards.
 
         Args:
             pooled: of all shards.
-            keep: whether all stay as they are, shape (), bool.
+            is_bad: whether the step moves nothing, shape (), bool.
         """
         total = pooled.counts
         unbiased = pooled.variance * (total / (total - 1).clamp_(min=1))
-        called = (pooled.called if keep is None else pooled.called & ~keep).long()
+        called = (pooled.called if is_bad is None else pooled.called & ~is_bad).long()
+        means = []
+        variances = []
         tracked = []
         added: list[Any] = []
         ones = called.tolist() if accelerator_of(called.device).is_host else called
-        for layer, one in zip(self._torch_layers, ones, strict=False):
-            buffer = layer.module._buffers["num_batches_tracked"]
-            if buffer is not None:
-                tracked.append(buffer)
+        for layer, one in zip(self._layers, ones, strict=True):
+            buffers = layer.module._buffers
+            # Past the version counter, as torch's kernels write them: a graph that crosses the fold may hold these.
+            means.append(buffers[layer.mean].data)
+            variances.append(buffers[layer.variance].data)
+            if not layer.is_custom and buffers["num_batches_tracked"] is not None:
+                tracked.append(buffers["num_batches_tracked"])
                 added.append(one)
         if tracked:
             torch._foreach_add_(tracked, added)
         # A layer that no shard called, or all without values, keeps its values to the bit.
         factor = torch.where(total > 0, self._factor(pooled.momenta), 0.0)
-        for olds, new in zip(self._running(), (pooled.mean, unbiased), strict=True):
+        for olds, new in ((means, pooled.mean), (variances, unbiased)):
             old = torch.cat(olds).double()
             now = (1 - factor) * old + factor * new
-            if keep is not None:
-                now = torch.where(keep, old, now)
+            if is_bad is not None:
+                now = torch.where(is_bad, old, now)
             torch._foreach_copy_(olds, list(now.split(self.sizes)))
 
-    def _running(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The running means and variances, past the version counter, as torch's kernels write them.
-
-        A graph that crosses the fold may hold them.
-        """
-        means = []
-        variances = []
-        for layer in self._layers:
-            buffers = layer.module._buffers
-            means.append(buffers[layer.mean].data)
-            variances.append(buffers[layer.variance].data)
-        return means, variances
-
-    def _factor(self, momenta_of_own: torch.Tensor) -> torch.Tensor:
+    def _factor(self, custom_momenta: torch.Tensor) -> torch.Tensor:
         """The weight of the new value in each channel's moving average: the momentum, or 1 / (calls so far) if None.
 
-        The momenta of the user's norm layers come with the shards, (own,).
+        The momenta of the user's norm layers come with the shards, (customs,).
         """
         momenta = list(map(_MOMENTUM, self._torch_layers))
-        if momenta != self._momenta or None in momenta or self.own:
+        if momenta != self._momenta or None in momenta or self.customs:
             self._momenta = momenta
             factors = []
             for momentum, layer in zip(momenta, self._torch_layers, strict=True):
@@ -234,7 +237,7 @@ class LayerGroup:
                     factors.append(1.0 / tracked.clamp(min=1).double())
                 else:
                     factors.append(self._eps.new_full((), momentum or 0.0))
-            self._factors = torch.stack([*factors, *momenta_of_own]).index_select(0, self._owner)
+            self._factors = torch.stack([*factors, *custom_momenta]).index_select(0, self._owner)
         return self._factors
 
 
@@ -256,14 +259,11 @@ class RunningStatsSnapshot:
             for one in layer._buffers.values() if layer.training or not training_only else ():
                 if one is not None:
                     by_dtype.setdefault(one.dtype, []).append(one)
-        with torch.no_grad():
-            self._pairs = [(now, [torch.empty_like(one) for one in now]) for now in by_dtype.values()]
-            for now, kept in self._pairs:
-                torch._foreach_copy_(kept, now)
+        self._pairs = [(now, copies_of(now)) for now in by_dtype.values()]
 
-    def restore(self, where: torch.Tensor | bool = True) -> None:
+    def restore(self, where: torch.Tensor | Literal[True] = True) -> None:
         """Restore the copied values if `where`, shape (), is true. A second call does nothing."""
-        for now, kept in self._pairs if where is not False else ():
+        for now, kept in self._pairs:
             values = kept
             if isinstance(where, torch.Tensor):
                 values = [torch.where(where, *both) for both in zip(kept, now, strict=True)]

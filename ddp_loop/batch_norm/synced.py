@@ -48,8 +48,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.batch_norm.capture import refine_statistics
-from ddp_loop.batch_norm.pooled import pool_with_count
-from ddp_loop.distributed import World, each_module
+from ddp_loop.batch_norm.pooled import from_moments, pool_with_count
+from ddp_loop.distributed import World
 
 _OWN = ("_channel", "_number", "_origin")  # attributes that a synced layer has beside its own
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -90,11 +90,11 @@ class SyncChannel:
         self.size = world.size
         self.adds_up = world.size > _MOST_ROWS  # see [Note: One row]
         self.device = world.device
-        self.length = _HEADER + 2 * channels  # of a row
+        self._shape = (1 if self.adds_up else world.size, _HEADER + 2 * channels)  # of a message
         self._world = world
         self.names = tuple(names)
         self._late = world.accelerator.is_asynchronous  # see [Note: Late]
-        self._calls = 0
+        self.calls = 0  # of layers in this pass
         self._mask: torch.Tensor | None = None
         self._noted: list[tuple[int, int]] = []  # place and count of each message since the last comparison
 
@@ -119,11 +119,6 @@ class SyncChannel:
             return gradient
         return gradient.masked_fill(self._mask.to(gradient.device) & ~gradient.isfinite(), 0.0)
 
-    def next_call(self) -> int:
-        """The number of a layer's call in this pass, which its backward sends too."""
-        self._calls += 1
-        return self._calls
-
     def send(
         self, layer: int, call: int, count: int, kind: int, *values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +126,7 @@ class SyncChannel:
 
         Args:
             layer: its number among the names.
-            call: from `next_call`.
+            call: its number in this pass, which its backward sends too.
             count: the number of values per channel on this rank.
             kind: FORWARD or BACKWARD.
             values: K tensors, (C,) each.
@@ -150,29 +145,27 @@ class SyncChannel:
                 "Synced batch norm trains inside the world of its model. This world was left. Call "
                 "local_batch_norm(model), model.eval(), or sync_batch_norm(model, world) with a new world."
             )
-        message = torch.full(
-            (1 if self.adds_up else self.size, self.length), -0.0, dtype=torch.float64, device=self.device
-        )
-        own = message[0 if self.adds_up else self._world.rank]
+        message = torch.full(self._shape, -0.0, dtype=torch.float64, device=self.device)
+        row = message[0 if self.adds_up else self._world.rank]
         place = (call * len(self.names) + layer) * _KINDS + kind
         mark = place % _MARKS
         for column, number in enumerate((mark, count, mark * mark) if self.adds_up else (place, count)):
-            own[column : column + 1].fill_(number)  # own[column] = number would make a GPU's host wait
+            row[column].fill_(number)  # row[column] = number would make a GPU's host wait
         end = _HEADER + sum(map(len, values))
         if values:
-            own[_HEADER:end].copy_(torch.cat(values))
+            row[_HEADER:end].copy_(torch.cat(values))
         self._world.finish(self._world.start_sum(message))
         head = message[:, :_HEADER]
-        if not self._late and self.adds_up:
-            marks, counts, squares = head[0].tolist()
-            if self.size * squares != marks * marks or counts == 1:
-                self._require_alike(self._world.gather((place, count), _WHAT, in_step=True))
-        elif not self._late:
-            self._require_alike([(place, count) for place, count, _ in head.tolist()])
-        else:
+        if self._late:
             self._noted.append((place, count))
             if len(self._noted) == _MANY:
                 self.check()
+        elif not self.adds_up:
+            self._require_alike(head[:, :2].tolist())
+        else:
+            marks, counts, squares = head[0].tolist()
+            if self.size * squares != marks * marks or counts == 1:
+                self._require_alike(self._world.gather((place, count), _WHAT, in_step=True))
         return head[:, 1:2], message[:, _HEADER:end].view(len(message), len(values) or 1, -1)
 
     def send_control(self, what: str = ENDS_PASS) -> None:
@@ -185,13 +178,13 @@ class SyncChannel:
         """
         if what not in WORDS:
             raise ValueError(f"A word must be one of {WORDS}. Got {what!r}.")
-        self._calls = 0
+        self.calls = 0
         kind = 2 + WORDS.index(what)
-        if not self._late:
+        if self._late:
+            self._noted.append((kind, 2))
+            self.check()
+        else:
             self.send(0, 0, 2, kind)
-            return
-        self._noted.append((kind, 2))
-        self.check()
 
     def check(self) -> None:
         """Raise, as `send` would, where calls differed since the last check; waits for no device.
@@ -249,7 +242,7 @@ def _format(values: torch.Tensor) -> torch.memory_format:
     return next((one for one in _FORMATS if values.is_contiguous(memory_format=one)), torch.contiguous_format)
 
 
-def _kind(values: torch.Tensor) -> torch.dtype:
+def _dtype(values: torch.Tensor) -> torch.dtype:
     """The dtype of the statistics passed to the kernels: float64 for float64 values, else float32."""
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
@@ -262,9 +255,8 @@ def statistics(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if values.numel() == 0:
         nothing = values.new_zeros(values.shape[1], dtype=torch.float64)
         return nothing, nothing
-    spare = None
-    if values.dtype != _kind(values):  # without it the CPU's kernel rounds the statistics to bfloat16
-        spare = values.new_zeros(values.shape[1], dtype=torch.float32)
+    # Without spare ones the CPU's kernel rounds the statistics to bfloat16.
+    spare = None if values.dtype == _dtype(values) else values.new_zeros(values.shape[1], dtype=torch.float32)
     mean, variance = torch.batch_norm_update_stats(values, spare, spare, 0.0)
     refined = refine_statistics(values, mean, variance)
     if refined is None:
@@ -298,18 +290,18 @@ class Normalisation(torch.autograd.Function):
         mean: torch.Tensor,
         deviation_inverse: torch.Tensor,
         total: torch.Tensor,
-        exchange: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        send: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         masked: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """weight (values - mean) deviation_inverse + bias, in the dtype and memory format of the values.
 
         Args:
             total: the number of values per channel on all ranks, (1,) float64.
-            exchange: takes this rank's sum(gradient) and sum(gradient (values - mean)) of each channel; returns those
-                of all, (ranks, 2, C) float64 in rank order.
+            send: takes this rank's sum(gradient) and sum(gradient (values - mean)) of each channel; returns, after the
+                counts, the sums of all ranks, (ranks, 2, C) float64 in rank order.
             masked: returns a gradient without the parts that do not count.
         """
-        ctx.exchange = exchange
+        ctx.send = send
         ctx.masked = masked
         ctx.save_for_backward(values, weight, mean, deviation_inverse, total)
         if values.numel() == 0:
@@ -323,20 +315,31 @@ class Normalisation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Compute the gradients. Every rank must call this if the values require a gradient."""
-        with torch.no_grad():
-            found = _gradients(ctx, gradient)
+        gradients = _gradients(ctx, gradient)
         if not torch.is_grad_enabled():
-            return found
+            return gradients
         refuse = torch._C._functions.DelayedError(_SECOND_DERIVATIVE, 1)  # under create_graph=True
-        return tuple(None if one is None else refuse(one.detach().requires_grad_()) for one in found)
+        return tuple(None if one is None else refuse(one.detach().requires_grad_()) for one in gradients)
 
 
+@torch.no_grad()
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of the sum of all ranks' losses with respect to the values, and of this rank's to weight and bias.
+
+        of_values = weight d (gradient - sums[0] / M - (values - mean) d^2 sums[1] / M)
+
+    with d = deviation_inverse, M = total, and sums[0] = sum(gradient), sums[1] = sum(gradient (values - mean)), both
+    over all ranks.
+
+    Source: Ioffe, Szegedy: Batch Normalization, 2015, section 3.
+    """
     values, weight, mean, deviation_inverse, total = ctx.saved_tensors
+    dtype = mean.dtype
+    has_kernels = accelerator_of(values.device).has_batch_norm_kernels
     gradient = ctx.masked(gradient).contiguous(memory_format=_format(values))
     if values.numel() == 0:
         alone = by_values = torch.zeros_like(mean)
-    elif accelerator_of(values.device).has_batch_norm_kernels:
+    elif has_kernels:
         alone, by_values, *_ = torch.batch_norm_backward_reduce(
             gradient, values, mean, deviation_inverse, None, True, False, False
         )
@@ -344,49 +347,27 @@ def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, .
         _, by_values, alone = torch.ops.aten.native_batch_norm_backward(
             gradient, values, None, None, None, mean, torch.ones_like(mean), True, 0.0, [False, True, True]
         )
-    of_values = None
-    if ctx.needs_input_grad[0]:
-        sums = ctx.exchange(alone, by_values).sum(0)
-        of_values = _gradient_of_values(gradient, values, _as(mean, weight), mean, deviation_inverse, sums, total)
     of_weight = by_values * deviation_inverse if ctx.needs_input_grad[1] else None
     of_bias = alone if ctx.needs_input_grad[2] else None
+    of_values = None
+    if ctx.needs_input_grad[0]:
+        sums = ctx.send(alone, by_values)[1].sum(0)
+        if values.numel() == 0:
+            of_values = torch.zeros_like(values)
+        elif has_kernels:
+            alone, by_values = sums.to(dtype)
+            of_values = torch.batch_norm_backward_elemt(
+                gradient, values, mean, deviation_inverse, _as(mean, weight), alone, by_values, total.to(torch.int32)
+            )
+        else:
+            inverse = deviation_inverse.double()
+            scale = inverse if weight is None else inverse * weight.to(dtype)
+            shift = -scale * sums[0] / total
+            slope = -scale * inverse * inverse * sums[1] / total
+            result = _scaled(values.to(dtype), mean, slope.to(dtype), shift.to(dtype))
+            result.addcmul_(gradient.to(dtype), scale.to(dtype).view(1, -1, *[1] * (values.dim() - 2)))
+            of_values = result.to(values.dtype)
     return of_values, of_weight, of_bias, *(None,) * 5  # autograd gives them their parameters' types
-
-
-def _gradient_of_values(
-    gradient: torch.Tensor,
-    values: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    deviation_inverse: torch.Tensor,
-    sums: torch.Tensor,
-    total: torch.Tensor,
-) -> torch.Tensor:
-    """Gradient of the sum of all ranks' losses with respect to `values`.
-
-        weight d (gradient - sums[0] / M - (values - mean) d^2 sums[1] / M)          d = deviation_inverse
-
-    Args:
-        sums: sum(gradient) and sum(gradient (values - mean)), over all ranks, (2, C) float64.
-        total: M, the number of values per channel on all ranks, (1,) float64.
-
-    Source: Ioffe, Szegedy: Batch Normalization, 2015, section 3.
-    """
-    if values.numel() == 0:
-        return torch.zeros_like(values)
-    kind = mean.dtype
-    if accelerator_of(values.device).has_batch_norm_kernels:
-        alone, by_values = sums.to(kind)
-        return torch.batch_norm_backward_elemt(
-            gradient, values, mean, deviation_inverse, weight, alone, by_values, total.to(torch.int32)
-        )
-    inverse = deviation_inverse.double()
-    scale = inverse if weight is None else inverse * weight
-    shift = -scale * sums[0] / total
-    slope = -scale * inverse * inverse * sums[1] / total
-    result = _scaled(values.to(kind), mean, slope.to(kind), shift.to(kind))
-    result.addcmul_(gradient.to(kind), scale.to(kind).view(1, -1, *[1] * (values.dim() - 2)))
-    return result.to(values.dtype)
 
 
 class SyncedBatchNorm(_BatchNorm):
@@ -398,7 +379,7 @@ class SyncedBatchNorm(_BatchNorm):
 
     _channel: SyncChannel | None = None
     _number = 0  # among the layers of the channel
-    _origin: type[_BatchNorm] | None = None
+    _origin: type[_BatchNorm] = nn.SyncBatchNorm  # what it was
 
     @property
     def is_synced(self) -> bool:
@@ -406,12 +387,12 @@ class SyncedBatchNorm(_BatchNorm):
         return self._channel is not None and self._channel.size > 1
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
-        (self._origin or nn.SyncBatchNorm)._check_input_dim(self, input)
+        self._origin._check_input_dim(self, input)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         """Normalise, (N, C, ...); N may be 0 on some ranks. Every rank must call this, while training."""
-        if self.training and self._channel is not None and self._channel.size > 1:
-            return self.normalise(input, self._channel)
+        if self.training and (channel := self._channel) is not None and channel.size > 1:
+            return self.normalise(input, channel)
         return super().forward(input)
 
     @_disable_dynamo
@@ -423,30 +404,6 @@ class SyncedBatchNorm(_BatchNorm):
         Raises:
             ValueError: values that do not fit the layer, or a single value per channel, over all ranks together.
         """
-        self._check(values, channel)
-        values = values.contiguous(memory_format=_format(values))
-        count = values.numel() // self.num_features
-        send = partial(channel.send, self._number, channel.next_call(), count)
-        with torch.no_grad():
-            mean, variance = statistics(values)
-            if channel.adds_up:
-                counts, ((first, second),) = send(FORWARD, count * mean, count * (variance + mean.square()))
-                total = counts[0]
-                divisor = total.clamp(min=1)
-                mean = first / divisor
-                variance = (second / divisor).sub_(mean.square()).clamp_(min=0)
-            else:
-                counts, rows = send(FORWARD, mean, variance)
-                total, mean, variance = pool_with_count(counts, rows[:, 0], rows[:, 1])
-            self._move(mean, variance * (total / (total - 1).clamp(min=1)), total > 0)
-            inverse = (variance + self.eps).rsqrt().to(_kind(values))
-            given = (mean.to(_kind(values)), inverse, total)
-        result: torch.Tensor = Normalisation.apply(  # type: ignore[no-untyped-call]
-            values, self.weight, self.bias, *given, lambda *sums: send(BACKWARD, *sums)[1], channel.masked
-        )
-        return result
-
-    def _check(self, values: torch.Tensor, channel: SyncChannel) -> None:
         self._check_input_dim(values)
         name = channel.names[self._number]
         if values.shape[1] != self.num_features:
@@ -459,6 +416,27 @@ class SyncedBatchNorm(_BatchNorm):
                 f"A synced model computes on its world's device. Layer `{name}` got values on {values.device}, the "
                 f"world is on {channel.device}. Move the model and its data by .to(world.device)."
             )
+        values = values.contiguous(memory_format=_format(values))
+        count = values.numel() // self.num_features
+        channel.calls += 1
+        send = partial(channel.send, self._number, channel.calls, count)
+        dtype = _dtype(values)
+        with torch.no_grad():
+            mean, variance = statistics(values)
+            if channel.adds_up:
+                counts, sums = send(FORWARD, count * mean, count * (variance + mean.square()))
+                total = counts[0]
+                mean, variance = from_moments(total, *sums[0])
+            else:
+                counts, rows = send(FORWARD, mean, variance)
+                total, mean, variance = pool_with_count(counts, rows[:, 0], rows[:, 1])
+            self._move(mean, variance * (total / (total - 1).clamp(min=1)), total > 0)
+            inverse = (variance + self.eps).rsqrt()
+        arguments = (mean.to(dtype), inverse.to(dtype), total, partial(send, BACKWARD), channel.masked)
+        result: torch.Tensor = Normalisation.apply(  # type: ignore[no-untyped-call]
+            values, self.weight, self.bias, *arguments
+        )
+        return result
 
     def _move(self, mean: torch.Tensor, unbiased: torch.Tensor, has_values: torch.Tensor) -> None:
         """Move the running statistics as torch does, past the version counter: other graphs may hold them.
@@ -467,7 +445,7 @@ class SyncedBatchNorm(_BatchNorm):
         """
         if not self.track_running_stats:
             return
-        factor: float | torch.Tensor = 0.0 if self.momentum is None else self.momentum
+        factor: float | torch.Tensor = self.momentum or 0.0
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
@@ -498,18 +476,35 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
     Raises:
         ValueError: a lazy layer without a shape, a batch norm of another class, or other layers on other ranks.
     """
-    problem: ValueError | None = None
     layers: dict[str, _BatchNorm] = {}
-    try:
-        layers = _find(model)
-    except ValueError as error:
-        problem = error
+    problem: ValueError | None = None
+    for name, layer in model.named_modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        said = name or "the model itself"
+        layers[said] = layer
+        if isinstance(layer, LazyModuleMixin):
+            problem = problem or ValueError(
+                f"A batch norm must have its shape before it is synced. `{said}` is a lazy one. Run the model once."
+            )
+        elif type(layer) not in (*_KNOWN, SyncedBatchNorm):
+            problem = problem or ValueError(
+                f"sync_batch_norm takes nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm. `{said}` is a "
+                f"{type(layer).__name__} with its own forward. Use one of these there, or sync the other parts."
+            )
     world.raise_if_any_failed(problem)
     facts = attrgetter("num_features", "eps", "momentum", "affine", "track_running_stats")
-    said = [f"{name}: {', '.join(map(str, facts(layer)))}" for name, layer in layers.items()]
-    world.require_equal("the batch-norm layers of a synced model", said)
+    said_of = [f"{name}: {', '.join(map(str, facts(layer)))}" for name, layer in layers.items()]
+    world.require_equal("the batch-norm layers of a synced model", said_of)
     channel = SyncChannel(world, list(layers), max((layer.num_features for layer in layers.values()), default=0))
-    return _replace(model, {layer: _synced(layer, channel, number) for number, layer in enumerate(layers.values())})
+    made: dict[nn.Module, nn.Module] = {}
+    for number, layer in enumerate(layers.values()):
+        synced = made[layer] = SyncedBatchNorm.__new__(SyncedBatchNorm)
+        synced.__dict__.update(layer.__dict__)  # the same parameters, buffers and hooks, in the same dictionaries
+        synced.__dict__.setdefault("_origin", type(layer))
+        synced._channel = channel
+        synced._number = number
+    return _replace(model, made)
 
 
 def local_batch_norm(model: nn.Module) -> nn.Module:
@@ -521,60 +516,24 @@ def local_batch_norm(model: nn.Module) -> nn.Module:
     Returns:
         `model`; where it is such a layer itself, the local one.
     """
-    return _replace(model, {layer: _local(layer) for layer in model.modules() if isinstance(layer, SyncedBatchNorm)})
+    made: dict[nn.Module, nn.Module] = {}
+    for layer in model.modules():
+        if isinstance(layer, SyncedBatchNorm):
+            local = made[layer] = layer._origin.__new__(layer._origin)
+            local.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in _OWN})
+    return _replace(model, made)
 
 
 def find_sync_channels(modules: Iterable[nn.Module]) -> list[SyncChannel]:
     """The channels of all synced layers below these modules, each once, in order."""
-    layers = each_module({str(number): module for number, module in enumerate(modules)}).values()
-    return list(
-        dict.fromkeys(
-            layer._channel for layer in layers if isinstance(layer, SyncedBatchNorm) and layer._channel is not None
-        )
-    )
+    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, SyncedBatchNorm)]
+    return list(dict.fromkeys(layer._channel for layer in layers if layer._channel is not None))
 
 
-def _find(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The layers to be synced, each once, by name."""
-    layers: dict[str, _BatchNorm] = {}
-    for name, layer in model.named_modules():
-        if not isinstance(layer, _BatchNorm):
-            continue
-        said = name or "the model itself"
-        if isinstance(layer, LazyModuleMixin):
-            raise ValueError(
-                f"A batch norm must have its shape before it is synced. `{said}` is a lazy one. Run the model once."
-            )
-        if type(layer) not in (*_KNOWN, SyncedBatchNorm):
-            raise ValueError(
-                f"sync_batch_norm takes nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm. `{said}` is a "
-                f"{type(layer).__name__} with its own forward. Use one of these there, or sync the other parts."
-            )
-        layers[said] = layer
-    return layers
-
-
-def _synced(layer: _BatchNorm, channel: SyncChannel, number: int) -> SyncedBatchNorm:
-    synced = SyncedBatchNorm.__new__(SyncedBatchNorm)
-    synced.__dict__.update(layer.__dict__)  # the same parameters, buffers and hooks, in the same dictionaries
-    origin = layer._origin if isinstance(layer, SyncedBatchNorm) else type(layer)
-    synced._channel = channel
-    synced._number = number
-    synced._origin = origin
-    return synced
-
-
-def _local(layer: SyncedBatchNorm) -> _BatchNorm:
-    origin = layer._origin or SyncedBatchNorm
-    local = origin.__new__(origin)
-    local.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in _OWN})
-    return local
-
-
-def _replace(model: nn.Module, made: Mapping[_BatchNorm, nn.Module]) -> nn.Module:
+def _replace(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> nn.Module:
     """Put what was made where the keys stand, below `model`."""
     for module in list(model.modules()):
         for name, child in module._modules.items():
-            if isinstance(child, _BatchNorm) and child in made:
+            if child is not None and child in made:
                 module._modules[name] = made[child]
-    return made.get(model, model) if isinstance(model, _BatchNorm) else model
+    return made.get(model, model)

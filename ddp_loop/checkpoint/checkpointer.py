@@ -43,6 +43,7 @@ _LOOK_S = 0.005
 _READ_S = 1800.0  # for rank 0 to read and verify a checkpoint
 _GRACE_S = 0.5  # for other ranks' checksums after this rank left; a rank whose peer failed is ended after 1.6
 _WHY_LETTERS = 2000  # of the error in status.json
+_OF_STATE = (TypeError, ValueError, RuntimeError)  # raised by parts of a state on their way to a file, and back
 _newest: WeakValueDictionary[tuple[int, str], Checkpointer] = WeakValueDictionary()  # by process and folder
 FileSum = tuple[int, str]  # a number of bytes at the beginning of a file, and their SHA-256
 
@@ -194,7 +195,8 @@ class Checkpointer:
             self._identity = identity(self.folder)
         self._job = JobState(self._state, self._parts, self._local, self._world.device)
         self._number = self._world.store.number()  # two Checkpointers of a world can save at the same iteration
-        self._on_all_ranks(self._job.serialize)
+        with self._world.failing_together(*_OF_STATE):
+            self._job.serialize()
         position = self._restore()
         self._is_refused = False
         if self._run is not None:
@@ -213,15 +215,6 @@ class Checkpointer:
         except OSError as error:
             self.say(format_error(error))
         self.write_status("running", iteration=iteration)
-
-    def _on_all_ranks(self, work: Callable[[], object]) -> None:
-        """Do some work on every rank, and raise on all ranks if it fails on one."""
-        problem: Exception | None = None
-        try:
-            work()
-        except (TypeError, ValueError, RuntimeError) as error:
-            problem = error
-        self._world.raise_if_any_failed(problem)
 
     def asked_to_stop(self) -> str | None:
         """Why a file in the run folder asks the run to stop, on rank 0; None if there is no such file."""
@@ -458,7 +451,8 @@ class Checkpointer:
             tensors = {key: torch.empty(shape, dtype=dtype, device="cpu") for key, (shape, dtype) in forms.items()}
         self._found = None
         self._world.broadcast_all(list(tensors.values()))
-        self._on_all_ranks(lambda: self._job.restore(SerializedState(structure, tensors), facts["checksums"]))
+        with self._world.failing_together(*_OF_STATE):
+            self._job.restore(SerializedState(structure, tensors), facts["checksums"])
         self.newest = name
         self.sums = {file: (size, digest) for file, (size, digest) in facts.get("files", {}).items()}
         position: dict[str, int] = facts["position"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tre
 from ddp_loop.checkpoint.state import restore_part
 from ddp_loop.checkpoint.storage import CHECKPOINTS
 from ddp_loop.checkpoint.weights import job_of, plain_names, read_checkpoint
-from ddp_loop.distributed import World
+from ddp_loop.distributed import World, listed
 
 Source = str | os.PathLike[str]
 _READ_S = 1800.0  # for rank 0 to read and verify a checkpoint
@@ -33,8 +33,8 @@ def warm_start(
     """Give modules and optimizers the values of another run, unless the run in the folder resumes.
 
     A part of `state` takes those of the part of its name. An optimizer takes its moments, and keeps the script's
-    settings, such as the learning rate. Other parts count steps, as schedules do, and begin anew. Every rank must call
-    this.
+    settings, such as the learning rate. Other parts count steps, as schedules do, and start from scratch. Every rank
+    must call this.
 
     Args:
         source: a run folder, of which the newest checkpoint is taken, or the folder of a checkpoint.
@@ -69,8 +69,8 @@ def warm_start(
         sent.append(packed := to_tree(parts))
         forms = {key: (tuple(one.shape), one.dtype) for key, one in packed.tensors.items()}
         others = [name for name in state if name not in parts]
-        anew = f"; {_and(others)} begin{'s' if len(others) == 1 else ''} anew" if others else ""
-        line = f"starts with {_and(list(parts))} of {found.path}{anew}"
+        anew = f"; {listed(others)} start{'s' if len(others) == 1 else ''} from scratch" if others else ""
+        line = f"starts with {listed(list(parts))} of {found.path}{anew}"
         return line, str(found.path), packed.structure, forms
 
     taken = world.on_rank_zero(read, timeout_s=_READ_S)
@@ -82,18 +82,10 @@ def warm_start(
     else:
         tensors = {key: torch.empty(shape, dtype=dtype, device="cpu") for key, (shape, dtype) in forms.items()}
     world.broadcast_all(list(tensors.values()))
-    _on_all_ranks(world, lambda: _restore(takers, from_tree(SerializedState(structure, tensors)), origin))
+    with world.failing_together(TypeError, ValueError, RuntimeError):
+        _restore(takers, from_tree(SerializedState(structure, tensors)), origin)
     world.say(line)
     return origin
-
-
-def _on_all_ranks(world: World, work: Callable[[], None]) -> None:
-    problem: Exception | None = None
-    try:
-        work()
-    except (TypeError, ValueError, RuntimeError) as error:
-        problem = error
-    world.raise_if_any_failed(problem)
 
 
 def _restore(takers: Mapping[str, object], kept: Mapping[str, Any], origin: str) -> None:
@@ -136,11 +128,11 @@ def _moments_for(optimizer: Optimizer, values: Any) -> tuple[Any, list[str]]:
     """The optimizer's state with the settings of this one, and what does not fit."""
     own = optimizer.state_dict()["param_groups"]
     kept = values["param_groups"]
-    here, there = ([len(group["params"]) for group in groups] for groups in (own, kept))
-    wrong = [] if here == there else [f"its groups have {_and(here)} parameters, there {_and(there)}"]
+    here, there = ([str(len(group["params"])) for group in groups] or ["none"] for groups in (own, kept))
+    wrong = [] if here == there else [f"its groups have {listed(here)} parameters, there {listed(there)}"]
     lacking = {setting for group in kept for setting in optimizer.defaults if setting not in group}
     if lacking:
-        wrong.append(f"it is a {type(optimizer).__name__}, and the one there had no {_and(sorted(lacking))}")
+        wrong.append(f"it is a {type(optimizer).__name__}, and the one there had no {listed(sorted(lacking))}")
     if wrong:
         return values, wrong
     groups = [{**mine, "params": group["params"]} for mine, group in zip(own, kept, strict=True)]
@@ -149,7 +141,3 @@ def _moments_for(optimizer: Optimizer, values: Any) -> tuple[Any, list[str]]:
 
 def _shape(shape: Any) -> str:
     return "none" if shape is None else str(tuple(shape))
-
-
-def _and(names: list[Any]) -> str:
-    return " and ".join(filter(None, [", ".join(map(str, names[:-1])), str(names[-1]) if names else "none"]))

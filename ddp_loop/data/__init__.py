@@ -1,12 +1,10 @@
 """The order of the samples, their division into shards over the ranks, and the readers."""
 
 from ddp_loop.data.agreement import check_end, check_first
-from ddp_loop.data.batches import Batches
-from ddp_loop.data.loaded_batch import LoadedBatch
+from ddp_loop.data.batches import Batches, LoadedBatch, ReadAhead
 from ddp_loop.data.partition import Unused
 from ddp_loop.data.placement import EncodedTensors, tensors_in
 from ddp_loop.data.position import LoopPosition
-from ddp_loop.data.read_ahead import ReadAhead
 from ddp_loop.data.sequences import SequenceBatches, SequenceChunk, batchify
 from ddp_loop.data.shards import Announcement, MiniBatch, Shard, split_range, split_sizes
 from ddp_loop.data.transforms import Draws

@@ -1,10 +1,12 @@
-"""Mini-batches that do not depend on the number of ranks, cut into shards."""
+"""Mini-batches that do not depend on the number of ranks, cut into shards, and read one ahead."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, count, repeat
 from typing import Any
 
 import torch
@@ -12,17 +14,54 @@ from torch.utils.data import default_collate
 
 from ddp_loop.data.agreement import ALIKE, StreamPass, check_data, check_epoch, check_epoch_number, require_alike
 from ddp_loop.data.fingerprints import Fingerprint
-from ddp_loop.data.loaded_batch import LoadedBatch
 from ddp_loop.data.own_streams import OwnStreamBatcher, OwnStreams
 from ddp_loop.data.partition import OwnPieces, Parts, Unused, check_partition
 from ddp_loop.data.placement import Places, gpu_in, parse_devices, without_rows
 from ddp_loop.data.readers import LoaderReader, Request, TensorReader, is_stream, make_reader
-from ddp_loop.data.shards import MiniBatch, Shard, split_sizes
-from ddp_loop.data.shares import EVALUATED, Division
+from ddp_loop.data.shards import EVALUATED, Division, MiniBatch, Shard, split_sizes
 from ddp_loop.data.streams import StreamBatcher, StreamReader
 from ddp_loop.data.transforms import Draws, Transform
 from ddp_loop.determinism import check_count, next_key, permutation
 from ddp_loop.distributed import World
+
+
+@dataclass(slots=True)
+class LoadedBatch:
+    """A mini-batch and the data of this rank's shards, which are read on first use and then kept."""
+
+    mini_batch: MiniBatch
+    _stream: Iterator[Any]
+    _change: Callable[[MiniBatch, Shard, Any], Any] | None
+    _read_nothing: Callable[[MiniBatch], Any]
+    _data: list[Any] = field(default_factory=list)
+    _error: Exception | None = None
+
+    def data(self, shard: int) -> Any:
+        """The data of this rank's shard number `shard`, counted from 0 on each rank."""
+        if self._error is not None:
+            raise self._error
+        while len(self._data) <= shard:
+            following = self.mini_batch.shards[len(self._data)]
+            data = next(self._stream)
+            self._data.append(data if self._change is None else self._change(self.mini_batch, following, data))
+        return self._data[shard]
+
+    def nothing(self) -> Any:
+        """The data of an empty shard: tensors without rows, (0, ...)."""
+        return self._read_nothing(self.mini_batch)
+
+    def read_ahead(self) -> None:
+        """Read the first shard's data now; an error is raised when the data are used."""
+        try:
+            if self.mini_batch.shards:
+                self.data(0)
+        except Exception as error:
+            self._error = error
+
+    def finish_reading(self) -> None:
+        """Read the remaining shards, so that the reader is at the next mini-batch."""
+        if self.mini_batch.shards:
+            self.data(len(self.mini_batch.shards) - 1)
 
 
 class Batches:
@@ -125,8 +164,7 @@ class Batches:
         self._offset = 0  # of this rank's own data in those of all ranks
         self._own: OwnStreams | None = None  # where each rank has its own
         self._order: tuple[int, torch.Tensor] | None = None
-        problem: Exception | None = None
-        try:
+        with world.failing_together(Exception):  # the length of a data set is the user's code
             self._takes_all = batch_size is None and partition != "global"
             self.batch_size = 1 if self._takes_all else check_count(self._ROWS, batch_size)
             self.fixed_shards = shards is not None
@@ -147,9 +185,6 @@ class Batches:
             if partition != "own":
                 self._cut_data(() if self.length is None else split_sizes(self.length, self.shards))
             self._transform = None if transform is None else Transform(transform, self.seed, world.device)
-        except Exception as error:  # the length of a data set is the user's code
-            problem = error
-        world.raise_if_any_failed(problem)
         own = self.length
         self.length = None if partition == "own" else own  # that of all data is known below
         self._check_same()
@@ -289,9 +324,12 @@ class Batches:
         Args:
             position: of the mini-batch in its epoch, counted from 0.
         """
-        if self._parts is None:
-            return self.division.sizes(self._samples(position))
-        return self._parts.sizes_at(position)
+        if self._parts is not None:
+            return self._parts.sizes_at(position)
+        start = position * self.batch_size
+        return self.division.sizes(
+            self.batch_size if self.length is None else min(self.batch_size, self.length - start)
+        )
 
     @property
     def positions_of_sizes(self) -> list[int]:
@@ -325,11 +363,6 @@ class Batches:
         if isinstance(self._reader, TensorReader) and mini_batch.samples >= sum(self.sizes(0)):
             self._reader.move()
 
-    def _samples(self, position: int) -> int:
-        if self.length is None:
-            return self.batch_size
-        return min(self.batch_size, self.length - position * self.batch_size)
-
     # -- mini-batches --------------------------------------------------------------------------------------
 
     def mini_batch(self, epoch: int, position: int) -> MiniBatch:
@@ -341,9 +374,9 @@ class Batches:
         """
         if self._parts is not None:
             return self._parts.mini_batch(epoch, position, self.division.mine)
-        samples = self._samples(position)
-        sizes, shards = self.division.cut(samples, position)
         start = position * self.batch_size
+        samples = self.batch_size if self.length is None else min(self.batch_size, self.length - start)
+        sizes, shards = self.division.cuts.get(samples) or self.division.cut(samples, position)
         is_last = position + 1 == self.steps
         return MiniBatch(epoch, position, start, samples, sizes, shards, is_last=is_last)
 
@@ -410,12 +443,12 @@ class Batches:
             if held and self._reader.has_served:
                 self._reader.move()
             for mini_batch in self._plan(epoch, start):
-                rows = map(self._reader.one, self._requests([mini_batch]))
+                rows = map(self._reader.one, self._requests(mini_batch))
                 yield LoadedBatch(mini_batch, rows, change, self._nothing)
                 self._reader.has_served |= held
             return
         # Two plans: a reader may run ahead, and on a rank without shards it never starts.
-        stream = self._reader(self._requests(self._plan(epoch, start)))
+        stream = self._reader(chain.from_iterable(map(self._requests, self._plan(epoch, start))))
         try:
             for mini_batch in self._plan(epoch, start):
                 loaded = LoadedBatch(mini_batch, stream, change, self._nothing)
@@ -514,15 +547,90 @@ class Batches:
         return without_rows(self._changed(mini_batch, Shard(0, 0, len(at)), data))
 
     def _plan(self, epoch: int, start: int) -> Iterator[MiniBatch]:
-        for position in count(start) if self.steps is None else range(start, self.steps):
-            yield self.mini_batch(epoch, position)
+        positions = count(start) if self.steps is None else range(start, self.steps)
+        return map(self.mini_batch, repeat(epoch), positions)
 
-    def _requests(self, plan: Iterable[MiniBatch]) -> Iterator[Request]:
-        for mini_batch in plan:
-            own = mini_batch.own_samples
-            at = self._positions(mini_batch.epoch, mini_batch.start + own.start, len(own))
-            start = mini_batch.start
-            if self._offset and isinstance(at, torch.Tensor):
-                at = at - self._offset
-            for shard in mini_batch.shards:
-                yield Request(mini_batch.epoch - 1, start + shard.start, at[shard.start - own.start :][: shard.samples])
+    def _requests(self, mini_batch: MiniBatch) -> list[Request]:
+        """What a reader is asked for: a request for each of this rank's shards."""
+        shards = mini_batch.shards  # neighbors
+        if not shards:
+            return []
+        epoch = mini_batch.epoch
+        start = mini_batch.start
+        first = shards[0].start
+        at = self._positions(epoch, start + first, shards[-1].start + shards[-1].samples - first)
+        if self._offset and isinstance(at, torch.Tensor):
+            at = at - self._offset
+        requests = []
+        for shard in shards:
+            place = shard.start - first
+            requests.append(Request(epoch - 1, start + shard.start, at[place : place + shard.samples]))
+        return requests
+
+
+def _no_batches() -> Generator[LoadedBatch, None, None]:
+    yield from ()
+
+
+class ReadAhead:
+    """Gives one mini-batch after the other, and reads one ahead when it is asked to.
+
+    Args:
+        batches: with the data.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._stream: Generator[LoadedBatch, None, None] = _no_batches()
+        self._ahead: list[LoadedBatch | Exception | None] = []  # the next one, once it was read
+        self._waits = batches.waits
+        self._taken: MiniBatch | None = None  # the one of the step before, while data wait
+
+    @contextmanager
+    def epoch(self, number: int, start: int) -> Iterator[None]:
+        """Read an epoch in the block.
+
+        Args:
+            number: of the epoch, counted from 1.
+            start: the position of the first mini-batch, counted from 0.
+        """
+        self.restart(number, start)
+        try:
+            yield
+        finally:
+            self._stream.close()
+
+    def restart(self, number: int, start: int) -> None:
+        """Read on from another position, or as the mini-batches are divided now; what was read ahead is dropped.
+
+        Args:
+            number, start: as for `epoch`.
+        """
+        self._stream.close()
+        self._ahead.clear()
+        self._stream = self._batches.epoch(number, start, held=False, agrees=True)
+
+    def take(self) -> LoadedBatch | None:
+        """The next mini-batch; None at the epoch's end. An error in its data is raised here."""
+        if self._waits and self._taken is not None:
+            self._batches.move_after(self._taken)
+            self._waits = self._batches.waits
+        loaded = self._ahead.pop() if self._ahead else next(self._stream, None)
+        if isinstance(loaded, Exception):
+            raise loaded
+        if self._waits:
+            self._taken = None if loaded is None else loaded.mini_batch
+        return loaded
+
+    def read(self) -> None:
+        """Read the next mini-batch, unless that is done."""
+        if self._ahead:
+            return
+        try:
+            loaded = next(self._stream, None)
+        except Exception as error:  # of the next step's data, raised in that step
+            self._ahead.append(error)
+            return
+        if loaded is not None:
+            loaded.read_ahead()
+        self._ahead.append(loaded)

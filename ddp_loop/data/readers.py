@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -196,12 +197,14 @@ class TensorReader:
 
     def one(self, request: Request) -> Any:
         """Read a single shard."""
-        rows = self._rows(request.indices)
+        indices = request.indices
+        if self._tensors and isinstance(indices, torch.Tensor) and indices.device == self.place:
+            rows: Any = tuple(map(torch.index_select, self._tensors, repeat(0), repeat(indices)))  # the usual case
+        else:
+            rows = self._rows(indices)
         return rows if self._decode is None else self._decode(rows)
 
     def _rows(self, indices: torch.Tensor | range) -> Any:
-        if self._tensors and isinstance(indices, torch.Tensor) and indices.device == self.place:
-            return tuple([tensor.index_select(0, indices) for tensor in self._tensors])  # the usual case
         at = {home: _on(home, indices) for home in self._homes}
         taken = map_tensors(lambda tensor: self._pinned(_rows(tensor, at[tensor.device])), self._parts)
         return taken if self._elsewhere is None else to_devices(taken, self._elsewhere)

@@ -10,16 +10,14 @@ import numpy as np
 import torch
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.data.batches import Batches
+from ddp_loop.data.batches import Batches, LoadedBatch
 from ddp_loop.data.carried_state import CarriedState, Place
 from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.lanes import LanePlan, Lanes, Numbers, Rows
-from ddp_loop.data.loaded_batch import LoadedBatch
 from ddp_loop.data.partition import Unused
 from ddp_loop.data.placement import Places
 from ddp_loop.data.sequence_reader import SequenceReader
-from ddp_loop.data.shards import MiniBatch, cut, split_range, split_sizes
-from ddp_loop.data.shares import EVALUATED, Division
+from ddp_loop.data.shards import EVALUATED, Division, MiniBatch, cut, split_range, split_sizes
 from ddp_loop.determinism import check_count, permutation
 from ddp_loop.distributed import World
 

@@ -19,8 +19,7 @@ import torch
 from ddp_loop.data.fingerprints import quick
 from ddp_loop.data.placement import Places, to_devices
 from ddp_loop.data.seeded_dataset import collated
-from ddp_loop.data.shards import MiniBatch, Shard
-from ddp_loop.data.shares import Division
+from ddp_loop.data.shards import Division, MiniBatch, Shard
 from ddp_loop.determinism import SAMPLE, next_key, preserved_streams, restore_streams, seed_streams, stream_key, streams
 
 
@@ -94,7 +93,7 @@ class StreamBatcher:
             yield StreamBatch(len(samples), first, digest, last, shards, data)
 
     def _shard(self, position: int, shard: Shard, samples: list[Any]) -> Any:
-        seed_streams(next_key(next_key(self.key, position), shard.number), self.device)
+        seed_streams(next_key(self.key, position, shard.number), self.device)
         return collated(self.collate, samples[shard.start : shard.start + shard.samples])
 
 

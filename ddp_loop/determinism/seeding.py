@@ -40,10 +40,7 @@ def stream_key(*words: int) -> int:
     torch's CPU generator uses only the low 32 bits of a seed. With seed + step, streams of different runs would
     overlap; mixed bits prevent that. See [Note: splitmix64].
     """
-    key = 0
-    for word in words:
-        key = next_key(key, word)
-    return key
+    return next_key(0, *words)
 
 
 @lru_cache(maxsize=64)
@@ -51,12 +48,14 @@ def _of_purpose(seed: int, purpose: int) -> int:
     return stream_key(seed, purpose)
 
 
-def next_key(key: int, word: int) -> int:
-    """`stream_key` of the words that gave `key`, and of one more word."""
-    key = (key + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-    key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
-    return key ^ (key >> 31)
+def next_key(key: int, *words: int) -> int:
+    """`stream_key` of the words that gave `key`, and of more words."""
+    for word in words:
+        key = (key + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
+        key ^= key >> 31
+    return key
 
 
 def next_keys(key: int, words: Sequence[int]) -> list[int]:
@@ -129,12 +128,7 @@ def seed_shard(seed: int, step: int, shard: int, device: torch.device, again: in
         device: whose torch generator is seeded, beside the CPU's.
         again: the number of passes that the step made over its shards before this one.
     """
-    seed_streams(next_key(next_key(_of_step(seed, step), shard), again), device)
-
-
-@lru_cache(maxsize=4)
-def _of_step(seed: int, step: int) -> int:
-    return next_key(_of_purpose(seed, SHARD), step)
+    seed_streams(next_key(_of_purpose(seed, SHARD), step, shard, again), device)
 
 
 def seed_step(seed: int, step: int, device: torch.device) -> None:
@@ -153,7 +147,7 @@ def seed_step(seed: int, step: int, device: torch.device) -> None:
 
 def seed_evaluated(key: int, position: int, shard: int, device: torch.device) -> None:
     """Seed the generators for shard number `shard` of mini-batch `position` in the evaluation with this key."""
-    seed_streams(next_key(next_key(key, position), shard), device)
+    seed_streams(next_key(key, position, shard), device)
 
 
 def seed_transform(seed: int, epoch: int, start: int, device: torch.device) -> None:

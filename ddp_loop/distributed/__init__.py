@@ -4,7 +4,7 @@ from ddp_loop.distributed.backend import Work
 from ddp_loop.distributed.cells import Cell, open_cell
 from ddp_loop.distributed.devices import RankEnv, describe_devices, read_rank_env, scale_batch_size
 from ddp_loop.distributed.encoding import as_real, assemble, assemble_all, columns, decode, encode, encode_all
-from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error
+from ddp_loop.distributed.failures import MOST_LETTERS, PeerFailed, Stopped, format_error, listed
 from ddp_loop.distributed.join import join_world, sharing_gpus
 from ddp_loop.distributed.launcher import Pool, RankFailed, check_call, launch, run_script
 from ddp_loop.distributed.machine import machine_of
@@ -17,6 +17,7 @@ from ddp_loop.distributed.replica_check import (
     describe_difference,
     ends_of_copies,
     kept_by,
+    named_tensors,
     own_names,
     require_one_model,
 )
@@ -33,6 +34,7 @@ from ddp_loop.distributed.replicas import (
     under_all_names,
 )
 from ddp_loop.distributed.store import RankStore
+from ddp_loop.distributed.two_levels import SumNode, merges_of, nodes_inside
 from ddp_loop.distributed.values import sendable
 from ddp_loop.distributed.worker_signals import WorkerSignals
 from ddp_loop.distributed.world import World
@@ -50,6 +52,7 @@ __all__ = [
     "ReplicaCheck",
     "ReplicaMismatch",
     "Stopped",
+    "SumNode",
     "Work",
     "WorkerSignals",
     "World",
@@ -80,9 +83,13 @@ __all__ = [
     "kept_by",
     "launch",
     "launcher_store",
+    "listed",
     "machine_of",
     "make_equal",
     "merge",
+    "merges_of",
+    "named_tensors",
+    "nodes_inside",
     "open_cell",
     "own_names",
     "padded",

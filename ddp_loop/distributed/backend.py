@@ -67,11 +67,11 @@ class FlatSum(Protocol):
     """The sum of one flat tensor over the ranks, in the order of its pieces: three parts, with a wait after each.
 
     Attributes:
-        folds_early: whether `reduce` starts a collective of its own, and the wait before it holds up the device alone.
+        reduces_early: whether `reduce` starts a collective of its own, and the wait before it holds up the device only.
     """
 
     @property
-    def folds_early(self) -> bool: ...
+    def reduces_early(self) -> bool: ...
 
     def empty(self) -> torch.Tensor:
         """New memory for a row, with any values, from which `arrive` need not copy."""

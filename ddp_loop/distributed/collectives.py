@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +47,39 @@ class Backends:
         return list({id(one): one for one in (self.others, self.host, self.device)}.values())
 
 
+class _Wait:
+    """One wait of a rank. A class enters it 3 microseconds faster than a generator does, and a step waits four times.
+
+    Args:
+        collectives: of the rank.
+        waits: for what.
+    """
+
+    __slots__ = "_collectives", "_waits"
+
+    def __init__(self, collectives: Collectives, waits: str) -> None:
+        self._collectives = collectives
+        self._waits = waits
+
+    def __enter__(self) -> None:
+        collectives = self._collectives
+        collectives.waits = self._waits
+        collectives._looks = 0
+        collectives._parted = 0  # an interrupt may have ended the wait before
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        collectives = self._collectives
+        if error is None:
+            collectives.waits = ""
+            if collectives._looks:
+                collectives._store.set_wait("")
+        elif isinstance(error, RuntimeError) and not isinstance(error, Parted):
+            collectives.waits = self._waits  # still counts, for the roll call
+            raise collectives._store.peer_failure(error, collectives._timeout_s) from error
+
+
 class Collectives:
     """Starts collectives, waits for them, and finds out who failed where one does not end.
 
@@ -81,7 +114,7 @@ class Collectives:
         if self._backends is None:
             return None
         backend = self._backends.of(device)
-        with self._waiting(STEP):
+        with _Wait(self, STEP):
             work = operation(backend)
         if work is not None:
             self.under_way[work] = backend
@@ -96,29 +129,13 @@ class Collectives:
         if (backend := self.under_way.get(work)) is None:  # the world was left since
             work.wait()
             return
-        with self._waiting(STEP):
+        with _Wait(self, STEP):
             backend.wait(work, self.is_in_vain)
         self.under_way.pop(work, None)
 
     def flat_sum(self, order: PieceOrder, length: int, dtype: torch.dtype, device: torch.device) -> FlatSum | None:
         """The sum of a flat tensor, by its backend; None in a world of one."""
         return None if self._backends is None else self._backends.of(device).flat_sum(order, length, dtype, device)
-
-    @contextmanager
-    def _waiting(self, waits: str) -> Iterator[None]:
-        self.waits = waits
-        self._looks = 0
-        self._parted = 0  # an interrupt may have ended the wait before
-        try:
-            yield
-        except Parted:
-            raise
-        except RuntimeError as error:
-            self.waits = waits  # still counts, for the roll call
-            raise self._store.peer_failure(error, self._timeout_s) from error
-        self.waits = ""
-        if self._looks:
-            self._store.set_wait("")
 
     def is_in_vain(self) -> bool:
         """Whether a rank failed, waits elsewhere, or takes too long; called during a wait."""
@@ -141,7 +158,7 @@ class Collectives:
             PeerFailed: a connection has ended, and no rank has left without an error.
         """
         if has_lost_a_peer() and not self._store.has_ended_rank():
-            with self._waiting(self.waits or "a wait for its device"):
+            with _Wait(self, self.waits or "a wait for its device"):
                 raise RuntimeError("A connection has ended while the device was waited for.")
 
     # -- all others ----------------------------------------------------------------------------------------
@@ -152,7 +169,7 @@ class Collectives:
             return part.reshape(1, -1)
         others = self._backends.others
         whole = part.new_empty(others.size * part.numel())
-        with self._waiting(waits):
+        with _Wait(self, waits):
             others.wait(others.start_gather(whole, part, waits), self.is_in_vain)
         return whole.view(others.size, -1)
 
@@ -168,7 +185,7 @@ class Collectives:
         if self._backends is None:
             return [size]
         others = self._backends.others
-        with self._waiting(kind):
+        with _Wait(self, kind):
             numbers = others.start_numbers((zlib.crc32(kind.encode()), size), kind)
             others.wait(numbers, self.is_in_vain)
         told = numbers.rows()
@@ -189,7 +206,7 @@ class Collectives:
             if work is not None:
                 self.finish(work)
             return
-        with self._waiting(waits):
+        with _Wait(self, waits):
             if (work := operation(self._backends.others)) is not None:
                 self._backends.others.wait(work, self.is_in_vain)
 

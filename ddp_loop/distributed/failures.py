@@ -149,6 +149,11 @@ class RankReport:
     stack: str
 
 
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence: "a, b and c"."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
 def format_error(error: BaseException) -> str:
     """The last line of an exception's traceback, even if its `__str__` raises; shortened as `cut_text` does.
 

@@ -9,7 +9,7 @@ in its arena once all others have completed the operation that the values belong
 this; otherwise the rank sends a request, and the others complete the operation and reply.
 
 [Note: Parting] Headers show when ranks are at different operations. Each rank then sends a text with its place, and all
-raise the same error.
+raise the same error. A rank may wait in a later operation than the one at which they part, as beside the sums of a GPU.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Meetings:
         while len(headers := self._inbox.get(key, {})) < len(self.others):
             if work.is_over:  # another rank asked for it
                 return
-            self._check(work, headers)
+            self._check_started(work, headers)
             for rank in self.others:
                 if rank not in headers and rank in self._peers.gone:
                     raise PeerGone(self._first + rank, self._last[rank])
@@ -247,6 +247,13 @@ class Meetings:
     def _completed(self) -> int:
         """The last operation that is completed here with all before it."""
         return next(iter(self._open)) - 1 if self._open else self._sequence
+
+    def _check_started(self, work: Meeting, headers: dict[int, Header]) -> None:
+        """Check an operation, and those before it that are not completed here."""
+        for sequence, meeting in self._open.items():
+            if sequence < work.sequence:
+                self._check(meeting, self._inbox.get((sequence, ARRIVED), {}))
+        self._check(work, headers)
 
     def _check(self, work: Meeting, headers: dict[int, Header]) -> None:
         """Raise where another rank makes another operation. See [Note: Parting]."""

@@ -37,7 +37,7 @@ class MemoryFlatSum:
         dtype: of the values.
     """
 
-    folds_early = False
+    reduces_early = False
 
     def __init__(self, meetings: Meetings, order: PieceOrder, length: int, dtype: torch.dtype) -> None:
         self._meetings = meetings

@@ -8,10 +8,12 @@ compares its model, since its result would otherwise be that of several models.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -212,6 +214,12 @@ def _without_late_buffers(
     )
 
 
+class _Numbered(Protocol):
+    @property
+    def iteration(self) -> int:
+        """Of the step."""
+
+
 class ReplicaCheck:
     """Compares all ranks' tensors at intervals; on a GPU one step later, so that the host does not wait.
 
@@ -222,6 +230,9 @@ class ReplicaCheck:
         world: from `join_world`; it keeps which buffers may differ, and what is never compared.
         interval: the number of steps between two comparisons; with 0 there are none.
         rules: for single buffers, by name; those of the rule "local" may differ between ranks.
+
+    Attributes:
+        due: the next iteration that it looks at; infinity where it never does.
     """
 
     def __init__(self, state: Mapping[str, object], world: World, interval: int, rules: Mapping[str, str]) -> None:
@@ -231,6 +242,7 @@ class ReplicaCheck:
         self._without = own_names(state, [name for name, rule in rules.items() if rule == "local"])
         self._pending: _ReplicaDigest | None = None
         self._folds = 0
+        self.due: float = 0 if self._interval else math.inf
         for prefix, module in find_modules(state).items():
             for name, owner in module.named_modules(prefix=prefix):
                 own = [key for key, _ in owner._buffers.items() if f"{name}.{key}" in self._without]
@@ -238,8 +250,11 @@ class ReplicaCheck:
                 if interval == 0:
                     world.uncompared.add(owner)
 
-    def check(self, iteration: int) -> None:
-        """Compare after the fold of this step, if a comparison is due. Every rank must call this.
+    def before(self, iteration: int, *, had_gradients: bool) -> None:
+        """The first shard of a step is next."""
+
+    def after(self, result: _Numbered, mini_batch: object) -> None:
+        """Compare after the fold of a step, if a comparison is due. Every rank must call this.
 
         Raises:
             ReplicaMismatch: the tensors differ between ranks; on every rank, with the names of rank and tensor.
@@ -247,8 +262,8 @@ class ReplicaCheck:
         self.check_pending()
         made = self._folds
         self._folds = self._folds + 1
-        if self._interval and (iteration % self._interval == 0 or made in _FIRST):
-            self._snapshot(f"At the fold of step {iteration}")
+        if result.iteration % self._interval == 0 or made in _FIRST:
+            self._snapshot(f"At the fold of step {result.iteration}")
             if not self._world.accelerator.is_asynchronous:
                 self.check_pending()
 

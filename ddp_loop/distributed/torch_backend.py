@@ -98,7 +98,7 @@ class TorchFlatSum:
     ) -> None:
         self._backend = backend
         self._order = order
-        self.folds_early = not (order.is_any or backend.holds_up_host)
+        self.reduces_early = not (order.is_any or backend.holds_up_host)
         self._length = length
         self._dtype = dtype
         self._device = device

@@ -35,27 +35,27 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class SumNode:
     """A sum in a tree over pieces: those from `first` to `end`, of its halves; a piece itself without them."""
 
     first: int
     end: int
-    halves: tuple[Node, Node] | None = None
+    halves: tuple[SumNode, SumNode] | None = None
 
 
-def tree_of(last_merges: Sequence[int]) -> Node | None:
+def tree_of(last_merges: Sequence[int]) -> SumNode | None:
     """The tree that adds up pieces; None without any."""
-    nodes: list[Node] = []
+    nodes: list[SumNode] = []
     for piece, merges in enumerate(last_merges):
-        nodes.append(Node(piece, piece + 1))
+        nodes.append(SumNode(piece, piece + 1))
         for _ in range(merges):
             right = nodes.pop()
             left = nodes.pop()
-            nodes.append(Node(left.first, right.end, (left, right)))
+            nodes.append(SumNode(left.first, right.end, (left, right)))
     return nodes[0] if nodes else None
 
 
-def nodes_inside(node: Node | None, first: int, end: int) -> Iterator[Node]:
+def nodes_inside(node: SumNode | None, first: int, end: int) -> Iterator[SumNode]:
     """The largest whole nodes among the pieces from `first` to `end`."""
     if node is None or node.end <= first or end <= node.first:
         return
@@ -66,7 +66,7 @@ def nodes_inside(node: Node | None, first: int, end: int) -> Iterator[Node]:
             yield from nodes_inside(half, first, end)
 
 
-def merges_of(node: Node | None, leaves: Collection[Node]) -> list[int]:
+def merges_of(node: SumNode | None, leaves: Collection[SumNode]) -> list[int]:
     """For each of the leaves below a node, how often the last two sums are added up after it."""
     if node is None:
         return []
@@ -241,7 +241,7 @@ class TwoLevelFlatSum:
         dtype: of the values.
     """
 
-    folds_early = False
+    reduces_early = False
 
     def __init__(
         self, backend: TwoLevelBackend, leaders: GlooBackend | None, order: PieceOrder, length: int, dtype: torch.dtype

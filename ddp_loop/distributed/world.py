@@ -61,7 +61,7 @@ class World:
         self.timeout_s = timeout_s
         self._closers: list[Callable[[], None]] = []
         self._refusal: str | None = None  # why no collective can run now
-        self._busy: str | None = None  # why only those of the current step can run
+        self.blocked_because: str | None = None  # why only those of the current step can run; set by its fold
         self._deferred: list[Callable[[], None]] = []  # to run before the next collective
         self._firsts = 0
         self._threads_before = torch.get_num_threads()
@@ -159,7 +159,8 @@ class World:
         Returns:
             None in a world of one, and where nothing is to be waited for.
         """
-        self._require_allowed(in_step=True)
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
         return self._collectives.start(operation, device)
 
     def finish(self, work: Work | None) -> None:
@@ -256,6 +257,19 @@ class World:
                 text, where = one
                 raise PeerFailed(f"{self._store.names[rank]} failed{where}: {text}", rank, where.stage, where.step)
 
+    @contextmanager
+    def failing_together(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Raise on every rank if the block raises an exception of these kinds on one; see `raise_if_any_failed`.
+
+        Every rank must call this. The block makes no collective.
+        """
+        problem: Exception | None = None
+        try:
+            yield
+        except kinds as error:
+            problem = error
+        self.raise_if_any_failed(problem)
+
     def require_equal(self, what: str, value: Value) -> None:
         """Raise ValueError on every rank unless `value` is the same on all. Every rank must call this.
 
@@ -291,7 +305,7 @@ class World:
         """
         if self.rank == 0:
             with suppress(OSError):
-                print(*values, flush=True)
+                print(" ".join(map(str, values)) + "\n", end="", flush=True)  # one write: other threads print too
 
     def say(self, line: str) -> None:
         """Print a line of the package's own, on rank 0."""
@@ -423,10 +437,6 @@ class World:
         """Whether the world was left."""
         return self._refusal is _LEFT
 
-    def block_collectives(self, why: str | None) -> None:
-        """Refuse all collectives but those of a step, for this reason; None allows them again."""
-        self._busy = why
-
     def count_raw_collectives(self) -> int:
         """The collectives so far that the script made by torch.distributed itself; over NCCL the world's as well."""
         return 0 if self._groups is None else self._groups.count_on_default()
@@ -464,6 +474,6 @@ class World:
         """
         if self._deferred:
             self._run_deferred()
-        why = self._refusal or self._busy
+        why = self._refusal or self.blocked_because
         if why is not None:
             raise RuntimeError(why)

@@ -113,19 +113,23 @@ class Agent(LocalElasticAgent):
         super()._stop_workers(worker_group)
         self._stops_to_restart = False
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *timeout: int, **named_timeout: int) -> None:
         passed_on = signal.SIGTERM if death_sig == signal.SIGHUP else death_sig
         try:
-            super()._shutdown(passed_on, timeout)
+            super()._shutdown(passed_on, *timeout, **named_timeout)  # torch 2.11 has no timeout here
         except SignalException as second:
             if self._stops_to_restart:  # it is the first: the ranks get it, and time
                 self._stops_to_restart = False
                 raise
             try:
-                super()._shutdown(second.sigval, min(timeout, _SECOND_S))
+                self._close_ranks(second.sigval, _SECOND_S)
             except SignalException:
-                super()._shutdown(signal.SIGKILL, 1)
+                self._close_ranks(signal.SIGKILL, 1)
             raise second from None
+
+    def _close_ranks(self, death_sig: signal.Signals, timeout_s: int) -> None:
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, timeout_s)
 
     def _exit_barrier(self) -> None:
         self._has_met = True

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddp_loop.checkpoint import REPAIR, FileSum, explained, identity, sync_folder
+from ddp_loop.distributed import listed
 from ddp_loop.reporting.jsonl_tail import CHUNK, has_numbers, is_at_an_iteration, is_number, object_of
 
 # [Note: Damage] A resumed run cuts its files back to its checkpoint, and loses no row before it. If a line is not a row
@@ -188,8 +189,7 @@ def _message(gaps: list[tuple[int, int]]) -> str:
     more = sum(last - first + 1 for first, last in gaps[len(shown) :])
     parts += [f"{more} more"] if more else []
     one = len(gaps) == 1 and gaps[0][0] == gaps[0][1]
-    listed = " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
-    return f"row{'' if one else 's'} {listed} {'is' if one else 'are'} missing"
+    return f"row{'' if one else 's'} {listed(parts)} {'is' if one else 'are'} missing"
 
 
 OnFull = Literal["raise", "keep", "drop"]

@@ -120,7 +120,7 @@ def sweep(
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(f"{line}\n", end="", flush=True)  # one write: several threads print
 
 
 class SweepPlan:

@@ -19,10 +19,11 @@ buffers of one device, dtype and rule are copied, packed and merged together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import groupby
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import compress, groupby
 from operator import attrgetter, methodcaller
 from typing import Literal, get_args
 
@@ -30,19 +31,19 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ddp_loop.accelerators import HostCopy, is_asynchronous
+from ddp_loop.accelerators import HostCopy, copies_of, is_asynchronous
 from ddp_loop.determinism import same_bits
 from ddp_loop.distributed import assemble_all, columns, decode, each_buffer, encode_all
-from ddp_loop.training.payload import weighted_mean
 
 BufferReduction = Literal["mean", "same", "first", "min", "max", "local"]
 BUFFER_REDUCTIONS = get_args(BufferReduction)
 _STATISTICS = ("running_mean", "running_var")
 _holders = methodcaller("_use_count")  # of a tensor: Python, saved tensors of graphs, views
-_NAME, _TENSOR, _OPENED, _DTYPE = map(attrgetter, ("name", "tensor", "opened", "opened.dtype"))
 _FORM = attrgetter("shape", "dtype", "device")
+_KIND = attrgetter("reduction", "opened.dtype", "opened.device")
 
 
+@dataclass(eq=False, repr=False)
 class Buffer:
     """One buffer: its tensor, its value when the step opened, and its rule.
 
@@ -53,16 +54,16 @@ class Buffer:
         name: the first of its names.
         places: the modules that have it, and its key in each.
         tensor: its tensor now.
-        policy: the rule.
+        reduction: the rule.
     """
 
-    def __init__(
-        self, name: str, places: Sequence[tuple[nn.Module, str]], tensor: torch.Tensor, policy: BufferReduction
-    ) -> None:
-        self.name = name
-        self.places = places
-        self.policy = policy
-        self.tensor = tensor
+    name: str
+    places: Sequence[tuple[nn.Module, str]]
+    tensor: torch.Tensor
+    reduction: BufferReduction
+
+    def __post_init__(self) -> None:
+        tensor = self.tensor
         self.home = tensor  # the script's own, which `tensor` is unless a graph holds it
         self.holders = _holders(tensor)  # how many hold that one without a graph: Python, and views
         self.opened = tensor.detach().clone()
@@ -70,12 +71,6 @@ class Buffer:
         self.late = is_asynchronous(tensor)  # whether reading it makes the host wait
         self.travels = False  # whether it was found written silently
         self.unseen = False  # whether a shard of this pass wrote it past torch's version counter
-
-    @property
-    def silent(self) -> bool:
-        """Whether its layer writes it past torch's version counter, as norm layers' kernels do."""
-        owner = self.places[0][0]
-        return self.travels or (isinstance(owner, _NormBase) and owner.training)
 
     @property
     def now(self) -> torch.Tensor | None:
@@ -88,7 +83,10 @@ class Buffer:
     @property
     def changed(self) -> bool:
         """Whether it was written since it was last equal on all ranks; on a GPU, as far as torch counts writes."""
-        is_counted = self.silent or self.now is not self.tensor or self.tensor._version != self.version
+        owner = self.places[0][0]
+        if self.travels or (isinstance(owner, _NormBase) and owner.training):
+            return True  # norm layers' kernels write past the counter
+        is_counted = self.now is not self.tensor or self.tensor._version != self.version
         return is_counted or (not self.late and not same_bits(self.tensor, self.opened))
 
     def stand(self, tensor: torch.Tensor) -> None:
@@ -146,15 +144,18 @@ def find_buffers(
         default: BufferReduction = "mean" if isinstance(owner, _NormBase) and key in _STATISTICS else "same"
         buffer = Buffer(shared.names[0], shared.places, shared.tensor, next(iter(given.values()), default))
         found.update(dict.fromkeys(shared.names, buffer))
-    for name, policy in buffer_reduction.items():
-        if policy in ("min", "max") and name in found and found[name].tensor.is_complex():
-            raise ValueError(f'"{policy}" needs values with an order. {name} is complex. Pass "mean" or "first".')
-        if name not in found or policy not in BUFFER_REDUCTIONS:
+    for name, reduction in buffer_reduction.items():
+        if name not in found or reduction not in BUFFER_REDUCTIONS:
             raise ValueError(
-                f"buffer_reduction must map a buffer's name to one of {BUFFER_REDUCTIONS}. Got {name!r}: {policy!r}. "
-                f"The buffers are {sorted(found)}."
+                f"buffer_reduction must map a buffer's name to one of {BUFFER_REDUCTIONS}. Got {name!r}: "
+                f"{reduction!r}. The buffers are {sorted(found)}."
             )
-    return {buffer.name: buffer for buffer in found.values() if buffer.policy != "local"}
+        if reduction in ("min", "max") and found[name].tensor.is_complex():
+            raise ValueError(f'"{reduction}" needs values with an order. {name} is complex. Pass "mean" or "first".')
+    return {buffer.name: buffer for buffer in found.values() if buffer.reduction != "local"}
+
+
+_Doubt = tuple[list[Buffer], list[int], torch.Tensor]  # arguments of `_unlike_error`
 
 
 class Buffers:
@@ -168,20 +169,13 @@ class Buffers:
     """
 
     def __init__(self, found: Mapping[str, Buffer], *, is_whole: bool = False) -> None:
-        self.found = dict(found)
+        self.found = found
         self.is_whole = is_whole
         self._all = frozenset(found)
-        self._grouped = dict[frozenset[str], list[list[Buffer]]]()
-        self._doubts: tuple[HostCopy, list[Callable[[], str]]] | None = None  # whether each is one, and its error
+        self._groups = lru_cache(maxsize=None)(partial(_grouped, found))
+        self._doubts: tuple[HostCopy, list[_Doubt]] | None = None  # whether each is one, and what it is about
         self._passes = 0
         self._held: list[tuple[Buffer, torch.Tensor]] = []  # what a whole mini-batch's forward left, until its fold
-
-    def _groups(self, names: frozenset[str]) -> list[list[Buffer]]:
-        """The buffers `names` in the order of a row. See [Note: Few kernels]."""
-        if names not in self._grouped:
-            ordered = sorted(map(self.found.__getitem__, sorted(names)), key=_kind)
-            self._grouped[names] = [list(group) for _, group in groupby(ordered, _kind)]
-        return self._grouped[names]
 
     @torch.no_grad()
     def open(self) -> None:
@@ -196,9 +190,9 @@ class Buffers:
         for group in self._groups(self._all):
             is_alike = self.is_whole and group[0].late and _stay(group)  # then all are recorded, without a look at each
             if written := group if is_alike else [buffer for buffer in group if buffer.open()]:
-                torch._foreach_copy_(list(map(_OPENED, written)), list(map(_TENSOR, written)))
-                if len(set(map(_DTYPE, group))) > 1:  # the script replaced some
-                    self._grouped = {}
+                torch._foreach_copy_(_opened(written), _tensors(written))
+                if len({buffer.opened.dtype for buffer in group}) > 1:  # the script replaced some
+                    self._groups.cache_clear()
 
     @torch.no_grad()
     def take(self, *, graph_goes_on: bool = False, is_done: bool = True) -> dict[str, torch.Tensor]:
@@ -214,10 +208,13 @@ class Buffers:
         """
         taken: dict[str, torch.Tensor] = {}
         if self.is_whole:
-            if graph_goes_on or is_done:
-                self._take_whole(graph_goes_on=graph_goes_on)
-            else:
+            if not graph_goes_on and not is_done:
                 self.restore(self._all)
+            for group in self._groups(self._all):
+                if graph_goes_on or not _stay(group):
+                    self._held += zip(group, map(Buffer.value, group), strict=True)
+                if graph_goes_on:
+                    _lend_copies(group)
             return taken
         for group in self._groups(self._all):
             changed = [buffer for buffer in group if buffer.changed or self._finds_silent(buffer)]
@@ -226,36 +223,16 @@ class Buffers:
             values = list(map(Buffer.value, changed))
             for buffer, value in zip(changed, values, strict=True):
                 buffer.unseen = value is buffer.tensor and value._version == buffer.version
-            taken.update(zip(map(_NAME, changed), _copies(values), strict=True))
+            taken.update(zip([buffer.name for buffer in changed], copies_of(values), strict=True))
             if graph_goes_on:
                 _lend_copies(changed)
             else:
-                _assign(changed, list(map(_OPENED, changed)))
+                _assign(changed, _opened(changed))
         return taken
-
-    def _take_whole(self, *, graph_goes_on: bool) -> None:
-        """Leave the buffers as they are, or let a later backward find them as the forward did, until `finish`."""
-        for group in self._groups(self._all):
-            if graph_goes_on or not _stay(group):
-                self._held += zip(group, map(Buffer.value, group), strict=True)
-            if graph_goes_on:
-                _lend_copies(group)
-        if not graph_goes_on:
-            self._keep_held()
-
-    def _keep_held(self) -> None:
-        """Leave what a whole mini-batch's forward left, in the buffers' own tensors."""
-        for buffer, value in self._held:
-            if value is buffer.tensor:
-                buffer.stand(value)
-            else:
-                _assign([buffer], [value])
-        self._held = []
 
     def changed(self) -> set[str]:
         """The names of the buffers that a shard has changed so far and that travel, as far as torch counts writes."""
-        found = () if self.is_whole else self.found.values()
-        return {one.name for one in found if (one.changed if one.late else one.tensor._version != one.version)}
+        return {name for name, buffer in self.found.items() if buffer.changed}
 
     def _finds_silent(self, buffer: Buffer) -> bool:
         """Whether a comparison on a GPU, where one is due, finds a buffer written silently."""
@@ -276,40 +253,58 @@ class Buffers:
         before: list[tuple[list[tuple[Buffer, torch.Tensor]], list[torch.Tensor]]] = []
         for group in self._groups(self._all):
             if kept := [(buffer, tensor) for buffer in group if (tensor := buffer.now) is not None]:
-                before.append((kept, _copies([tensor for _, tensor in kept])))
+                before.append((kept, copies_of([tensor for _, tensor in kept])))
         try:
             yield
         finally:
-            with torch.no_grad():
-                for kept, values in before:
-                    _put_back(kept, values)
+            for kept, values in before:
+                written: list[torch.Tensor] = []
+                wanted: list[torch.Tensor] = []
+                for (buffer, tensor), value in zip(kept, values, strict=True):
+                    buffer.stand(tensor)
+                    if buffer.late or not same_bits(tensor, value):
+                        written.append(tensor.data)  # a graph may hold the tensor; `.data` leaves the version
+                        wanted.append(value)
+                if written:
+                    torch._foreach_copy_(written, wanted)
 
     def width(self, names: frozenset[str], column: torch.dtype) -> int:
         """The columns, of dtype `column`, of a row with the buffers `names`."""
-        return sum(columns(self.found[name].opened, column) for name in names)
+        return sum(self._widths(names, column))
+
+    def _widths(self, names: frozenset[str], column: torch.dtype) -> list[int]:
+        return [sum(columns(buffer.opened, column) for buffer in group) for group in self._groups(names)]
 
     def pack(self, taken: Mapping[str, torch.Tensor], names: frozenset[str], row: torch.Tensor) -> None:
-        """Write a shard's buffers into its row; unchanged ones as they were."""
-        if names:
-            groups = ([taken.get(buffer.name, buffer.opened) for buffer in group] for group in self._groups(names))
-            torch.cat([encode_all(values, row.dtype) for values in groups], out=row)
+        """Write a shard's buffers `names`, one or more, into its row; unchanged ones as they were."""
+        groups = ([taken.get(buffer.name, buffer.opened) for buffer in group] for group in self._groups(names))
+        torch.cat([encode_all(values, row.dtype) for values in groups], out=row)
 
     @torch.no_grad()
     def restore(self, names: frozenset[str]) -> None:
         """Make the buffers `names` what they were when the step opened."""
         for group in self._groups(names):
-            _assign(group, list(map(_OPENED, group)))
+            _assign(group, _opened(group))
 
     @torch.no_grad()
-    def finish(self, where: torch.Tensor | bool) -> None:
-        """End a whole mini-batch: if `where`, shape (), its buffers become what they were when the step opened."""
-        self._keep_held()
-        if where is True:
+    def finish(self, is_bad: torch.Tensor | bool) -> None:
+        """End a whole mini-batch: its buffers' own tensors take what its forward left.
+
+        Args:
+            is_bad: whether the step moves nothing, so that they become what they were when it opened; shape ().
+        """
+        for buffer, value in self._held:
+            if value is buffer.tensor:
+                buffer.stand(value)
+            else:
+                _assign([buffer], [value])
+        self._held = []
+        if is_bad is True:
             self.restore(self._all)
-        elif where is not False:
+        elif is_bad is not False:
             for group in self._groups(self._all):
-                opened = list(map(_OPENED, group))
-                values = torch.where(where, _decoded(opened), _decoded(list(map(_TENSOR, group))))
+                opened = _opened(group)
+                values = torch.where(is_bad, _decoded(opened), _decoded(_tensors(group)))
                 _assign(group, assemble_all(values, opened))
 
     @torch.no_grad()
@@ -319,40 +314,39 @@ class Buffers:
         names: frozenset[str],
         share: torch.Tensor,
         full: list[int],
-        keep: torch.Tensor | None = None,
+        is_bad: torch.Tensor | None = None,
     ) -> None:
         """Give the buffers `names` the value that their rules make of the shards' rows, (S, width).
 
         Args:
             share: each shard's part of the samples, (S,), float64.
             full: the numbers of the shards that have samples.
-            keep: whether they stay as they were, shape (), bool.
+            is_bad: whether the step moves nothing, shape (), bool.
 
         Raises:
             ValueError: shards changed a buffer of the rule "same" differently.
         """
-        offset = 0
         flags: list[torch.Tensor] = []
-        errors: list[Callable[[], str]] = []
-        for group in self._groups(names):
-            opened = list(map(_OPENED, group))
+        doubts: list[_Doubt] = []
+        parts = rows.split_with_sizes(self._widths(names, rows.dtype), dim=1)
+        for group, part in zip(self._groups(names), parts, strict=True):
+            opened = _opened(group)
             for buffer in group:
                 buffer.travels |= buffer.late  # what one rank found, all take: a shard may have left the same bits
-            length = sum(columns(one, rows.dtype) for one in opened)
-            values = decode(rows[:, offset : offset + length], opened[0].dtype)
-            offset += length
-            if group[0].policy == "same" and len(full) > 1:
-                some = _of_shards(values, full)
-                some = some if keep is None else torch.where(keep, some[:1], some)
-                flags.append(_unlike(some).any())
-                errors.append(partial(_unlike_error, group, full, some))
-            merged = _merged(values, group, share, full)
-            if keep is not None:
-                merged = torch.where(keep, _decoded(opened, rows.dtype), merged)
+            values = decode(part, opened[0].dtype)
+            # A list as an index would be copied to the device, for which the host waits.
+            with_samples = values if len(full) == len(values) else torch.stack([values[number] for number in full])
+            if group[0].reduction == "same" and len(full) > 1:
+                flags.append(_unlike(with_samples).any())
+                doubts.append((group, full, with_samples))
+            merged = _merged(values, with_samples, group, share)
+            if is_bad is not None:
+                merged = torch.where(is_bad, _decoded(opened, rows.dtype), merged)
             _assign(group, assemble_all(merged, opened))
-            torch._foreach_copy_(opened, list(map(_TENSOR, group)))
+            torch._foreach_copy_(opened, _tensors(group))
         if flags:
-            self._doubts = HostCopy(torch.stack(flags)), errors
+            are_unlike = torch.stack(flags)
+            self._doubts = HostCopy(are_unlike if is_bad is None else are_unlike & ~is_bad), doubts
             if not is_asynchronous(rows):
                 self.settle()
 
@@ -364,23 +358,24 @@ class Buffers:
         """
         if self._doubts is None:
             return
-        flags, errors = self._doubts
+        flags, doubts = self._doubts
         self._doubts = None
-        for is_unlike, error in zip(flags.wait().tolist(), errors, strict=True):
-            if is_unlike:
-                raise ValueError(error())
+        for doubt in compress(doubts, flags.wait().tolist()):
+            raise ValueError(_unlike_error(*doubt))
 
 
-def _kind(buffer: Buffer) -> tuple[str, str, str]:
-    """What buffers that are handled together have in common."""
-    return buffer.policy, str(buffer.opened.dtype), str(buffer.opened.device)
+def _grouped(found: Mapping[str, Buffer], names: frozenset[str]) -> list[list[Buffer]]:
+    """The buffers `names` in the order of a row. See [Note: Few kernels]."""
+    members = sorted(map(found.__getitem__, names), key=lambda buffer: (str(_KIND(buffer)), buffer.name))
+    return [list(group) for _, group in groupby(members, _KIND)]
 
 
-@torch.no_grad()
-def _copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    copies = list(map(torch.empty_like, values))
-    torch._foreach_copy_(copies, values)
-    return copies
+def _opened(buffers: list[Buffer]) -> list[torch.Tensor]:
+    return [buffer.opened for buffer in buffers]
+
+
+def _tensors(buffers: list[Buffer]) -> list[torch.Tensor]:
+    return [buffer.tensor for buffer in buffers]
 
 
 def _stay(group: list[Buffer]) -> bool:
@@ -397,7 +392,7 @@ def _stay(group: list[Buffer]) -> bool:
 
 def _lend_copies(buffers: list[Buffer]) -> None:
     """Give the modules new tensors with the values of the step's start, since a graph holds those that they have."""
-    for buffer, copied in zip(buffers, _copies(list(map(_OPENED, buffers))), strict=True):
+    for buffer, copied in zip(buffers, copies_of(_opened(buffers)), strict=True):
         buffer.stand(copied)
 
 
@@ -414,92 +409,76 @@ def _assign(buffers: Sequence[Buffer], values: list[torch.Tensor]) -> None:
         buffer.version = buffer.tensor._version
 
 
-def _put_back(kept: list[tuple[Buffer, torch.Tensor]], values: list[torch.Tensor]) -> None:
-    """Make buffers the tensors that they were, and copy the values again into those that were written since."""
-    written: list[torch.Tensor] = []
-    wanted: list[torch.Tensor] = []
-    for (buffer, tensor), value in zip(kept, values, strict=True):
-        buffer.stand(tensor)
-        if buffer.late or not same_bits(tensor, value):
-            written.append(tensor.data)  # a graph may hold the tensor; `.data` leaves the version
-            wanted.append(value)
-    if written:
-        torch._foreach_copy_(written, wanted)
-
-
 def _decoded(tensors: list[torch.Tensor], column: torch.dtype = torch.float64) -> torch.Tensor:
     """Tensors of one dtype as a row of `decode`, (elements,)."""
     return decode(encode_all(tensors, column).unsqueeze(0), tensors[0].dtype)[0]
 
 
-def _of_shards(values: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-    """The rows of these shards; a list as an index would be copied to the device, for which the host waits."""
-    return values if len(numbers) == len(values) else torch.stack([values[number] for number in numbers])
-
-
-def _merged(values: torch.Tensor, group: list[Buffer], share: torch.Tensor, full: list[int]) -> torch.Tensor:
+def _merged(values: torch.Tensor, with_samples: torch.Tensor, group: list[Buffer], share: torch.Tensor) -> torch.Tensor:
     """What the buffers' rule makes of the values of the shards that have samples, (S, K) to (K,).
 
     The mean is weighted by their samples, in float64; integers move by its whole part. Values that are equal on all
     shards stay so to the bit, where their mean may be rounded.
     """
-    policy = group[0].policy
-    first = values[full[0]]
-    if len(full) == 1 or policy in ("same", "first"):
+    reduction = group[0].reduction
+    first = with_samples[0]
+    if len(with_samples) == 1 or reduction in ("same", "first"):
         return first
-    some = _of_shards(values, full)
-    if policy != "mean":
-        return some.amin(0) if policy == "min" else some.amax(0)  # exact; NaN where one is
+    if reduction == "min":
+        return with_samples.amin(0)  # exact; NaN where one is
+    if reduction == "max":
+        return with_samples.amax(0)
     if values.is_floating_point():
         mean = weighted_mean(values.double(), share).to(values.dtype)
     else:
-        opened = _decoded(list(map(_OPENED, group)))
+        opened = _decoded(_opened(group))
         mean = opened + weighted_mean((values - opened).double(), share).long()
-    return torch.where((some == first).all(0), first, mean)
+    return torch.where((with_samples == first).all(0), first, mean)
+
+
+def weighted_mean(values: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """sum_s share_s values_s over the rows of `values`, (S, K) to (K,).
+
+    No matrix product: its order of summation may depend on where the rows lie in memory. A share of 0 adds exactly 0,
+    also where its value is nan, as where all tokens of a shard are masked.
+    """
+    column = share.unsqueeze(1)
+    return torch.where(column == 0, 0.0, values * column).sum(0)
 
 
 def _unlike(values: torch.Tensor) -> torch.Tensor:
     """Where shards differ from the first one, (S, K) to (S - 1, K); NaN is like NaN."""
-    first = values[0]
-    others = values[1:]
-    differs = others != first
-    return differs & ((others == others) | (first == first)) if others.is_floating_point() else differs
+    return ~torch.isclose(values[1:], values[:1], rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _unlike_error(group: list[Buffer], shards: list[int], values: torch.Tensor) -> str:
     """The first element that differs, in the first shard and in the first other one, (S, K), and the remedy."""
     unlike = _unlike(values)
-    place = int(unlike.any(0).nonzero()[0])
-    other = 1 + int(unlike[:, place].nonzero()[0])
-    opened = list(map(_OPENED, group))
+    place, other = unlike.T.nonzero()[0].tolist()
+    opened = _opened(group)
     if opened[0].is_complex():
         place //= 2
-    before, after = (torch.cat([one.reshape(-1) for one in assemble_all(row, opened)]) for row in values[[0, other]])
-    element = place
-    for buffer in group:
-        if element < buffer.opened.numel():
+    for buffer, before, after in zip(group, *(assemble_all(values[n], opened) for n in (0, 1 + other)), strict=True):
+        if place < before.numel():
+            changes = (
+                f"Element {place} of {buffer.name} ({buffer.tensor.dtype}) became {before.reshape(-1)[place].item()!r} "
+                f"in shard {shards[0]} and {after.reshape(-1)[place].item()!r} in shard {shards[1 + other]}."
+            )
             break
-        element -= buffer.opened.numel()
-    return (
-        f'Every shard must change a buffer alike, unless another rule than "same" is given. Element {element} of '
-        f"{buffer.name} ({buffer.tensor.dtype}) became {before[place].item()!r} in shard {shards[0]} and "
-        f"{after[place].item()!r} in shard {shards[other]}. {_remedy(buffer)}"
-    )
-
-
-def _remedy(buffer: Buffer) -> str:
-    """How a buffer that depends on the shard becomes the whole mini-batch's."""
+        place -= before.numel()
     owner, key = buffer.places[0]
     if key in _STATISTICS and all(one in owner._buffers for one in _STATISTICS):
         rules = {f"{buffer.name.removesuffix(key)}{one}": "mean" for one in _STATISTICS}
-        return (
+        remedy = (
             "Call F.batch_norm in the layer's forward, from Python and not from scripted code, and its statistics are "
             f"the whole mini-batch's. Or pass Loop buffer_reduction={rules}; the mean of the shards' variances is less "
             "than the variance of all."
         )
-    extremes = "" if buffer.opened.is_complex() else '"min", "max", '
-    return (
-        "Compute it from the whole mini-batch, after step.gather (docs/buffers.md). Or pass Loop "
-        f'buffer_reduction={{"{buffer.name}": "mean"}} if its change is a mean over the samples, or another rule: '
-        f'{extremes}"first" or "local".'
-    )
+    else:
+        extremes = "" if opened[0].is_complex() else '"min", "max", '
+        remedy = (
+            "Compute it from the whole mini-batch, after step.gather (docs/buffers.md). Or pass Loop "
+            f'buffer_reduction={{"{buffer.name}": "mean"}} if its change is a mean over the samples, or another rule: '
+            f'{extremes}"first" or "local".'
+        )
+    return f'Every shard must change a buffer alike, unless another rule than "same" is given. {changes} {remedy}'

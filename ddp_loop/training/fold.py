@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 from operator import attrgetter, not_
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -26,48 +27,80 @@ from ddp_loop.batch_norm import (
 )
 from ddp_loop.data import MiniBatch, Shard
 from ddp_loop.distributed import IDENTITY, World, each_module
-from ddp_loop.training.buckets import bucket_sizes
+from ddp_loop.training.buckets import Bucketing, bucket_sizes
 from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers
-from ddp_loop.training.control import (
-    CONTROL_LENGTH,
+from ddp_loop.training.checks import NonFiniteGuard
+from ddp_loop.training.gradients import Gradients
+from ddp_loop.training.ordered_sum import rank_order, tree_order
+from ddp_loop.training.rows import Modes, RowLayout, Rows, ShardRecord, StepResult, agreed, layout_of, use_moments
+from ddp_loop.training.validation import Weight, find_scale, refuse_wrapped
+from ddp_loop.training.word import (
     NO_REQUEST,
-    PROBLEM,
     ControlDecision,
-    ControlExchange,
     ControlRequest,
-    FoldEvents,
+    ControlWord,
     act_on,
     came_late,
-    control_word,
-    nothing,
-    read_word,
-    word_tensor,
 )
-from ddp_loop.training.gradients import Gradients
-from ddp_loop.training.moments import moment_sums
-from ddp_loop.training.nonfinite import NonFiniteGuard
-from ddp_loop.training.ordered_sum import ReductionOrder, rank_order, tree_order
-from ddp_loop.training.payload import Modes, PayloadLayout, ShardRecord, StepResult, agreed, layout_of
-from ddp_loop.training.slots import Slots
-from ddp_loop.training.validation import Weight, find_scale, refuse_wrapped
 
 _OPEN = (
     "Between a step's first shard and its fold the ranks are not at the same place. Run this collective after "
     "step.fold()."
 )
-_RAW = (
-    "A shard must not call torch.distributed where a rank has several shards. Such a collective combines one shard of "
-    "each rank, not the whole mini-batch, and waits for ranks with fewer shards. This step's earlier shards made "
-    "{collectives}. Use step.hold and step.gather, or a rule for the buffer (docs/buffers.md), or one shard per rank."
-)
 _DONE = attrgetter("done")
 _TRAINING = attrgetter("training")
+_NUMBER = attrgetter("number")
+_SHARD_NUMBER = attrgetter("shard.number")
+
+
+class FoldEvents(Protocol):
+    """What a fold asks of the loop, and calls while it waits."""
+
+    def take_requests(self) -> ControlRequest:
+        """What this rank asks of all, at a fold; once."""
+
+    def while_reducing(self) -> None:
+        """The sums over the ranks have started. Do other work: rows, the next data, the seeds of what follows."""
+
+
+class _NoEvents:
+    """A fold without a loop."""
+
+    def take_requests(self) -> ControlRequest:
+        return NO_REQUEST
+
+    def while_reducing(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class FoldPass:
+    """One pass over a mini-batch's shards, but for its gradients; a new object for each.
+
+    Attributes:
+        opened_by: its step, between its first shard and its fold.
+        decision: of all ranks at its fold.
+        had_gradients: whether its fold left any.
+        records, empty: what its shards left, and a rank without a shard, under synced batch norm.
+        loss_scale: of a GradScaler.
+        raw: the collectives of the script as the first shard began.
+        request: of this rank, where its flag was sent.
+    """
+
+    opened_by: object = None
+    decision: ControlDecision | None = None
+    had_gradients: bool = False
+    records: list[ShardRecord] = field(default_factory=list)
+    empty: ShardRecord | None = None
+    loss_scale: torch.Tensor | None = None
+    raw: int = 0
+    request: ControlRequest | None = None
 
 
 class Fold:
     """Reduces what the shards of a step leave, over shards and ranks, in the same order on every rank.
 
-    A pass is `open`, for each shard `with shard(...)` and `backward`, then `close`.
+    A pass is `open`; `begin_shard`, `backward` and `end_shard` for each shard; then `close`.
 
     Args:
         modules: by name, with the job's batch-norm layers and buffers.
@@ -82,7 +115,8 @@ class Fold:
         buffer_reduction: rules for single buffers, by name.
         guard: judges steps that are not finite; None allows them.
         scalers: by which losses may be multiplied; results and rows are without their factor.
-        events, former: called around each fold; the fold that this one replaces, released.
+        events: called around each fold.
+        former: the fold that this one replaces, released; its control word is taken over.
         averaged: parameters that never need a gradient, those of averaged copies.
         watch: called with each shard's number on this rank and its gradients by name.
         reduce_dtype: in which gradients of a lower precision are added up, over shards and ranks; then they are rounded
@@ -90,9 +124,11 @@ class Fold:
 
     Raises:
         ValueError: a model that torch shares between ranks, a hook on a parameter, or a rule for an unknown buffer.
-    """
 
-    decision: ControlDecision | None = None  # of all ranks at the last fold
+    Attributes:
+        current: the pass that is open, or the last one.
+        word: on whose sum all ranks decide.
+    """
 
     def __init__(
         self,
@@ -117,48 +153,35 @@ class Fold:
         refuse_wrapped(modules)
         layers = batch_norm_layers(modules) if shards > 1 else {}
         self.modules = each_module(modules)  # whose modes must be the same in all shards
-        own = custom_norms(self.modules)
-        others = [*other_norm_layers(modules, layers), *(norm.module for norm in own.values() if shards == 1)]
+        own = custom_norms(self.modules.values())
+        others = [*other_norm_layers(modules, layers), *(norm.module for norm in own if shards == 1)]
         order = (tree_order if ordered or world.adds_in_order else rank_order)(shards, world.size, world.rank, carried)
-        self._world, self._events, self._guard, self.scalers = world, events, guard, scalers
+        self._world = world
+        self._events = _NoEvents() if events is None else events
+        self._guard = guard
+        self.scalers = scalers
         self.sync_channels = [channel for channel in find_sync_channels(modules.values()) if channel.size > 1]
         synced = {layer for layer in self.modules.values() if is_synced(layer)}  # these move their statistics
+        doubles = any(parameter.dtype == torch.float64 for parameter in parameters.values())
+        dtype = torch.float64 if doubles else torch.float32  # of statistics, losses and metrics
+        sizes = bucket_sizes(bucket_cap_mib, world.device)
         self.gradients = Gradients(
             parameters,
-            world,
-            bucket_sizes(bucket_cap_mib, world.device),
-            order,
+            Bucketing(world, order, sizes, dtype, reduce_dtype),
             averaged=averaged,
             synced=bool(self.sync_channels),
             takes_hooks=shards == 1,
             watch=watch,
-            reduce_dtype=reduce_dtype,
         )
-        self._statistics = BatchNormStatistics(layers, own if shards > 1 else {}, others)
+        self._statistics = BatchNormStatistics(layers, own if shards > 1 else [], others)
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
         found = find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {})
         self._buffers = Buffers(found, is_whole=shards == world.size == 1)
-        self._loss_scale: torch.Tensor | None = None  # of a GradScaler, in this pass
-        self.control = ControlExchange(world) if world.accelerator.is_asynchronous else None  # see [Note: Late words]
-        self._word_in_tail, self._given_at = self.control is None, CONTROL_LENGTH + announced
-        self._requests: Callable[[], ControlRequest] = (lambda: NO_REQUEST) if events is None else events.requests
-        self._asked: ControlRequest | None = None  # of this pass, where its flag was sent
-        self._word_dtype = self.gradients.slot_dtype if self._word_in_tail else torch.int32
-        self._slots = self._make_slots(set(parameters.values()).difference(averaged), order, shards)
-        self._layout: PayloadLayout | None = None
-        self._tails: dict[int, int] = {}  # of the layout, by shards
-        self._records: list[ShardRecord] = []
-        self._empty: ShardRecord | None = None  # of a rank without a shard, under synced batch norm
-        self._counts_raw, self._raw = shards > world.size > 1, 0  # collectives of the script as the first shard began
-        self.opened_by: object = None  # the step of the pass between its first shard and its fold
-        self.had_gradients = False  # whether the last fold left any
-        self.waited_s: float = 0.0 if former is None else former.waited_s  # for the sums, in all folds so far
-        self.clock: Callable[[], float] = time.perf_counter  # read as a wait begins and as it ends
-
-    def _make_slots(self, wanted: set[Parameter], order: ReductionOrder, shards: int) -> Slots:
-        dtype = self.gradients.slot_dtype
-        moments = moment_sums(self._statistics, self._world, order, shards, wanted, dtype)
-        return Slots(self._statistics, self._buffers, dtype, self._world.device, moments)
+        as_moments = use_moments(self._statistics, shards, set(parameters.values()).difference(averaged), dtype)
+        self._make_rows = partial(Rows, self._statistics, self._buffers, world, order, dtype, as_moments)
+        self._rows: Rows | None = None  # of the layout that the ranks have agreed on
+        self.current = FoldPass()
+        self.word: ControlWord = ControlWord(world, announced) if former is None else former.word
 
     def check_pending(self) -> None:
         """Raise what a GPU had yet to find out about the last step's buffers; the same on every rank.
@@ -172,6 +195,7 @@ class Fold:
         """Remove all hooks."""
         self.gradients.release()
         self._statistics.release()
+        self._events = _NoEvents()  # the loop's job, which holds this fold: both would wait for the garbage collector
 
     # -- a pass over the shards ----------------------------------------------------------------------------
 
@@ -182,16 +206,10 @@ class Fold:
             step: whose pass it is; None without a `Step`.
             gathers: whether an earlier pass had held outputs.
         """
-        if self.control is None:
-            self._world.require_collectives_allowed()
-        else:
-            self.control.open(has_flags=not gathers and not self.sync_channels)
-            self._asked = None
-        self._world.block_collectives(_OPEN)
-        self._records = []
-        self._empty = None
-        self._loss_scale = None
-        self.opened_by = step or self
+        has_flags = self._rows is not None and not gathers and not self.sync_channels  # as all ranks know alike
+        self.word.open(has_flags=has_flags)
+        self._world.blocked_because = _OPEN
+        self.current = FoldPass(step or self)
         self.gradients.open()
         if self._buffers.found:
             self._buffers.open()
@@ -199,9 +217,8 @@ class Fold:
         if self._snapshot.layers:
             self._snapshot.record()
 
-    @contextmanager
-    def shard(self, shard: Shard | None) -> Iterator[ShardRecord]:
-        """A shard's forward, with the buffers of the pass's start; its backward comes inside, of held outputs later.
+    def begin_shard(self, shard: Shard | None) -> ShardRecord:
+        """Begin a shard's forward, with the buffers of the pass's start; its backward comes before `end_shard`.
 
         Args:
             shard: None on a rank without one, which takes part in synced batch norm.
@@ -209,28 +226,36 @@ class Fold:
         Raises:
             RuntimeError: an earlier shard of this rank called torch.distributed itself.
         """
-        if self._counts_raw:
-            self._refuse_raw_collectives()
+        current = self.current
+        if self._world.size > 1 and len(self.gradients.bucketing.order.mine) > 1:
+            # The package's own sums begin in the last backward.
+            made = self._world.count_raw_collectives()
+            if not current.records:
+                current.raw = made
+            elif made != current.raw:
+                raise RuntimeError(
+                    "A shard must not call torch.distributed where a rank has several shards. Such a collective "
+                    "combines one shard of each rank, not the whole mini-batch, and waits for ranks with fewer shards. "
+                    f"This step's earlier shards made {made - current.raw}. Use step.hold and step.gather, or a rule "
+                    "for the buffer (docs/buffers.md), or one shard per rank."
+                )
         record = ShardRecord(shard or Shard(0, 0, 0), self._statistics.recording())
         if shard is None:
-            self._empty = record
+            current.empty = record
         else:
-            self._records.append(record)
-        try:
-            yield record
-        finally:
-            self._statistics.stop()
-            if self._buffers.found:
-                is_done = record.done or record.held
-                record.taken = self._buffers.take(graph_goes_on=record.held, is_done=is_done)
+            current.records.append(record)
+        return record
 
-    def _refuse_raw_collectives(self) -> None:
-        """Raise if the shards so far called torch.distributed; the package's own sums begin in the last backward."""
-        made = self._world.count_raw_collectives()
-        if not self._records:
-            self._raw = made
-        elif made != self._raw:
-            raise RuntimeError(_RAW.format(collectives=made - self._raw))
+    def end_shard(self, record: ShardRecord) -> None:
+        """End a shard, also one that raised: take the buffers that it changed. Held outputs have their backward later.
+
+        Args:
+            record: of the shard.
+        """
+        self._statistics.stop()
+        if self._buffers.found:
+            is_done = record.done or record.held
+            record.taken = self._buffers.take(graph_goes_on=record.held, is_done=is_done)
 
     def modes(self) -> Modes:
         """The modules in evaluation mode now, by name."""
@@ -240,8 +265,8 @@ class Fold:
         """A loss's value without a GradScaler's factor, as a new tensor, shape ()."""
         value = loss.detach()
         if (scale := find_scale(loss, self.scalers)) is not None:
-            self._loss_scale = scale.clone()  # the scaler writes it in place
-            return value.to(torch.promote_types(value.dtype, torch.float32)) / self._loss_scale
+            self.current.loss_scale = scale = scale.clone()  # the scaler writes it in place
+            return value.to(torch.promote_types(value.dtype, torch.float32)) / scale
         return value.clone()  # the script may reuse the tensor for the next shard
 
     def backward(
@@ -259,14 +284,14 @@ class Fold:
         record.failed = True  # stays True if backward raises
         record.modes = () if all(map(_TRAINING, self.modules.values())) else self.modes()
         self._statistics.discard()
-        if last and self.control is not None:
-            self.waited_s += self.control.flag(self._has_news, self.clock)
-        if self.sync_channels:  # also of a factor of 0: ranks communicate in this backward
-            weight = factor if isinstance(factor, torch.Tensor) else torch.full((), factor, device=loss.device)
-            factor = factor if isinstance(factor, torch.Tensor) or factor != 0 else weight
+        if last and self.word.owes_flag:
+            self._send_flag(None)
+        if self.sync_channels and not isinstance(factor, torch.Tensor) and factor == 0:
+            factor = torch.zeros((), device=loss.device)  # the ranks communicate in this backward
+        if self.sync_channels and isinstance(factor, torch.Tensor):
             with ExitStack() as ending:
                 for channel in self.sync_channels:
-                    ending.enter_context(channel.masking(weight == 0))
+                    ending.enter_context(channel.masking(factor == 0))
                 self.gradients.backward(loss, factor, last=last, more=more)
         elif isinstance(factor, torch.Tensor) or factor != 0:
             self.gradients.backward(loss, factor, last=last, more=more)
@@ -276,23 +301,18 @@ class Fold:
         record.failed = False
         self._statistics.go_on(record.captures)
 
-    def backward_empty(self, loss: torch.Tensor, *, more: bool) -> None:
+    def backward_empty(self, record: ShardRecord, loss: torch.Tensor, *, more: bool) -> None:
         """Backpropagate on a rank without samples, only to join the collectives in it; its gradients are discarded."""
-        if self._empty is not None and not self._empty.held:
-            self._statistics.discard()
+        self._statistics.discard()
         self.gradients.backward_empty(loss, more=more)
-        if self._empty is not None:
-            self._empty.done = not more
+        record.done = not more
 
-    def backward_held(self, loss: torch.Tensor | None, *, last: bool, more: bool = False) -> None:
-        """Backpropagate into a shard's held outputs; without a `loss` the shard has no gradients."""
-        if loss is None:
-            self.gradients.finish_shard()
-            return
+    def backward_held(self, loss: torch.Tensor, *, last: bool, more: bool = False) -> None:
+        """Backpropagate into a shard's held outputs."""
         self._statistics.recording()
         self._statistics.discard()
-        if last and self.control is not None:
-            self.waited_s += self.control.flag(None, self.clock)
+        if last and self.word.owes_flag:
+            self.word.flag()
         try:
             with self._buffers.untouched():
                 self.gradients.backward(loss, 1.0, last=last, more=more)
@@ -301,39 +321,36 @@ class Fold:
 
     def finish_held(self, value: torch.Tensor, metrics: dict[str, torch.Tensor]) -> None:
         """Give all shards the values of the loss of the whole mini-batch, after its last backward."""
-        for record in filter(None, (*self._records, self._empty)):
+        for record in filter(None, (*self.current.records, self.current.empty)):
             record.losses = [value]
             record.metrics = metrics
             record.done = True
 
     def unfinished(self, shards: Sequence[Shard]) -> list[int]:
-        """The numbers of the shards without a last backward in this pass; [-1] for the backward of no samples."""
-        if self._empty is not None and not self._empty.done:
-            return [-1]
-        if len(self._records) == len(shards) and all(map(_DONE, self._records)):
-            return []
-        done = {record.shard.number for record in self._records if record.done}
-        return [shard.number for shard in shards if shard.number not in done]
+        """The numbers of the shards without a last backward in this pass, or of the empty one."""
+        if (empty := self.current.empty) is not None and not empty.done:
+            return [empty.shard.number]
+        done = map(_SHARD_NUMBER, filter(_DONE, self.current.records))
+        return sorted(set(map(_NUMBER, shards)).difference(done))
 
     @contextmanager
     def between_shards(self) -> Iterator[None]:
         """Allow collectives after the last shard's forward; all ranks run them. Every rank must call this."""
         for channel in self.sync_channels:
             channel.send_control()
-        self._world.block_collectives(None)
-        if self.control is not None:
-            self.control.read_last()
+        self._world.blocked_because = None
+        self.word.read_last()
         try:
             yield
         finally:
-            self._world.block_collectives(_OPEN)
+            self._world.blocked_because = _OPEN
 
     # -- the fold ------------------------------------------------------------------------------------------
 
     def end_pass(self) -> None:
         """Allow collectives again; raises where synced layers ran in different orders. Every rank must call this."""
-        self.opened_by = None
-        self._world.block_collectives(None)
+        self.current.opened_by = None
+        self._world.blocked_because = None
         for channel in self.sync_channels:
             channel.send_control()
 
@@ -348,145 +365,125 @@ class Fold:
             ValueError: shards that differ in metrics or in the change of a buffer; a sparse gradient.
             PeerFailed: another rank has a problem.
         """
-        if self.opened_by is not None:
-            self.end_pass()
-        if self.control is not None:
-            self.waited_s += self.control.flag(self._has_news if problem is None else None, self.clock)
         shards = len(mini_batch.sizes)
-        asked = self._asked or self._requests()
-        layout, seen, given, problem = self._collect(shards, problem or asked.problem)
-        is_new = problem is None and not layout.covers(seen)
-        if is_new and self.control is not None and not self.control.waits:
-            problem = came_late(layout, seen)
-            is_new = False
-        modes = layout.modes.index(seen.modes[0]) if problem is None and not is_new and seen.modes else None
-        slots = self._pack(layout, len(given), shards, fill=problem is None and not is_new)
-        has_problem = problem is not None
-        word = control_word(mini_batch, given, problem=has_problem, new=is_new, asked=asked, modes=modes)
-        waits = self.control is not None and (has_problem or not all(given) or mini_batch.ends_stream)
-        said, given_anywhere = self._send(layout, word_tensor(word, self._word_dtype), (mini_batch, seen), waits=waits)
-        if said.is_error:
+        gradients = self.gradients
+        word = self.word
+        rows, table, seen, problem = self._pack(mini_batch, problem)
+
+        # Sum.
+        if self._world.size > 1:
+            gradients.start_sums()
+            if rows.moments is not None:
+                rows.moments.start()
+        if word.is_late:
+            word.send((mini_batch, seen))
+        self._events.while_reducing()
+        since = word.waited.clock()
+        if self._world.size > 1:
+            gradients.finish_sums(rows.extra_sums)
+        said, given = word.read(mini_batch.announcement)
+        word.waited.seconds += word.waited.clock() - since
+
+        # Decide.
+        self.current.decision = said
+        if said.is_unusual:
             act_on(said, mini_batch, problem, seen, self._world)
         if said.new:
-            layout, slots = self._exchange(layout, seen, shards)
-        replans = self._assign(given_anywhere, layout)
-        total, share, losses, values = self._slots.merge(slots, layout, mini_batch.sizes)
-        if total is not None:
-            self._scale(total, layout, mini_batch)
-        if self.gradients.rounds:
-            self.gradients.round()
-        is_bad = self._check(values[0])
-        self._slots.apply(slots, layout, mini_batch.sizes, is_bad)
-        if replans:  # now, since by the next pass one rank may have unfrozen something
-            self._layout = layout
-            self._tails = {}
-            self.gradients.release()
-            self.gradients.plan(self._tail(layout, shards))
-        place = mini_batch.epoch, iteration, mini_batch.samples
-        return StepResult(*place, layout.metrics or (), values, total, losses, share, is_bad, self.gradients)
+            rows = self._make_rows(agreed(self._world.gather(seen), rows.layout))
+            table = rows.sum_now(self.current.records, shards)
 
-    def _collect(
-        self, shards: int, problem: Exception | None
-    ) -> tuple[PayloadLayout, PayloadLayout, list[bool], Exception | None]:
-        """The agreed layout, that of this rank's shards, which parameters got gradients here, and what is wrong."""
-        wanted = self.gradients.wanted, self.gradients.unplanned.names
-        seen, differing = layout_of(self._records, len(self._statistics.layers), *wanted)
-        problem = problem or differing or self._statistics.problem
-        if problem is None and (name := self.gradients.changed_since_opened()) is not None:
+        # Finish the gradients, and merge.
+        self.current.had_gradients = any(given)
+        replans = gradients.assign(given, rows.layout.unplanned if said.new else None)
+        total, fractions, losses, values = rows.merge(table, mini_batch.sizes)
+        if total is not None and shards > 1 and "loss" not in rows.layout.summed:
+            gradients.scale(torch.where(total == 0, 0.0, mini_batch.samples / total))  # backward used w / R
+        if gradients.rounds:
+            gradients.round()
+        is_bad = self._check(values[0])
+        rows.apply(table, mini_batch.sizes, self.current.records, is_bad)
+        if replans:  # as each new layout does; now, since by the next pass one rank may have unfrozen something
+            self._rows = rows
+            gradients.release()
+            gradients.plan(word.room + shards * rows.width, word.room_each)
+        place = mini_batch.epoch, iteration, mini_batch.samples
+        return StepResult(*place, rows.layout.metrics, values, total, losses, fractions, is_bad, gradients)
+
+    def _pack(
+        self, mini_batch: MiniBatch, problem: Exception | None
+    ) -> tuple[Rows, torch.Tensor, RowLayout, Exception | None]:
+        """Collect what the shards left, and pack it beside the gradients.
+
+        Returns:
+            The `Rows` of the layout that the ranks agreed on; the table of all shards' rows, (S, width), in which this
+            rank's own stay empty with a problem or something new; the layout that this rank's shards need; and what is
+            wrong.
+        """
+        if self.current.opened_by is not None:
+            self.end_pass()
+        word = self.word
+        if word.owes_flag:
+            self._send_flag(problem)
+        request = self.current.request or self._events.take_requests()
+        gradients = self.gradients
+        seen, differing = layout_of(
+            self.current.records, len(self._statistics.layers), gradients.trainable, gradients.unplanned.names
+        )
+        problem = problem or request.problem or differing or self._statistics.problem
+        if problem is None and (name := gradients.changed_since_opened()) is not None:
             problem = RuntimeError(
                 f"Parameters must stay as they are from a step's first shard to its fold. {name} was written in "
                 "between, perhaps by an Embedding with max_norm or an optimizer's step. Write it after step.fold()."
             )
-        if self._layout is None:
+        if self._rows is None:
             self._world.raise_if_any_failed(problem)
-            self._layout = agreed(self._world.gather(seen), None)
-        if (tail := self._tails.get(shards)) is None:
-            tail = self._tails[shards] = self._tail(self._layout, shards)
-        try:
-            return self._layout, seen, self.gradients.collect(tail), problem
-        except (ValueError, RuntimeError) as error:
-            return self._layout, seen, [False] * self.gradients.planned, problem or error
+            self._rows = self._make_rows(agreed(self._world.gather(seen), None))
+        rows = self._rows
+        shards = len(mini_batch.sizes)
+        given, tail, lost = gradients.collect(word.room + shards * rows.width, word.room_each)
+        problem = problem or lost
+        is_new = problem is None and not rows.layout.covers(seen)
+        if is_new and not word.waits:
+            problem = came_late(rows.layout, seen)
+            is_new = False
+        is_usual = problem is None and not is_new
+        table = tail.fill_(IDENTITY)[word.room + word.room_each * len(given) :].view(shards, -1)
+        rows.fill(table, self.current.records if is_usual else ())
+        modes = rows.layout.modes.index(seen.modes[0]) if is_usual and seen.modes else None
+        word.write(tail, mini_batch, given, request, has_problem=problem is not None, is_new=is_new, modes=modes)
+        return rows, table, seen, problem
 
-    def _tail(self, layout: PayloadLayout, shards: int) -> int:
-        """The number of values after the gradients: the control word, and a row for each shard."""
-        return (self._given_at + self.gradients.planned) * self._word_in_tail + shards * sum(self._slots.widths(layout))
-
-    def _pack(self, layout: PayloadLayout, flags: int, shards: int, *, fill: bool) -> torch.Tensor:
-        """The rows of all shards, (S, width), in the tail of the step's sum, with this rank's rows filled in."""
-        tail = self.gradients.tail.fill_(IDENTITY)
-        slots = (tail[self._given_at + flags :] if self._word_in_tail else tail).view(shards, -1)
-        self._slots.fill(slots, self._records if fill else (), layout)
-        return slots
+    def _send_flag(self, problem: Exception | None) -> None:
+        """Tell all ranks whether they must read the word of this pass in its fold. See [Note: Late words] in `word`."""
+        if problem is None:
+            self.current.request = self._events.take_requests()
+        self.word.flag(waits=problem is not None or self._has_news())
 
     def _has_news(self) -> bool:
-        """Whether all ranks must read the word of this pass in its fold; also asks for this rank's requests."""
-        layout = self._layout
-        self._asked = self._requests()
-        if layout is None or self._asked is not NO_REQUEST or self.gradients.unplanned.is_awaited:
-            return True
-        seen, differing = layout_of(self._records, len(self._statistics.layers), self.gradients.wanted)
-        problem = differing or self._statistics.problem or self.gradients.changed_since_opened()
-        is_known = problem is None and all(map(_DONE, self._records[:-1])) and layout.covers(seen)
-        return not (is_known and self._buffers.changed() <= layout.buffers)
-
-    def _send(
-        self, layout: PayloadLayout, word: torch.Tensor, of: tuple[MiniBatch, PayloadLayout], *, waits: bool
-    ) -> tuple[ControlDecision, list[bool]]:
-        """Sum gradients, slots and the word over all ranks; returns the decision and which parameters got a gradient.
-
-        With `waits` this rank needs the sum of the words now.
-        """
-        if self.control is None:
-            sums = self.gradients.tail[: len(word)].copy_(word)
-        if self._world.size > 1:
-            self.gradients.start_sums()
-            self._slots.start_sums()
-        if self.control is not None:  # after all buckets: the number that began during backward differs between ranks
-            self.control.send(word, of)
-        if self._events is not None:
-            self._events.while_reducing()
-        since = self.clock()
-        if self._world.size > 1:
-            self.gradients.finish_sums(self._slots.sums(layout))
-        found = sums.tolist() if self.control is None else self.control.read(waits=waits)
-        self.waited_s += self.clock() - since
-        self.decision, given = read_word(found, self._world.size, of[0].announcement)
-        return self.decision, given
-
-    def _exchange(self, layout: PayloadLayout, seen: PayloadLayout, shards: int) -> tuple[PayloadLayout, torch.Tensor]:
-        """Agree on a layout with room for what every rank has `seen`, and exchange its rows; returns both."""
-        layout = agreed(self._world.gather(seen), layout)
-        shape = (shards, sum(self._slots.widths(layout)))
-        dtype = self.gradients.slot_dtype
-        slots = torch.full(shape, IDENTITY, dtype=dtype, device=self._world.device)
-        self._slots.fill(slots, self._records, layout)
-        return layout, self._slots.sum_now(slots, self._world)
-
-    def _assign(self, given: list[bool], layout: PayloadLayout) -> bool:
-        """Make the sums `.grad` where a shard gave one; returns whether the next pass needs another plan."""
-        self.gradients.close(given)
-        self.had_gradients = any(given)
-        is_new = layout is not self._layout
-        if is_new:
-            self.gradients.unplanned.sum(layout.unplanned, self._world)
-        return (is_new or not self.gradients.is_chosen) and (self.gradients.leave_out() or is_new)
-
-    def _scale(self, total: torch.Tensor, layout: PayloadLayout, mini_batch: MiniBatch) -> None:
-        """Multiply all gradients by R / sum(w), since backward used w / R; a single shard was not scaled."""
-        if len(mini_batch.sizes) > 1 and "loss" not in (layout.sums or ()):
-            self.gradients.scale(torch.where(total == 0, 0.0, mini_batch.samples / total))
+        """Whether this rank has a request or a problem, or something that the rows have no room for."""
+        records = self.current.records
+        seen, differing = layout_of(records, len(self._statistics.layers), self.gradients.trainable)
+        return (
+            self.current.request is not NO_REQUEST
+            or self._rows is None
+            or bool(self.gradients.unplanned.awaited)
+            or (differing or self._statistics.problem or self.gradients.changed_since_opened()) is not None
+            or not (all(map(_DONE, records[:-1])) and self._rows.layout.covers(seen))
+            or not self._buffers.changed() <= self._rows.layout.buffers
+        )
 
     def _check(self, loss: torch.Tensor) -> torch.Tensor | bool:
         """Whether the step is not finite and moves nothing; a tensor of shape () where only the device knows."""
         if (guard := self._guard) is None:
             return False
-        if self._word_in_tail and math.isfinite(loss.item()) and (guard.is_scaled or self.gradients.are_finite()):
+        is_quick = not self._world.accelerator.is_asynchronous  # to read a value
+        if is_quick and math.isfinite(loss.item()) and (guard.is_scaled or self.gradients.are_finite()):
             return False
-        bad = guard.check(loss, self.gradients)
-        if bad is not False:
-            self._snapshot.restore(bad)
-            self.had_gradients = False
-        return bad
+        is_bad = guard.check(loss, self.gradients)
+        if is_bad is not False:
+            self._snapshot.restore(is_bad)
+            self.current.had_gradients = False
+        return is_bad
 
     # -- after the fold ------------------------------------------------------------------------------------
 
@@ -500,8 +497,9 @@ class Fold:
         Args:
             iteration: of the step.
         """
-        norm = self.gradients.norm_if_due(iteration, thinned=self._word_in_tail)
-        return norm if norm is None or self._loss_scale is None else norm / self._loss_scale
+        norm = self.gradients.norm_if_due(iteration, thinned=not self._world.accelerator.is_asynchronous)
+        scale = self.current.loss_scale
+        return norm if norm is None or scale is None else norm / scale
 
     def leaving(self, shards: int, *, gathers: bool) -> Callable[[], None]:
         """What of a pass has not begun, as a collective that adds a problem alone, also after `release`.
@@ -510,11 +508,10 @@ class Fold:
             shards: of the mini-batch.
             gathers: as in `open`, for the next pass.
         """
-        layout = self._layout
-        length = self._given_at + self.gradients.planned
-        send = None if layout is None else self.gradients.leaving(self._tail(layout, shards), self._slots.sums(layout))
-        if self.control is None:
-            return nothing if send is None else partial(send, PROBLEM, nullcontext())
-        if self.opened_by is None:
-            self.control.begin(has_flags=not gathers and not self.sync_channels)
-        return partial(self.control.end, length, None if send is None else partial(send, None))
+        has_flags = False
+        send = None
+        if self._rows is not None:
+            has_flags = self.current.opened_by is None and not gathers and not self.sync_channels
+            room = self.word.room + shards * self._rows.width
+            send = self.gradients.leaving(room, self.word.room_each, self._rows.extra_sums)
+        return self.word.leaving(self.gradients.planned, send, has_flags=has_flags)

@@ -11,15 +11,16 @@ without. So a rank that does the other thing raises, instead of joining a sum of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 
-from ddp_loop.data import MiniBatch, Shard
+from ddp_loop.data import MiniBatch, Shard, check_end
 from ddp_loop.distributed import World, sendable
 from ddp_loop.training.fold import Fold
-from ddp_loop.training.payload import GATHER_EVERYWHERE
+from ddp_loop.training.rows import GATHER_EVERYWHERE
 
 
 @sendable
@@ -35,74 +36,55 @@ class TensorSpec:
 TensorSpecs = tuple[TensorSpec, ...]
 
 
-@dataclass(slots=True)
-class HeldOutputs:
+class HeldOutputs(NamedTuple):
     """A shard's outputs with their graphs."""
 
     shard: Shard
     outputs: tuple[torch.Tensor, ...]
-
-    @property
-    def specs(self) -> TensorSpecs:
-        return tuple(TensorSpec(tuple(one.shape[1:]), one.dtype, one.requires_grad) for one in self.outputs)
-
-    def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This shard's rows of a tensor with a row for each sample of the mini-batch."""
-        return whole[self.shard.start : self.shard.start + self.shard.samples]
+    specs: TensorSpecs
+    rows: slice  # of the mini-batch
 
 
-def check_outputs(outputs: tuple[object, ...], samples: int) -> tuple[torch.Tensor, ...]:
-    """A shard's outputs.
+@dataclass(slots=True)
+class GatherAgreement:
+    """What the passes of a loop have in common: the outputs' specs, agreed on once, and whether there were any."""
 
-    Raises:
-        ValueError: no output, or one without a row per sample.
-    """
-    if not outputs:
-        raise ValueError(
-            "step.hold takes the outputs that the loss of the whole mini-batch needs. Got none. Pass at least one."
-        )
-    taken: list[torch.Tensor] = []
-    for one in outputs:
-        if not isinstance(one, torch.Tensor) or one.shape[:1] != (samples,):
-            what = tuple(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__
-            raise ValueError(f"A held output must have a row per sample, shape ({samples}, ...). Got {what}.")
-        taken.append(one)
-    return tuple(taken)
+    specs: TensorSpecs | None = None
+    is_used: bool = False  # since the loop's first hold or gather
 
 
-@dataclass
+@dataclass(slots=True)
 class BatchGather:
-    """Gathers held outputs, one object for each loop: the ranks agree on the outputs' specs once."""
+    """Gathers the held outputs of one pass."""
 
     world: World
-    _specs: TensorSpecs | None = None
+    agreement: GatherAgreement
     held: list[HeldOutputs] = field(default_factory=list)
     whole: tuple[torch.Tensor, ...] | None = None
-    is_used: bool = False  # since the loop's first hold or gather
     _said: bool = False  # whether this pass had its word
 
-    def open(self) -> None:
-        """Begin a pass over a mini-batch's shards."""
-        self.release()
-        self._said = False
+    def hold(self, shard: Shard, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Keep a shard's outputs. Those without a graph are copied, since a script may reuse them.
 
-    def hold(self, outputs: HeldOutputs) -> None:
-        """Keep a shard's outputs."""
-        self.is_used = True
-        self.held.append(outputs)
+        Raises:
+            ValueError: no output, or one without a row per sample.
+        """
+        if not outputs:
+            raise ValueError(
+                "step.hold takes the outputs that the loss of the whole mini-batch needs. Got none. Pass at least one."
+            )
+        samples = shard.samples
+        for one in outputs:
+            if not isinstance(one, torch.Tensor) or one.shape[:1] != (samples,):
+                what = tuple(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__
+                raise ValueError(f"A held output must have a row per sample, shape ({samples}, ...). Got {what}.")
+        specs = tuple(TensorSpec(tuple(one.shape[1:]), one.dtype, one.requires_grad) for one in outputs)
+        # Autograd refuses outputs that were written later.
+        kept = tuple(one if one.requires_grad else one.detach().clone() for one in outputs)
+        self.held.append(HeldOutputs(shard, kept, specs, slice(shard.start, shard.start + samples)))
+        self.agreement.is_used = True
 
-    def release(self) -> None:
-        """Drop the held outputs and their graphs."""
-        self.held = []
-        self.whole = None
-
-    def holds(self, shard: Shard) -> bool:
-        """Whether there are outputs of this shard."""
-        return any(held.shard is shard for held in self.held)
-
-    def gather(
-        self, mini_batch: MiniBatch, problem: Exception | None, check_end: Callable[[int, MiniBatch], None]
-    ) -> tuple[torch.Tensor, ...]:
+    def gather(self, mini_batch: MiniBatch, problem: Exception | None) -> tuple[torch.Tensor, ...]:
         """The held outputs of all shards, (R, ...) each, in the mini-batch's order. Every rank must call this.
 
         They are leaves, which want a gradient where the outputs have one.
@@ -110,7 +92,6 @@ class BatchGather:
         Args:
             mini_batch: of the shards.
             problem: this rank's, if any.
-            check_end: called with the number of ranks whose stream ends here.
 
         Raises:
             ValueError: outputs that differ between shards in number, shape or dtype, or in having a gradient.
@@ -119,24 +100,30 @@ class BatchGather:
         """
         seen = self.held[0].specs if self.held else None
         if problem is None and any(one.specs != seen for one in self.held):
-            problem = ValueError(_differ([one.specs for one in self.held]))
-        new = self._specs is None
-        if not new:
-            unlike = seen is not None and seen != self._specs
+            problem = _differ([one.specs for one in self.held])
+        specs = self.agreement.specs
+        if specs is not None:
+            unlike = seen not in (None, specs)
             news, ends = self._say(problem, new=unlike, ends=mini_batch.ends_stream)
-            new = news > 0
             if ends:
-                check_end(ends, mini_batch)
-        if new:
+                check_end(ends, mini_batch, self.world)
+            if news:
+                specs = None
+        if specs is None:
             self.world.raise_if_any_failed(problem)
-            self._agree(seen)
+            specs = self.agreement.specs = self._agreed(seen)
             self.world.require_equal("the samples of a mini-batch", mini_batch.samples)
-        whole = self._rows(mini_batch)
-        works = [self.world.start_sum(rows.view(torch.uint8)) for rows in whole]
-        for work in works:
+        # Zeros for all samples, and this rank's rows; a sum of bytes leaves every bit as it is.
+        samples = mini_batch.samples
+        device = self.world.device
+        whole = tuple(torch.zeros(samples, *spec.shape, dtype=spec.dtype, device=device) for spec in specs)
+        for held in self.held:
+            for one, output in zip(whole, held.outputs, strict=True):
+                one[held.rows].copy_(output.detach())
+        for work in [self.world.start_sum(one.view(torch.uint8)) for one in whole]:
             self.world.finish(work)
-        for rows, spec in zip(whole, self._specs or (), strict=True):
-            rows.requires_grad_(spec.has_gradient)
+        for one, spec in zip(whole, specs, strict=True):
+            one.requires_grad_(spec.has_gradient)
         self.whole = whole
         self._said = True
         return whole
@@ -147,7 +134,7 @@ class BatchGather:
         Raises:
             RuntimeError: other ranks gather.
         """
-        if self._specs is not None and not self._said:
+        if self.agreement.specs is not None and not self._said:
             self._say(problem, without=True)
 
     def _say(
@@ -164,27 +151,18 @@ class BatchGather:
             raise RuntimeError(GATHER_EVERYWHERE)
         return news, all_ends
 
-    def _agree(self, seen: TensorSpecs | None) -> None:
+    def _agreed(self, seen: TensorSpecs | None) -> TensorSpecs:
         told = [specs for specs in self.world.gather(seen) if specs is not None]
         if not all(isinstance(specs, tuple) for specs in told):
             raise RuntimeError(GATHER_EVERYWHERE)
         if len(set(told)) > 1:
-            raise ValueError(_differ(told))
-        self._specs = told[0]
-
-    def _rows(self, mini_batch: MiniBatch) -> tuple[torch.Tensor, ...]:
-        """Zeros for all samples, and this rank's rows; a sum of bytes leaves every bit as it is."""
-        device = self.world.device
-        whole = tuple(
-            torch.zeros(mini_batch.samples, *spec.shape, dtype=spec.dtype, device=device) for spec in self._specs or ()
-        )
-        for held in self.held:
-            for rows, output in zip(whole, held.outputs, strict=True):
-                held.rows_of(rows).copy_(output.detach())
-        return whole
+            raise _differ(told)
+        return told[0]
 
     def backward(self, loss: torch.Tensor, fold: Fold) -> None:
         """Backpropagate a loss of the whole mini-batch: into its own parameters once, into each held shard's outputs.
+
+        The held outputs and their graphs are dropped.
 
         Args:
             loss: shape (), the same on every rank.
@@ -200,28 +178,25 @@ class BatchGather:
         for held in self.held:
             ends = [output for output in held.outputs if output.requires_grad]
             pairs = zip(ends, gradients, strict=True)
-            parts = [_with_gradient(end, held.rows_of(g)) for end, g in pairs if g is not None]
+            # Values of shape () whose gradients with respect to the outputs are these, to the bit.
+            parts = [(end * g[held.rows].conj()).real.sum() for end, g in pairs if g is not None]
             if not held.shard.samples:
                 for part in parts:
-                    fold.backward_empty(part, more=True)
+                    fold.gradients.backward_empty(part, more=True)
+            elif parts:
+                fold.backward_held(reduce(torch.add, parts), last=held is self.held[-1])
             else:
-                whole = torch.stack(parts).sum() if len(parts) > 1 else parts[0] if parts else None
-                fold.backward_held(whole, last=held is self.held[-1])
+                fold.gradients.finish_shard()
+        self.held = []
+        self.whole = None
 
 
-def _with_gradient(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """A value of shape () whose gradient with respect to `output` is `gradient`, to the bit."""
-    if output.is_complex():
-        return (output * gradient.conj()).real.sum()
-    return (output * gradient).sum()
-
-
-def _differ(specs: list[TensorSpecs]) -> str:
+def _differ(specs: list[TensorSpecs]) -> ValueError:
     said = " and ".join(
         str([(one.shape, str(one.dtype).removeprefix("torch."), one.has_gradient) for one in each])
         for each in dict.fromkeys(specs)
     )
-    return (
+    return ValueError(
         "All shards must hold outputs of the same row shapes and dtypes, all with a gradient or all without. Got "
         f"(shape, dtype, gradient) {said}. Pad them to one shape."
     )

@@ -1,35 +1,83 @@
-"""Gradients of the whole mini-batch: static buckets, summed over the ranks while backward still runs.
+"""Gradients of the whole mini-batch: added up shard by shard, summed over the ranks while backward still runs.
 
 [Note: None stays None] After the fold a parameter's gradient is None exactly if no shard of the mini-batch gave it one,
 as in the loop on one device. Where only some shards did, the others count as zeros.
+
+[Note: Left out] A copy of the model, such as a moving average, gets no gradient. In the plan it would double the bytes
+of the sums, and no bucket would be complete before backward ends. So after the first fold, what no shard of any rank
+gave a gradient is left out of the plan. When a shard gives it one, the control word says so. All ranks then agree on
+these parameters, sum them apart in that step, and plan them from the next one on. The parameters of an `AveragedModel`
+that no optimizer has stay out: a gradient that they get updates nothing, and becomes None.
+
+[Note: Shard by shard] In a tree order each shard's gradients are taken out of the parameters after its backward: copied
+for a left half, added for a right half. So k shards on a rank need at most log2(k) more flat tensors, and what autograd
+makes for the current shard.
+
+[Note: One after another] Where a rank's shards follow one after another, autograd adds each to those before, in the
+bucket. It may write a gradient several times in a shard then, and on a GPU it adds without a copy; the other orders
+allow neither.
+
+[Note: Added by autograd] Once each parameter has a gradient in this pass, autograd itself adds a right half to its left
+half, or a small left half to -0.0: the same additions, without work in Python for each parameter. The count of writes
+shows afterwards that each gradient came once. If one was ever written twice in a shard, by a hook or by reentrant
+checkpointing, the bucket does without, since (a + b) + c is not a + (b + c).
+
+[Note: Arrivals] A hook on each parameter shows when a bucket is complete. A hook in Python takes a microsecond, for
+each parameter and shard; `append` of a list takes 0.1. Backward comes to the gradients in the same order each time, so
+once a bucket was complete, only the parameter whose gradient came last has a hook in Python. If another one is the last
+afterwards, the bucket's sum begins after backward, and all its parameters have hooks in Python again.
+
+[Note: Kept gradients] A script may keep a step's gradients, `before = parameter.grad`, and in a plain loop they stay as
+they are. So where somebody holds a view as a pass opens, the flat tensor is his, and the bucket takes another one. It
+takes a flat tensor back once it is free, so there are never more than the script keeps: a segment of shared memory
+stays mapped on all ranks. Python's count of references shows who holds a view, at 0.02 microseconds a parameter. It
+does not show a tensor that only shares the memory, such as `parameter.grad.view(-1)`.
+
+[Note: Spare memory] The sums of shards that are still apart are flat tensors of their own, the pieces that a rank
+sends. The first piece is kept, with the gradients of the whole mini-batch. The host keeps the others for the next pass,
+since new memory costs page faults. A GPU's allocator keeps freed memory itself, so there they are dropped at the end of
+a pass, and others can use their memory meanwhile.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from itertools import chain, compress, repeat
-from operator import attrgetter, methodcaller, ne
+from dataclasses import dataclass, field
+from itertools import chain, compress, count, filterfalse, islice, repeat
+from operator import and_, attrgetter, is_not, methodcaller, ne, not_, or_
+from sys import getrefcount
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ddp_loop.distributed import World
-from ddp_loop.training.backpropagation import backpropagate_apart
-from ddp_loop.training.buckets import Arrivals, Bucket, BucketSizes, dtype_of_sums, grouped, set_grads
-from ddp_loop.training.flat_all_reduce import FlatAllReduce, finish_all
-from ddp_loop.training.ordered_sum import ReductionOrder
-from ddp_loop.training.parameter_checks import AFTER_HOOKS, HOOKS, Hook, OutsideParameters, find_hook
-from ddp_loop.training.unplanned import UnplannedGradients
+from ddp_loop.accelerators import accelerator_of
+from ddp_loop.distributed import as_real, fill_identity, merge
+from ddp_loop.training.buckets import (
+    Bucketing,
+    FlatAllReduce,
+    FlatBuffer,
+    FlatMemory,
+    dtype_of_sums,
+    finish_all,
+    grouped,
+)
+from ddp_loop.training.parameter_checks import AFTER_HOOKS, HOOKS, ArrivalHook, Arrivals, OutsideParameters, find_hook
 
 _FLOAT32_BYTES = 4
 _NORM_EACH = 2**20  # gradients that a step's norm may read
-_VERSION, _WANTS, _GIVEN, _PRECISE = map(attrgetter, ("_version", "requires_grad", "given", "is_precise"))
-_DTYPE = attrgetter("dtype")
+_LARGE_BYTES = 2**17  # of a gradient that is copied at once
+_SMALL_BYTES = 2**18  # of a left half that starts from -0.0; a copy reads and writes less memory
+_ALONE = sum(map(getrefcount, [object()]))  # the count of what a list alone holds
+_PRECISE = {torch.float32, torch.float64}  # sums over gradients can have their dtype
+_GRAD, _IS_SPARSE, _VERSION = map(attrgetter, ("grad", "is_sparse", "_version"))
+_DTYPE, _REQUIRES_GRAD = map(attrgetter, ("dtype", "requires_grad"))
+_GIVEN, _RESULT = map(attrgetter, ("accumulation.given", "memory.result.gradients"))
 _STRIDES = methodcaller("stride")
 _OWN_BACKWARD = (
     "Between a step's first shard and its fold, step.backward alone makes gradients. {} got one from another backward, "
@@ -38,22 +86,439 @@ _OWN_BACKWARD = (
 )
 
 
+def set_grads(parameters: Iterable[Parameter], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Assign each parameter's `.grad`; a loop in Python takes three times as long."""
+    deque(map(setattr, parameters, repeat("grad"), gradients), maxlen=0)
+
+
+def is_held(flat: FlatBuffer) -> bool:
+    """Whether somebody else holds a view, none of which is a `.grad` now."""
+    return sum(map(getrefcount, flat.views)) > _ALONE * len(flat.views)
+
+
+class Bucket:
+    """Neighbouring parameters' gradients in one flat tensor, followed by `tail` elements for other sums.
+
+    Args:
+        parameters: of one dtype and device; without any it has the tail alone.
+        bucketing: with the order in which shards are added up.
+        tail: the number of other values.
+
+    Attributes:
+        memory: its flat tensors.
+        length: the number of gradients.
+        accumulation: of the current pass.
+        arrived: in the current backward; see [Note: Arrivals].
+        sent: so many had arrived when the sum began.
+        in_place: whether autograd adds all shards up. See [Note: One after another].
+        comes_once: whether no gradient was ever written twice in a shard: [Note: Added by autograd].
+    """
+
+    accumulation: Accumulation
+
+    def __init__(self, parameters: list[Parameter], bucketing: Bucketing, tail: int = 0) -> None:
+        self.parameters = parameters
+        self.memory = FlatMemory(parameters, bucketing, tail)
+        self.order = bucketing.order
+        self.length = self.memory.length
+        accelerator = accelerator_of(self.memory.summing.device)
+        self.is_host = accelerator.is_host
+        self.in_place = self.order.in_place and not self.memory.rounds
+        # A GPU adds many in one kernel.
+        self.comes_once = not (self.in_place or accelerator.is_gpu or not parameters)
+        at_once = self.in_place and self.is_host
+        self._large = [place for place, one in enumerate(parameters) if at_once and one.nbytes >= _LARGE_BYTES]
+        self.arrived = Arrivals()
+        self.sent = 0
+        self._is_steady = True  # whether the same gradient came last each time, as far as known
+        self._last: int | None = None  # the place of the gradient that comes last, once it is known
+        self._given_away: list[FlatBuffer] = []  # to a script that keeps gradients
+        self.accumulation = Accumulation(self)
+
+    def resize(self, tail: int) -> None:
+        """Make room for `tail` other values; collected gradients stay."""
+        self.memory.resize(tail)
+        self._given_away = []
+        self.accumulation.move()
+
+    def open(self) -> None:
+        """Begin a pass over the shards. See [Note: Kept gradients]."""
+        self.arrived.clear()
+        del self.accumulation  # what it noted of the last pass are references to views too
+        if is_held(self.memory.result):
+            flats = [*self._given_away, self.memory.result]
+            free = next(filterfalse(is_held, flats), None)
+            self._given_away = [flat for flat in flats if flat is not free]
+            self.memory.renew(free)
+        self.accumulation = Accumulation(self)
+
+    def is_counted(self, place: int) -> bool:
+        """Whether the arrival of a gradient only counts, so that its hook may be `arrived.append`."""
+        return self._is_steady and self._last not in (None, place) and place not in self._large
+
+    def arrive(self, place: int) -> bool:
+        """Note a gradient that has just been made; returns whether others need other hooks from now on.
+
+        A large one on the CPU is copied into the flat tensor while it is in the cache. Autograd then uses its memory
+        again for the next one. Small ones are copied together, in fewer calls.
+        """
+        parameter = self.parameters[place]
+        self.arrived.append(parameter)
+        if place in self._large:
+            gradient = parameter.grad
+            view = self.memory.own.views[place]
+            if gradient is not None and gradient is not view and not gradient.is_sparse:
+                parameter.grad = view.copy_(gradient)
+        if self._last is None and self.is_complete():
+            self._last = place
+            return True
+        if self._is_steady and place == self._last and not self.is_complete():
+            self._is_steady = False
+            return True
+        return False
+
+    def is_complete(self) -> bool:
+        """Whether the current backward has made each gradient."""
+        least = len(self.parameters)  # one may come twice, as with reentrant checkpointing of a shared weight
+        return len(self.arrived) >= least and len(set(map(id, self.arrived))) == least
+
+
+class Accumulation:
+    """One pass of a bucket: the gradients of the rank's shards, added up in their order. See [Note: Shard by shard].
+
+    Attributes:
+        given: for each parameter whether a shard gave it a gradient.
+        grad_buffer: the flat tensor that the parameters' `.grad` are views of.
+        kept: the gradients of a shard that has another loss, with their versions.
+        partial_sums: of the shards so far, the first in the bucket's own memory; another is None without a gradient.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._parameters = bucket.parameters
+        self._memory = bucket.memory
+        self.given = [False] * len(bucket.parameters)
+        self.partial_sums: list[FlatBuffer | None] = []
+        self._shards = 0  # finished
+        self._adds = False  # whether autograd adds the current shard's gradients
+        self.kept: list[tuple[torch.Tensor | None, int]] = []
+        self._lost: int | None = None  # the place of a gradient that the script took away meanwhile
+        self.grad_buffer = bucket.memory.own
+        self._version = self.grad_buffer.whole._version
+        # What the step's backwards left in `.grad`.
+        self._expected_grads: Sequence[torch.Tensor | None] = [None] * len(bucket.parameters)
+
+    def move(self) -> None:
+        """Bring the sums into the bucket's new memory, the first one into its own."""
+        for place, flat in enumerate(self.partial_sums):
+            if flat is not None:
+                self.partial_sums[place] = new = self._memory.take() if place else self._memory.own
+                new.gradients.copy_(flat.gradients)
+
+    def begin_backward(self, *, apart: bool) -> None:
+        """Let autograd make the next shard's gradients apart from those before, or add them.
+
+        Args:
+            apart: whether they are needed apart.
+        """
+        bucket = self._bucket
+        if bucket.in_place or self.kept:
+            return
+        flat = self.grad_buffer
+        is_right_half = bucket.order.merges[self._shards] > 0 and self.partial_sums[-1] is flat
+        is_small = is_right_half or flat.gradients.nbytes <= _SMALL_BYTES
+        if apart or not (is_small and bucket.comes_once and self._expected_grads is flat.views):
+            set_grads(self._parameters, repeat(None))
+            return
+        self._adds = True
+        if not is_right_half:
+            self.grad_buffer = flat = self._memory.take()
+            self._expected_grads = flat.views
+            fill_identity(flat.gradients)
+            set_grads(self._parameters, self._expected_grads)
+        self._version = flat.whole._version
+
+    def end_backward(self) -> None:
+        """Keep the gradients of a shard that has another loss."""
+        found = [parameter.grad for parameter in self._parameters]
+        self.kept = [(gradient, 0 if gradient is None else gradient._version) for gradient in found]
+
+    def finish_shard(self, factor: float | torch.Tensor | None = None) -> None:
+        """Take the gradients of this rank's next shard.
+
+        Args:
+            factor: by which gradients that are rounded later are still to be multiplied; shape ().
+        """
+        if self._adds:
+            self._count_added()
+            return
+        found = list(map(_GRAD, self._parameters))
+        is_given = list(map(is_not, found, repeat(None)))
+        is_fresh = list(map(and_, is_given, map(is_not, found, self.grad_buffer.views)))  # made elsewhere
+        gradients = list(compress(found, is_fresh))
+        for gradient in filter(_IS_SPARSE, gradients):
+            raise ValueError(
+                f"The fold takes dense gradients. A parameter of shape {tuple(gradient.shape)} got a sparse one. "
+                "Make the embedding with sparse=False."
+            )
+        self._bucket.comes_once &= bool(self.kept) or not any(map(_VERSION, gradients))
+        self.kept = []
+        if factor is not None and self._memory.rounds:
+            dtype = self.grad_buffer.whole.dtype
+            gradients = [gradient.to(dtype).mul_(_on(factor, gradient)) for gradient in gradients]
+        self.given = list(map(or_, self.given, is_given))
+        flat = self.partial_sums[-1] if self.partial_sums else None
+        is_added = flat is not None
+        write: Callable[..., Any] = torch._foreach_copy_
+        if self._bucket.in_place:  # autograd has added up the others
+            flat = self._memory.own
+            for view in compress(flat.views, map(not_, self.given)):
+                fill_identity(view)
+        elif not gradients:
+            self._end_shard(None)
+            return
+        elif flat is not None and self._bucket.order.merges[self._shards]:
+            write = torch._foreach_add_
+        else:
+            is_added = False
+            flat = self._memory.take() if self.partial_sums else self._memory.own
+            if not all(is_fresh):
+                fill_identity(flat.gradients)
+        if gradients:
+            write(list(compress(flat.views, is_fresh)), gradients)
+        self._end_shard(flat, is_added=is_added, is_shown=not gradients)
+
+    def _count_added(self) -> None:
+        """Take the gradients of a shard that autograd has added; see [Note: Added by autograd]."""
+        self._adds = False
+        flat = self.grad_buffer
+        is_added = self.partial_sums[-1] is flat
+        writes = flat.whole._version - self._version
+        if writes > len(self._parameters):
+            self._bucket.comes_once = False
+            if is_added:
+                raise RuntimeError(
+                    "A parameter's gradient must be written as often in each shard's backward. One was written once in "
+                    "the step's first shards and then several times, by a hook or by reentrant checkpointing of a "
+                    "shared weight. Checkpoint with use_reentrant=False, and change gradients after step.fold()."
+                )
+        if writes < len(self._parameters):  # the shard has none for one of them, or it is elsewhere
+            self._lost = next(compress(count(), map(is_not, map(_GRAD, self._parameters), self._expected_grads)), None)
+        self._end_shard(flat, is_added=is_added, is_shown=True)
+
+    def _end_shard(self, flat: FlatBuffer | None, *, is_added: bool = False, is_shown: bool = False) -> None:
+        """Add one more shard's sum to the others, in the tree's order, and show the last sum in `.grad`.
+
+        Args:
+            flat: with its gradients; None without any.
+            is_added: whether it is the last sum, to which they were added.
+            is_shown: whether the parameters' gradients are there already.
+        """
+        merges = self._bucket.order.merges
+        times = (merges[self._shards] if merges else 0) - is_added
+        self._shards += 1
+        if flat is None and not self.partial_sums:
+            flat = self._memory.own
+            fill_identity(flat.gradients)
+        if not is_added:
+            self.partial_sums.append(flat)
+        if times:
+            self._memory.spare += merge(
+                self.partial_sums, times, lambda left, right: left.gradients.add_(right.gradients)
+            )
+        self.grad_buffer = flat = self.partial_sums[-1] or self.grad_buffer
+        self._version = flat.whole._version
+        given = [False] * len(self.given) if self._memory.rounds else self.given
+        self._expected_grads = flat.views if all(given) else _where(flat.views, given)
+        if times or not is_shown:
+            set_grads(self._parameters, self._expected_grads)
+
+    def add_empty_shards(self) -> None:
+        """Finish the pass: the rank's empty shards, which had no backward, add nothing."""
+        while self._shards < max(1, len(self._bucket.order.merges)):
+            self._end_shard(None)
+
+    def pieces(self) -> list[torch.Tensor]:
+        """What the rank sends."""
+        return [(one or self._memory.make()).whole for one in self.partial_sums]
+
+    def assign_grads(self, given: list[bool]) -> None:
+        """Make the sum each parameter's `.grad`, where one was `given` on any rank. See [Note: Spare memory]."""
+        views = self._memory.result.views
+        if given != self.given or self.grad_buffer is not self._memory.result:
+            # Otherwise `.grad` is a view of the summed memory already, as usual.
+            set_grads(self._parameters, views if all(given) else _where(views, given))
+        self._memory.spare = [*self._memory.spare, *filter(None, self.partial_sums[1:])] if self._bucket.is_host else []
+        self.partial_sums = self.partial_sums[:1]
+        self.grad_buffer = self._memory.own
+        self._expected_grads = ()  # views of another sum would keep its memory
+
+    def tampered(self) -> int | None:
+        """The place of a gradient that is not what the step's backwards left; None without one.
+
+        It was removed or changed, or comes from another backward.
+        """
+        if self._lost is not None:
+            return self._lost
+        for place, (gradient, version) in enumerate(self.kept):
+            found = self._parameters[place].grad
+            if found is not gradient or (gradient is not None and gradient._version != version):
+                return place
+        if self.kept:
+            return None
+        for place in compress(count(), map(is_not, map(_GRAD, self._parameters), self._expected_grads)):
+            return place
+        changed = self._memory.summing.flat is None and self.grad_buffer.whole._version != self._version
+        return 0 if changed and self._parameters else None
+
+
+def _where(views: Sequence[torch.Tensor], given: Sequence[bool]) -> list[torch.Tensor | None]:
+    """The views, or None where no gradient was given."""
+    return [view if is_given else None for view, is_given in zip(views, given, strict=True)]
+
+
+def _on(factor: float | torch.Tensor, gradient: torch.Tensor) -> float | torch.Tensor:
+    return factor.to(gradient.device) if isinstance(factor, torch.Tensor) else factor
+
+
+@dataclass(slots=True)
+class GradientPass:
+    """One pass over a mini-batch's shards; a new object for each.
+
+    Attributes:
+        number: counted from 1.
+        looks: whether it looks for parameters outside of the state.
+        versions: of the parameters, when it opened.
+        buckets: the planned ones, and the others.
+        next: the first of them whose sum has not started.
+        shards: finished in it.
+        goes_on: whether the current shard has had a loss, and has another one.
+        in_backward, in_last: whether a backward of the step runs, and whether it is the rank's last one and sums may
+            start.
+        has_new_hooks: whether the next pass needs other hooks.
+        folded: the sums that are assigned, flat, while the buckets hold them.
+        norm: of all gradients, once it was computed.
+    """
+
+    number: int = 0
+    looks: bool = False
+    versions: list[int] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
+    next: int = 0
+    shards: int = 0
+    goes_on: bool = False
+    in_backward: bool = False
+    in_last: bool = False
+    has_new_hooks: bool = False
+    folded: list[torch.Tensor] = field(default_factory=list)
+    norm: torch.Tensor | None = None
+
+
+class UnplannedGradients:
+    """The buckets of a pass that are not planned; see [Note: Left out].
+
+    Args:
+        names: of all parameters.
+        averaged: those that stay left out.
+        bucketing: makes buckets.
+
+    Attributes:
+        is_chosen: whether the plan is without what the first fold gave nothing.
+        names: of the left-out parameters that this rank's shards gave a gradient in this pass.
+        averaged, awaited: the parameters that the next plan is without; the awaited ones may still get a gradient, as
+            all ranks know alike.
+    """
+
+    def __init__(self, names: Mapping[Parameter, str], averaged: Collection[Parameter], bucketing: Bucketing) -> None:
+        self._names = names
+        self.averaged = averaged
+        self._bucketing = bucketing
+        self.is_chosen = False
+        self.names: frozenset[str] = frozenset()
+        self._unfrozen: list[Bucket] = []
+        self._found: dict[Parameter, Bucket] = {}  # of one left-out parameter each
+        self.awaited: list[Parameter] = []
+
+    def open(self, planned: Collection[Parameter]) -> list[Bucket]:
+        """Begin a pass; returns buckets for unfrozen parameters, which are sent once all ranks agree."""
+        self.names = frozenset()
+        self._found = {}
+        known = {*planned, *self.averaged, *self.awaited}
+        unfrozen = [parameter for parameter in self._names if parameter.requires_grad and parameter not in known]
+        self._unfrozen = [Bucket(group, self._bucketing) for group in grouped(unfrozen, self._bucketing.sizes)]
+        return self._unfrozen
+
+    def adopt(self, shards: int) -> list[Bucket]:
+        """Make a bucket for each left-out parameter that the backward of shard `shards`, counted from 0, gave one."""
+        found = self.foreign()
+        for parameter in found:
+            gradient = parameter.grad
+            parameter.grad = None
+            self._found[parameter] = bucket = Bucket([parameter], self._bucketing)
+            for _ in range(shards):
+                bucket.accumulation.finish_shard()
+            parameter.grad = gradient
+            self.names |= {self._names[parameter]}
+        return list(map(self._found.__getitem__, found))
+
+    def foreign(self) -> list[Parameter]:
+        """The left-out parameters that have a gradient and no bucket."""
+        return [one for one in self.awaited if one.grad is not None and one not in self._found]
+
+    def sum(self, names: Collection[str]) -> list[Bucket]:
+        """Sum the gradients of unfrozen parameters, and of left-out ones with these names. Every rank must call this.
+
+        Args:
+            names: those with a gradient on any rank.
+
+        Returns:
+            Their buckets.
+        """
+        world = self._bucketing.world
+        buckets = [*self._unfrozen]
+        for parameter, name in self._names.items():
+            if name in names:
+                buckets.append(self._found.get(parameter) or Bucket([parameter], self._bucketing))
+        for bucket in buckets:
+            bucket.accumulation.add_empty_shards()
+            given = world.sum(torch.tensor(bucket.accumulation.given, dtype=torch.int32, device="cpu"))
+            if world.size > 1:
+                bucket.memory.summing.start(bucket.accumulation.pieces())
+                finish_all([bucket.memory.summing], world)
+            bucket.accumulation.assign_grads(list(map(bool, given.tolist())))
+        return buckets
+
+    def leave_out(self, planned: Collection[Parameter]) -> bool:
+        """Leave what no fold gave a gradient out of the next plan; returns whether there is such a parameter."""
+        if all(parameter.grad is None for parameter in self._names):
+            return False  # the mini-batch had no weight
+        known = {*self.averaged, *(planned if self.is_chosen else ())}
+        self.is_chosen = True
+        self.awaited = [one for one in self._names if one.requires_grad and one.grad is None and one not in known]
+        return bool(self.awaited)
+
+
 class Gradients:
     """The gradients of `parameters`, folded over shards and ranks.
 
-    A pass is `open`, `backward` or `finish_shard` for each shard, `collect`, `start_sums`, `finish_sums`, `close`. No
-    sum starts during backward before `plan` knows the tail's length.
+    A pass is `open`, `backward` or `finish_shard` for each shard, `collect`, `start_sums`, `finish_sums`,
+    `assign`, then `scale` and `round`. No sum starts during backward before `plan` knows the tail's length.
 
     Args:
         parameters: by name, in the same order on every rank.
-        world: from `join_world`.
-        sizes: of the buckets; a network that fits into the first one is summed in one collective.
-        order: in which shards are added up.
-        averaged: parameters that never need one; see [Note: Left out] in `unplanned`.
+        bucketing: makes the buckets; a network that fits into the first one is summed in one collective.
+        averaged: parameters that never need one; see [Note: Left out].
         synced: whether backward contains other collectives, those of synced batch norm.
         takes_hooks: whether the script may have hooks on parameters.
         watch: called with each shard's number on this rank and its gradients by name; then no sum starts early.
-        reduce_dtype: in which gradients of a lower precision are added up; None for their own.
+
+    Attributes:
+        bucketing: as given.
+        buckets: that are planned; the last one has the tail.
+        current: the pass that is open, or the last one.
+        unplanned: the other gradients.
+        trainable: the parameters that want a gradient, with their shapes.
+        rounds: whether sums are rounded after the fold.
 
     Raises:
         ValueError: a parameter has a hook.
@@ -62,106 +527,77 @@ class Gradients:
     def __init__(
         self,
         parameters: Mapping[str, Parameter],
-        world: World,
-        sizes: BucketSizes,
-        order: ReductionOrder,
+        bucketing: Bucketing,
         *,
         averaged: Collection[Parameter] = (),
         synced: bool = False,
         takes_hooks: bool = False,
         watch: Callable[[int, dict[str, torch.Tensor]], None] | None = None,
-        reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self.buckets: list[Bucket] = []
-        self._world = world
-        self._sizes = sizes
-        self._order = order
-        self._reduce_dtype = reduce_dtype
         self._names: dict[Parameter, str] = {parameter: name for name, parameter in parameters.items()}
-        self.unplanned = UnplannedGradients(self._names, averaged, sizes, self._bucket_of)
-        self.is_chosen = False  # whether the plan is without what the first fold gave nothing
-        self._asks: list[bool] = []  # whether each parameter wants a gradient, in this pass
-        self._planned_asks: list[bool] = []  # and when the buckets were planned
-        self._versions: list[int] = []  # of the parameters, when the pass opened
-        self.wanted: tuple[str, ...] = ()  # the parameters that want a gradient, with their shapes
-        self._tail = 0
-        self.tail = torch.empty(0, device="cpu")  # room for other sums, of `slot_dtype`, shape (the planned length,)
-        self._planned: dict[Parameter, tuple[torch.dtype, tuple[int, ...]]] = {}
-        self._hooks: list[RemovableHandle] = []
-        self._has_new_hooks = False  # from the next pass on
-        self._next = 0  # the first bucket whose sum has not started
-        self._in_backward = self._in_last = False
-        self._shards = 0  # finished in this pass
-        self._goes_on = False  # whether the current shard has had a loss, and has another one
-        self._is_pass_open = self._holds_sums = False  # the latter: the buckets hold the last fold's sums
-        doubles = any(parameter.dtype == torch.float64 for parameter in self._names)
-        self.slot_dtype = torch.float64 if doubles else torch.float32  # of statistics, losses and metrics
-        self.rounds = reduce_dtype is not None  # whether sums are rounded after the fold
-        self.known_norm: torch.Tensor | None = None  # of all gradients, once this pass has computed it
-        self._takes_hooks = takes_hooks
-        if not takes_hooks and (hooked := find_hook(self._names, _is_own)) is not None:
-            raise ValueError(hooked)
-        self._outside = OutsideParameters(self._names)
-        self._passes = 0
-        self._looks = False  # whether this pass looks for parameters outside of the state
+        self.bucketing = bucketing
         self._synced = synced
         self._watch = watch
-        self._overlaps = not synced and watch is None  # whether sums may start during backward
+        self._takes_hooks = takes_hooks
+        if not takes_hooks and (hooked := find_hook(self._names)) is not None:
+            raise ValueError(hooked)
+        self._outside = OutsideParameters(self._names)
+        self.buckets: list[Bucket] = []
+        self._forms: dict[Parameter, tuple[torch.dtype, tuple[int, ...]]] = {}  # of the planned parameters
+        self._hooks: list[RemovableHandle] = []
+        self.unplanned = UnplannedGradients(self._names, averaged, bucketing)
+        self._requires_grad: list[bool] = []  # whether each parameter wants a gradient, in this pass
+        self.trainable: tuple[str, ...] = ()
+        self.rounds = bucketing.reduce_dtype is not None
+        self.current = GradientPass()
 
-    def plan(self, tail: int) -> None:
-        """Lay out the buckets for the parameters that want a gradient now, with room for `tail` more values."""
-        self._tail = tail
-        if self.buckets:
+    def plan(self, room: int = 0, room_each: int = 0) -> None:
+        """Lay out the buckets for the parameters that want a gradient now, unless they are; and make room in the tail.
+
+        Args:
+            room, room_each: for so many values, and so many for each planned parameter.
+        """
+        if not self.buckets:
+            self._forms = {one: (one.dtype, one.stride()) for one in self._choice()}
+        tail = room + room_each * len(self._forms)
+        if not self.buckets:
+            *groups, last = self.bucketing.groups(list(self._forms)[::-1])
+            self.buckets = [*(Bucket(group, self.bucketing) for group in groups), Bucket(last, self.bucketing, tail)]
+            self._set_hooks()
+        elif tail != len(self.buckets[-1].memory.tail):
             self.buckets[-1].resize(tail)
-            self.tail = self.buckets[-1].tail
-            return
-        self._planned_asks = list(map(_WANTS, self._names))
-        wanted = self._choice()
-        device = self._world.device
-        dtype = self.slot_dtype
-        groups = grouped(wanted[::-1], self._sizes, self._reduce_dtype)
-        last = groups[-1][0] if groups else None
-        if last is None or (dtype_of_sums(last.dtype, self._reduce_dtype), last.device) != (dtype, device):
-            groups.append([])  # the tail cannot ride with gradients of another type
-        for group in groups:
-            room = tail if group is groups[-1] else 0
-            self.buckets.append(self._bucket_of(group, room))
-        self.tail = self.buckets[-1].tail
-        self._planned = {parameter: (parameter.dtype, parameter.stride()) for parameter in wanted}
-        self._set_hooks()
 
     def _set_hooks(self) -> None:
-        """Give the parameters the hooks that they need. See [Note: Arrivals] in `buckets`."""
+        """Give the parameters the hooks that they need. See [Note: Arrivals]."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._has_new_hooks = False
+        self.current.has_new_hooks = False
         for number, bucket in enumerate(self.buckets[:-1]):
             for place, parameter in enumerate(bucket.parameters):
-                if not parameter.requires_grad:  # frozen since, and torch takes no hook on it
-                    continue
-                arrived = bucket.arrived.append if bucket.is_counted(place) else partial(self._arrived, number, place)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
+                counts = bucket.is_counted(place)
+                arrived = bucket.arrived.append if counts else ArrivalHook(self._arrived, number, place)
+                if parameter.requires_grad:  # else frozen since, and torch takes no hook on it
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def release(self) -> None:
         """Drop the buckets and the hooks; assigned gradients stay."""
-        for hook in self._hooks:
-            hook.remove()
+        for bucket in {*self.buckets, *self.current.buckets}:
+            del bucket.accumulation  # it refers to the bucket, so both would wait for the garbage collector
         self.buckets = []
-        self._hooks = []
-        self._planned = {}
-        self.unplanned.release()
-        self._holds_sums = False
+        self._set_hooks()
+        self.current.buckets = []
+        self.current.folded = []
 
     def _choice(self) -> list[Parameter]:
         """The parameters to plan."""
-        return [one for one in self._names if one.requires_grad and one not in self.unplanned.left_out]
+        left_out = {*self.unplanned.averaged, *self.unplanned.awaited}
+        return [one for one in self._names if one.requires_grad and one not in left_out]
 
-    def _bucket_of(self, group: list[Parameter], tail: int = 0) -> Bucket:
-        """A bucket of parameters of one dtype and device; without any it has the tail alone."""
-        dtype, device = (group[0].dtype, group[0].device) if group else (self.slot_dtype, self._world.device)
-        sums = dtype_of_sums(dtype, self._reduce_dtype) if group else dtype
-        return Bucket(group, tail, dtype, device, self._world, self._order, sums)
+    @property
+    def planned(self) -> int:
+        """The number of parameters in planned buckets, or in those that `plan` would make."""
+        return len(self._forms if self.buckets else self._choice())
 
     # -- one pass over the shards --------------------------------------------------------------------------
 
@@ -172,47 +608,41 @@ class Gradients:
             RuntimeError: a parameter's dtype or memory format changed after the first step, it has a hook, or it is
                 trained and in no part of the state.
         """
-        self._passes = self._passes + 1
-        looked = self._looks
-        self._looks = not self._passes & (self._passes - 1)
-        if self._looks or looked:
-            self._outside.open(again=self._looks)
+        former = self.current
+        number = former.number + 1
+        looks = not number & (number - 1)
+        if looks or former.looks:
+            self._outside.open(again=looks)
         if not self._takes_hooks:  # 0.15 microseconds a parameter
             after = sum(map(len, filter(None, map(AFTER_HOOKS, self._names))))
             is_hooked = after != len(self._hooks) or any(map(HOOKS, self._names))
-            if is_hooked and (hooked := find_hook(self._names, _is_own)) is not None:
+            if is_hooked and (hooked := find_hook(self._names)) is not None:
                 raise RuntimeError(hooked)
-        forms = list(zip(map(_DTYPE, self._planned), map(_STRIDES, self._planned), strict=True))
-        if forms != list(self._planned.values()):
-            self._refuse_new_form()
-        asks = list(map(_WANTS, self._names))
-        self._versions = list(map(_VERSION, self._names))
+        planned = self._forms if self.buckets else {}
+        forms = zip(map(_DTYPE, planned), map(_STRIDES, planned), strict=True)
+        for parameter in compress(planned, map(ne, forms, planned.values())):
+            dtype, strides = planned[parameter]
+            raise RuntimeError(
+                "A parameter's dtype and memory format must not change during training. "
+                f"{self._names[parameter]} had {dtype} with strides {strides} and now has {parameter.dtype} with "
+                f"strides {parameter.stride()}. Convert the model before the Loop is created."
+            )
+        requires_grad = list(map(_REQUIRES_GRAD, self._names))
+        self.current = GradientPass(number, looks, list(map(_VERSION, self._names)))
         set_grads(self._names, repeat(None))
         if not self.buckets:
-            self.plan(0)
-        elif self._has_new_hooks:
+            self.plan()
+        elif former.has_new_hooks:
             self._set_hooks()
-        if asks != self._asks:
-            self._asks = asks
-            self.wanted = tuple(f"{name} {tuple(p.shape)}" for p, name in self._names.items() if p.requires_grad)
-        if self.unplanned.buckets or asks != self._planned_asks:
-            self.unplanned.open(self._planned)
-        self._next = self._shards = 0
-        self._is_pass_open = True
-        self._goes_on = False
-        self.known_norm = None
-        for bucket in (*self.buckets, *self.unplanned.buckets):
+        unfrozen = []
+        if requires_grad != self._requires_grad or former.buckets != self.buckets:
+            unfrozen = self.unplanned.open(self._forms)
+        if requires_grad != self._requires_grad:
+            self._requires_grad = requires_grad
+            self.trainable = tuple(f"{name} {tuple(p.shape)}" for p, name in self._names.items() if p.requires_grad)
+        self.current.buckets = [*self.buckets, *unfrozen]
+        for bucket in self.current.buckets:
             bucket.open()
-        self.tail = self.buckets[-1].tail
-
-    def _refuse_new_form(self) -> None:
-        for parameter, form in self._planned.items():
-            if (parameter.dtype, parameter.stride()) != form:
-                raise RuntimeError(
-                    "A parameter's dtype and memory format must not change during training. "
-                    f"{self._names[parameter]} had {form[0]} with strides {form[1]} and now has {parameter.dtype} with "
-                    f"strides {parameter.stride()}. Convert the model before the Loop is created."
-                )
 
     def backward(self, loss: torch.Tensor, factor: float | torch.Tensor, *, last: bool, more: bool = False) -> None:
         """Backpropagate `factor` times the loss of one shard.
@@ -231,99 +661,160 @@ class Gradients:
         Raises:
             RuntimeError: the gradients of an earlier shard are gone, or a second gradient came too late.
         """
-        apart = more or self._watch is not None
-        self._check_kept(adds=not apart)
-        if self._looks and not self._shards:
+        current = self.current
+        if (error := self._find_tampered()) is not None:
+            raise error
+        if current.looks and not current.shards:
             self._outside.look(loss)
-        for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
-            bucket.begin_backward(apart=apart)
+        if current.shards:
+            for bucket in current.buckets:
+                bucket.accumulation.begin_backward(apart=more or self._watch is not None)
         is_low = loss.dtype.itemsize < _FLOAT32_BYTES
-        later = None
+        factor_later = None
         if isinstance(factor, torch.Tensor) or (factor != 1 and is_low):
-            wider = self._reduce_dtype if is_low and not (more or self._goes_on) else None
-            how = {"is_low": is_low, "retain_graph": more, "synced": self._synced}
-            backpropagate_apart(self._names, loss, factor, **how, wider=wider)
-            later = None if wider is None else factor
+            wider = self.bucketing.reduce_dtype if is_low and not (more or current.goes_on) else None
+            self._backpropagate_apart(loss, factor, is_low=is_low, wider=wider, retain_graph=more)
+            factor_later = None if wider is None else factor
         else:
-            for bucket in self.buckets[:-1]:
-                bucket.arrived.clear()
-            self._in_backward = True
-            self._in_last = last and self._tail > 0 and self._overlaps
-            try:
-                _backpropagate(loss, loss.new_full((), factor), retain_graph=more)
-            finally:
-                self._in_backward = self._in_last = False
-            if self._next and (late := self._late()):
-                raise self._second(late[0])
-        if self.unplanned.left_out:
-            self.unplanned.adopt(self._shards)
-        if self._watch is not None and not more:
-            self._show(self._watch)
-        self._shards = self._shards + (not more)
-        self._goes_on = more
-        for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
-            bucket.end_backward() if more else bucket.finish_shard(self._shards, later)
+            self._backpropagate(loss, factor, last=last, retain_graph=more)
+        if self.unplanned.awaited:
+            current.buckets += self.unplanned.adopt(current.shards)
+        current.goes_on = more
+        if not more:
+            self.finish_shard(factor=factor_later)
+            return
+        for bucket in current.buckets:
+            bucket.accumulation.end_backward()
+
+    def _backpropagate(self, loss: torch.Tensor, factor: float, *, last: bool, retain_graph: bool) -> None:
+        """A backward during which sums may start, and whose gradients are added to those before.
+
+        It is `loss.backward` without checks of dtype and shape, which take a shard 8 to 30 microseconds.
+        """
+        current = self.current
+        for bucket in self.buckets[:-1]:
+            bucket.arrived.clear()
+        seed = loss.new_full((), factor)
+        has_tail = len(self.buckets[-1].memory.tail) > 0
+        current.in_backward = True
+        current.in_last = last and has_tail and not self._synced and self._watch is None
+        try:
+            if type(loss) is torch.Tensor:
+                run = torch.autograd.Variable._execution_engine.run_backward
+                run((loss,), (seed,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+            else:  # its class may do more
+                loss.backward(seed, retain_graph=retain_graph)
+        finally:
+            current.in_backward = False
+            current.in_last = False
+        if current.next and (late := self._written_late()):
+            raise self._second(late[0])
+
+    def _backpropagate_apart(
+        self,
+        loss: torch.Tensor,
+        factor: float | torch.Tensor,
+        *,
+        is_low: bool,
+        wider: torch.dtype | None,
+        retain_graph: bool,
+    ) -> None:
+        """Backpropagate apart from the gradients of the shards before, and add `factor` times the new ones to them.
+
+        Args:
+            loss: shape ().
+            factor: the shard's share; a tensor of shape () if only the device knows it.
+            is_low: whether the factor would be rounded in the loss's dtype, so that it is backpropagated unscaled.
+            wider: gradients that are added up in this dtype, and not in their own, are multiplied by the factor there.
+            retain_graph: whether another loss of the same graph follows.
+        """
+        before = {parameter: parameter.grad for parameter in self._names}
+        set_grads(before, repeat(None))
+        seed = torch.ones_like(loss) if is_low else torch.as_tensor(factor, dtype=loss.dtype, device=loss.device)
+        loss.backward(seed.reshape(loss.shape), retain_graph=retain_graph)
+        for parameter, gradient in before.items():
+            made = parameter.grad
+            if made is None:
+                parameter.grad = gradient
+                continue
+            if is_low and dtype_of_sums(made.dtype, wider) == made.dtype:  # the factor itself is not rounded to it
+                made.copy_(made.to(torch.promote_types(made.dtype, torch.float32)) * _on(factor, made))
+            if isinstance(factor, torch.Tensor):
+                void = factor == 0
+                # With synced batch norm the other shards' losses depend on this one's values too, and their part
+                # counts. Only what its own loss made of 0 does not.
+                made.masked_fill_(void & ~made.isfinite() if self._synced else void, 0.0)
+            if gradient is not None:
+                parameter.grad = gradient.add_(made)
 
     def backward_empty(self, loss: torch.Tensor, *, more: bool) -> None:
         """Backpropagate the loss of no samples for the collectives in it; its gradients are discarded."""
-        before = {parameter: parameter.grad for parameter in self._names}
+        before = list(map(_GRAD, self._names))
         loss.backward(torch.zeros_like(loss), retain_graph=more)
-        set_grads(before, before.values())
+        set_grads(self._names, before)
 
-    def finish_shard(self, *, skipped: bool = False) -> None:
-        """Finish a shard with the gradients that it has; raises where a `skipped` one has any of the script's own."""
-        if skipped:
-            self._check_kept()
+    def finish_shard(self, *, skipped: bool = False, factor: float | torch.Tensor | None = None) -> None:
+        """Finish a shard with the gradients that it has; raises where a `skipped` one has any of the script's own.
+
+        Args:
+            skipped: whether its loss counts for nothing, and had no backward.
+            factor: by which gradients that are rounded after the fold are still to be multiplied.
+        """
+        if skipped and (error := self._find_tampered()) is not None:
+            raise error
+        current = self.current
+        buckets = current.buckets[current.next :]
+        shown: dict[str, torch.Tensor] = {}
+        for bucket in buckets if self._watch is not None else ():
+            for parameter, view in zip(bucket.parameters, bucket.accumulation.grad_buffer.views, strict=True):
+                gradient = parameter.grad
+                # In the first shard the bucket's own views may be gradients too: large ones, and an earlier loss's.
+                if gradient is not None and (gradient is not view or not current.shards):
+                    shown[self._names[parameter]] = gradient
+        for bucket in buckets:
+            bucket.accumulation.finish_shard(factor)
         if self._watch is not None:
-            self._show(self._watch)
-        self._shards += 1
-        for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
-            bucket.finish_shard(self._shards)
+            self._watch(current.shards, shown)
+        current.shards += 1
 
-    def _show(self, watch: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
-        fresh: dict[str, torch.Tensor] = {}
-        for bucket in (*self.buckets[self._next :], *self.unplanned.buckets):
-            for place, gradient in zip(*bucket.fresh(), strict=True):
-                fresh[self._names[bucket.parameters[place]]] = gradient
-            if not self._shards:  # the bucket may have gradients of this shard's earlier loss
-                made = ((self._names[one], one.grad) for one in bucket.parameters)
-                fresh |= {name: gradient for name, gradient in made if gradient is not None}
-        watch(self._shards, fresh)
-
-    def _check_kept(self, *, adds: bool = False) -> None:
-        for parameter in self.unplanned.foreign() if self.unplanned.left_out else ():
-            raise RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
-        if self._next and (late := self._late()):
-            raise RuntimeError(_OWN_BACKWARD.format(self._names[late[0]]))
-        for bucket in (*self.buckets, *self.unplanned.buckets):
-            if (lost := bucket.tampered(adds=adds)) is not None:
-                if not bucket.gave(lost):
-                    raise RuntimeError(_OWN_BACKWARD.format(self._names[lost]))
-                raise RuntimeError(
-                    "Gradients of a step's shards must stay as they are until its fold. That of "
-                    f"{self._names[lost]} was taken away or changed. Leave zero_grad() out, since each step begins "
-                    "without gradients; clip and scale after step.fold(); and backpropagate a further loss with "
-                    "step.backward(loss, more_losses=True) before the last one, not with loss.backward()."
-                )
+    def _find_tampered(self) -> RuntimeError | None:
+        """The error of a gradient that is not what the step's backwards left."""
+        own = self.unplanned.foreign() if self.unplanned.awaited else []
+        if self.current.next:
+            own += self._written_late()
+        for parameter in own:
+            return RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
+        for bucket in self.current.buckets:
+            if (place := bucket.accumulation.tampered()) is None:
+                continue
+            name = self._names[bucket.parameters[place]]
+            if not (bucket.accumulation.given[place] or bucket.accumulation.kept):
+                return RuntimeError(_OWN_BACKWARD.format(name))
+            return RuntimeError(
+                "Gradients of a step's shards must stay as they are until its fold. That of "
+                f"{name} was taken away or changed. Leave zero_grad() out, since each step begins "
+                "without gradients; clip and scale after step.fold(); and backpropagate a further loss with "
+                "step.backward(loss, more_losses=True) before the last one, not with loss.backward()."
+            )
+        return None
 
     def _arrived(self, number: int, place: int, parameter: Parameter) -> None:
-        if not self._in_backward:
-            if self._is_pass_open and number < self._next:
-                raise RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
+        current = self.current
+        if number < current.next:
+            own = RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
+            raise self._second(parameter) if current.in_backward else own
+        if not current.in_backward:
             return  # a backward of the script's own; the step's next one finds its gradients
-        if number < self._next:
-            raise self._second(parameter)
-        self._has_new_hooks |= self.buckets[number].arrive(place)
-        while self._in_last and self._next < len(self.buckets) - 1 and self.buckets[self._next].is_complete():
-            first = self.buckets[self._next]
-            self._next += 1
-            first.finish_shard(self._shards + 1)
-            first.finish_shards()
-            self._start(self._next - 1)
+        current.has_new_hooks |= self.buckets[number].arrive(place)
+        while current.in_last and current.next < len(self.buckets) - 1 and self.buckets[current.next].is_complete():
+            first = self.buckets[current.next].accumulation
+            first.finish_shard()
+            first.add_empty_shards()
+            self._start_next()
 
-    def _late(self) -> list[Parameter]:
+    def _written_late(self) -> list[Parameter]:
         """The parameters whose gradients were written after their sum had begun."""
-        return list(chain.from_iterable(map(Bucket.late, self.buckets[: self._next])))
+        return list(chain(*(bucket.arrived[bucket.sent :] for bucket in self.buckets[: self.current.next])))
 
     def _second(self, parameter: Parameter) -> RuntimeError:
         return RuntimeError(
@@ -332,120 +823,124 @@ class Gradients:
             "with use_reentrant=False, or give Loop a bucket_cap_mib larger than the network."
         )
 
-    def collect(self, tail: int) -> list[bool]:
-        """Finish this rank's shards, with room for `tail` more values.
+    def collect(self, room: int, room_each: int) -> tuple[list[bool], torch.Tensor, RuntimeError | None]:
+        """Finish this rank's shards; args as for `plan`.
 
         Returns:
-            For each parameter in bucket order, whether one of the shards gave it a gradient.
-
-        Raises:
-            RuntimeError: the gradients of a shard are gone.
-            ValueError: a gradient is sparse.
+            For each parameter in bucket order, whether one of the shards gave it a gradient; the tail of the last
+            bucket; and what is wrong: the gradients of a shard are gone. The length of the sums is the same then.
         """
-        try:
-            self._check_kept()
-        finally:  # the length of the sums is the same where something is wrong
-            if tail != self._tail:
-                self.plan(tail)
-            for bucket in self.buckets[self._next :]:
-                bucket.finish_shards()
-            if self.unplanned.buckets or self.unplanned.left_out:
-                self.unplanned.finish_shards()
-        return list(chain.from_iterable(map(_GIVEN, self.buckets)))
+        problem = self._find_tampered()
+        if room + room_each * len(self._forms) != len(self.buckets[-1].memory.tail):
+            self.plan(room, room_each)
+        for bucket in self.buckets[self.current.next :]:
+            bucket.accumulation.add_empty_shards()
+        if self.unplanned.averaged:
+            set_grads(self.unplanned.averaged, repeat(None))  # what became of them is dropped
+        given = [False] * len(self._forms) if problem is not None else list(chain(*map(_GIVEN, self.buckets)))
+        return given, self.buckets[-1].memory.tail, problem
 
     def leaving(
-        self, tail: int, others: Sequence[FlatAllReduce]
+        self, room: int, room_each: int, others: Sequence[FlatAllReduce]
     ) -> Callable[[int | None, AbstractContextManager[object]], None]:
         """The pass's sums that have not begun, and `others`, as a collective that adds nothing, also after `release`.
 
+        Args:
+            room, room_each: as for `plan`.
+            others: sums that are started after them.
+
         Returns:
-            To be called with the place in the tail, of length `tail`, where this rank adds 1, or None, and with what is
+            To be called with the place in the tail where this rank adds 1, or None, and with what is
             entered after all buckets have begun, and left after their sums.
         """
-        if tail != self._tail or not self.buckets:
-            self.plan(tail)
+        self.plan(room, room_each)
+        world = self.bucketing.world
+        pieces_each = max(1, self.bucketing.order.pieces[world.rank])
         planned = len(self.buckets)
-        sums = [*(bucket.summing for bucket in self.buckets), *others]
-        first = self._next
-        with_tail = self.buckets[-1].summing
+        sums = [*(bucket.memory.summing for bucket in self.buckets), *others]
+        first = self.current.next
         length = self.buckets[-1].length
 
         def send(mark: int | None, beside: AbstractContextManager[object]) -> None:
             for number, summing in enumerate(sums[first:], first):
-                rows = summing.empty_rows()  # assigned gradients stay as they are
-                if mark is not None and summing is with_tail:
-                    rows[0][length + mark] = 1
-                summing.start(rows, sums[number - 1] if 0 < number < planned else None)
+                pieces = [fill_identity(summing.empty()) for _ in range(pieces_each)]  # assigned gradients stay
+                if mark is not None and number == planned - 1:
+                    pieces[0][length + mark] = 1
+                summing.start(pieces, sums[number - 1] if 0 < number < planned else None)
             with beside:
-                finish_all(sums, self._world)
+                finish_all(sums, world)
 
         return send
 
-    @property
-    def planned(self) -> int:
-        """The number of parameters in planned buckets, or in those that `plan` would make."""
-        return len(self._planned) if self.buckets else len(self._choice())
-
     def start_sums(self) -> None:
         """Start the sums of gradients and tail over all ranks that have not begun. Every rank must call this."""
-        for number in range(self._next, len(self.buckets)):
-            self._start(number)
+        for _ in range(self.current.next, len(self.buckets)):
+            self._start_next()
 
-    def _start(self, number: int) -> None:
-        self.buckets[number].start(self.buckets[number - 1].summing if number else None)
+    def _start_next(self) -> None:
+        """Start the next bucket's sum after the one before; one rank has it already."""
+        current = self.current
+        bucket = self.buckets[current.next]
+        bucket.sent = len(bucket.arrived)
+        if self.bucketing.world.size > 1:
+            before = self.buckets[current.next - 1].memory.summing if current.next else None
+            bucket.memory.summing.start(bucket.accumulation.pieces(), before)
+        current.next += 1
 
     def finish_sums(self, others: Sequence[FlatAllReduce] = ()) -> None:
         """Wait for all sums, and others that were started after them. Every rank must call this."""
-        finish_all([*(bucket.summing for bucket in self.buckets), *others], self._world)
+        finish_all([*(bucket.memory.summing for bucket in self.buckets), *others], self.bucketing.world)
 
-    def leave_out(self) -> bool:
-        """Leave what no fold gave a gradient out of the next plan; returns whether there is such a parameter."""
-        if all(parameter.grad is None for parameter in self._names):
-            return False  # the mini-batch had no weight
-        planned = self._planned if self.is_chosen else ()
-        self.is_chosen = True
-        return self.unplanned.leave_out(planned)
+    def assign(self, given: list[bool], unplanned: Collection[str] | None) -> bool:
+        """End a pass: assign the sums to `.grad`. See [Note: None stays None]. Every rank must call this.
 
-    def close(self, given: list[bool]) -> None:
-        """End a pass: assign the sums to `.grad`. See [Note: None stays None]."""
-        self._next = start = 0
-        self._is_pass_open = False
-        self._holds_sums = True
+        Args:
+            given: for each parameter in bucket order whether a shard of any rank gave it a gradient.
+            unplanned: the names of others that got one, where the ranks have agreed on them.
+
+        Returns:
+            Whether the next pass needs another plan.
+        """
+        self.current.next = 0
+        flags = iter(given)
         for bucket in self.buckets:
-            end = start + len(bucket.parameters)
-            bucket.assign_grads(given[start:end])
-            start = end
+            bucket.accumulation.assign_grads(list(islice(flags, len(bucket.parameters))))
+        is_new = unplanned is not None
+        if unplanned is not None:
+            self.current.buckets = [*self.buckets, *self.unplanned.sum(unplanned)]
+        self.current.folded = list(filter(torch.Tensor.numel, map(_RESULT, self.current.buckets)))
+        return (is_new or not self.unplanned.is_chosen) and (self.unplanned.leave_out(self._forms) or is_new)
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply the sums of all gradients by `factor`, shape ()."""
-        for bucket in (*self.buckets, *self.unplanned.buckets):
-            bucket.own.gradients.mul_(factor)
+        for bucket in self.current.buckets:
+            bucket.memory.own.gradients.mul_(factor)
 
     def round(self) -> None:
-        """Round the sums to the parameters' dtypes."""
-        for bucket in (*self.buckets, *self.unplanned.buckets):
-            bucket.round()
+        """Round the sums to the parameters' dtypes. See [Note: Rounded once] in `buckets`."""
+        for bucket in self.current.buckets:
+            if bucket.memory.rounds:
+                bucket.memory.result.gradients.copy_(bucket.memory.own.gradients)
 
     # -- after the fold ------------------------------------------------------------------------------------
 
     def extremes(self) -> list[torch.Tensor]:
-        """The least and the largest element of each bucket, shape () each, in one dtype.
+        """The least and the largest element of each bucket, shape () each.
 
         Finite exactly if all gradients are: NaN propagates, and nothing overflows. None counts as zeros.
+        `vector_norm(..., inf)` gives one value and takes 13 times as long on the CPU.
         """
-        found = [bucket.extremes() for bucket in (*self.buckets, *self.unplanned.buckets) if bucket.length]
-        dtype = self.slot_dtype if len(found) > 1 else None
-        return [one if dtype is None else one.to(self._world.device, dtype) for pair in found for one in pair]
+        return list(chain(*map(torch.aminmax, map(as_real, self.current.folded))))
 
     def folded_norm(self) -> torch.Tensor:
-        """The Euclidean norm of all gradients, shape (); computed from the buckets once in a fold."""
-        if self.known_norm is None:
-            norms = [bucket.norm() for bucket in (*self.buckets, *self.unplanned.buckets) if bucket.length]
-            if len(norms) != 1:
-                norms = [norm.to(self._world.device, torch.float64) for norm in norms]
-                norms = [torch.linalg.vector_norm(torch.stack(norms)) if norms else self.tail.new_zeros(())]
-            (self.known_norm,) = norms
-        return self.known_norm
+        """The Euclidean norm of all gradients, shape (); computed once in a fold, from the buckets while they are."""
+        if self.current.norm is None:
+            norms = list(map(_norm, self.current.folded))
+            if len(norms) > 1:
+                norms = [norm.to(self.bucketing.world.device, torch.float64) for norm in norms]
+                norms = [torch.linalg.vector_norm(torch.stack(norms))]
+            self.current.norm = norms[0] if norms else self.norm()
+        return self.current.norm
 
     def norm_if_due(self, iteration: int, *, thinned: bool) -> torch.Tensor | None:
         """The Euclidean norm of all gradients, shape (); None in steps that leave it out.
@@ -453,22 +948,20 @@ class Gradients:
         Unless this pass has computed it, it reads each gradient once more, 0.3 ms per million on a CPU. So k million
         gradients are read in every k-th step.
         """
-        if self.known_norm is None:
-            if thinned and (iteration - 1) % max(1, self.elements // _NORM_EACH):
-                return None
-            return self.folded_norm() if self._holds_sums else self.norm()
-        return self.known_norm
+        if thinned and self.current.norm is None and (iteration - 1) % max(1, self.elements // _NORM_EACH):
+            return None
+        return self.folded_norm()
 
     def are_finite(self) -> bool:
         """Whether all gradients are; the host waits. A finite norm proves it in half the time that `extremes` takes."""
-        if all(map(_PRECISE, (*self.buckets, *self.unplanned.buckets))) and math.isfinite(self.folded_norm().item()):
+        if _PRECISE.issuperset(map(_DTYPE, self.current.folded)) and math.isfinite(self.folded_norm().item()):
             return True
         return all(math.isfinite(one.item()) for one in self.extremes())
 
     @property
     def elements(self) -> int:
         """The number of gradients."""
-        return sum(bucket.length for bucket in (*self.buckets, *self.unplanned.buckets))
+        return sum(bucket.length for bucket in self.current.buckets)
 
     def first_not_finite(self, *, written: bool) -> str | None:
         """The first parameter whose gradient is not finite, by name; with `written`, the first not finite itself."""
@@ -489,17 +982,13 @@ class Gradients:
 
     def fill_with_nan(self, where: torch.Tensor | bool) -> None:
         """Make all gradients NaN, if `where`, shape ()."""
-        for bucket in (*self.buckets, *self.unplanned.buckets):
-            flat = bucket.result.gradients
+        for flat in self.current.folded:
             flat.masked_fill_(torch.as_tensor(where, device=flat.device), torch.nan)
 
     def changed_since_opened(self) -> str | None:
         """A parameter that was written since the pass opened, by name; None without one."""
-        now = list(map(_VERSION, self._names))
-        if now == self._versions:
-            return None
-        changed = map(ne, now, self._versions)
-        return next(compress(self._names.values(), changed))
+        changed = map(ne, map(_VERSION, self._names), self.current.versions)
+        return next(compress(self._names.values(), changed), None)
 
     def named(self) -> dict[str, torch.Tensor]:
         """The gradients as they are now, by parameter name, without those that are None."""
@@ -507,21 +996,18 @@ class Gradients:
 
     def norm(self) -> torch.Tensor:
         """The Euclidean norm of all gradients as they are now; shape ()."""
-        gradients = [parameter.grad for parameter in self._names if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients) if gradients else self.tail.new_zeros(())
+        if gradients := list(self.named().values()):
+            return torch.nn.utils.get_total_norm(gradients)
+        return torch.zeros((), dtype=self.bucketing.tail_dtype, device=self.bucketing.world.device)
 
 
-def _is_own(hook: Hook) -> bool:
-    """Whether a post-accumulate hook is of this class, perhaps of another loop."""
-    if isinstance(hook, partial):
-        return getattr(hook.func, "__func__", None) is Gradients._arrived
-    return isinstance(getattr(hook, "__self__", None), Arrivals)
-
-
-def _backpropagate(loss: torch.Tensor, seed: torch.Tensor, *, retain_graph: bool) -> None:
-    """`loss.backward(seed)` without its checks of dtype and shape, which take a shard 8 to 30 microseconds."""
-    if type(loss) is not torch.Tensor:  # its class may do more
-        loss.backward(seed, retain_graph=retain_graph)
-        return
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward((loss,), (seed,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True)
+def _norm(flat: torch.Tensor) -> torch.Tensor:
+    """The Euclidean norm of flat gradients, shape (), float32 or float64; None counts as zeros."""
+    if flat.dtype in _PRECISE:
+        square = flat.dot(flat)  # half the time of aminmax, and 40 times as precise as vector_norm
+        is_double = flat.dtype == torch.float64
+        if is_double or accelerator_of(flat.device).is_asynchronous or 0 < square.item() < math.inf:
+            return square.sqrt()
+    # Squares of another range.
+    whole: torch.Tensor = torch.linalg.vector_norm(as_real(flat), dtype=torch.float64)
+    return whole if flat.dtype == torch.float64 else whole.float()

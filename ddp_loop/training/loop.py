@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy, OnSaveError, Stateful, flatten_config
 from ddp_loop.data import Batches, LoadedBatch, LoopPosition, MiniBatch
-from ddp_loop.determinism import as_int, seed_step
-from ddp_loop.distributed import FrozenParameters, ReplicaCheck
+from ddp_loop.determinism import as_int
+from ddp_loop.distributed import FrozenParameters
 from ddp_loop.reporting import Receivers
 from ddp_loop.tracing import trace_request_of
 from ddp_loop.training.buffers import BufferReduction
-from ddp_loop.training.control import NO_REQUEST, ControlRequest
+from ddp_loop.training.checks import StepChecks
 from ddp_loop.training.fold import Fold
-from ddp_loop.training.gather import BatchGather
-from ddp_loop.training.job import Job, ReductionSettings, WeightlessStepCheck
-from ddp_loop.training.nonfinite import NonFiniteGuard, OnNonFinite
-from ddp_loop.training.payload import StepResult
 from ddp_loop.training.profiled import open_steps
-from ddp_loop.training.recorder import Reporting, RunRecorder, open_trace
-from ddp_loop.training.share_measurement import ShareMeasurement
-from ddp_loop.training.state_check import NonFiniteStateCheck
-from ddp_loop.training.step import Epoch, Step
-from ddp_loop.training.validation import SAME, check_arguments, check_batches
+from ddp_loop.training.recorder import RunRecorder, open_trace
+from ddp_loop.training.step import Epoch, Job, Step
+from ddp_loop.training.validation import SAME, OnNonFinite, check_arguments, check_batches, check_state
 
 
 class Loop:
@@ -83,8 +79,7 @@ class Loop:
 
     Attributes:
         batches, world: as given, and theirs. `len(loop)` counts the whole run's steps, `len(loop.batches)` an epoch's.
-        log, log_text, log_image, log_table: log what belongs to the current step; see `RunLog`.
-        fold: reduces this loop's steps over the ranks; a new one after parameters are replaced.
+        log, log_text, log_image, log_table: log what belongs to the current step; see `RunRecorder`.
 
     Raises:
         ValueError: neither or no sensible epochs and steps, a state without parameters, one-sample shards under
@@ -92,11 +87,6 @@ class Loop:
         PeerFailed: another rank has such a problem.
         ReplicaMismatch: during the loop: parameters, buffers or optimizers differ between ranks.
     """
-
-    _begun: str | None  # where it is in its epochs, or was left
-    _is_iterated = False  # whether an iterator of it goes on
-    _compares: bool  # whether ranks compare their state
-    _announces: bool  # whether the current mini-batch has news for the other ranks
 
     def __init__(
         self,
@@ -126,88 +116,89 @@ class Loop:
         profile: int | None = None,
         config: object = None,
     ) -> None:
-        check_batches(batches)
-        self._begun, epochs, steps = None, as_int(epochs), as_int(steps)
-        self.batches, self.world, self._compares = batches, batches.world, batches.world.size > 1
-        self._where, self._gathering = LoopPosition(batches, epochs, steps), BatchGather(self.world)
+        self.batches = check_batches(batches)
+        self.world = batches.world
+        epochs, steps = map(as_int, (epochs, steps))
+        self._where = LoopPosition(batches, epochs, steps)
         watched = trace_request_of(batches)
         folder = None if run_dir is None else Path(run_dir).absolute()
         policy = CheckpointPolicy(save_every, save_every_s, keep_last, on_save_error)
-        is_ordered = batches.fixed_shards if ordered is None else ordered
-        how = ReductionSettings(is_ordered, bucket_cap_mib, buffer_reduction or {}, reduce_dtype)
-        self._job = Job(state, batches, how)
-        self._recorder = self._make_recorder(folder if watched is None else None, policy, on_nonfinite)
+        adds_in_order = batches.fixed_shards if ordered is None else ordered
+        sums: dict[str, Any] = {"bucket_cap_mib": bucket_cap_mib, "reduce_dtype": reduce_dtype}
+        new_fold = partial(Fold, ordered=adds_in_order, buffer_reduction=buffer_reduction, **sums)
+        parts = check_state(state)
+        checks = StepChecks(parts, batches, buffer_reduction, on_nonfinite, check_replicas_every)
+        self._make_recorder(parts, checks, policy, folder if watched is None else None)
+        recorder = self._recorder
+        flat: dict[str, Any] | None = None
+        problem: Exception | None = None
         with self.world.in_stage("start"):
-            problem: Exception | None = None
             try:
                 flat = None if config is None else flatten_config(config)
-                check_arguments(batches, epochs, steps, how.sums, on_nonfinite, check_replicas_every)
-                if not allow_single_sample_shards:
-                    self._shares.check_rows(self._job.state)
+                check_arguments(batches, epochs, steps, on_nonfinite, check_replicas_every, **sums)
+                checks.shares.check_rows({} if allow_single_sample_shards else parts)
                 self._ahead, self._step = open_steps(profile, batches, self._where, folder, watched)
-                traced = folder, batches, self._job.state, watched
-                self._recorder.tracer = open_trace(*traced, trace=trace, ordered=is_ordered)
-                self.fold = self._make_fold()
-                self._replicas = ReplicaCheck(self._job.state, self.world, check_replicas_every, self._job.rules)
+                recorder.tracer = open_trace(folder, batches, parts, watched, trace=trace, ordered=adds_in_order)
+                self._job = Job(parts, batches, new_fold, self._where, checks, recorder, self._ahead)
                 if watched is not None:
                     self._where.most_steps = min(watched.steps, steps or watched.steps)
             except ValueError as error:
                 problem = error
-            with self._leaving_on_error():
-                self.world.raise_if_any_failed(problem)
-                facts = epochs, steps, *how.sums, check_replicas_every, on_nonfinite, ordered, run_dir is None
-                self.world.require_equal(SAME, (*facts, resume, str(resume_from), save_every, trace, profile, flat))
-                self._begin(resume, resume_from, Reporting(on_row, progress, monitor and watched is None, flat))
+            facts = epochs, steps, *sums.values(), check_replicas_every, on_nonfinite, ordered
+            same = *facts, run_dir is None, resume, str(resume_from), save_every, trace, profile, flat
+            show = partial(recorder.open_rows, on_row, flat, progress=progress, monitor=monitor and watched is None)
+            self._begin(problem, same, partial(recorder.open, batches, parts, resume_from, resume, flat), show)
 
-    @contextmanager
-    def _leaving_on_error(self) -> Iterator[None]:
+    def _make_recorder(
+        self, state: dict[str, object], checks: StepChecks, policy: CheckpointPolicy, folder: Path | None
+    ) -> None:
+        """Make the recorder, which keeps the position of these checks and of the data in checkpoints."""
+        self._begun: str | None = None  # where it is in its epochs, or was left
+        self._is_iterated = False  # whether an iterator of it goes on
+        self._release: Callable[[], None] = lambda: None  # later its job's hooks
+        checkpointer = None
+        kept: dict[str, Stateful] = {"guard": checks.guard, "trained": FrozenParameters(state), "shares": checks.shares}
+        kept |= self.batches.checkpointed(skips=checks.guard.skips)  # also tells sequences that steps may be skipped
+        if folder is not None:
+            checkpointer = Checkpointer(folder, self.world, state, policy, checks.local, kept, checks.state.check)
+            checkpointer.give_up = self._give_up
+        self._recorder = RunRecorder(self.world, self._where, checkpointer, state)
+        self.world.on_leaving(self._leave)
+        self.log = self._recorder.log
+        self.log_text = self._recorder.log_text
+        self.log_image = self._recorder.log_image
+        self.log_table = self._recorder.log_table
+
+    def _begin(
+        self,
+        problem: Exception | None,
+        facts: tuple[object, ...],
+        restore: Callable[[], dict[str, int] | None],
+        open_rows: Callable[[], None],
+    ) -> None:
+        """Make the replicas equal, and resume the run in the folder, or begin with the weights of another one."""
         try:
-            yield
+            if problem is None:
+                self._release = self._job.release
+            self.world.raise_if_any_failed(problem)
+            self.world.require_equal(SAME, facts)
+            self._job.make_equal()
+            position = restore()
+            if position is not None:
+                self.load_state_dict(position)
+            self._job.use_shares()
+            self._recorder.open_trace_files()
+            open_rows()
         except BaseException:
             self._leave()
             raise
 
-    def _make_recorder(self, folder: Path | None, policy: CheckpointPolicy, rule: OnNonFinite) -> RunRecorder:
-        """The recorder, and the checks of the values of steps and state."""
-        state = self._job.state
-        local = [name for name, rule in self._job.rules.items() if rule == "local"]
-        self._state_check = NonFiniteStateCheck(state, self.world, rule, local)
-        self._weightless = WeightlessStepCheck()
-        self._guard = NonFiniteGuard(rule, self.batches.indices, state, self._state_check.blame, self.world.print)
-        self._shares = ShareMeasurement(self.batches)
-        checkpointer = None
-        parts: dict[str, Stateful] = {"guard": self._guard, "trained": FrozenParameters(state), "shares": self._shares}
-        parts |= self.batches.checkpointed(skips=rule == "skip")
-        if folder is not None:
-            checkpointer = Checkpointer(folder, self.world, state, policy, local, parts, self._state_check.check)
-            checkpointer.give_up = self._give_up
-        recorder = RunRecorder(self.world, self._where, checkpointer, state)
-        self.world.on_leaving(self._leave)
-        log = recorder.run_log
-        self.log = log.log
-        self.log_text = log.log_text
-        self.log_image = log.log_image
-        self.log_table = log.log_table
-        return recorder
-
-    def _make_fold(self, former: Fold | None = None) -> Fold:
-        if former is not None:
-            former.check_pending()
-        watch = None if self._recorder.tracer is None else self._recorder.tracer.backward
-        return self._job.make_fold(self, self._guard, watch, former)
-
-    def _begin(self, resume: bool | None, source: str | Path | None, reporting: Reporting) -> None:
-        """Make the replicas equal, and resume the run in the folder, or begin with the weights of another one."""
-        self._job.make_equal()
-        origin = self._recorder.warm_start(source, self._job.state, resume)
-        facts = self.batches.facts, resume, reporting.config, self.batches.shares, origin
-        if (position := self._recorder.open(*facts)) is not None:
-            self.load_state_dict(position)
-        self._use_measured_shares()
-        self._recorder.open_trace_files()
-        self._recorder.open_rows(reporting)
-
     # -- the steps -----------------------------------------------------------------------------------------
+
+    @property
+    def fold(self) -> Fold:
+        """Reduces this loop's steps over the ranks; a new one after parameters are replaced."""
+        return self._job.fold
 
     @property
     def iteration(self) -> int:
@@ -257,8 +248,7 @@ class Loop:
             Stopped: the ranks were asked to stop. It ends the script after a checkpoint.
         """
         self._recorder.holds = False
-        for epoch in self.epochs():
-            yield from epoch
+        return chain.from_iterable(self.epochs())
 
     def epochs(self) -> Iterator[Epoch]:
         """The remaining epochs, each iterated for its steps. Every rank must call this.
@@ -280,7 +270,7 @@ class Loop:
         if self.stopped is not None:
             raise self.world.stops.ended()
         if self._begun or (where.is_done and self.iteration != where.resumed_at):
-            raise self._where.out_of_turn(self._begun, is_over=self._is_over)
+            raise where.out_of_turn(self._begun, is_over=self._is_over)
         self._is_iterated = True
         try:
             while again or not self._is_over:
@@ -288,7 +278,7 @@ class Loop:
                 number = where.epochs + 1
                 yield Epoch(number, self._steps_of, self.batches)
                 if self._begun or not (self._is_over or where.epochs == number):
-                    raise self._where.out_of_turn(self._begun, is_over=self._is_over)
+                    raise where.out_of_turn(self._begun, is_over=self._is_over)
             self.world.stops.agree()  # a request since the last fold
         finally:
             self._begun = self._begun or (None if self._is_over else f"before epoch {where.epochs + 1}")
@@ -300,32 +290,35 @@ class Loop:
 
     def _steps_of(self, number: int) -> Iterator[Step]:
         where = self._where
-        if self._begun or where.epochs + 1 != number or self.stopped is not None:
-            raise self._where.out_of_turn(self._begun, is_over=self._is_over)
+        recorder = self._recorder
+        if self._begun or where.epochs + 1 != number or recorder.stopped is not None:
+            raise where.out_of_turn(self._begun, is_over=self._is_over)
         if where.is_done:
             return
         self._begun = f"inside epoch {where.epochs + 1}"
-        self.world.step = self.iteration
-        self._state_check.begin(self.iteration)
-        self._use_measured_shares()
-        self._recorder.install_stop_handlers()
-        if (tracer := self._recorder.tracer) is not None and tracer.is_new:
-            tracer.start(self.iteration)
+        self.world.step = where.iteration
+        self._job.checks.state.begin(where.iteration)
+        self._job.use_shares()
+        self.world.stops.install_handlers(recorder)
+        if recorder.tracer is not None and recorder.tracer.is_new:
+            recorder.tracer.start(where.iteration)
         try:
             with self._ahead.epoch(where.epochs + 1, where.at):
                 while (loaded := self._ahead.take()) is not None:
-                    yield from self._one_step(loaded)
-                    if self.stopped is not None or where.iteration == where.most_steps:
+                    where.iteration += 1
+                    where.at = loaded.mini_batch.position + 1
+                    where.is_folded = False
+                    self.world.step = where.iteration
+                    step = self._step(self._job, loaded, where.iteration)
+                    try:
+                        yield step
+                    except GeneratorExit:
+                        self._leave_step(step)
+                        raise
+                    self._end_step(step, loaded.mini_batch)
+                    if recorder.stopped is not None or where.iteration == where.most_steps:
                         break
-            self._guard.check_pending()  # what a GPU has yet to give
-            self._replicas.check_pending()
-            if self.stopped is None and (loaded is None or where.is_last_of_epoch(loaded.mini_batch)):
-                where.end_epoch()
-            if self._is_over:
-                self._state_check.finish(self.iteration)
-                self.world.step = 0
-            self._begun = None
-            self.world.stage = ""
+            self._end_epoch(loaded)
         finally:
             if self._begun:
                 self._leave(abandoned=True)
@@ -333,124 +326,70 @@ class Loop:
             self._leave()
             raise self.world.stops.ended()
 
-    def _one_step(self, loaded: LoadedBatch) -> Iterator[Step]:
-        mini_batch = loaded.mini_batch
+    def _leave_step(self, step: Step) -> None:
+        """The script leaves the loop in a step, by a break or an error."""
+        if step.passes and self._recorder.tracer is not None:
+            self._recorder.tracer.end(step.iteration)
+        self.world.explain = step.explainer()
+        if step.leave(f"it left the loop in step {step.iteration}, by a break or an error that was caught"):
+            self._job.checks.replicas.leave(step.iteration, folded=self._where.is_folded)
+
+    def _end_step(self, step: Step, mini_batch: MiniBatch) -> None:
+        """Require the fold, hand on the row, write a checkpoint where one is due. Every rank must call this."""
         where = self._where
-        where.iteration = where.iteration + 1
-        where.at = mini_batch.position + 1
-        where.is_folded = False
-        is_last_of_epoch = mini_batch.is_last or mini_batch.ends_stream
-        self.world.step = iteration = where.iteration
-        self._announces = mini_batch.announcement is not None and mini_batch.announcement.is_new
-        parts = self, self.fold, self._gathering, self.world, loaded, iteration, self._shares.meter
-        step = self._step(*parts, is_last_of_epoch=is_last_of_epoch, tracer=self._recorder.tracer)
-        try:
-            yield step
-        except GeneratorExit:
-            if step.passes:
-                self._recorder.end_trace(iteration)
-            self.world.explain = step.explainer(skips=self._guard.skips and not self._guard.is_scaled)
-            if step.leave(f"it left the loop in step {iteration}, by a break or an error that was caught", self.fold):
-                self._replicas.leave(iteration, folded=where.is_folded)
-            raise
-        if step.passes == 0 or self.fold.opened_by is not None:
-            step.require_folded()
-        if self._recorder.has_rows:
-            self._recorder.end_row()
-        if self._recorder.tracer is not None and step.passes:
-            self._recorder.end_trace(iteration)
-        decision = self.fold.decision
-        stops, saves = (False, False) if decision is None else (decision.stop, decision.save)
-        ends = iteration == where.most_steps or (is_last_of_epoch and where.ends_all(mini_batch))
+        recorder = self._recorder
+        if (step.is_open or step.passes == 0) and not step.is_broken:
+            step.refuse_unfolded()
+        if recorder.has_rows:
+            recorder.end_row()
+        if recorder.tracer is not None and step.passes:
+            recorder.tracer.end(step.iteration)
+        fold = self._job.fold
+        decision = fold.current.decision
+        stops = decision is not None and decision.stop
+        saves = decision is not None and decision.save
+        ends = step.iteration == where.most_steps or (step.is_last_of_epoch and where.ends_all(mini_batch))
         if stops or ends:
-            self.fold.check_pending()
-            step.leave(f"it ended the loop after step {iteration}", self.fold)  # finds a peer that left it before
-            self._replicas.end(iteration)
-        if stops or self._recorder.keeps:
-            self._recorder.end_step(stops=stops, ends=ends, saves=saves, is_last_of_epoch=is_last_of_epoch)
-        self._use_measured_shares(None if stops or ends else step)
+            fold.check_pending()
+            step.leave(f"it ended the loop after step {step.iteration}")  # finds a peer that left it before
+            self._job.checks.replicas.end(step.iteration)
+        if stops or recorder.checkpointer is not None:
+            recorder.end_step(stops=stops, ends=ends, saves=saves, is_last_of_epoch=step.is_last_of_epoch)
+        shares = self._job.checks.shares
+        if shares.found is not None or shares.used != shares.division.shares:
+            if shares.found is not None and not (stops or ends):
+                step.meet()
+            self._job.use_shares()
         self.world.stage = "data"
 
-    def _use_measured_shares(self, step: Step | None = None) -> None:
-        """Read and fold as the mini-batches are divided now, if they have got shares; `step` was not the last one."""
-        if step is not None and self._shares.found is not None:
-            step.meet(self.fold)
-        if self._shares.take():
-            self._recorder.record_shares(self.batches.shares or ())
-            self._ahead.restart(self._where.epochs + 1, self._where.at)
-            self.fold = self._make_fold(self.fold)  # fixed shards have moved to other ranks
+    def _end_epoch(self, loaded: LoadedBatch | None) -> None:
+        """Check what a GPU has yet to give, and after the last step the state. Every rank must call this.
+
+        Args:
+            loaded: the last mini-batch; None if the data of the epoch have ended.
+        """
+        where = self._where
+        checks = self._job.checks
+        checks.guard.check_pending()
+        checks.replicas.check_pending()
+        if self.stopped is None and (loaded is None or where.is_last_of_epoch(loaded.mini_batch)):
+            where.end_epoch()
+        if self._is_over:
+            checks.state.finish(where.iteration)
+            self.world.step = 0
+        self._begun = None
+        self.world.stage = ""
 
     @property
     def _is_over(self) -> bool:
-        return self._where.is_done or self.stopped is not None
-
-    # -- StepEvents: what happens around a fold ------------------------------------------------------------
-
-    def before_pass(self, passes: int) -> Fold:
-        """The fold of the next pass: a new one if modules or parameters were replaced. Every rank must call this.
-
-        Args:
-            passes: the number of folded passes of the step.
-        """
-        if self._job.structure.has_changed():
-            self._job.structure.make_new_equal(self.world)
-            self.fold = self._make_fold(self.fold)
-        self.fold.modules = self._job.structure.modules
-        if passes == 0 and self.world.rank == 0:
-            self._job.unmoved.check(self._where.iteration, had_gradients=self.fold.had_gradients)
-        return self.fold
-
-    def requests(self) -> ControlRequest:
-        """What this rank asks of all in a fold."""
-        stop = self.world.stops.asked is not None
-        save = False
-        problem = None if self._state_check.found is None else self._state_check.take()
-        if self._recorder.keeps:
-            save, problem = self._recorder.save_requests(problem)
-        if self._job.structure.has_changed():
-            problem = problem or self._job.structure.changed_in_step()
-        if not (stop or save or self._announces) and problem is None:
-            return NO_REQUEST
-        return ControlRequest(stop, save, problem)
-
-    def while_reducing(self) -> None:
-        """Hand on earlier rows, read the next mini-batch's data, and start the streams of what follows the fold."""
-        if self._recorder.has_rows:
-            self._recorder.flush_ready()
-        if self._where.iteration != self._where.most_steps:
-            self._ahead.read()
-        seed_step(self.world.seed, self._where.iteration, self.world.device)
-
-    def after_fold(self, result: StepResult, mini_batch: MiniBatch, passes: int) -> None:
-        """Record the step, and check what the fold computed. Every rank must call this.
-
-        Args:
-            result, mini_batch, passes: of the step; the number of its folded passes before this one.
-        """
-        self._where.is_folded = True
-        if passes and self._recorder.has_rows:
-            self._recorder.extend_row(result, passes + 1)
-        elif self._recorder.has_rows:
-            unused = self.batches.unused if mini_batch.is_last and self.batches.partition != "global" else None
-            self._recorder.begin_row(mini_batch, result, self.fold, skips=self._guard.skips, unused=unused)
-        if self._guard.pending is not None or self._guard.bad is not False:
-            self._guard.raise_or_count(result.iteration, mini_batch, result.values[0], result.losses, result.shares)
-        if passes == 0:
-            if result.total is not None and self.world.rank == 0 and not self.world.accelerator.is_asynchronous:
-                self._weightless.check(result)
-            if result.iteration >= self._state_check.due:
-                self._state_check.look(result.iteration)
-            if self._compares:
-                self._replicas.check(result.iteration)
-            if self._shares.is_measuring:
-                self._shares.end_step(result.iteration)
+        return self._where.is_done or self._recorder.stopped is not None
 
     # -- its position --------------------------------------------------------------------------------------
 
     @property
     def skipped(self) -> int:
         """The number of steps skipped so far, since their loss or gradients were not finite; waits for a GPU."""
-        return self._guard.skipped
+        return self._job.checks.guard.skipped
 
     def state_dict(self) -> dict[str, int]:
         """The position, to resume from on any number of ranks; a step counts from its fold on. No part of `state`."""
@@ -475,9 +414,7 @@ class Loop:
 
     def close(self) -> None:
         """Hand on the last rows, close the run's files and remove all hooks from the model."""
-        self._guard.release()
-        if hasattr(self, "fold"):
-            self.fold.release()
+        self._release()
         self._recorder.close()
 
     def _give_up(self) -> None:

@@ -9,14 +9,12 @@ divide S. An empty shard adds -0.0, which also leaves the sign of a zero alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from ddp_loop.data import split_sizes
-
-Node = tuple[int, int]
+from ddp_loop.distributed import SumNode, merges_of, nodes_inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +34,8 @@ class ReductionOrder:
     pieces: tuple[int, ...]
     last_merges: tuple[int, ...]
     is_any: bool
-    in_place: bool = field(default=False)
-    mine: range = field(default=range(0))
+    in_place: bool = False
+    mine: range = range(0)
 
 
 @lru_cache(maxsize=64)
@@ -48,17 +46,14 @@ def tree_order(shards: int, ranks: int, rank: int, carried: tuple[int, ...] | No
         shards, ranks, rank: S; the number of ranks, and the one.
         carried: the number of shards of each rank; by default `split_sizes(shards, ranks)`.
     """
-    siblings = dict(_pairs((0, shards)))
+    tree = _halved(0, shards)
     ranges = _ranges(carried or split_sizes(shards, ranks))
-    added = [_added_up([(shard, shard + 1) for shard in mine], siblings) for mine in ranges]
-    merges, _ = added[rank]
-    pieces = [left for _, left in added]
-    last_merges, _ = _added_up([node for left in pieces for node in left], siblings)
+    pieces = [list(nodes_inside(tree, mine.start, mine.stop)) for mine in ranges]
     counts = tuple(map(len, pieces))
     return ReductionOrder(
-        tuple(merges),
+        tuple(chain(*(merges_of(node, ()) for node in pieces[rank]))),
         counts,
-        tuple(last_merges),
+        tuple(merges_of(tree, set(chain(*pieces)))),
         is_any=sum(counts) <= 2 and max(counts) == 1,
         in_place=len(ranges[rank]) <= 1,  # there is nothing to add up
         mine=ranges[rank],
@@ -79,24 +74,9 @@ def _ranges(counts: tuple[int, ...]) -> list[range]:
     return [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
-def _pairs(node: Node) -> Iterator[tuple[tuple[Node, Node], Node]]:
-    """Each pair of siblings below a node, with their parent."""
-    first, end = node
-    if end - first > 1:
-        middle = first + (end - first + 1) // 2
-        yield ((first, middle), (middle, end)), node
-        yield from _pairs((first, middle))
-        yield from _pairs((middle, end))
-
-
-def _added_up(nodes: Sequence[Node], siblings: dict[tuple[Node, Node], Node]) -> tuple[list[int], list[Node]]:
-    """Add up neighbouring nodes in turn; returns how often after each, and the nodes that are left."""
-    merges = []
-    left = []
-    for node in nodes:
-        left.append(node)
-        merges.append(0)
-        while len(left) > 1 and (parent := siblings.get((left[-2], left[-1]))) is not None:
-            left[-2:] = [parent]
-            merges[-1] += 1
-    return merges, left
+def _halved(first: int, end: int) -> SumNode:
+    """The tree over neighbouring shards; see [Note: The tree]."""
+    if end - first <= 1:
+        return SumNode(first, end)
+    middle = first + (end - first + 1) // 2
+    return SumNode(first, end, (_halved(first, middle), _halved(middle, end)))

@@ -14,7 +14,9 @@ count. On a GPU the host waits for them, in the pass after each walk that found 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from itertools import compress
 from operator import attrgetter
 
 import torch
@@ -25,33 +27,40 @@ from ddp_loop.determinism import checksum_all
 
 HOOKS = attrgetter("_backward_hooks")
 AFTER_HOOKS = attrgetter("_post_accumulate_grad_hooks")
-Hook = Callable[..., object]
 
 
-def find_hook(names: Mapping[Parameter, str], is_own: Callable[[Hook], bool]) -> str | None:
+class ArrivalHook(partial[None]):
+    """The package's own hook on a parameter, of any loop."""
+
+
+class Arrivals(list[Parameter]):
+    """Parameters in the order in which backward has made their gradients; its `append` is a hook of the package too."""
+
+
+def _is_own(hook: Callable[..., object]) -> bool:
+    return isinstance(getattr(hook, "__self__", hook), ArrivalHook | Arrivals)
+
+
+def find_hook(names: Mapping[Parameter, str]) -> str | None:
     """The error that names the first parameter on which the script has a hook; None without one. See [Note: Hooks].
 
     Args:
         names: of all parameters.
-        is_own: whether a post-accumulate hook is the package's.
     """
     for parameter, name in names.items():
-        if not parameter.requires_grad:
-            continue  # it runs none
+        kind = remedy = ""
         if HOOKS(parameter):
-            return _refusal(name, "register_hook")
-        others = AFTER_HOOKS(parameter) or {}
-        if not all(map(is_own, others.values())):
+            kind = "register_hook"
+        elif not all(map(_is_own, (AFTER_HOOKS(parameter) or {}).values())):
+            kind = "register_post_accumulate_grad_hook"
             remedy = " An optimizer in backward is not supported. Call optimizer.step() after the fold, too."
-            return _refusal(name, "register_post_accumulate_grad_hook") + remedy
+        if kind and parameter.requires_grad:  # else it runs none
+            return (
+                "A hook on a parameter would run once for each shard, on that shard's part of the gradient. "
+                f"{name} has one of {kind}. Change and read .grad after step.fold(), when it is the whole mini-batch's."
+                f"{remedy}"
+            )
     return None
-
-
-def _refusal(name: str, kind: str) -> str:
-    return (
-        "A hook on a parameter would run once for each shard, on that shard's part of the gradient. "
-        f"{name} has one of {kind}. Change and read .grad after step.fold(), when it is the whole mini-batch's."
-    )
 
 
 class OutsideParameters:
@@ -63,8 +72,8 @@ class OutsideParameters:
 
     def __init__(self, known: Collection[Parameter]) -> None:
         self._known = known
-        self._found: list[Parameter] = []
-        self._sums: torch.Tensor | None = None  # of those, when they were found
+        self._found: dict[Parameter, None] = {}
+        self._sums = torch.empty(0, device="cpu")  # of those, when they were found
 
     def open(self, *, again: bool) -> None:
         """Begin a pass with a look at its losses, or the one after it.
@@ -76,47 +85,39 @@ class OutsideParameters:
             RuntimeError: a parameter that was found before has moved.
         """
         if self._found:
-            self._require_unmoved()
-        if again:
-            self._found = []
-            self._sums = None
-
-    def look(self, loss: torch.Tensor) -> None:
-        """Find what a loss depends on, before its backward."""
-        new = [one for one in _leaves_of(loss) if one not in self._known and all(one is not old for old in self._found)]
-        if new:
-            self._found += new
-            self._sums = self._checksums()
-
-    def _checksums(self) -> torch.Tensor:
-        return checksum_all([one.detach() for one in self._found])
-
-    def _require_unmoved(self) -> None:
-        moved = [] if self._sums is None else (self._checksums() != self._sums).tolist()
-        for parameter, has_moved in zip(self._found, moved, strict=False):
-            if has_moved:
+            for parameter in compress(self._found, (self._checksums() != self._sums).tolist()):
                 raise RuntimeError(
                     "Every parameter that a step's loss trains must be part of state, or each rank trains it alone. "
                     f"{_owner_of(parameter)} got gradients and was changed, and no module or optimizer in state has "
                     "it. Add its module: Loop(state=dict(..., criterion=criterion)). If it is trained elsewhere, call "
                     "requires_grad_(False) on it while this loss is computed."
                 )
+        if again:
+            self._found = {}
+
+    def look(self, loss: torch.Tensor) -> None:
+        """Find what a loss depends on, before its backward."""
+        new = {one: None for one in _leaves_of(loss) if one not in self._known and one not in self._found}
+        if new:
+            self._found |= new
+            self._sums = self._checksums()
+
+    def _checksums(self) -> torch.Tensor:
+        return checksum_all(list(map(torch.Tensor.detach, self._found)))
 
 
-def _leaves_of(loss: torch.Tensor) -> list[Parameter]:
-    """The parameters that a loss depends on, each once."""
-    found: dict[Parameter, None] = {}
-    seen = set()
+def _leaves_of(loss: torch.Tensor) -> Iterator[Parameter]:
+    """The parameters that a loss depends on."""
     waiting = [loss.grad_fn]
+    seen = set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if isinstance(variable := getattr(node, "variable", None), Parameter):
-            found[variable] = None
+            yield variable
         waiting += [below for below, _ in node.next_functions]
-    return list(found)
 
 
 def _owner_of(parameter: Parameter) -> str:

@@ -18,8 +18,19 @@ from ddp_loop.data import Batches, LoadedBatch, LoopPosition, ReadAhead
 from ddp_loop.determinism import check_count
 from ddp_loop.profiling import BACKWARD, COMMUNICATION, DATA, FOLD, FORWARD, WARM_UP, PhaseClock, StepProfile
 from ddp_loop.tracing import TraceRequest
-from ddp_loop.training.payload import StepResult
+from ddp_loop.training.rows import StepResult
 from ddp_loop.training.step import Step
+
+
+@contextmanager
+def _phase(clock: PhaseClock, phase: str, then: str | None = None) -> Iterator[None]:
+    """A phase in the block; then another one, or what is outside of a step's own parts."""
+    clock.cut(phase)
+    yield
+    if then is None:
+        clock.cut_outside()
+    else:
+        clock.cut(then)
 
 
 class ProfiledBatch(LoadedBatch):
@@ -31,16 +42,12 @@ class ProfiledBatch(LoadedBatch):
         self._clock = clock
 
     def data(self, shard: int) -> Any:
-        self._clock.cut(DATA)
-        data = self._loaded.data(shard)
-        self._clock.cut(FOLD)
-        return data
+        with _phase(self._clock, DATA, FOLD):
+            return self._loaded.data(shard)
 
     def nothing(self) -> Any:
-        self._clock.cut(DATA)
-        data = self._loaded.nothing()
-        self._clock.cut(FOLD)
-        return data
+        with _phase(self._clock, DATA, FOLD):
+            return self._loaded.nothing()
 
 
 class ProfiledReadAhead(ReadAhead):
@@ -74,9 +81,8 @@ class ProfiledReadAhead(ReadAhead):
         return ProfiledBatch(loaded, self._clock)
 
     def read(self) -> None:
-        self._clock.cut(DATA)
-        super().read()
-        self._clock.cut(FOLD)
+        with _phase(self._clock, DATA, FOLD):
+            super().read()
 
 
 class ProfiledStep(Step):
@@ -84,11 +90,11 @@ class ProfiledStep(Step):
 
     Args:
         clock: of the profile.
-        parts, more: as `Step` takes them.
+        parts: as `Step` takes them.
     """
 
-    def __init__(self, clock: PhaseClock, *parts: Any, **more: Any) -> None:
-        super().__init__(*parts, **more)
+    def __init__(self, clock: PhaseClock, *parts: Any) -> None:
+        super().__init__(*parts)
         self._clock = clock
 
     def __iter__(self) -> Iterator[Any]:
@@ -102,24 +108,19 @@ class ProfiledStep(Step):
 
     def _begin(self) -> None:
         super()._begin()
-        self._fold.clock = self._clock.wait
+        self._job.fold.word.waited.clock = self._clock.wait
 
     def backward(self, loss: torch.Tensor, **how: Any) -> None:
-        self._clock.cut(BACKWARD)
-        super().backward(loss, **how)
-        self._clock.cut_outside()
+        with _phase(self._clock, BACKWARD):
+            super().backward(loss, **how)
 
     def gather(self) -> Any:
-        self._clock.cut(COMMUNICATION)
-        whole = super().gather()
-        self._clock.cut(FORWARD)
-        return whole
+        with _phase(self._clock, COMMUNICATION, FORWARD):
+            return super().gather()
 
-    def _close(self, problem: Exception | None = None) -> StepResult:
-        self._clock.cut(FOLD)
-        result = super()._close(problem)
-        self._clock.cut_outside()
-        return result
+    def _fold_pass(self, problem: Exception | None = None) -> StepResult:
+        with _phase(self._clock, FOLD):
+            return super()._fold_pass(problem)
 
 
 def open_steps(
@@ -146,17 +147,14 @@ def open_steps(
         return ReadAhead(batches), Step
     number = check_count("profile", steps, remedy="It is the number of steps to measure.")
     if where.length is not None and where.length < WARM_UP + number:
-        raise ValueError(_too_short(number, where.length))
-    prints = request is None
+        most = where.length - WARM_UP
+        remedy = (
+            f"Ask for {most} at most (profile={most}, --steps {most}), or" if most > 0 else "Give the run more steps:"
+        )
+        raise ValueError(
+            f"A profile measures steps after the first {WARM_UP}. Got profile={number} and a run of {where.length} "
+            f"steps. {remedy} train for more epochs."
+        )
     file = None if path is None else path / PROFILE_FILE
-    profile = StepProfile(batches.world, number, batches.num_workers, file, traces, prints=prints)
+    profile = StepProfile(batches.world, number, batches.num_workers, file, traces, prints=request is None)
     return ProfiledReadAhead(batches, profile), partial(ProfiledStep, profile.clock)
-
-
-def _too_short(asked: int, length: int) -> str:
-    most = length - WARM_UP
-    remedy = f"Ask for {most} at most (profile={most}, --steps {most}), or" if most > 0 else "Give the run more steps:"
-    return (
-        f"A profile measures steps after the first {WARM_UP}. Got profile={asked} and a run of {length} steps. "
-        f"{remedy} train for more epochs."
-    )

@@ -1,13 +1,12 @@
-"""What a loop records: rows, a trace, checkpoints."""
+"""What a loop records: rows, what the script logs beside them, a trace, checkpoints."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,50 +14,47 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_loop.accelerators import is_asynchronous
-from ddp_loop.checkpoint import REPAIR, Checkpointer, Config, Snapshot, lacks_secret, start_command, warm_start, way_on
-from ddp_loop.data import Batches, LoopPosition, MiniBatch, Unused
-from ddp_loop.distributed import World, end_unsaved
+from ddp_loop.checkpoint import (
+    REPAIR,
+    Checkpointer,
+    Config,
+    Snapshot,
+    explained,
+    is_running,
+    lacks_secret,
+    start_command,
+    warm_start,
+    way_on,
+)
+from ddp_loop.data import Batches, LoopPosition, MiniBatch
+from ddp_loop.distributed import World, end_unsaved, format_error
 from ddp_loop.reporting import (
     NORM,
     RATE,
     UNUSED,
     UNUSED_AT_LEAST,
+    Labels,
+    LoggedValues,
     Receivers,
     Reporter,
     all_of,
+    as_logged,
+    as_pixels,
+    make_table,
+    write_table,
 )
 from ddp_loop.tracing import TRACE as FOLDER
 from ddp_loop.tracing import Tracer, TraceRequest
 from ddp_loop.training.fold import Fold
-from ddp_loop.training.payload import StepResult
-from ddp_loop.training.run_log import RunLog
+from ddp_loop.training.rows import StepResult
+from ddp_loop.training.validation import parts_of
+
+RESERVED = frozenset({"epoch", "iteration", "samples", "weight", "skipped", "elapsed_s"})  # a line's own columns
+_MOST_LETTERS = 100
 
 
 def _nothing() -> None:
     """Nothing waits for the world's end."""
-
-
-def _end(
-    world: World, where: LoopPosition, checkpointer: Checkpointer | None, report: Reporter, stopped: str | None
-) -> None:
-    if checkpointer is not None:
-        status = "stopped" if stopped is not None else "done" if where.is_done else "left"
-        checkpointer.end(status, world.ended_by, where.state_dict()["iteration"], stopped)
-    report.end()
-    if checkpointer is None or not checkpointer.continues or world.ended_by is not None:
-        return
-    rows = {"rows": f"{report.lost_rows} of the rows"} if report.lost_rows else {}
-    if missing := {**rows, **checkpointer.missing}:
-        kept = f"its checkpoint {checkpointer.newest}" if checkpointer.newest else "no checkpoint of this start"
-        end_unsaved(
-            f"ddp_loop: {checkpointer.folder} was not saved whole. It lacks {', '.join(missing.values())}, "
-            f"and has {kept}. {REPAIR} Then start the script again."
-        )
-
-
-def _end_early(world: World, ending: Callable[[], None]) -> None:
-    world.forget(ending)
-    ending()
 
 
 def open_trace(
@@ -77,35 +73,42 @@ def open_trace(
     """
     if trace and run is None:
         raise ValueError("A trace is written into the run folder. Got trace=True without one. Pass run_dir=.")
-    if watch is not None and watch.profile is not None:
-        return None
-    if watch is not None:
+    if watch is not None and watch.profile is None:
         watch.loops += 1
         folder = watch.folder / f"loop-{watch.loops:03}"
-    elif trace and run is not None:
+    elif watch is None and trace and run is not None:
         folder = run / FOLDER
     else:
         return None
     return Tracer(folder, batches, state, ordered=ordered, values=watch is not None)
 
 
-def _is_optimizer(value: object) -> bool:
-    """Whether a part of the state may be an optimizer, torch's or another one."""
-    return isinstance(value, Optimizer) or (hasattr(value, "step") and not isinstance(value, nn.Module | LRScheduler))
+def check_name(name: object, *, is_column: bool = False) -> str:
+    """Return the name of something that is logged.
 
+    Args:
+        name: of the number, the text or the image.
+        is_column: it names a value of a line of `logged.jsonl`, which has columns of its own.
 
-@dataclass(frozen=True, slots=True)
-class Reporting:
-    """Where rows go: receivers, the terminal, the page."""
-
-    receivers: Receivers
-    progress: bool
-    monitor: bool
-    config: Config | None = None
+    Raises:
+        ValueError: it is none, or that of such a column.
+    """
+    if not (isinstance(name, str) and 0 < len(name) <= _MOST_LETTERS and name.isprintable()):
+        what = f"{name!r:.60}" if isinstance(name, str) else type(name).__name__
+        raise ValueError(f"The name of what is logged has 1 to {_MOST_LETTERS} printable letters. Got {what}.")
+    if is_column and name in RESERVED:
+        raise ValueError(
+            f"loop.log cannot take the name {name!r}. {', '.join(sorted(RESERVED))} are columns of each line of "
+            "logged.jsonl. Take another name."
+        )
+    return name
 
 
 class RunRecorder:
-    """Writes a loop's rows, trace and checkpoints.
+    """Writes a loop's rows, what the script logs, its trace and its checkpoints.
+
+    What the script logs belongs to the current step, after the loop to its last one. It goes to the run folder, the
+    terminal, the page, the pictures and the sinks of `on_row`; without any of them it goes nowhere.
 
     Args:
         world: from `join_world`.
@@ -117,9 +120,7 @@ class RunRecorder:
         tracer: of the trace; None without one.
         stopped: why the loop stopped on request.
         holds: whether the script may do something between two epochs, which a stop can cut off.
-        keeps: whether there is a run folder.
         has_rows: whether rows are made.
-        run_log: what the script logs.
     """
 
     def __init__(
@@ -129,46 +130,50 @@ class RunRecorder:
         self._where = where
         self.checkpointer = checkpointer
         self._report = Reporter(world, where, checkpointer)
-        self._optimizer = next((one for one in state.values() if isinstance(one, Optimizer)), None)
-        self._has_optimizer = any(map(_is_optimizer, state.values()))
+        self._optimizer = next(iter(parts_of(state, Optimizer)), None)
         self._extent: dict[str, object] = {}  # in status.json
         self._row: tuple[MiniBatch, tuple[str, ...], torch.Tensor, dict[str, float]] | None = None
         self.tracer: Tracer | None = None
         self.stopped: str | None = None
         self.holds = True
-        self.keeps = checkpointer is not None
         self.has_rows = False
-        self.run_log = RunLog(world, where, checkpointer, self._report)
         self._saved = -1  # the iteration of the last checkpoint
         self._held: Snapshot | None = None  # a copy of the last step's state, which could become one
         self._ending: Callable[[], None] = _nothing  # called when the world is left
 
     def open(
         self,
-        facts: Mapping[str, object],
+        batches: Batches,
+        state: Mapping[str, object],
+        source: str | Path | None,
         resume: bool | None,
         config: Config | None,
-        shares: Sequence[float] | None = None,
-        origin: str | None = None,
     ) -> dict[str, int] | None:
         """Take the run folder, and restore the newest checkpoint's state. Every rank must call this.
 
         Args:
-            facts, resume, config: as `Checkpointer.open`.
-            shares: of the ranks.
-            origin: the checkpoint of another run whose values it begins with.
+            batches, state: of the loop; of its job.
+            source: another run, with whose weights this one begins unless it resumes.
+            resume, config: as `Checkpointer.open`.
 
         Returns:
             The position to resume from; None for a new run.
         """
-        there = None
-        if self.checkpointer is not None:
-            self._extent = {**self._where.extent, **({} if shares is None else {"shares": list(shares)})}
-            self._extent |= {} if origin is None else {"resumed_from": origin}
-            there = self.checkpointer.open(facts, resume, self._extent, config)
-            self._report.open_console(self.checkpointer.folder)
-        if self.checkpointer is not None and not self._has_optimizer:
-            self.checkpointer.say(
+        checkpointer = self.checkpointer
+        folder = None if checkpointer is None else checkpointer.folder
+        origin = None if source is None else warm_start(source, self._world, state, folder, resume=resume)
+        if checkpointer is None:
+            return None
+        self._extent |= self._where.extent
+        if batches.shares is not None:
+            self._extent["shares"] = list(batches.shares)
+        if origin is not None:
+            self._extent["resumed_from"] = origin
+        there = checkpointer.open(batches.facts, resume, self._extent, config)
+        self._report.open_console(checkpointer.folder)
+        others = [one for one in state.values() if not isinstance(one, nn.Module | LRScheduler)]
+        if not any(hasattr(one, "step") for one in others):  # an optimizer, torch's or another one
+            checkpointer.say(
                 "state has no optimizer, so checkpoints keep none and a resumed run begins with a new one. Pass "
                 "state=dict(model=model, optimizer=optimizer)."
             )
@@ -176,19 +181,19 @@ class RunRecorder:
             self._saved = there["iteration"]
         return there
 
-    def warm_start(self, source: str | Path | None, state: Mapping[str, object], resume: bool | None) -> str | None:
-        """Begin with another run's weights, unless this one resumes; returns their place. Every rank must call this."""
-        folder = None if self.checkpointer is None else self.checkpointer.folder
-        return None if source is None else warm_start(source, self._world, state, folder, resume=resume)
-
     def record_shares(self, shares: Sequence[float]) -> None:
         """Write the ranks' shares into status.json."""
         if self.checkpointer is not None:
             self._extent["shares"] = list(shares)
             self.checkpointer.write_status("running", iteration=self._where.iteration)
 
-    def open_rows(self, reporting: Reporting) -> None:
+    def open_rows(self, receivers: Receivers, config: Config | None, *, progress: bool, monitor: bool) -> None:
         """Start to take and show rows, appended to those already in the file. Every rank must call this.
+
+        Args:
+            receivers: of the rows.
+            config: the script's hyper-parameters, flat.
+            progress, monitor: whether the terminal and a page show the run.
 
         Raises:
             ImportError, OSError, TypeError, ValueError: on rank 0, where a file cannot be written, a receiver not be
@@ -196,43 +201,35 @@ class RunRecorder:
             PeerFailed: then on the others.
         """
         where = self._where
-        if self.checkpointer is not None and where.iteration and where.has_no_step_left:
-            bound = "steps" if where.has_made_all else "epochs"
-            made = f"the {where.iteration} steps of {bound}={where.extent[bound]}"
-            if where.length is not None and where.iteration > where.length:
-                made = f"{where.iteration} steps, and {bound}={where.extent[bound]} asks for {where.length}"
-            self.checkpointer.say(
-                f"{self.checkpointer.folder} is finished: it has made {made}. Raise {bound}= to go on, or pass "
-                "resume=False to start over (its files move to before/)."
-            )
-        elif self.checkpointer is not None and where.iteration and reporting.progress:
-            self._world.print(f"{self.checkpointer.folder}: resumes after step {where.iteration}")
-        key = self._world.on_rank_zero(lambda: self._begin_rows(reporting))
+        checkpointer = self.checkpointer
+        if checkpointer is not None and where.iteration:  # it resumes
+            if where.has_no_step_left:
+                bound = "steps" if where.has_made_all else "epochs"
+                made = f"the {where.iteration} steps of {bound}={where.extent[bound]}"
+                if where.length is not None and where.iteration > where.length:
+                    made = f"{where.iteration} steps, and {bound}={where.extent[bound]} asks for {where.length}"
+                checkpointer.say(
+                    f"{checkpointer.folder} is finished: it has made {made}. Raise {bound}= to go on, or pass "
+                    "resume=False to start over (its files move to before/)."
+                )
+            elif progress:
+                self._world.print(f"{checkpointer.folder}: resumes after step {where.iteration}")
+
+        def begin() -> str | None:
+            taken = all_of(receivers)
+            if monitor:
+                if checkpointer is None:
+                    raise ValueError("A page shows a run folder. Got monitor=True without one. Pass run_dir=.")
+                from ddp_loop.monitor import start_page  # 20 ms that others need not spend
+
+                start_page(checkpointer.folder, self._world.print)
+            return self._report.begin(taken, config or {}, progress=progress)
+
+        key = self._world.on_rank_zero(begin)
         self._report.open(key)
         self.has_rows = key is not None
 
-    def _begin_rows(self, reporting: Reporting) -> str | None:
-        """On rank 0."""
-        receivers = all_of(reporting.receivers)
-        if reporting.monitor:
-            if self.checkpointer is None:
-                raise ValueError("A page shows a run folder. Got monitor=True without one. Pass run_dir=.")
-            from ddp_loop.monitor import start_page  # 20 ms that others need not spend
-
-            start_page(self.checkpointer.folder, self._world.print)
-        return self._report.begin(receivers, reporting.config or {}, progress=reporting.progress)
-
     # -- a step --------------------------------------------------------------------------------------------
-
-    def install_stop_handlers(self) -> None:
-        """Let signals and the run folder ask for a stop from now on."""
-        self._world.stops.install_handlers(self)
-
-    def save_requests(self, problem: Exception | None) -> tuple[bool, Exception | None]:
-        """Whether a checkpoint is due by the clock, and `problem`, or else what went wrong in an earlier save."""
-        if self.checkpointer is None:
-            return False, problem
-        return self.checkpointer.is_due, problem or self.checkpointer.problem()
 
     def flush_ready(self) -> None:
         """Hand on the rows that have arrived, while the ranks wait for each other."""
@@ -242,20 +239,39 @@ class RunRecorder:
                 rows.flush_ready()
 
     def begin_row(
-        self, mini_batch: MiniBatch, result: StepResult, fold: Fold, *, skips: bool, unused: Unused | None = None
+        self, mini_batch: MiniBatch, result: StepResult, fold: Fold, batches: Batches, *, skips: bool
     ) -> None:
-        """Begin the row of a step whose first pass was folded; at the end of an epoch perhaps with `unused` samples."""
-        if self._report.record_wait(fold.waited_s):
-            names, values, known = self._values_of(result, fold, skips=skips)
-            if unused is not None:
-                known[UNUSED if unused.is_exact else UNUSED_AT_LEAST] = unused.samples
-            self._row = mini_batch, names, values, known
+        """Begin the row of a step whose first pass was folded."""
+        if not self._report.record_wait(fold.word.waited.seconds):
+            return
+        names = ["loss", *result.names]
+        values = [result.values]
+        if result.total is not None:
+            names.insert(0, "weight")
+            values.insert(0, result.total.reshape(1))
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        beside = {f"{RATE}_{n}" if n else RATE: group["lr"] for n, group in enumerate(groups) if "lr" in group}
+        if (norm := fold.gradient_norm(self._where.iteration)) is not None:
+            beside[NORM] = norm
+        if skips:
+            beside["skipped"] = result.is_bad
+        known: dict[str, float] = {}
+        for name, one in beside.items():
+            if isinstance(one, torch.Tensor) and is_asynchronous(one):  # reading it would hold up the host
+                names.append(name)
+                values.append(one.to(result.values).reshape(1))
+            else:
+                known[name] = float(one)
+        if mini_batch.is_last and batches.partition != "global" and (unused := batches.unused) is not None:
+            known[UNUSED if unused.is_exact else UNUSED_AT_LEAST] = unused.samples
+        # A copy: a script may add to the loss that it got, `total += step.fold().loss`.
+        self._row = mini_batch, tuple(names), torch.cat(values), known
 
     def extend_row(self, result: StepResult, number: int) -> None:
         """Add the loss and the metrics of the step's pass `number`, counted from 1: as `loss_2` if `loss` is there."""
         if self._row is not None:
             mini_batch, names, values, known = self._row
-            new = tuple(f"{name}_{number}" if name in names else name for name in ("loss", *result.names))
+            new = [f"{name}_{number}" if name in names else name for name in ("loss", *result.names)]
             self._row = mini_batch, (*names, *new), torch.cat([values, result.values]), known
 
     def end_row(self) -> None:
@@ -266,32 +282,6 @@ class RunRecorder:
             with self._world.in_stage("rows"):
                 self._report.add(*row)
 
-    def _values_of(
-        self, result: StepResult, fold: Fold, *, skips: bool
-    ) -> tuple[tuple[str, ...], torch.Tensor, dict[str, float]]:
-        """A row's names and values on the device, and those that the host knows."""
-        names = ("loss", *result.names)
-        values = result.values
-        if result.total is not None:
-            names = ("weight", *names)
-            values = torch.cat([result.total.reshape(1), values])
-        beside = self._learning_rates()
-        if (norm := fold.gradient_norm(self._where.iteration)) is not None:
-            beside[NORM] = norm
-        if skips:
-            beside["skipped"] = result.is_bad
-        if self._world.accelerator.is_asynchronous:  # reading them would hold up the host
-            away = [name for name, one in beside.items() if isinstance(one, torch.Tensor) and is_asynchronous(one)]
-            there = [torch.as_tensor(beside.pop(name), device=values.device).to(values) for name in away]
-            values = torch.cat([values, *(one.reshape(1) for one in there)])
-            names = (*names, *away)
-        return names, values, {name: float(one) for name, one in beside.items()}
-
-    def _learning_rates(self) -> dict[str, float | torch.Tensor]:
-        """Of each group of the first optimizer."""
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        return {f"{RATE}_{n}" if n else RATE: group["lr"] for n, group in enumerate(groups) if "lr" in group}
-
     def open_trace_files(self) -> None:
         """Open the files of the trace, where there is one. Every rank must call this.
 
@@ -299,19 +289,9 @@ class RunRecorder:
             OSError: one cannot be written.
             PeerFailed: then on the other ranks.
         """
-        if self.tracer is None:
-            return
-        problem: Exception | None = None
-        try:
-            self.tracer.open(self._where.iteration)
-        except OSError as error:
-            problem = error
-        self._world.raise_if_any_failed(problem)
-
-    def end_trace(self, iteration: int) -> None:
-        """Write the trace of a step."""
         if self.tracer is not None:
-            self.tracer.end(iteration)
+            with self._world.failing_together(OSError):
+                self.tracer.open(self._where.iteration)
 
     def end_step(self, *, stops: bool, ends: bool, saves: bool, is_last_of_epoch: bool) -> None:
         """Write a checkpoint where one is due, and stop where all ranks do. Every rank must call this.
@@ -321,37 +301,44 @@ class RunRecorder:
             ends: whether the loop ends with the step.
             is_last_of_epoch: whether its epoch does.
         """
-        where = self._where
-        if self.checkpointer is not None:
-            if self._held is not None and not self._holds_last_step:
+        world = self._world
+        position = self._where.state_dict()
+        if (checkpointer := self.checkpointer) is not None:
+            if self._held is not None:  # of an earlier step
                 self._held = None
-                self.checkpointer.drop_held()
-            is_due = self.checkpointer.is_due_after(where.iteration, is_last_of_epoch=is_last_of_epoch)
-            if stops or ends or saves or is_due:
-                self._save()
+                checkpointer.drop_held()
+            iteration = position["iteration"]
+            if stops or ends or saves or checkpointer.is_due_after(iteration, is_last_of_epoch=is_last_of_epoch):
+                if iteration != self._saved:
+                    world.require_collectives_allowed()  # a word that was not read yet may end the step with an error
+                    with world.in_stage("save"):
+                        self._saved = iteration
+                        self._flush_all()
+                        checkpointer.save(position)
             elif is_last_of_epoch and self.holds:
-                self._world.require_collectives_allowed()
+                world.require_collectives_allowed()
                 # A resumed run repeats what the script does before the next step.
-                with self._world.in_stage("save"):
-                    self._held = self.checkpointer.hold(where.state_dict())
+                with world.in_stage("save"):
+                    self._held = checkpointer.hold(position)
             if stops or ends:
-                with self._world.in_stage("save"):
-                    self.checkpointer.finish()
+                with world.in_stage("save"):
+                    checkpointer.finish()
         if stops:
-            self.stopped = self._world.stops.follow(self)
+            self.stopped = world.stops.follow(self)
 
     def save(self, score: float | None) -> None:
         """Ask for a checkpoint after the current step, or of the epoch's end. Every rank must call this."""
-        if self.checkpointer is None:
+        checkpointer = self.checkpointer
+        if checkpointer is None:
             return
         if self._holds_last_step:
             self._save_held(score)
-        elif self._saved == self._where.iteration:
+        elif self._saved != self._where.iteration:
+            checkpointer.asked = True
             if score is not None:
-                self.checkpointer.give_score(score, is_last=self._where.is_done)
-        else:
-            self.checkpointer.asked = True
-            self.checkpointer.score = self.checkpointer.score if score is None else score
+                checkpointer.score = score
+        elif score is not None:
+            checkpointer.give_score(score, is_last=self._where.is_done)
 
     @property
     def _holds_last_step(self) -> bool:
@@ -365,21 +352,120 @@ class RunRecorder:
             self._flush_all()
             self.checkpointer.save_held(held, score)
 
-    def _save(self) -> None:
-        position = self._where.state_dict()
-        if self.checkpointer is None or position["iteration"] == self._saved:
-            return
-        self._world.require_collectives_allowed()  # a word that was not read yet may end the step with an error
-        with self._world.in_stage("save"):
-            self._saved = position["iteration"]
-            self._flush_all()
-            self.checkpointer.save(position)
-
     def _flush_all(self) -> None:
         self.end_row()
         if self._report.rows is not None:
             with self._world.in_stage("rows"):
                 self._report.rows.flush_all()
+
+    # -- what the script logs: methods of `Loop` -------------------------------------------------------------
+
+    def log(
+        self, values: Mapping[str, Any] | None = None, /, *, over: Literal["ranks"] | None = None, **more: Any
+    ) -> None:
+        """Log numbers of the current step, such as a validation score or a second loss.
+
+            loop.log(f1=score)
+            loop.log({"generator/loss": loss}, over="ranks")
+
+        A later value of the same name and step replaces an earlier one. Values on a GPU are not waited for. Without
+        `over` every rank may call this, and rank 0's values count.
+
+        Args:
+            values: by name, for names that are no Python names; numbers, or tensors and arrays of one element.
+            over: "ranks" logs the mean over all ranks, (1/N) sum_r(value_r). Every rank must call this then.
+            more: further values by name.
+
+        Raises:
+            ValueError: a name or a value of another kind, or names that differ between ranks; nothing is logged.
+            PeerFailed: over ranks, another rank has such a problem.
+        """
+        if values is not None:
+            if not isinstance(values, Mapping):
+                raise ValueError(
+                    f"loop.log takes values by name. Got {type(values).__name__} without one. Call "
+                    "loop.log(name=value), or loop.log({name: value})."
+                )
+            more = {**values, **more}
+        world = self._world
+        if over is None and world.rank != 0:
+            return
+        with nullcontext() if over is None else world.failing_together(ValueError):
+            if over not in (None, "ranks"):
+                raise ValueError(f'over must be "ranks", or None for the value of rank 0. Got {over!r}.')
+            logged = {check_name(name, is_column=True): as_logged(name, value) for name, value in more.items()}
+        if over is not None:
+            world.require_equal("the names in loop.log(over=...)", list(logged))
+            numbers = [one if isinstance(one, float) else one.wait().item() for one in logged.values()]
+            total = world.sum(torch.tensor(numbers, dtype=torch.float64)) / world.size
+            logged = dict(zip(logged, total.tolist(), strict=True))
+        if (target := self._target()) is not None and logged:
+            target.add(self._where.epoch, self._where.iteration, logged)
+            if self._report.rows is None:  # after the loop nothing hands it on
+                target.flush_all()
+
+    def _target(self) -> LoggedValues | None:
+        """What takes it, on rank 0; None after the loop if another process runs in the folder."""
+        target = self._report.logged
+        has_ended = target is not None and self._ending is not _nothing
+        if has_ended and self.checkpointer is not None and is_running(self.checkpointer.folder):
+            return None
+        return target
+
+    def log_text(self, name: str, text: str) -> None:
+        """Log a text of the current step, such as a generated sentence. Every rank may call this, rank 0's counts.
+
+        Args:
+            name: 1 to 100 printable letters.
+            text: cut after 65,536 letters, with a warning.
+
+        Raises:
+            ValueError: another name, or no text; nothing is logged.
+        """
+        check_name(name)
+        if not isinstance(text, str):
+            raise ValueError(f"loop.log_text takes a text. Got {type(text).__name__} for {name!r}. Pass str(...).")
+        if (target := self._target()) is not None:
+            target.add_text(self._where.epoch, self._where.iteration, name, text)
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Log an image of the current step, as a PNG. Every rank may call this, rank 0's counts.
+
+        Args:
+            name: 1 to 100 printable letters.
+            image: a tensor, an array or a picture of Pillow, of shape (height, width), (height, width, 1, 3 or 4) or
+                (1 or 3, height, width): whole numbers of 0 .. 255, or fractions of 0 .. 1.
+
+        Raises:
+            ValueError: another name or shape; nothing is logged.
+        """
+        check_name(name)
+        if (target := self._target()) is not None:
+            target.add_image(self._where.epoch, self._where.iteration, name, as_pixels(name, image))
+
+    def log_table(self, name: str, values: Any, rows: Labels = None, columns: Labels = None) -> None:
+        """Write a table of numbers to tables/NAME.json of the run folder, if there is one. Every rank may call this.
+
+        Args:
+            name: a plain word, such as "confusion"; a later table of the same name replaces it.
+            values: shape (rows, columns): nested sequences, an array or a tensor.
+            rows, columns: a label for each; by default they are numbered from 0.
+
+        Raises:
+            ValueError: another name, other values, or other numbers of labels; nothing is written.
+        """
+        table = make_table(name, values, rows, columns, self._where.iteration)
+        if (target := self._target()) is None:
+            return
+        if (checkpointer := self.checkpointer) is not None:
+            try:
+                with explained(f"The table {name} in {checkpointer.folder} cannot be written", REPAIR):
+                    write_table(checkpointer.folder, table)
+            except OSError as error:
+                if not checkpointer.continues:
+                    raise
+                checkpointer.say(f"{format_error(error)} Training continues.")
+        target.add_table(table)
 
     # -- a stop that is not decided in a fold of this loop: `Stoppable` ----------------------------------------
 
@@ -389,7 +475,7 @@ class RunRecorder:
 
     def is_inside_step(self) -> bool:
         """Whether a resumed run would not repeat what the script does now: it has no checkpoint of this moment."""
-        return self.keeps and self._where.iteration != self._saved and not self._holds_last_step
+        return self.checkpointer is not None and self._where.iteration != self._saved and not self._holds_last_step
 
     def stop_here(self, why: str) -> None:
         """Save where a resumed run can begin, and make no further step. Every rank must call this."""
@@ -417,16 +503,38 @@ class RunRecorder:
 
         A newer Loop in the folder does not wait for that. What waits keeps neither the state nor a copy of it alive.
         """
-        self.run_log.has_ended = True
-        self._world.forget(self._ending)
-        self._ending = partial(_end, self._world, self._where, self.checkpointer, self._report, self.stopped)
-        if later and self.checkpointer is not None:
-            self.checkpointer.release_state()
-            self._world.on_leaving(self._ending)
-            self.checkpointer.give_up = partial(_end_early, self._world, self._ending)
+        world = self._world
+        where = self._where
+        checkpointer = self.checkpointer
+        report = self._report
+        stopped = self.stopped
+
+        def ending() -> None:
+            world.forget(ending)
+            if checkpointer is not None:
+                status = "stopped" if stopped is not None else "done" if where.is_done else "left"
+                checkpointer.end(status, world.ended_by, where.state_dict()["iteration"], stopped)
+            report.end()
+            if checkpointer is None or not checkpointer.continues or world.ended_by is not None:
+                return
+            missing = [f"{report.lost_rows} of the rows"] if report.lost_rows else []
+            missing += checkpointer.missing.values()
+            if missing:
+                kept = f"its checkpoint {checkpointer.newest}" if checkpointer.newest else "no checkpoint of this start"
+                end_unsaved(
+                    f"ddp_loop: {checkpointer.folder} was not saved whole. It lacks {', '.join(missing)}, "
+                    f"and has {kept}. {REPAIR} Then start the script again."
+                )
+
+        world.forget(self._ending)
+        self._ending = ending
+        if later and checkpointer is not None:
+            checkpointer.release_state()
+            world.on_leaving(ending)
+            checkpointer.give_up = ending
         else:
             self._held = None
-            self._ending()
+            ending()
 
     def _last_words(self) -> str | None:
         """The terminal's line about a loop that stopped on request."""
@@ -435,9 +543,9 @@ class RunRecorder:
         newest = "" if self.checkpointer is None else self.checkpointer.newest
         kept = f"checkpoint {newest}" if newest else "no checkpoint"
         words = f"stopped after step {self._where.iteration}, {kept}: {self.stopped}"
+        if not newest:
+            return words
         start = start_command(directory=os.getcwd())
         status = {"start": [*start.words], "directory": start.directory}
         command = way_on(status, here=os.getcwd())
-        secret = lacks_secret(status)
-        more = f"\n{secret}" if secret else ""
-        return f"{words}\nto go on: {command}{more}" if newest else words
+        return "\n".join(filter(None, (words, f"to go on: {command}", lacks_secret(status))))

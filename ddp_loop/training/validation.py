@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -20,13 +20,13 @@ from ddp_loop.batch_norm import SyncChannel, batch_norm_layers
 from ddp_loop.data import Batches
 from ddp_loop.determinism import check_count
 from ddp_loop.distributed import each_module, find_modules, format_error
-from ddp_loop.training.nonfinite import ON_NONFINITE
 
+Part = TypeVar("Part")
 SAME = (  # arguments of a Loop that must be the same on all ranks
     "epochs, steps, bucket_cap_mib, reduce_dtype, check_replicas_every, on_nonfinite, ordered, run_dir, resume, "
     "resume_from, save_every, trace, profile, config"
 )
-REDUCE_DTYPES = (None, torch.float32, torch.float64)
+OnNonFinite = Literal["raise", "skip", "allow"]
 _OF_DATA = (TypeError, AttributeError, ValueError, LookupError)  # raised by a list of shards in place of tensors
 _OF_STEPS = re.compile(r"values to unpack|(not|got) Step\b|'Step'")
 _INNER_LOOP = (
@@ -55,13 +55,14 @@ def explain(error: BaseException, *, taken_for_data: bool, all_read: bool, skips
         error.add_note(_SCALER)
 
 
-def check_batches(batches: object) -> None:
-    """Raise TypeError unless a Loop was given `Batches`."""
-    if not isinstance(batches, Batches):
-        data = "loader.dataset, loader.batch_size" if isinstance(batches, DataLoader) else "data, batch_size"
-        raise TypeError(
-            f"A Loop takes its mini-batches from Batches. Got {type(batches).__name__}. Pass dl.Batches({data}, world)."
-        )
+def check_batches(batches: object) -> Batches:
+    """The batches of a Loop; raises TypeError for anything else, such as a DataLoader."""
+    if isinstance(batches, Batches):
+        return batches
+    data = "loader.dataset, loader.batch_size" if isinstance(batches, DataLoader) else "data, batch_size"
+    raise TypeError(
+        f"A Loop takes its mini-batches from Batches. Got {type(batches).__name__}. Pass dl.Batches({data}, world)."
+    )
 
 
 _TOO_LARGE = "A model that is too large for one device needs a program for sharded ones, such as torchtitan."
@@ -80,7 +81,7 @@ def check_state(state: object) -> dict[str, object]:
             "state=dict(model=model, optimizer=optimizer)."
         )
     for name, value in state.items():
-        if isinstance(value, list | tuple | set | Mapping) and _holds_modules(value):
+        if not isinstance(value, nn.Module | Optimizer) and _holds_modules(value):
             raise TypeError(
                 f"Each module and optimizer in state needs a name of its own. {name!r} is a {type(value).__name__} of "
                 "them. Give each a name, or join modules by nn.ModuleList(...) or nn.ModuleDict(...)."
@@ -103,25 +104,35 @@ def _check_whole(name: str, optimizer: Optimizer) -> None:
         )
     for number, group in enumerate(optimizer.param_groups):
         for k, parameter in enumerate(group["params"]):
-            if type(parameter).__name__ == "DTensor":
-                raise partial_parameter(f"{name}.{number}.{k}")
+            _refuse_partial(f"{name}.{number}.{k}", parameter)
 
 
-def partial_parameter(name: str) -> ValueError:
-    """The error of a parameter of which each rank holds a part."""
-    return ValueError(
-        f"Every rank must hold each parameter whole. {name} is a DTensor, a part of one. Build the model without "
-        f"parallelize_module, fully_shard or distribute_tensor. {_TOO_LARGE}"
-    )
+def _refuse_partial(name: str, parameter: nn.Parameter | None) -> None:
+    """Raise ValueError if each rank holds a part of a parameter."""
+    if type(parameter).__name__ == "DTensor":
+        raise ValueError(
+            f"Every rank must hold each parameter whole. {name} is a DTensor, a part of one. Build the model without "
+            f"parallelize_module, fully_shard or distribute_tensor. {_TOO_LARGE}"
+        )
 
 
 def _holds_modules(value: object) -> bool:
-    """Whether there are modules or optimizers in nested lists and dicts."""
+    """Whether it is a module or an optimizer, or some are in nested lists and dicts."""
     if isinstance(value, Mapping):
         return any(map(_holds_modules, value.values()))
     if isinstance(value, list | tuple | set):
         return any(map(_holds_modules, value))
     return isinstance(value, nn.Module | Optimizer)
+
+
+def parts_of(state: Mapping[str, object], kind: type[Part]) -> list[Part]:
+    """The parts of a job's state of one kind."""
+    return [part for part in state.values() if isinstance(part, kind)]
+
+
+def enabled_scalers(state: Mapping[str, object]) -> list[GradScaler]:
+    """The GradScalers of a job's state that scale losses."""
+    return [scaler for scaler in parts_of(state, GradScaler) if scaler.is_enabled()]
 
 
 def check_trainable(parameters: Mapping[str, nn.Parameter], state: Mapping[str, object]) -> None:
@@ -137,24 +148,25 @@ def check_arguments(
     batches: Batches,
     epochs: int | None,
     steps: int | None,
-    sums: tuple[float | None, object],
     on_nonfinite: str,
     check_replicas_every: object,
+    bucket_cap_mib: float | None,
+    reduce_dtype: object,
 ) -> None:
     """Raise ValueError unless the loop has an end, its sums a size and dtype, and its checks a rule and a frequency."""
-    bucket_cap_mib, reduce_dtype = sums
     if bucket_cap_mib is not None and not bucket_cap_mib > 0:
         raise ValueError(f"bucket_cap_mib must be a size in MiB, more than 0. Got {bucket_cap_mib}.")
-    for name, value in (("epochs", epochs), ("steps", steps)):
-        if value is not None:
-            check_count(name, value)
+    if epochs is not None:
+        check_count("epochs", epochs)
+    if steps is not None:
+        check_count("steps", steps)
     if epochs is None and steps is None:
         raise ValueError("A Loop needs an end. Pass epochs or steps.")
     if not batches.ends and steps is None:
         raise ValueError("An epoch of these data never ends. Give Batches a length, or Loop its steps.")
-    if on_nonfinite not in ON_NONFINITE:
-        raise ValueError(f"on_nonfinite must be one of {ON_NONFINITE}. Got {on_nonfinite!r}.")
-    if all(reduce_dtype is not one for one in REDUCE_DTYPES):
+    if on_nonfinite not in (rules := get_args(OnNonFinite)):
+        raise ValueError(f"on_nonfinite must be one of {rules}. Got {on_nonfinite!r}.")
+    if reduce_dtype not in (None, torch.float32, torch.float64):
         raise ValueError(f"reduce_dtype must be torch.float32, torch.float64 or None. Got {reduce_dtype!r}.")
     check_count(
         "check_replicas_every",
@@ -198,11 +210,10 @@ def check_rows(batches: Batches, state: Mapping[str, object]) -> None:
 
 
 Weight = float | torch.Tensor
-Number = float | torch.Tensor
 Reduction = Literal["mean", "sum"]
-RESERVED_NAMES = frozenset({"loss", "epoch", "iteration", "samples", "elapsed_s"}) | frozenset(
-    {"skipped", "unused_samples", "unused_samples_at_least", "learning_rate", "gradient_norm", "samples_per_s"}
-    | {"retain_graph", "create_graph", "inputs", "gradient"}
+RESERVED_NAMES = frozenset(
+    {"loss", "epoch", "iteration", "samples", "elapsed_s", "skipped", "unused_samples", "unused_samples_at_least"}
+    | {"learning_rate", "gradient_norm", "samples_per_s", "retain_graph", "create_graph", "inputs", "gradient"}
 )
 
 
@@ -260,10 +271,10 @@ class Sum:
         value: a shard's sum, shape (), or one value per sample, shape (n,), whose sum is taken.
     """
 
-    value: Number
+    value: Weight
 
 
-Value = Number | Sum
+Value = Weight | Sum
 
 
 _WRAPPERS = {
@@ -275,7 +286,6 @@ _WRAPPERS = {
     "ReplicateModule": "Leave replicate(model) out.",
     "SyncBatchNorm": "Convert these layers by dl.sync_batch_norm(model, world), which works on the CPU too.",
 }
-_IN_TRAINING = ("SyncBatchNorm",)
 
 
 def refuse_wrapped(modules: Mapping[str, nn.Module], *, training: bool = True) -> None:
@@ -287,16 +297,15 @@ def refuse_wrapped(modules: Mapping[str, nn.Module], *, training: bool = True) -
         training: whether to refuse also what does no harm in evaluation.
     """
     for name, module in each_module(modules).items():
-        kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.partition(".")[0] == "torch"]
-        wrapper = next((kind for kind in kinds if kind in _WRAPPERS), None)
-        if wrapper is not None and (training or wrapper not in _IN_TRAINING):
-            raise ValueError(
-                f"fold and evaluate share a model between ranks themselves. {name} is torch's {wrapper}, which runs "
-                f"collectives too. {_WRAPPERS[wrapper]}"
-            )
+        for kind in type(module).__mro__:
+            is_wrapper = kind.__module__.partition(".")[0] == "torch" and kind.__name__ in _WRAPPERS
+            if is_wrapper and (training or kind.__name__ != "SyncBatchNorm"):
+                raise ValueError(
+                    f"fold and evaluate share a model between ranks themselves. {name} is torch's {kind.__name__}, "
+                    f"which runs collectives too. {_WRAPPERS[kind.__name__]}"
+                )
         for key, parameter in module._parameters.items():
-            if type(parameter).__name__ == "DTensor":
-                raise partial_parameter(f"{name}.{key}")
+            _refuse_partial(f"{name}.{key}", parameter)
         if (
             training
             and getattr(module.__dict__.get("forward"), "__module__", "") == "torch.cuda.graphs"

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
+from ddp_loop.batch_norm import BatchNormStatistics
 from tests.support.harness import OnRanks
 
-pytestmark = [pytest.mark.covers("D4"), pytest.mark.both_modes]
+pytestmark = [pytest.mark.covers("D4"), pytest.mark.on_gpus_too]
 
 Extra = Callable[[nn.Module, torch.Tensor], None]
 
@@ -58,6 +59,7 @@ def use(model: nn.Module, rows: torch.Tensor) -> None:
     assert torch.allclose(norm.running_mean, 0.9 * start + 0.1 * inputs.mean(0), rtol=1e-12)
 
 
+@pytest.mark.one_device("cpu", "the fake GPU's tensors cannot be pickled")
 @pytest.mark.parametrize("kind", ["forward fails", "deepcopy", "pickle"])
 def test_errors_that_are_caught_and_copies_leave_the_statistics_alone(kind: str, on_ranks: OnRanks) -> None:
     expected = on_ranks(2, train, None)[0]
@@ -125,7 +127,7 @@ def call_later() -> list[torch.Tensor]:
         return means
 
 
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_layer_that_is_called_more_often_from_some_step_on_is_followed(on_ranks: OnRanks) -> None:
     rows = torch.arange(36.0, dtype=torch.float64).reshape(3, 4, 3).mean(1)
     second = 0.1 * rows[1]
@@ -133,3 +135,50 @@ def test_a_layer_that_is_called_more_often_from_some_step_on_is_followed(on_rank
     for found in on_ranks(2, call_later):
         for one, other in zip(found, (torch.zeros(3), second, third), strict=True):
             assert torch.allclose(one, other.double(), rtol=1e-12)
+
+
+class TwoPrecisions(nn.Module):
+    """The same rows go through a layer of float32 and one of float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single, self.wide = nn.BatchNorm1d(3), nn.BatchNorm1d(3).double()
+        self.last = nn.Linear(3, 1).double()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.last(self.single(rows.float()) + self.wide(rows)).mean()  # type: ignore[no-any-return]
+
+
+def train_two_precisions() -> list[torch.Tensor]:
+    with dl.join_world(seed=0) as world:
+        model = TwoPrecisions()
+        rows = torch.randn(12, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        for step in dl.Loop(dl.Batches(rows, 12, world, shards=4), 1, state={"model": model}, progress=False):
+            for shard in step:
+                step.backward(model(shard))
+            step.fold()
+        found = model.single.running_mean, model.wide.running_mean, model.wide.running_var
+        return [torch.as_tensor(one).clone() for one in found]
+
+
+def test_a_layer_of_float64_beside_one_of_float32_keeps_its_digits(on_ranks: OnRanks) -> None:
+    rows = torch.randn(12, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    mean, variance = 0.1 * rows.mean(0), 0.9 + 0.1 * rows.var(0)
+    for single, double, deviation in on_ranks(2, train_two_precisions):
+        assert torch.allclose(single.double(), mean, rtol=1e-5)
+        assert torch.allclose(double, mean, rtol=1e-12)
+        assert torch.allclose(deviation, variance, rtol=1e-12)
+
+
+def test_a_shard_has_room_for_as_many_calls_as_its_layers_had() -> None:
+    layers = {"once": nn.BatchNorm1d(3), "twice": nn.BatchNorm1d(3), "never": nn.BatchNorm1d(3)}
+    statistics = BatchNormStatistics(layers)
+    try:
+        statistics.open()
+        captures = statistics.recording()
+        for name in ("once", "twice", "twice"):
+            layers[name](torch.randn(4, 3))
+        assert captures.calls == [1, 2, 0]
+        assert [call.counts for call in captures.by_call] == [[4, 4, 0], [0, 4, 0]]
+    finally:
+        statistics.release()

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from tests.support.device_modes import SYNCHRONOUS
+from tests.support.devices import CPU
 from tests.support.harness import OnRanks, caught
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 ROWS = 12  # of a mini-batch
 # Which rows of a mini-batch the branch gets: some of the first ranks' alone, none, all, none again.
@@ -79,7 +79,7 @@ def on_one_device(*, has_skipped: bool) -> Tensors:
 def through_a_loop(shards: int | None, *, synced: bool, most_rows: int = 8, moments: bool = False) -> Tensors:
     patches: list[AbstractContextManager[object]] = [
         mock.patch("ddp_loop.batch_norm.synced._MOST_ROWS", most_rows),
-        mock.patch("ddp_loop.training.moments._FEW_BYTES", 0) if moments else nullcontext(),
+        mock.patch("ddp_loop.training.rows._FEW_BYTES", 0) if moments else nullcontext(),
     ]
     with patches[0], patches[1], dl.join_world(seed=0) as world:
         model: nn.Module = make(has_skipped=not synced)
@@ -110,7 +110,7 @@ def buffers_of(found: Tensors) -> Tensors:
 
 
 @pytest.mark.covers("D4")
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("moments", [False, True])
 @pytest.mark.parametrize("shards", [None, 3, 6])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -126,7 +126,7 @@ def test_a_local_layer_s_running_statistics_are_those_of_one_device(
 
 
 @pytest.mark.covers("D5")
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("most_rows", [8, 1])
 @pytest.mark.parametrize("is_fixed", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -140,7 +140,7 @@ def test_a_synced_layer_is_one_device_where_no_rank_has_rows(
 
 
 @pytest.mark.both_exchanges
-@pytest.mark.one_mode(SYNCHRONOUS, "the asynchronous one has an exchange of its own")
+@pytest.mark.one_device(CPU, "GPUs have an exchange of their own")
 @pytest.mark.parametrize("synced", [False, True])
 def test_either_exchange_counts_such_calls(synced: bool, on_ranks: OnRanks) -> None:
     expected = buffers_of(on_one_device(has_skipped=not synced))
@@ -164,7 +164,7 @@ def call_once(model: nn.Module, rows: torch.Tensor) -> None:
 
 
 @pytest.mark.covers("D5")
-@pytest.mark.one_mode(SYNCHRONOUS, "on a GPU the hosts compare their calls at the end of a pass")
+@pytest.mark.one_device(CPU, "on a GPU the hosts compare their calls at the end of a pass")
 @pytest.mark.parametrize("most_rows", [8, 1])
 @pytest.mark.parametrize(
     ("rows", "said"), [([0, 1, 0], "more than 1 value per channel"), ([0, 0, 0], ""), ([0, 1, 1], "")]

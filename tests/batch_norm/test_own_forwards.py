@@ -18,7 +18,7 @@ from tests.support.comparing import is_close
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 Tensors = list[torch.Tensor]
 ROWS = 12
@@ -124,7 +124,7 @@ def expected(kind: Callable[[int], nn.Module]) -> tuple[Tensors, Tensors]:
 
 @pytest.mark.parametrize("kind", [Transposing, Plain, Frozen, Reading, Moving])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_statistics_are_those_of_the_values_that_the_norm_sees(
     on_ranks: OnRanks, kind: Callable[[int], nn.Module], ranks: int
 ) -> None:

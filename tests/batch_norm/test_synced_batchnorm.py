@@ -20,7 +20,7 @@ from ddp_loop.batch_norm.synced import SyncedBatchNorm, statistics
 from tests.support.comparing import Tensors, distance, gradients_of, same_on_all
 from tests.support.harness import OnRanks
 
-pytestmark = [pytest.mark.covers("D5"), pytest.mark.both_modes]
+pytestmark = [pytest.mark.covers("D5"), pytest.mark.on_gpus_too]
 
 BOUND = 1e-10  # float64, relative to the largest magnitude: what the project promises
 KINDS: dict[str, type[_BatchNorm]] = {"1d": nn.BatchNorm1d, "2d": nn.BatchNorm2d, "3d": nn.BatchNorm3d}
@@ -187,7 +187,7 @@ STEP = 1e-6
 
 def differentiate() -> float:
     """The largest error of a gradient on this rank, against differences of the sum of all ranks' losses."""
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         case = Case((2, 0, 1), "1d", 2, (2,))
         layer = sync_batch_norm(layer_of(case), world)
         every, gradients = values_of(case, 0)
@@ -222,7 +222,7 @@ def test_a_gradient_is_that_of_the_sum_of_all_ranks_losses(on_ranks: OnRanks) ->
 @pytest.mark.parametrize(("kind", "places"), [("1d", ()), ("1d", (3,)), ("2d", (2, 3)), ("3d", (2, 1, 2))])
 def test_the_lines_of_the_ranks_pass_gradcheck(kind: str, places: tuple[int, ...]) -> None:
     case = Case((4,), kind, 2, places, {"track_running_stats": False})
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         layer = sync_batch_norm(layer_of(case), world)
         assert isinstance(layer, SyncedBatchNorm)
         channel = SyncChannel(world, ["layer"], case.channels)
@@ -277,7 +277,7 @@ def images(ranks: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ..
 
 def train_network(reduced: bool = False) -> tuple[Tensors, Tensors]:
     """Two steps of one process, or of ranks: the gradients of the second, summed over the ranks, and the buffers."""
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model = sync_batch_norm(network(), world)
         if reduced:
             model.float()
@@ -293,7 +293,7 @@ def train_network(reduced: bool = False) -> tuple[Tensors, Tensors]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_network_trains_as_in_one_process_with_a_rank_that_has_no_rows(ranks: int, on_ranks: OnRanks) -> None:
     results = on_ranks(ranks, train_network)
     alone = train_network()
@@ -352,7 +352,7 @@ def test_a_ranks_statistics_are_right_also_where_torchs_mean_is_off(form: str) -
 
 
 def in_evaluation() -> bool:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         layer = sync_batch_norm(layer_of(Case(())).float(), world).eval()
         if world.rank > 0:
             return True  # no other rank is asked
@@ -395,7 +395,7 @@ def train_with_one_row(cases: list[Case]) -> list[Trained]:
 
 @pytest.mark.covers("J13")
 @pytest.mark.both_exchanges
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_one_row_gives_what_one_process_computes(on_ranks: OnRanks) -> None:
     for case, *results in zip(ONE_ROW_CASES, *on_ranks(3, train_with_one_row, ONE_ROW_CASES), strict=True):
         assert_equal(results, case)
@@ -440,7 +440,7 @@ def call_differently(how: str) -> str:
 
 @pytest.mark.covers("J13")
 @pytest.mark.both_exchanges
-@pytest.mark.one_mode("synchronous", "on a GPU the hosts compare digests, whatever the messages are")
+@pytest.mark.one_device("cpu", "on a GPU the hosts compare digests, whatever the messages are")
 @pytest.mark.parametrize(
     ("how", "said"), [("another layer", "rank 1 at the forward of layer `1`"), ("one value", "more than 1 value")]
 )

@@ -16,10 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import ddp_loop as dl
 from ddp_loop.batch_norm import SyncChannel, find_sync_channels, local_batch_norm, sync_batch_norm
 from ddp_loop.batch_norm.synced import WORDS, SyncedBatchNorm
-from tests.support.device_modes import ASYNCHRONOUS, SYNCHRONOUS
+from tests.support.devices import CPU, GPU
 from tests.support.harness import FAULT_S, OnRanks, caught
 
-pytestmark = [pytest.mark.covers("D5"), pytest.mark.both_modes]
+pytestmark = [pytest.mark.covers("D5"), pytest.mark.on_gpus_too]
 
 
 def network() -> nn.Sequential:
@@ -55,7 +55,7 @@ def test_a_model_is_synced_and_made_local_again_with_the_very_same_tensors() -> 
     model.get_submodule("1.0").train()
     tensors, facts, keys = tensors_of(model), facts_of(model), list(model.state_dict())
     kinds = [type(module) for module in model.modules()]
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         assert sync_batch_norm(model, world) is model
         assert [type(layer) for layer in norms_of(model)] == [SyncedBatchNorm] * 4
         assert model.get_submodule("1.0") is model.get_submodule("2.again")
@@ -73,7 +73,7 @@ def test_a_model_is_synced_and_made_local_again_with_the_very_same_tensors() -> 
 
 def test_a_model_that_is_a_layer_itself_is_given_back_as_another() -> None:
     layer = nn.BatchNorm2d(3)
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         synced = sync_batch_norm(layer, world)
         assert isinstance(synced, SyncedBatchNorm)
         assert synced.weight is layer.weight
@@ -85,7 +85,7 @@ def test_a_model_that_is_a_layer_itself_is_given_back_as_another() -> None:
 def test_hooks_stay_and_their_handles_still_take_them_away() -> None:
     model, calls = nn.Sequential(nn.BatchNorm1d(2)), []
     handle = model[0].register_forward_hook(lambda layer, inputs, output: calls.append(type(layer).__name__))
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         sync_batch_norm(model, world)
         model(torch.randn(3, 2))
         handle.remove()
@@ -98,7 +98,7 @@ class Own(nn.BatchNorm1d):
 
 
 def convert(sort: str) -> tuple[str, str, float]:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         layers = {
             "lazy": nn.LazyBatchNorm1d(),
             "own": Own(3),
@@ -131,7 +131,7 @@ def test_what_cannot_be_synced_is_refused_on_every_rank(sort: str, said: str, on
 
 def copies() -> dict[str, tuple[bool, list[float]]]:
     """Whether each copy is synced, and the mean over all ranks, or of this one, that its first output shows."""
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model = sync_batch_norm(nn.Sequential(nn.BatchNorm1d(1, momentum=1.0)), world)
         stored = io.BytesIO()
         torch.save(model, stored)
@@ -150,6 +150,7 @@ def copies() -> dict[str, tuple[bool, list[float]]]:
         return found
 
 
+@pytest.mark.one_device("cpu", "the fake GPU's tensors cannot be pickled")
 def test_a_copy_stays_synced_and_one_that_was_stored_is_local(on_ranks: OnRanks) -> None:
     for rank, found in enumerate(on_ranks(2, copies)):
         local, synced = (False, [1.0 + 10 * rank]), (True, [6.0])
@@ -211,14 +212,14 @@ MISTAKES: dict[str, tuple[Scenario, str, str]] = {
 
 def make(name: str) -> tuple[str, str, float]:
     def work() -> None:
-        with dl.join_world(device="cpu") as world:
+        with dl.join_world() as world:
             model = nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.BatchNorm1d(3), nn.GroupNorm(1, 3))
             MISTAKES[name][0](world, sync_batch_norm(model, world))
 
     return caught(work)
 
 
-@pytest.mark.one_mode(SYNCHRONOUS, "an asynchronous device raises at the end of a pass")
+@pytest.mark.one_device(CPU, "an asynchronous device raises at the end of a pass")
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_ranks_that_do_not_call_the_layers_alike_all_raise_the_same(name: str, on_ranks: OnRanks) -> None:
     _, kind, said = MISTAKES[name]
@@ -230,7 +231,7 @@ def test_ranks_that_do_not_call_the_layers_alike_all_raise_the_same(name: str, o
 
 def penalise(parts: int) -> tuple[str, str, float]:
     def work() -> None:
-        with dl.join_world(device="cpu") as world:
+        with dl.join_world() as world:
             model = sync_batch_norm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))[:parts], world)
             values = rows(3)
             [slope] = torch.autograd.grad(model(values).square().sum(), values, create_graph=True)
@@ -248,7 +249,7 @@ def test_a_gradient_penalty_through_a_synced_layer_is_refused_with_the_remedy(pa
 
 
 def slope_alone() -> bool:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model = sync_batch_norm(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), world)
         values = rows(3)
         [slope] = torch.autograd.grad(model(values).square().sum(), values, create_graph=True)
@@ -260,7 +261,7 @@ def test_a_first_derivative_with_a_graph_is_given(on_ranks: OnRanks) -> None:
 
 
 def go_on_after_a_mistake() -> list[str]:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model = sync_batch_norm(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.BatchNorm1d(3)), world)
         [channel] = find_sync_channels([model])
         before = [buffer.clone() for buffer in model.buffers()]
@@ -274,21 +275,21 @@ def go_on_after_a_mistake() -> list[str]:
         return said
 
 
-@pytest.mark.one_mode(SYNCHRONOUS, "an asynchronous device raises at the end of a pass")
+@pytest.mark.one_device(CPU, "an asynchronous device raises at the end of a pass")
 def test_a_pass_after_a_mistake_that_was_caught_is_as_any_other(on_ranks: OnRanks) -> None:
     assert on_ranks(2, go_on_after_a_mistake) == [["ValueError", "RuntimeError", "RuntimeError"]] * 2
 
 
 def look_late(wrong: int | None, few: int | None) -> tuple[str, str, float]:
     """Send 600 calls, more than are kept; rank 1 is elsewhere in one of them, and another one has a single value."""
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         channel = SyncChannel(world, ["first", "second"], 1)
 
         def tell() -> None:
             for number in range(600):
                 layer = int(number == wrong and world.rank == 1)
                 count = world.rank if number == few else 1
-                channel.send(layer, channel.next_call(), count, 0, torch.ones(1, dtype=torch.float64))
+                channel.send(layer, number + 1, count, 0, torch.ones(1, dtype=torch.float64))
             channel.check()
 
         result = caught(tell)
@@ -297,7 +298,7 @@ def look_late(wrong: int | None, few: int | None) -> tuple[str, str, float]:
         return result
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "tests a late error")
+@pytest.mark.one_device(GPU, "tests a late error")
 @pytest.mark.parametrize(
     ("wrong", "few", "said"),
     [
@@ -319,7 +320,7 @@ def test_the_first_mistake_is_reported_late(wrong: int | None, few: int | None, 
 
 def count_collectives() -> list[int]:
     """The number of sums in a forward and a backward of three layers; the first one's inputs need no gradient."""
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model = sync_batch_norm(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(3))), world)
         usual, lengths = world.start_sum, []
 
@@ -340,14 +341,14 @@ def test_a_forward_is_one_collective_and_so_is_a_backward_that_has_somewhere_to_
 
 
 def tell_zeros() -> list[float]:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         channel = SyncChannel(world, ["layer"], 2)
         own = torch.tensor([-0.0, 0.0] if world.rank == 1 else [float("-inf"), 0.0])
-        _, heard = channel.send(0, channel.next_call(), 1, 0, own.double())
+        _, heard = channel.send(0, 1, 1, 0, own.double())
         return heard.flatten().tolist()
 
 
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_what_a_rank_tells_comes_to_all_with_every_bit(on_ranks: OnRanks) -> None:
     expected = ["-inf", "0.0", "-0.0", "0.0"]
     assert [[str(one) for one in heard] for heard in on_ranks(2, tell_zeros)] == [expected] * 2
@@ -379,7 +380,7 @@ def fail_in(place: str) -> tuple[str, str, float]:
     torch.optim.SGD([nn.Parameter(torch.ones(()))])  # a process's first imports torch._dynamo, for 3 s
 
     def work() -> None:
-        with dl.join_world(device="cpu") as world:
+        with dl.join_world() as world:
             model = nn.Sequential(nn.BatchNorm1d(3), Faulty(world.rank, place), nn.BatchNorm1d(3))
             sync_batch_norm(model, world)(rows(2)).sum().backward()
 
@@ -396,7 +397,7 @@ def test_a_rank_that_raises_between_two_layers_ends_the_others(place: str, on_ra
 
 
 def use_wrongly(sort: str) -> tuple[str, str, float]:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model = sync_batch_norm(nn.Sequential(nn.BatchNorm1d(3)), world)
         if sort == "channels":
             return caught(model, torch.ones(2, 4))
@@ -407,6 +408,7 @@ def use_wrongly(sort: str) -> tuple[str, str, float]:
     return caught(model, rows(2))
 
 
+@pytest.mark.one_device("cpu", "the messages name the device")
 @pytest.mark.parametrize(
     ("sort", "said"),
     [

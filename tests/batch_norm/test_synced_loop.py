@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 import ddp_loop as dl
 from tests.support.cases import CLASSES, TwiceUsed, make_data
 from tests.support.comparing import is_same, same_on_all
-from tests.support.device_modes import ASYNCHRONOUS
-from tests.support.harness import FAULT_S, OnRanks
+from tests.support.devices import GPU
+from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 # A step's rounding, amplified by 6 steps.
 TOLERANCE = 1e-10
@@ -97,7 +97,7 @@ def distance(found: Tensors, expected: Tensors) -> float:
 @pytest.mark.covers("D5")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_loop_with_synced_layers_is_one_device_on_the_whole_mini_batch(
     name: str, ranks: int, on_ranks: OnRanks
 ) -> None:
@@ -220,7 +220,7 @@ def test_ranks_that_part_ways_get_the_error(fault: str, kind: str, said: str, la
         # blocks its rank, so the messages between the ranks show it.
         kind, said = "RuntimeError|PeerFailed", f"{said}|a step's sum"
     # Found from these messages, it takes 1.5 s and more; on a device no sum holds a rank up.
-    refused(3, train, fault, kind=kind, said=said, by=None, within_s=3 * FAULT_S if late else FAULT_S)
+    refused(3, train, fault, kind=kind, said=said, by=None, waits=late)
 
 
 def other_order(world: dl.World, folder: str, shift: bool = True) -> None:
@@ -241,7 +241,7 @@ def other_order(world: dl.World, folder: str, shift: bool = True) -> None:
         assert step.iteration < 2 or not shift
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "a synchronous device raises in the call itself")
+@pytest.mark.one_device(GPU, "a synchronous device raises in the call itself")
 def test_layers_of_one_size_in_another_order_are_refused_in_their_step_without_a_read(refused: Refused) -> None:
     said = r"rank 0 is at the forward of layer `1\.0` \(call 1 .*, rank 1 at the forward of layer `1\.1`"
     refused(2, other_order, kind="RuntimeError", said=said, by=ALL)
@@ -265,7 +265,7 @@ def sync_around(world: dl.World, folder: str, late: bool, shards: int | None = N
 
 
 def sync_in_a_world(late: bool) -> list[torch.Tensor]:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         return sync_around(world, "", late)
 
 

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 import ddp_loop as dl
 from ddp_loop.batch_norm import capture
 from tests.support.comparing import is_close
-from tests.support.device_modes import SYNCHRONOUS
+from tests.support.devices import CPU
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 Tensors = list[torch.Tensor]
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -137,7 +137,7 @@ def move_unseen(world: dl.World, folder: str, culprit: int) -> None:
     train(world, model, call, None)
 
 
-@pytest.mark.one_mode(SYNCHRONOUS, "a GPU's bits are not compared")
+@pytest.mark.one_device(CPU, "a GPU's bits are not compared")
 @pytest.mark.covers("D4", "J3")
 @pytest.mark.parametrize("culprit", [ALL, 1])
 def test_statistics_that_something_else_moves_in_a_shard_are_an_error(culprit: int, refused: Refused) -> None:
@@ -196,7 +196,7 @@ def train_plainly(shards: int) -> tuple[Tensors, Tensors]:
 
 @pytest.mark.covers("D4", "J3")
 @pytest.mark.parametrize("which", ["own", "parameters"])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_functional_call_on_the_modules_own_buffers_is_one_of_the_module(which: str, on_ranks: OnRanks) -> None:
     expected, _ = on_ranks(2, train_functionally, 4, "nothing")[0]
     for found, _ in on_ranks(2, train_functionally, 4, which):

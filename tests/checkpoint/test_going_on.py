@@ -62,8 +62,6 @@ def notices(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 @pytest.mark.covers("J10")
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
 def test_more_epochs_go_on_from_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,8 +89,10 @@ def test_more_steps_go_on_from_the_end(first: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("J10")
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 def test_more_epochs_go_on_on_any_number_of_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
-    whole = train("", epochs=EPOCHS + 1)
+    (whole,) = on_ranks(1, train, "", epochs=EPOCHS + 1)
     on_ranks(2, train, str(tmp_path))
     for ended in on_ranks(3, train, str(tmp_path), epochs=EPOCHS + 1):
         assert different(whole, ended) == []

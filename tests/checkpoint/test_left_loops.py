@@ -17,7 +17,7 @@ from tests.support.harness import OnRanks, caught
 from tests.support.refusals import loop_over, loss_of, network
 from tests.support.runs import ROWS, checkpoints_of, rows_of, status_of
 
-pytestmark = [pytest.mark.covers("E5"), pytest.mark.both_modes]
+pytestmark = [pytest.mark.covers("E5"), pytest.mark.on_gpus_too]
 
 WAYS = ("break", "an error", "an error before the fold", "an error in a shard")
 
@@ -66,7 +66,7 @@ def run_cells(folder: str, how: str | None, shards: int | None) -> tuple[list[li
     return made, [*statuses, str(status_of(Path(folder))["status"])]
 
 
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("shards", [None, 3])
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -17,7 +17,7 @@ from tests.support.resuming import BUILDS, EPOCHS, STEPS, Ended, different, trai
 from tests.support.runs import ROWS, checkpoints_of, endless, rows_of, status_of
 
 # torch does not know that the optimizer stepped in another process, where a run resumes at the end of the first epoch.
-pytestmark = [pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"), pytest.mark.both_modes]
+pytestmark = [pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"), pytest.mark.on_gpus_too]
 
 
 # -- everywhere ----------------------------------------------------------------------------------------------
@@ -42,11 +42,11 @@ def test_a_run_that_goes_on_after_any_step_is_the_undisturbed_one(build: str, tm
 
 
 @pytest.mark.covers("E5")
-@pytest.mark.quick_in_both_modes
-def test_a_run_stopped_twice_within_an_epoch_is_the_undisturbed_one(tmp_path: Path) -> None:
-    whole = train("")
-    parts = [train(str(tmp_path), at).made for at in (6, 8)]
-    last = train(str(tmp_path))
+@pytest.mark.quick_on_gpus
+def test_a_run_stopped_twice_within_an_epoch_is_the_undisturbed_one(on_ranks: OnRanks, tmp_path: Path) -> None:
+    (whole,) = on_ranks(1, train, "")
+    parts = [on_ranks(1, train, str(tmp_path), at)[0].made for at in (6, 8)]
+    (last,) = on_ranks(1, train, str(tmp_path))
     assert [*parts, last.made] == [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10]]
     assert different(whole, last) == []
     assert rows_of(tmp_path) == whole.made

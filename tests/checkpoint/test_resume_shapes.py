@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from torch import nn
 
 import ddp_loop as dl
-from tests.support.device_modes import ASYNCHRONOUS
-from tests.support.harness import OnRanks
+from tests.support.devices import GPU
+from tests.support.harness import OnRanks, caught
 from tests.support.runs import checkpoints_of, digests, go_by_epochs, rows_of
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 STEPS, EPOCHS = 4, 2
 
@@ -47,16 +48,21 @@ def run(
         return digests({"model": model, "optimizer": optimizer}), loop, notes
 
 
+def ended(folder: Path, stop_at: int | None = None, **options: Any) -> tuple[dict[str, str], str | None]:
+    """The digests of a run, and why it stopped."""
+    found, loop, _ = run(folder, stop_at, **options)
+    return found, loop.stopped
+
+
 @pytest.mark.covers("E5")
 @pytest.mark.parametrize("at", [2, 4, 6])
-@pytest.mark.quick_in_both_modes
-def test_a_layer_that_was_frozen_meanwhile_stays_so(at: int, tmp_path: Path) -> None:
-    whole, _, _ = run(tmp_path / "whole", freeze=True)
-    assert whole != run(tmp_path / "never")[0]
-    run(tmp_path / "parts", at, freeze=True)
-    again, loop, _ = run(tmp_path / "parts", freeze=True)
-    assert again == whole
-    assert loop.stopped is None
+@pytest.mark.quick_on_gpus
+def test_a_layer_that_was_frozen_meanwhile_stays_so(at: int, on_ranks: OnRanks, tmp_path: Path) -> None:
+    (whole,) = on_ranks(1, ended, tmp_path / "whole", freeze=True)
+    assert on_ranks(1, ended, tmp_path / "never") != [whole]
+    on_ranks(1, ended, tmp_path / "parts", at, freeze=True)
+    assert on_ranks(1, ended, tmp_path / "parts", freeze=True) == [whole]
+    assert whole[1] is None
 
 
 @pytest.mark.covers("E5")
@@ -78,10 +84,11 @@ def test_skipped_steps_and_the_epochs_mean_go_on(tmp_path: Path, capsys: pytest.
     assert (again, gone_on.skipped, loop.skipped) == (whole, 2, 2)
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "tests a late error")
-def test_a_step_that_is_found_bad_one_step_late_is_never_kept(tmp_path: Path) -> None:
-    with pytest.raises(FloatingPointError, match="step 4"):
-        run(tmp_path, bad=STEPS)
+@pytest.mark.one_device(GPU, "tests a late error")
+def test_a_step_that_is_found_bad_one_step_late_is_never_kept(on_ranks: OnRanks, tmp_path: Path) -> None:
+    ((kind, said, _),) = on_ranks(1, caught, partial(ended, tmp_path, bad=STEPS))
+    assert kind == "FloatingPointError"
+    assert f"step {STEPS}" in said
     assert checkpoints_of(tmp_path) == []
 
 

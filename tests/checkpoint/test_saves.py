@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,9 +27,9 @@ def copies() -> int:
     return len({one.untyped_storage().data_ptr() for one in living_tensors() if one.numel() == WIDTH})
 
 
-def steps_and_copies(folder: Path, **options: Any) -> list[int]:
+def steps_and_copies(folder: Path, kept_bytes: int = staging.KEPT_BYTES, **options: Any) -> list[int]:
     """The copies that are in memory in each step of two epochs, once its save has ended, and at the end."""
-    with only_new_objects(), dl.join_world() as world:
+    with mock.patch.object(staging, "KEPT_BYTES", kept_bytes), only_new_objects(), dl.join_world() as world:
         model = nn.Linear(WIDTH, 1, bias=False)
         batches = dl.Batches(torch.randn(8, WIDTH), 2, world)
         loop = dl.Loop(batches, 2, state={"model": model}, run_dir=folder, progress=False, **options)
@@ -46,13 +47,12 @@ def steps_and_copies(folder: Path, **options: Any) -> list[int]:
         return [*counted, copies()]
 
 
-@pytest.mark.both_modes
+@pytest.mark.on_gpus_too
 @pytest.mark.parametrize("options", [{"save_every": 1}, {"save_every": 100}, {}])
 def test_a_large_state_is_in_memory_once_after_a_save(
-    options: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, int], on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(staging, "KEPT_BYTES", 4 * WIDTH - 1)
-    counted = steps_and_copies(tmp_path, **options)
+    (counted,) = on_ranks(1, steps_and_copies, tmp_path, 4 * WIDTH - 1, **options)
     once = counted[0]
     assert [one - once for one in counted] == (
         # Without a checkpoint at an epoch's end, its state is held until the next step is made.
@@ -60,11 +60,27 @@ def test_a_large_state_is_in_memory_once_after_a_save(
     )  # the loop's bucket is freed with it
 
 
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
-def test_a_small_state_keeps_its_memory_until_the_end(tmp_path: Path) -> None:
-    counted = steps_and_copies(tmp_path, save_every=1)
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
+def test_a_small_state_keeps_its_memory_until_the_end(on_ranks: OnRanks, tmp_path: Path) -> None:
+    (counted,) = on_ranks(1, steps_and_copies, tmp_path, save_every=1)
     assert [one - counted[0] for one in counted] == [0, 1, 1, 1, 1, 1, 1, 1, -1]
+
+
+def save_each_step(folder: Path) -> None:
+    with dl.join_world() as world:
+        model = network()
+        batches = dl.Batches(torch.randn(12, 4, dtype=torch.float64), 2, world)
+        loop = dl.Loop(batches, 1, state={"model": model}, run_dir=folder, progress=False, save_every=1)
+        for step in loop:
+            for rows in step:
+                step.backward(loss_of(model, rows))
+            step.fold()
+
+
+def test_the_three_newest_checkpoints_stay_by_default(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_ranks(1, save_each_step, tmp_path / "run")
+    assert checkpoints_of(tmp_path / "run") == [4, 5, 6]
 
 
 # -- messages ------------------------------------------------------------------------------------------------

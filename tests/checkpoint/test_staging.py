@@ -26,26 +26,36 @@ def is_same(one: SerializedState, other: SerializedState) -> bool:
     )
 
 
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
-def test_copies_use_their_memory_again_where_the_form_is_the_same() -> None:
+def copy_twice() -> tuple[bool, SerializedState]:
+    """Whether the second copy has the first one's memory, and the second copy."""
     copies = StagingBuffers()
     one = copies.copy(to_tree({"a": torch.ones(3), "b": torch.ones(2), "c": 1}))
     memory = one.tensors["a"].data_ptr()
     two = copies.copy(to_tree({"a": torch.full((3,), 2.0), "b": torch.ones(4), "c": 2}))
-    assert two.tensors["a"].data_ptr() == memory
+    return two.tensors["a"].data_ptr() == memory, two
+
+
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
+def test_copies_use_their_memory_again_where_the_form_is_the_same(on_ranks: OnRanks) -> None:
+    ((is_used_again, two),) = on_ranks(1, copy_twice)
+    assert is_used_again
     assert is_same(two, to_tree({"a": torch.full((3,), 2.0), "b": torch.ones(4), "c": 2}))
 
 
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
-def test_a_copy_stays_when_the_state_goes_on() -> None:
+def copy_and_go_on() -> None:
     weight = nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last))
     kept = StagingBuffers().copy(to_tree({"w": weight, "half": weight.detach().half()}))
     with torch.no_grad():
         weight.add_(1)
     assert from_tree(kept)["w"].eq(1).all()
     assert from_tree(kept)["w"].stride() == weight.stride()
+
+
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
+def test_a_copy_stays_when_the_state_goes_on(on_ranks: OnRanks) -> None:
+    on_ranks(1, copy_and_go_on)
 
 
 def random_bytes(count: int) -> torch.Tensor:

@@ -76,8 +76,8 @@ def same_moments(kept: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
 
 
 @pytest.mark.covers("J10")
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("which", ["run", "checkpoint"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_new_run_begins_with_the_weights_and_moments_of_another_on_every_rank(
@@ -100,7 +100,10 @@ def test_the_settings_of_the_script_stay_and_schedules_begin_anew(
     assert (kept["param_groups"][0]["lr"], kept["param_groups"][0]["initial_lr"]) == (0.2, 0.2)
     assert float(kept["state"][0]["step"]) == 12
     path = run / "checkpoints" / NAMES[3]
-    assert f"ddp_loop: starts with model and optimizer of {path}; schedule begins anew\n" in capsys.readouterr().out
+    assert (
+        f"ddp_loop: starts with model and optimizer of {path}; schedule starts from scratch\n"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.covers("J10")
@@ -141,7 +144,7 @@ def test_a_start_over_begins_with_the_other_weights_again_also_with_its_own(run:
 def test_parts_that_the_other_run_lacks_begin_anew(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     started(run, more=True)
     assert "starts with model and optimizer of " in (said := capsys.readouterr().out)
-    assert "; schedule and average begin anew\n" in said
+    assert "; schedule and average start from scratch\n" in said
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -81,7 +81,7 @@ def gathered(counts: list[int]) -> list[tuple[list[float], Gradients]]:
         return found
 
 
-@pytest.mark.both_modes
+@pytest.mark.on_gpus_too
 def test_a_loss_of_the_whole_mini_batch_over_own_streams(on_ranks: OnRanks) -> None:
     results = on_ranks(2, gathered, [7, 3])
     assert [len(sums) for sums, _ in results[0]] == [4, 3, 2, 1]
@@ -110,7 +110,7 @@ def in_two_passes(counts: list[int], until: str) -> list[tuple[int, bool]]:
         return seen
 
 
-@pytest.mark.both_modes
+@pytest.mark.on_gpus_too
 @pytest.mark.parametrize("until", ["all", "first"])
 def test_several_passes_over_own_streams(until: str, on_ranks: OnRanks) -> None:
     expected = [(4, False), (3, False), (2, False), (1, True)] if until == "all" else [(4, False), (3, True)]
@@ -137,8 +137,8 @@ def over_own_streams(folder: str, until: str, stop_at: int) -> tuple[Tensors, li
         return values_of(model), seen, str(batches.unused)
 
 
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize(("until", "stop_at"), [("all", 2), ("all", 3), ("all", 4), ("first", 1), ("first", 2)])
 def test_own_streams_resume_inside_and_after_an_epoch(
     until: str, stop_at: int, on_ranks: OnRanks, tmp_path: Path

@@ -120,8 +120,8 @@ def over_a_stream_with_nan(world: dl.World, folder: str) -> None:
         step.fold()
 
 
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 def test_an_own_stream_with_nan_is_named_by_its_rank(on_ranks: OnRanks, tmp_path: Path) -> None:
     said = r"from shard 1 of 2, mini-batch 3 of epoch 1 of rank 1's own stream\. Look for NaN"
     Refused(on_ranks, tmp_path)(2, over_a_stream_with_nan, kind="FloatingPointError", said=said, by=ALL)

@@ -95,8 +95,8 @@ def trained(
         return values_of(model), [losses, began]
 
 
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("as_tensors", [True, False])
 def test_with_fixed_shards_parts_give_the_same_bits_on_any_number_of_ranks(as_tensors: bool, on_ranks: OnRanks) -> None:
     expected, said = on_ranks(1, trained, "", 3, as_tensors=as_tensors)[0]

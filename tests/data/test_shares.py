@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ddp_loop as dl
-from ddp_loop.data.shares import Division, split_by_shares
+from ddp_loop.data.shards import Division, split_by_shares
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 from tests.support.sources import numbers

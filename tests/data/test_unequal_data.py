@@ -99,8 +99,8 @@ def assert_exact(results: list[Record], layer: bool = False) -> list[list[int]]:
 COUNTS = [[7, 3], [1000, 0], [0, 5], [8, 8], [13, 1, 0, 6]]
 
 
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("sized", [False, True])
 def test_own_data_of_unequal_length_train_as_one_process_on_their_union(
@@ -134,8 +134,8 @@ def test_until_first_ends_with_the_first_rank_and_counts_the_unused(sized: bool,
 
 
 @pytest.mark.slow
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("seed", range(6))
 def test_streams_of_random_lengths_on_four_ranks(seed: int, on_ranks: OnRanks) -> None:
     draw = random.Random(seed)
@@ -172,7 +172,7 @@ def reported(folder: str, counts: list[int], until: str) -> Any:
         return str(batches.unused)
 
 
-@pytest.mark.both_modes
+@pytest.mark.on_gpus_too
 @pytest.mark.parametrize(
     ("counts", "until", "key", "said"),
     [

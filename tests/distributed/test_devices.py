@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 import ddp_loop as dl
-from ddp_loop.accelerators import Cpu, accelerator_of
+from ddp_loop.accelerators import KINDS, Accelerator, Cpu, accelerator_of
 from ddp_loop.distributed import Pool, describe_devices, devices, join, join_world, scale_batch_size, sharing_gpus
 from ddp_loop.distributed.devices import RankEnv, choose_device, read_rank_env
-from tests.support.device_modes import cpu_as
 from tests.support.harness import FAULT_S, OnRanks, caught
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -231,6 +230,18 @@ class Gpu(Cpu):
     def process_group(self, identities: Sequence[str]) -> tuple[str, torch.device | None]:
         self.asked.append(identities)
         return super().process_group(identities)
+
+
+@contextmanager
+def cpu_as(kind: type[Accelerator]) -> Iterator[None]:
+    """Have this process's CPU be such an accelerator."""
+    former, KINDS["cpu"] = KINDS["cpu"], kind
+    accelerator_of.cache_clear()
+    try:
+        yield
+    finally:
+        KINDS["cpu"] = former
+        accelerator_of.cache_clear()
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,25 @@ def print_something(path: str) -> None:
 def test_a_line_is_printed_once(on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(3, print_something, str(tmp_path))
     assert [tmp_path.joinpath(f"{rank}.txt").read_text() for rank in range(3)] == ["one line 3\n", "", ""]
+
+
+class Writes(io.StringIO):
+    """Keeps what each call of `write` wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts = list[str]()
+
+    def write(self, text: str, /) -> int:
+        self.texts.append(text)
+        return super().write(text)
+
+
+def test_a_line_is_one_write_so_that_lines_of_several_threads_do_not_mix() -> None:
+    with dl.join_world() as world, redirect_stdout(Writes()) as file:
+        world.print("one", 2)
+        world.say("three")
+    assert [text for text in file.texts if text] == ["one 2\n", "ddp_loop: three\n"]
 
 
 def fail_on_rank_0_in_a_stage() -> tuple[str, str, int, int | None]:

@@ -51,6 +51,13 @@ def flat_sum(world: dl.World, length: int) -> None:
     whole.collect()
 
 
+def wait_for_a_later_sum(world: dl.World) -> None:
+    """Wait in a gather, with a sum under way that no other rank makes, as beside the sums of a GPU."""
+    work = world.start_sum(torch.ones(5, dtype=torch.int32))
+    world.gather(1, "numbers")
+    world.finish(work)
+
+
 def steps(world: dl.World, evaluates: bool) -> None:
     model = network()
     for step in loop_over(world, None, model):  # type: ignore[arg-type]
@@ -68,6 +75,7 @@ USUAL: dict[str, tuple[Meets, Meets]] = {  # of most ranks, and of the odd one
     "another dtype": (step_sum, partial(step_sum, dtype=torch.int32)),
     "a bucket of another size": (partial(flat_sum, length=1000), partial(flat_sum, length=400_000)),
     "a bucket in memory": (step_sum, partial(flat_sum, length=400_000)),
+    "a wait for a later sum": (step_sum, wait_for_a_later_sum),
     "an evaluation": (partial(steps, evaluates=False), partial(steps, evaluates=True)),
     "another name": (lambda world: world.gather(1, "apples"), lambda world: world.gather(1, "pears")),
 }

@@ -40,6 +40,7 @@ def test_a_socket_that_nccl_closes_is_no_dead_peer(on_fake_gpus: OnRanks) -> Non
 def leave() -> list[bool]:
     from tests.fake_cuda.cuda import nccl_sockets
 
+    nccl_sockets.close()  # those of worlds before
     with dl.join_world(device="gpu") as world:
         world.sum(torch.ones((), device=world.device))
     shut = [bool(select.select([one], [], [], 0)[0]) for one in nccl_sockets.open]  # readable: its end was reached

@@ -16,7 +16,7 @@ import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loss_of, samples
 
-pytestmark = [pytest.mark.covers("D10"), pytest.mark.both_modes]
+pytestmark = [pytest.mark.covers("D10"), pytest.mark.on_gpus_too]
 
 SIZE = 6
 
@@ -82,7 +82,7 @@ def test_one_rank_that_does_something_alone_is_found(fault: str, since: int, ste
 
 
 @pytest.mark.parametrize("end", ["break", "stop", "evaluate"])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_it_is_found_too_where_a_loop_ends_early_and_before_an_evaluation(end: str, refused: Refused) -> None:
     for fault in ("a forward of its own", "a step left out"):
         where = "evaluate" if end == "evaluate" else f"step {3 + (end == 'stop')}"
@@ -289,7 +289,7 @@ class Caching(nn.Module):
 
 
 def cache_late(part: bool) -> int:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model = Caching()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = torch.ones(4, 4, dtype=torch.float64)

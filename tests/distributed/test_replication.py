@@ -11,11 +11,11 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.distributed import ReplicaMismatch, describe_difference
 from ddp_loop.distributed.replica_check import named_tensors, own
-from tests.support.device_modes import ASYNCHRONOUS
+from tests.support.devices import GPU
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loss_of, samples
 
-pytestmark = [pytest.mark.covers("D10"), pytest.mark.both_modes]
+pytestmark = [pytest.mark.covers("D10"), pytest.mark.on_gpus_too]
 
 EVERY, WRONG_AT, STEPS = 3, 4, 8  # compared at steps 3 and 6; the bit is flipped after step 4
 
@@ -86,19 +86,19 @@ FLIPPED = [
 
 
 @pytest.mark.parametrize(("wrong", "said"), FLIPPED)
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_one_flipped_bit_on_one_rank_is_found_and_named(wrong: str, said: str, refused: Refused) -> None:
     text = f"At the fold of step 6, rank 2 of 3 differs from the others in .*{said}"
     refused(3, train, wrong, [2], kind="ReplicaMismatch", said=text, by=ALL)
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "tests a late error")
+@pytest.mark.one_device(GPU, "tests a late error")
 def test_on_an_asynchronous_device_the_error_comes_one_step_later(refused: Refused) -> None:
     text = "At the fold of step 6, rank 1 of 3 differs from the others in parameter model.1.weight"
     refused(3, train, FLIPPED[0][0], [1], kind="ReplicaMismatch", said=text, by=ALL)
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "tests a late error")
+@pytest.mark.one_device(GPU, "tests a late error")
 def test_a_late_error_comes_at_the_end_of_the_epoch_at_the_latest(refused: Refused) -> None:
     text = "At the fold of step 8, rank 1 of 3 differs from the others in parameter model.1.weight"
     refused(3, train, FLIPPED[0][0], [1], STEPS, kind="ReplicaMismatch", said=text, by=ALL)

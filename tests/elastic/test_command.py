@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from ddp_loop.cli import main
 from ddp_loop.elastic import command
+from ddp_loop.elastic.agent import Agent
 from ddp_loop.elastic.command import _meet_here, _parse, _ranks_of
 from tests.support.documents import text_of
 
@@ -104,6 +109,30 @@ def test_ranks_of_one_machine_meet_on_the_loopback(options: list[str], backend: 
     assert (parsed.rdzv_backend, parsed.rdzv_endpoint) == (backend, endpoint)
     assert parsed.node_rank == 0
     assert parsed.master_port == (29600 if "--master-port=29600" in options else 29500)
+
+
+def test_a_run_ends_with_code_0(tmp_path: Path) -> None:
+    """Quick, so that `make matrix` tries it too: each version of torch calls the agent in its own way."""
+    script = tmp_path / "train.py"
+    script.write_text("print('made')\n")
+    command = [sys.executable, "-m", "ddp_loop", "run", "--ranks", "2", str(script)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (made.returncode, made.stdout.split(), made.stderr) == (0, ["made", "made"], "")
+
+
+def test_an_agent_whose_shutdown_takes_no_timeout_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent of torch 2.11 does not."""
+    sent = []
+
+    def shutdown(agent: Agent, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        sent.append(death_sig)
+
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", shutdown)
+    agent = object.__new__(Agent)
+    agent._shutdown()
+    agent._shutdown(signal.SIGHUP)
+    agent._shutdown(signal.SIGINT)
+    assert sent == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
 
 
 def test_the_variable_of_the_start_has_one_name() -> None:

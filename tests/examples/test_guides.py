@@ -55,7 +55,7 @@ def test_the_guide_to_batch_norm_gives_the_numbers_that_it_promises(on_ranks: On
 @pytest.mark.covers("J17")
 def test_the_guide_to_accumulation_gives_the_numbers_that_it_promises(on_ranks: OnRanks, tmp_path: Path) -> None:
     one, two = run_guide("gradient_accumulation", on_ranks, tmp_path)
-    assert one.weights == two.weights  # both examples have fixed shards
+    assert one.weights == two.weights  # the shards are fixed
     check = "for shards in (1, 3, 8):\n    model = train(shards)\n    print(model.weight.tolist())"
     job = blocks_of("docs/gradient_accumulation.md")[0].text
     (found,) = on_ranks(1, run_python, str(tmp_path / "same"), job, check)

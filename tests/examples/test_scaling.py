@@ -99,7 +99,7 @@ def test_what_grows_by_hand() -> None:
 
 @pytest.mark.parametrize("mark", [mark for tables in scaling.PARTS.values() for mark in tables])
 def test_the_tables_of_the_document_are_those_of_the_figures(mark: str) -> None:
-    document = text_of("docs/scaling.md")
+    document = text_of("docs/benchmarks/scaling.md")
     lines = next(tables[mark] for tables in scaling.PARTS.values() if mark in tables)
     assert filled(document, mark, lines()) == document
 

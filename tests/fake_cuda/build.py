@@ -22,6 +22,9 @@ STARTS = {"cuda": "tests.fake_cuda.cuda, tests.fake_cuda.kernels", "npu": "tests
 START = """import os
 if os.environ.get("FAKE_CUDA"):
     import {}
+    if os.environ.get("PLANTED_GPU_FAULTS"):
+        from tests.support.gpu_faults import plant
+        plant()
 """
 
 
@@ -31,7 +34,7 @@ class NoFakeCuda(Exception):
 
 def _key(kind: str) -> str:
     """Changes with the sources and with torch."""
-    sha = hashlib.sha256(f"{kind} {torch.__version__} {sysconfig.get_config_var('SOABI')}".encode())
+    sha = hashlib.sha256(f"{kind} {START} {torch.__version__} {sysconfig.get_config_var('SOABI')}".encode())
     for name in SOURCES:
         sha.update((HERE / name).read_bytes())
     return sha.hexdigest()[:16]

@@ -7,6 +7,7 @@ import gc
 import os
 import select
 import socket
+import sys
 import threading
 import time
 import types
@@ -34,6 +35,7 @@ VARIABLES = (
 )
 BYTES = 80 * 2**30
 
+_MODE_FILE = str(Path(__file__).parents[1] / "support" / "devices.py")  # calls torch for a test that runs here
 _CYCLES = 2e9  # in a second, of `torch.cuda._sleep`
 
 count = int(os.environ.get("FAKE_CUDA_DEVICES", os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -62,7 +64,8 @@ def _waited(what: str) -> None:
     if _mode == 1 and what != "event.synchronize":  # torch does not warn of events
         import warnings
 
-        warnings.warn(f"called a synchronizing CUDA operation: {what}", stacklevel=2)
+        is_in_mode = sys._getframe(1).f_code.co_filename == _MODE_FILE
+        warnings.warn(f"called a synchronizing CUDA operation: {what}", stacklevel=2 + is_in_mode)
     tell(what, where)
 
 
@@ -213,7 +216,7 @@ def _put_on_torch() -> None:
         "is_current_stream_capturing": lambda: False,
         "_sleep": lambda cycles: device.slow_down(cycles / _CYCLES),  # each later event takes so long
         "_exchange_device": _exchange,
-        "_maybe_exchange_device": _exchange,
+        "_maybe_exchange_device": lambda index: _exchange(index),  # torch.compile wants two functions
     }
     for attribute, value in replaced.items():
         setattr(cuda, attribute, value)
@@ -303,10 +306,14 @@ class ProcessGroupGloo(metaclass=_LikeGloo):
         return device.gloo(below, rank, size) if os.environ.get("FAKE_CUDA_SHARED") else below
 
 
+_MOST = 64  # sockets; a world has a few
+
+
 class _Sockets:
     """Connections of NCCL's own, as for its start, which stay, and for RAS, which it closes when they are idle.
 
-    Its listeners stay open too.
+    Its listeners stay open too. In a process that joins one world after another only the newest stay, since `select`
+    takes no descriptor above 1,023.
     """
 
     def __init__(self) -> None:
@@ -314,6 +321,10 @@ class _Sockets:
         self.listeners: list[socket.socket] = []
 
     def connect(self) -> None:
+        for sockets in (self.open, self.listeners):
+            for one in sockets[:-_MOST]:
+                one.close()
+            del sockets[:-_MOST]
         self.open += self._connected()
         if _idle_s:
             threading.Thread(target=_close_later, args=self._connected(), daemon=True).start()

@@ -696,6 +696,13 @@ static void foreach_copy_of(at::TensorList to, at::TensorList from, bool non_blo
   launch(current_stream(), "aten::_foreach_copy_", reads, writes);
 }
 
+// It has no argument for a generator: the CPU's kernel would draw from the host's, not from the device's.
+static std::tuple<at::Tensor, at::Tensor> dropout_of(const at::Tensor& values, double share, std::optional<bool> trains) {
+  if (!trains.value_or(true)) return {values.clone(), at::ones_like(values, at::kBool)};
+  auto mask = at::empty_like(values, at::kBool).bernoulli_(1 - share);
+  return {values.mul(mask).mul_(share == 1 ? 0 : 1 / (1 - share)), mask};
+}
+
 static void record_stream_of(at::Tensor& tensor, c10::Stream stream) {
   guard.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
@@ -725,13 +732,14 @@ TORCH_LIBRARY_IMPL(aten, FAKE_KEY, m) {
   m.impl("copy_", &copy_of);
   m.impl("_local_scalar_dense", &read_of);
   m.impl("_foreach_copy_", &foreach_copy_of);
+  m.impl("native_dropout", &dropout_of);
   m.impl("record_stream", &record_stream_of);
   m.impl("set_.source_Storage", &set_storage_of);
   m.impl("set_.source_Storage_storage_offset", &set_place_of);
   // Without these torch takes its slow ways, a kernel for each tensor or step of a formula, before any fallback: other
-  // bits than the CPU's, and for a transposed convolution no kernel at all.
+  // bits than the CPU's, for a transposed convolution no kernel at all, for a loss a warning of an output's size.
   for (const char* name : {"convolution", "convolution_backward", "native_layer_norm", "native_group_norm",
-                           "silu_backward", "mish_backward"})
+                           "silu_backward", "mish_backward", "mse_loss", "smooth_l1_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
     if (!is_foreach(op.name) || op.name == "aten::_foreach_copy_" || op.name == "aten::_foreach_mm") continue;

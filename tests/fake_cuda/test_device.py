@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,42 @@ def compute_on_both() -> dict[str, bool]:
 
 def test_layers_have_the_bits_of_the_cpu(on_fake_gpus: OnRanks) -> None:
     assert on_fake_gpus(1, compute_on_both) == [dict.fromkeys(LAYERS, True)]
+
+
+def compute_losses() -> list[str]:
+    """What torch warns of."""
+    rows, wanted = torch.ones(3, 1, device="cuda", requires_grad=True), torch.zeros(3, 1, device="cuda")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for loss in (nn.functional.mse_loss, nn.functional.smooth_l1_loss, nn.functional.l1_loss):
+            loss(rows, wanted).backward()
+    return [str(one.message) for one in caught]
+
+
+def test_losses_warn_of_nothing(on_fake_gpus: OnRanks) -> None:
+    assert on_fake_gpus(1, compute_losses) == [[]]
+
+
+def drop_out() -> tuple[bool, bool, bool, list[float]]:
+    """Whether dropout repeats with the device's generator, moves it, and leaves the host's as it was."""
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    values = torch.ones(64, device="cuda", requires_grad=True)
+    rest = []
+    for seed in (2, None, 2):
+        if seed is not None:
+            torch.cuda.manual_seed(seed)
+        rest.append(nn.functional.dropout(values, 0.75))
+    first, second, again = rest
+    first.sum().backward()
+    assert values.grad is not None
+    assert torch.equal(values.grad, first)
+    is_left_alone = torch.equal(before, torch.get_rng_state())
+    return torch.equal(first, again), torch.equal(first, second), is_left_alone, first.unique().tolist()
+
+
+def test_dropout_draws_from_the_generator_of_the_device(on_fake_gpus: OnRanks) -> None:
+    assert on_fake_gpus(1, drop_out) == [(True, False, True, [0.0, 4.0])]
 
 
 def save_and_load() -> list[list[float]]:

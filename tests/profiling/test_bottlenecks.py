@@ -21,8 +21,8 @@ def milliseconds(hint: str, words: str) -> float:
     return float(hint.split(words)[1].split()[0])
 
 
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 def test_a_slow_data_set_is_named_with_its_share_and_the_number_of_workers(on_ranks: OnRanks, tmp_path: Path) -> None:
     first, *others = hints_in(profiled(on_ranks, planted(tmp_path, "READ", "spend(0.003)")))
     assert "of the step waits for data (" in first
@@ -30,7 +30,7 @@ def test_a_slow_data_set_is_named_with_its_share_and_the_number_of_workers(on_ra
     assert len(others) <= 2
 
 
-@pytest.mark.both_modes
+@pytest.mark.on_gpus_too
 def test_the_rank_that_the_others_wait_for_is_named_with_the_phase_that_takes_longer(
     on_ranks: OnRanks, tmp_path: Path
 ) -> None:
@@ -41,8 +41,8 @@ def test_the_rank_that_the_others_wait_for_is_named_with_the_phase_that_takes_lo
     assert len(others) <= 2
 
 
-@pytest.mark.both_modes
-@pytest.mark.one_mode("asynchronous", "a value of the CPU can be read at once")
+@pytest.mark.on_gpus_too
+@pytest.mark.one_device("gpu", "a value of the CPU can be read at once")
 def test_a_host_read_in_each_step_is_named_with_its_line(on_ranks: OnRanks, tmp_path: Path) -> None:
     script = planted(tmp_path, "AFTER", "result.loss.item()")
     hints = hints_in(profiled(on_ranks, script))
@@ -51,8 +51,8 @@ def test_a_host_read_in_each_step_is_named_with_its_line(on_ranks: OnRanks, tmp_
     assert len(hints) <= 3
 
 
-@pytest.mark.both_modes
-@pytest.mark.one_mode("asynchronous", "a value of the CPU can be read at once")
+@pytest.mark.on_gpus_too
+@pytest.mark.one_device("gpu", "a value of the CPU can be read at once")
 def test_a_script_without_a_host_read_has_none_and_neither_has_the_package(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert "host" not in "\n".join(profiled(on_ranks, planted(tmp_path)))
 

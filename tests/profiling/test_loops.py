@@ -55,12 +55,14 @@ def profile_in(run: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
-def test_the_table_is_printed_and_written_with_a_trace_of_each_rank(on_ranks: OnRanks, tmp_path: Path) -> None:
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
+def test_the_table_is_printed_and_written_with_a_trace_of_each_rank(
+    late: bool, on_ranks: OnRanks, tmp_path: Path
+) -> None:
     first, second = on_ranks(2, train, str(tmp_path / "run"))
-    found, lines = profile_in(tmp_path / "run"), first["printed"].splitlines()
-    assert lines[0] == f"Profile: {STEPS} steps after {WARM_UP} of warm-up, 2 ranks on cpu. Milliseconds per step:"
+    found, lines, where = profile_in(tmp_path / "run"), first["printed"].splitlines(), "cuda" if late else "cpu"
+    assert lines[0] == f"Profile: {STEPS} steps after {WARM_UP} of warm-up, 2 ranks on {where}. Milliseconds per step:"
     assert [line.split()[0] for line in lines[1:5]] == ["rank", "0", "1", "share"]
     assert second["printed"] == ""
     assert [(one["rank"], one["steps"], one["samples"], one["shards"]) for one in found["ranks"]] == [
@@ -87,7 +89,7 @@ def test_the_phases_add_up_to_the_time_of_the_steps_and_leave_out_what_is_betwee
     assert inside <= STEPS * one["step_s"] <= begins[last] - ends[WARM_UP - 1] - 2 * between_s
 
 
-@pytest.mark.both_modes
+@pytest.mark.on_gpus_too
 def test_a_profile_changes_no_bit_of_the_result(on_ranks: OnRanks, tmp_path: Path) -> None:
     profiled, plain = (on_ranks(2, train, profile=steps) for steps in (STEPS, None))
     assert plain[0]["printed"] == ""

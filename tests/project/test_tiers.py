@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.devices import GPU, kinds_of
 from tests.support.documents import claimed_rows, text_of
 from tests.support.paths import ROOT
 from tests.support.skips import KNOWN_REASONS
-from tests.support.tiers import ALL_ITEMS, cases_by_function, is_quick, is_second_mode, representatives, values_of
+from tests.support.tiers import ALL_ITEMS, cases_by_function, is_on_gpu, is_quick, representatives, values_of
 
 
 def rows_of(item: pytest.Item) -> set[str]:
@@ -35,23 +36,44 @@ def test_the_two_tiers_have_the_same_axes(request: pytest.FixtureRequest) -> Non
     for function, cases in cases_by_function(items).items():
         if any(item.get_closest_marker("slow") for item, _ in cases):
             continue
-        everything = set().union(*(values_of(case) for item, case in cases if not is_second_mode(item, case)))
+        everything = set().union(*(values_of(case) for item, case in cases if not is_on_gpu(item, case)))
         assert set().union(*(values_of(case) for item, case in cases if is_quick(item))) >= everything, function
         assert any(is_quick(item) for item, _ in cases), function
 
 
-def test_each_file_in_both_modes_has_a_quick_asynchronous_test(request: pytest.FixtureRequest) -> None:
+def test_each_value_of_each_axis_runs_on_gpus_too_and_no_case_is_there_for_nothing(
+    request: pytest.FixtureRequest,
+) -> None:
+    items = request.config.stash[ALL_ITEMS]
+    for function, cases in cases_by_function(items).items():
+        on_gpus = [values_of(case) for item, case in cases if is_on_gpu(item, case)]
+        elsewhere = set().union(*(values_of(case) for item, case in cases if not is_on_gpu(item, case)))
+        if on_gpus:
+            axes = {axis for axis, _ in elsewhere}
+            left = {axis for axis, _ in elsewhere - set().union(*on_gpus)}
+            assert left <= {"device_kind", "exchange"}, function  # a GPU has one exchange
+            assert len(on_gpus) <= sum(len({value for name, value in elsewhere if name == axis}) for axis in axes)
+
+
+def kinds_marked(item: pytest.Item) -> tuple[str, ...]:
+    alone = item.get_closest_marker("one_device")
+    return () if alone is None else alone.args[:1]
+
+
+def test_each_file_that_runs_on_gpus_too_has_a_quick_test_there(request: pytest.FixtureRequest) -> None:
     items = request.config.stash[ALL_ITEMS]
     again = [
         (item.path.name, is_quick(item))
         for cases in cases_by_function(items).values()
         for item, case in cases
-        if is_second_mode(item, case)
+        if is_on_gpu(item, case)
     ]
     assert {name for name, quick in again if quick} == {name for name, _ in again}
-    for item in items:  # the marks of a file in both modes stand in no other
-        if item.get_closest_marker("quick_in_both_modes") or item.get_closest_marker("one_mode"):
-            assert item.get_closest_marker("both_modes"), item.nodeid
+    for item in items:  # these marks stand in no other file
+        if item.get_closest_marker("quick_on_gpus") or item.get_closest_marker("one_device"):
+            assert item.get_closest_marker("on_gpus_too"), item.nodeid
+        if item.get_closest_marker("quick_on_gpus") or (GPU in kinds_marked(item)):  # a test without ranks has none
+            assert GPU in kinds_of(item), item.nodeid
 
 
 def test_every_claimed_capability_has_a_quick_test(request: pytest.FixtureRequest) -> None:

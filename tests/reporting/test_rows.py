@@ -21,7 +21,7 @@ from ddp_loop.reporting.evaluations import EvaluationLog
 from ddp_loop.reporting.throughput import Throughput, TrainingLength, as_clock, slowest
 from ddp_loop.sinks import csv_sink, read_csv, tensorboard_sink
 from ddp_loop.training import gradients
-from ddp_loop.training.nonfinite import OnNonFinite
+from ddp_loop.training.validation import OnNonFinite
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
 from tests.support.refusals import Refused

@@ -23,7 +23,6 @@ from ddp_loop.reporting.rows import RowDispatcher, RowMeta
 from ddp_loop.reporting.sink_calls import SinkCalls
 from ddp_loop.reporting.terminal import LossCurve, ProgressView, Terminal, flowed, open_display, sparkline
 from ddp_loop.reporting.throughput import TrainingLength
-from tests.support.device_modes import ASYNCHRONOUS
 from tests.support.harness import until
 from tests.support.paths import ROOT
 from tests.support.terminals import END_S, read_until, screen_of
@@ -339,20 +338,17 @@ class Looked:
 
 
 @pytest.mark.covers("E2")
-@pytest.mark.both_modes
-@pytest.mark.quick_in_both_modes
-def test_the_display_is_drawn_again_although_no_step_ends(device_mode: str) -> None:
+def test_the_display_is_drawn_again_although_no_step_ends() -> None:
     display, began = Looked(), time.monotonic()
     sinks = SinkCalls([], print)
     logged = LoggedValues(None, 0, sinks, print, began)
     rows = RowDispatcher(None, sinks, logged, Terminal(print, TrainingLength(), began, display), began)
-    for iteration in range(1, 5):  # a slow device completes the copies of the first ones
+    for iteration in range(1, 5):
         rows.add(1, iteration, 4, False, ("loss",), torch.ones(1), {})
-    last = 2 if device_mode == ASYNCHRONOUS else 4
-    until(lambda: [view.iteration for view in display.views].count(last) > 1, "it is drawn again")
+    until(lambda: [view.iteration for view in display.views].count(4) > 1, "it is drawn again")
     shown = list(display.views)
     rows.close()
-    assert {view.iteration for view in shown} <= set(range(1, last + 1))
+    assert {view.iteration for view in shown} <= set(range(1, 5))
     assert all(earlier.gone_s < later.gone_s for earlier, later in pairwise(shown))
 
 

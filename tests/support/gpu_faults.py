@@ -1,7 +1,7 @@
 """Faults that the code for GPUs once had, put back into a process, to see that a rehearsal of `make gpu` finds them.
 
-A process that is started with `environment_of(...)` has fake GPUs and these faults. The numbers are those under which
-the project found them.
+A process with fake GPUs that is started with `named(...)` in its environment has these faults. The numbers are those
+under which the project found them.
 """
 
 from __future__ import annotations
@@ -12,20 +12,10 @@ import os
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from tests.fake_cuda.build import environment
-
-VARIABLE = "PLANTED_GPU_FAULTS"
-START = f"""import os
-if os.environ.get("FAKE_CUDA"):
-    import tests.fake_cuda.cuda, tests.fake_cuda.kernels
-    from tests.support.gpu_faults import put_back
-    for number in os.environ["{VARIABLE}"].split(","):
-        put_back(int(number))
-"""
+VARIABLE = "PLANTED_GPU_FAULTS"  # read as a process with fake GPUs starts: `tests.fake_cuda.build`
 
 
 @dataclass(frozen=True)
@@ -83,12 +73,12 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
     2: (
         Edit(
             "ddp_loop.batch_norm.synced:SyncChannel.send",
-            "own[column : column + 1].fill_(number)",
-            "own[column] = number",
+            "row[column].fill_(number)",
+            "row[column] = number",
         ),
     ),
     # in each shard with a number as weight,
-    3: (Edit("ddp_loop.training.slots:_write", "place.fill_(weight)", "place[0] = weight"),),
+    3: (Edit("ddp_loop.training.rows:Rows.fill", "mine[row, 0].fill_(", "mine[row, 0] = ("),),
     # and in each shard of an evaluation; so does an index from the host's memory.
     7: (
         Edit(
@@ -108,12 +98,26 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
     ),
     # NCCL's watchdog ends the process when the host would name the culprit.
     5: (Edit("ddp_loop.accelerators:Cuda.connect", "backend._set_default_timeout(timeout + _WATCHDOG_LATER)", "pass"),),
+    # One shard on one GPU is the whole mini-batch, and yet each of its buffers is restored and merged.
+    6: (Edit("ddp_loop.training.fold:Fold.__init__", "is_whole=shards == world.size == 1", "is_whole=False"),),
     # A rank that leaves shuts NCCL's sockets.
     8: (
         Edit(
             "ddp_loop.distributed.process_group:ProcessGroups.leave",
             "cut(accepted(self.connections))",
             "cut(accepted(_new_sockets(self._before)))",
+        ),
+    ),
+    # Data lie on a GPU before it is known what a step needs.
+    9: (Edit("ddp_loop.data.placement:at_first", "if not is_limited(device):", "if True:"),),
+    # A large state is copied to memory that is not pinned.
+    10: (Edit("ddp_loop.checkpoint.staging:_copy", "if accelerator.is_gpu:", "if False:"),),
+    # With several pieces nothing is added up before the end of backward.
+    11: (
+        Edit(
+            "ddp_loop.distributed.torch_backend:TorchFlatSum.__init__",
+            "self.reduces_early = not (order.is_any or backend.holds_up_host)",
+            "self.reduces_early = False",
         ),
     ),
     # A test for GPUs wants another command than the code says.
@@ -127,21 +131,13 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
 }
 
 
-def put_back(number: int) -> None:
-    """Have one of the faults in this process."""
-    for edit in FAULTS[number]:
-        edit.apply()
+def plant() -> None:
+    """Have the faults in this process that its environment names."""
+    for number in os.environ[VARIABLE].split(","):
+        for edit in FAULTS[int(number)]:
+            edit.apply()
 
 
-def environment_of(faults: Iterable[int], folder: Path, devices: int, **settings: str) -> dict[str, str]:
-    """The variables of a process with fake GPUs and faults.
-
-    Args:
-        faults: their numbers.
-        folder: gets a file that the interpreter reads at its start.
-        devices, settings: of `environment`.
-    """
-    (folder / "sitecustomize.py").write_text(START)
-    variables = environment(devices, **settings)
-    paths = os.pathsep.join([str(folder), variables["PYTHONPATH"]])
-    return {**variables, "PYTHONPATH": paths, VARIABLE: ",".join(map(str, faults))}
+def named(faults: Iterable[int]) -> dict[str, str]:
+    """The variable by which a process with fake GPUs, and those that it starts, have these faults."""
+    return {VARIABLE: ",".join(map(str, faults))}

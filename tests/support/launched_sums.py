@@ -1,8 +1,8 @@
 """A device whose host launches the sums of gradients and goes on, as with NCCL; and ranks that hold one another up.
 
-In the mode "asynchronous" of `device_modes` the CPU still adds gradients up while its host waits. `launched` has gloo
-add them up in its own threads: waiting for such a sum only notes it, and `synchronize` waits. So what a host waits for
-inside of the block is another host, never a sum. What it computes from sums is undefined until `synchronize`.
+The fake NCCL still adds gradients up while its host waits. In `launched` waiting for such a sum only notes it, and
+`synchronize` waits. So what a host waits for inside of the block is another host, never a sum. What it computes from
+sums is undefined until `synchronize`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Launched:
 
 @dataclass
 class LaunchedSum:
-    """A flat sum whose parts are launched; of two pieces, which gloo adds up in one part."""
+    """A flat sum whose parts are launched."""
 
     whole: FlatSum
 
     @property
-    def folds_early(self) -> bool:
-        return self.whole.folds_early
+    def reduces_early(self) -> bool:
+        return self.whole.reduces_early
 
     def empty(self) -> torch.Tensor:
         return self.whole.empty()
@@ -55,15 +55,15 @@ class LaunchedSum:
         return Launched(self.whole.arrive(rows))
 
     def reduce(self) -> Work | None:
-        assert self.whole.reduce() is None
-        return None
+        work = self.whole.reduce()
+        return None if work is None else Launched(work)
 
     def collect(self) -> None:
         self.whole.collect()
 
 
 class LaunchingBackend:
-    """gloo as a device's backend: its sums of gradients hold up no host."""
+    """The GPUs' backend, whose sums of gradients hold up no host."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.under_way = backend, list[Launched]()
@@ -92,8 +92,8 @@ def launched(world: dl.World) -> Iterator[LaunchingBackend]:
     collectives = world._collectives
     before = collectives._backends
     assert before is not None
-    backend = LaunchingBackend(before.host)
-    collectives._backends = replace(before, host=backend)
+    backend = LaunchingBackend(before.device)
+    collectives._backends = replace(before, device=backend)
     try:
         yield backend
         backend.synchronize()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,6 @@ def spend(seconds: float) -> None:
 def planned_time(folder: Path) -> Iterator[None]:
     """Have a profile on this rank show planned time."""
     one = PlannedTime(folder)
-    kind = KINDS["cpu"]
     usual = PhaseClock.cut
 
     def cut(clock: PhaseClock, phase: str | None) -> None:
@@ -120,11 +119,11 @@ def planned_time(folder: Path) -> Iterator[None]:
 
     _times.append(one)
     try:
-        with (
-            mock.patch.object(kind, "mark", one.mark),
-            mock.patch.object(kind, "seconds", lambda accelerator, first, last: last - first),
-            mock.patch.object(PhaseClock, "cut", cut),
-        ):
+        with ExitStack() as patched:
+            for kind in KINDS.values():
+                patched.enter_context(mock.patch.object(kind, "mark", one.mark))
+                patched.enter_context(mock.patch.object(kind, "seconds", lambda accelerator, first, last: last - first))
+            patched.enter_context(mock.patch.object(PhaseClock, "cut", cut))
             yield
     finally:
         _times.remove(one)

@@ -1,12 +1,13 @@
-"""Two tiers of tests: `make test` runs one case for each value of each axis, `make test-all` runs every case.
+"""Two tiers of tests: `make test` runs one case for each value of each axis, `make test-all` the combinations too.
 
 [Note: Axes] The arguments that a test is parametrised over are its axes: ranks, shards, culprits, stages. Its quick
 cases are chosen so that every value of every axis is there at least once; the other combinations are the full tier. A
-test marked `slow` is in the full tier with all its cases. This is the each-choice coverage of Ammann and Offutt,
-Introduction to Software Testing.
+test marked `slow` is in the full tier, with each value of each axis and no combination beyond. This is the each-choice
+coverage of Ammann and Offutt, Introduction to Software Testing. A case beyond is run if it is asked for by its name.
 
-[Note: The mode of the device] What runs in both modes of `device_modes` has its asynchronous cases in the full tier,
-but for the first one of a test marked `quick_in_both_modes`; at least one test of each such file is marked.
+[Note: The kind of device] What runs on fake GPUs too runs there with each value of each axis and no combination beyond.
+These cases are in the full tier, but for the first one of a test marked `quick_on_gpus`; at least one test of each such
+file is marked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
-from tests.support.device_modes import ASYNCHRONOUS, modes_of
+from tests.support.devices import GPU, kinds_of
 
 FULL = "full"
 ALL_ITEMS = pytest.StashKey[list[pytest.Item]]()
@@ -57,21 +58,34 @@ def cases_by_function(items: Iterable[pytest.Item]) -> dict[str, list[tuple[pyte
     return functions
 
 
+def combinations(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """The cases of slow tests, and those on a GPU, whose values of all axes are in others. See [Note: Axes]."""
+    found: set[pytest.Item] = set()
+    for cases in cases_by_function(items).values():
+        is_slow = all(item.get_closest_marker("slow") for item, _ in cases)
+        on_gpus = [(item, case) for item, case in cases if is_on_gpu(item, case)]
+        others = [(item, case) for item, case in cases if case and is_slow and not is_on_gpu(item, case)]
+        for group in (on_gpus, others):
+            chosen = representatives([case for _, case in group])
+            found.update(item for number, (item, _) in enumerate(group) if number not in chosen)
+    return found
+
+
 def mark_tiers(items: Iterable[pytest.Item]) -> None:
     """Mark what only `make test-all` runs as `full`."""
     for cases in cases_by_function(items).values():
-        first = [(item, case) for item, case in cases if not is_second_mode(item, case)]
+        first = [(item, case) for item, case in cases if not is_on_gpu(item, case)]
         chosen = {first[number][0] for number in representatives([case for _, case in first])}
-        again = [item for item, case in cases if is_second_mode(item, case)]
-        chosen.update(item for item in again[:1] if item.get_closest_marker("quick_in_both_modes"))
+        again = [item for item, case in cases if is_on_gpu(item, case) and not item.get_closest_marker("slow")]
+        chosen.update(item for item in again[:1] if item.get_closest_marker("quick_on_gpus"))
         for item, case in cases:
             if item.get_closest_marker("slow") or (case and item not in chosen):
                 item.add_marker(FULL)
 
 
-def is_second_mode(item: pytest.Item, case: Case) -> bool:
-    """Whether a case repeats another one in the other mode of the device."""
-    return case.get("device_mode") == ASYNCHRONOUS and len(modes_of(item)) > 1
+def is_on_gpu(item: pytest.Item, case: Case) -> bool:
+    """Whether a case repeats on a GPU what another one does on the CPU."""
+    return case.get("device_kind") == GPU and len(kinds_of(item)) > 1
 
 
 def is_quick(item: pytest.Item) -> bool:

@@ -17,7 +17,7 @@ import ddp_loop as dl
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 SHARDS = 11
 ROWS = 44
@@ -142,7 +142,7 @@ def test_the_sum_is_that_of_the_tree_to_the_bit(name: str, ranks: int, on_ranks:
 
 @pytest.mark.parametrize("bucket_cap_mib", [8.0, 0.0005])
 @pytest.mark.parametrize("losses", [1, 2])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_several_buckets_and_losses_have_the_same_order(losses: int, bucket_cap_mib: float, on_ranks: OnRanks) -> None:
     found = on_ranks(2, by_loop, "without a layer", losses=losses, bucket_cap_mib=bucket_cap_mib)[1]
     assert_same_bits(found, by_hand("without a layer", losses=losses))
@@ -179,6 +179,7 @@ def copies_of(shards: int) -> int:
         return counts.found["_foreach_copy_"] + counts.found["_foreach_add_"]
 
 
+@pytest.mark.one_device("cpu", "a GPU adds all gradients of a shard in one kernel")
 def test_a_further_shard_copies_no_gradients(on_ranks: OnRanks) -> None:
     assert on_ranks(1, copies_of, 4) == on_ranks(1, copies_of, 44) == [1]
 
@@ -220,6 +221,7 @@ def test_a_gradient_changed_between_two_shards_is_refused(how: str, at: int, on_
         on_ranks(1, tampering, how, at)
 
 
+@pytest.mark.one_device("cpu", "a GPU's gradients of a shard are made apart")
 def test_a_gradient_in_two_parts_in_a_later_shard_alone_is_refused(on_ranks: OnRanks) -> None:
     with pytest.raises(dl.RankFailed, match=r"written as often in each shard's backward[\s\S]*use_reentrant=False"):
         on_ranks(1, tampering, "twice", 5)

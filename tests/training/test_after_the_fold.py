@@ -20,7 +20,7 @@ from tests.support.comparing import Tensors, distance, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import BOUND, loop_over, loss_of, network, samples
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 # -- closures ----------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ def play_plainly(shards: int) -> Tensors:
 
 @pytest.mark.covers("B10")
 @pytest.mark.parametrize(("ranks", "shards"), [(2, 2), (3, 3), (2, 4), (3, 4)])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_two_networks_with_an_optimizer_each_take_turns_within_a_step(
     ranks: int, shards: int, on_ranks: OnRanks
 ) -> None:

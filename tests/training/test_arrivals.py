@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 
-pytestmark = [pytest.mark.covers("D3"), pytest.mark.both_modes]
+pytestmark = [pytest.mark.covers("D3"), pytest.mark.on_gpus_too]
 
 BUCKETS, WIDTH, ROWS = 4, 2, 4
 PACKAGE = str(Path(dl.__file__).parent)
@@ -48,14 +48,14 @@ def loop_of(model: Chain, world: dl.World, steps: int) -> dl.Loop:
 
 def begin_early(reversed_steps: tuple[int, ...]) -> tuple[list[int], bool]:
     """How many sums began in each step's backward, and whether the gradients were the plain loop's."""
-    with dl.join_world(device="cpu", seed=0) as world:
+    with dl.join_world(seed=0) as world:
         model, is_right, started = Chain(12), True, []
         loop = loop_of(model, world, 6)
         for step in loop:
             reverse = step.iteration in reversed_steps
             for rows in step:
                 step.backward(model(rows, reverse=reverse).mean())
-                started.append(loop.fold.gradients._next)
+                started.append(loop.fold.gradients.current.next)
             step.fold()
             start = (step.iteration - 1) * ROWS * world.size
             whole = torch.arange(start * WIDTH, (start + ROWS * world.size) * WIDTH, dtype=torch.float64)
@@ -83,7 +83,7 @@ def test_sums_begin_in_backward_and_a_change_of_order_costs_one_step(
 
 def count_calls(length: int) -> int:
     """The calls of the package's functions in a step's last backward."""
-    with dl.join_world(device="cpu", seed=0) as world:
+    with dl.join_world(seed=0) as world:
         model, count = Chain(length), 0
 
         def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -105,7 +105,7 @@ def count_calls(length: int) -> int:
         return count
 
 
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_backward_makes_no_more_python_calls_for_more_parameters(on_ranks: OnRanks) -> None:
     (few,), (many,) = on_ranks(1, count_calls, 20), on_ranks(1, count_calls, 80)
     assert few > 0
@@ -113,7 +113,7 @@ def test_a_backward_makes_no_more_python_calls_for_more_parameters(on_ranks: OnR
 
 
 def come_again(how: str) -> None:
-    with dl.join_world(device="cpu", seed=0) as world:
+    with dl.join_world(seed=0) as world:
         model = Chain(12)
         for step in loop_of(model, world, 6):
             is_late = step.iteration == 5
@@ -133,7 +133,7 @@ def test_a_gradient_that_comes_after_its_sum_has_begun_is_refused(how: str, said
 
 
 def test_a_parameter_that_is_frozen_after_the_first_step_needs_no_hook() -> None:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         state = {"model": model, "optimizer": optimizer}

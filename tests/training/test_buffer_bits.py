@@ -12,7 +12,7 @@ from tests.support.comparing import is_same, same_on_all
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 LARGE = 2**24 + 1  # the first whole number that float32 rounds
 
@@ -48,7 +48,7 @@ class Keeping(nn.Module):
 
 
 def buffers_after(shards: int | None, ordered: bool | None = None) -> list[torch.Tensor]:
-    with dl.join_world(device="cpu", seed=0) as world:
+    with dl.join_world(seed=0) as world:
         model = Keeping()
         data = torch.arange(33.0).view(11, 3)
         batches = dl.Batches(data, 5, world, shards=shards, shuffle=False)
@@ -68,7 +68,7 @@ def expected(calls: int = 3) -> list[torch.Tensor]:
 
 @pytest.mark.covers("D6", "J4")
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, None), (2, 3), (3, 3), (3, 7)])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_buffers_have_the_bits_of_the_plain_loop(ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
     found = same_on_all(on_ranks(ranks, buffers_after, shards))
     assert is_same(found, expected())
@@ -82,7 +82,7 @@ def test_they_have_them_also_where_sums_are_ordered(on_ranks: OnRanks) -> None:
 
 def mean_of_two() -> torch.Tensor:
     """Each shard's own mean, written into a float64 buffer of a float32 network."""
-    with dl.join_world(device="cpu", seed=0) as world:
+    with dl.join_world(seed=0) as world:
         model = nn.Linear(1, 1)
         model.register_buffer("seen", torch.zeros((), dtype=torch.float64))
         data = torch.tensor([[1 / 3], [2 / 7], [1e-9]], dtype=torch.float64)
@@ -156,7 +156,7 @@ def test_every_dtype_travels_with_its_bits(dtype: torch.dtype, column: torch.dty
 
 
 def sums_of_every_dtype() -> list[list[object]]:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         return [world.sum(torch.tensor([1, 0, 3]).to(dtype)).tolist() for dtype in DTYPES]
 
 
@@ -167,7 +167,7 @@ def test_every_dtype_can_be_added_up_over_the_ranks(on_ranks: OnRanks) -> None:
 
 
 def sum_of_a_strided_tensor() -> list[list[int]]:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         tensor = torch.arange(6).view(2, 3).t()
         world.sum(tensor)
         found: list[list[int]] = tensor.tolist()
@@ -179,7 +179,7 @@ def test_a_tensor_with_strides_is_added_up_in_place(on_ranks: OnRanks) -> None:
 
 
 def train_complex(shards: int) -> list[torch.Tensor]:
-    with dl.join_world(device="cpu", seed=0) as world:
+    with dl.join_world(seed=0) as world:
         weight = nn.Parameter(torch.tensor([1 + 2j, 0.5 - 1j], dtype=torch.complex128))
         bias = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
         model = nn.ParameterList([weight, bias])

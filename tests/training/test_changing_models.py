@@ -19,7 +19,7 @@ from tests.support.refusals import (
     network,
 )
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 
 def change_in_mid_run(world: dl.World, folder: str, what: str, culprit: int) -> None:
@@ -51,7 +51,7 @@ def test_a_parameter_that_changes_its_form_in_mid_run_is_refused(what: str, culp
 
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("what", ["freeze", "unfreeze"])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_layer_frozen_or_unfrozen_on_one_rank_alone_is_refused(what: str, culprit: int, refused: Refused) -> None:
     said = "same parameters must want a gradient on every rank"
     refused(2, change_in_mid_run, what, culprit, kind="ValueError", said=said)
@@ -66,6 +66,7 @@ def embed_sparsely(world: dl.World, folder: str, culprit: int) -> None:
         step.fold()
 
 
+@pytest.mark.one_device("cpu", "the fake GPU has no sparse tensors")
 @pytest.mark.parametrize("culprit", [ALL, 1])
 def test_sparse_gradients_are_refused_with_the_remedy(culprit: int, refused: Refused) -> None:
     said = "The fold takes dense gradients. .* Make the embedding with sparse=False"

@@ -14,7 +14,7 @@ import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.refusals import loss_of, network, samples
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 Task = Callable[[dl.World, str], list[torch.Tensor]]
 
@@ -115,7 +115,7 @@ def run_with_a_default_device(task: str, folder: str, device: str | None) -> lis
         return [one.clone() for one in TASKS[task](world, folder)]
 
 
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_follows_the_default_device(task: str, ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from torch.nn.utils import parametrizations
 import ddp_loop as dl
 from ddp_loop.training import Buffers, find_buffers
 from tests.support.comparing import same_on_all
-from tests.support.device_modes import ASYNCHRONOUS
+from tests.support.devices import GPU
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 
-pytestmark = [pytest.mark.covers("D6"), pytest.mark.both_modes]
+pytestmark = [pytest.mark.covers("D6"), pytest.mark.on_gpus_too]
 
 
 class Layer(nn.Module):
@@ -124,7 +124,7 @@ def train(
 
 
 @pytest.mark.both_exchanges
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("make", WRONG)
 @pytest.mark.parametrize(("ranks", "shards"), [(2, None), (3, None), (1, 3), (2, 3), (3, 3)])
 def test_a_buffer_that_depends_on_the_shard_is_refused_by_name(
@@ -148,7 +148,7 @@ def differ_in_the_first_step(world: dl.World, folder: str) -> None:
         model[0] = nn.Identity()  # the next step has another fold
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "elsewhere the first fold raises")
+@pytest.mark.one_device(GPU, "elsewhere the first fold raises")
 def test_a_new_fold_does_not_forget_what_the_former_one_had_to_find_out(refused: Refused) -> None:
     refused(2, differ_in_the_first_step, kind="ValueError", said=r"model\.0\.largest", by=ALL)
 
@@ -254,7 +254,7 @@ def test_instance_norms_statistics_are_one_devices(ranks: int, shards: int | Non
 
 def test_the_default_rule_is_a_mean_for_instance_norm_alone() -> None:
     model = nn.ModuleDict({"norm": instance_norm(), "wrong": Codebook(), "own": OwnStatistics()})
-    rules = {name: buffer.policy for name, buffer in find_buffers({"model": model}, set(), {}).items()}
+    rules = {name: buffer.reduction for name, buffer in find_buffers({"model": model}, set(), {}).items()}
     means = {name for name, rule in rules.items() if rule == "mean"}
     assert means == {"model.norm.1.running_mean", "model.norm.1.running_var"}
     assert set(rules.values()) == {"mean", "same"}

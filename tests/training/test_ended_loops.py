@@ -1,4 +1,7 @@
-"""A Loop that has ended is freed, with its model, optimizer and data, while the world goes on."""
+"""A Loop that has ended is freed, with its model, optimizer and data, while the world goes on.
+
+It is freed at once: Python looks for rings of objects by their number, not by the gigabytes of a GPU that they keep.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ from tests.support.harness import OnRanks
 from tests.support.refusals import loss_of, network, samples
 from tests.support.runs import checkpoints_of, status_of
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 WAYS = (
     *("plain", "run folder", "rows", "evaluation", "trace", "stop", "break", "nothing left", "refused", "skip"),
     *("break in a run folder", "break between epochs"),
 )
+HAVE_RINGS = ("rows", "refused")  # a DataLoader's sampler and its Batches; an error and its frames
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
@@ -89,18 +93,26 @@ def train_once(world: dl.World, way: str, folder: str, *, in_memory: bool) -> di
 
 
 def living(way: str, folder: str, *, in_memory: bool) -> list[set[str]]:
+    """What is left of each loop, where Python does not look for rings meanwhile."""
     found = []
     with dl.join_world() as world:
-        for number in range(3):
-            place = folder if way == "nothing left" else f"{folder}/{number}"
-            kept = train_once(world, way, place, in_memory=in_memory)
-            world.gather(number)  # what a loop left deferred runs before a collective
-            gc.collect()
-            found.append({name for name, one in kept.items() if one() is not None})
+        train_once(world, way, f"{folder}/first", in_memory=in_memory)  # torch's first optimizer leaves some
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(3):
+                place = folder if way == "nothing left" else f"{folder}/{number}"
+                kept = train_once(world, way, place, in_memory=in_memory)
+                world.gather(number)  # what a loop left deferred runs before a collective
+                if way in HAVE_RINGS:
+                    gc.collect()
+                found.append({name for name, one in kept.items() if one() is not None})
+        finally:
+            gc.enable()
     return found
 
 
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.slow] if way == "run folder" else []) for way in WAYS]

@@ -13,7 +13,7 @@ from tests.support.comparing import values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, Scenario, loop_over, loss_of, network, samples
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 Seen = list[tuple[int, int]]  # epoch and iteration of each step
 
@@ -51,7 +51,7 @@ def by_epochs_and_not() -> list[tuple[Seen, list[torch.Tensor]]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_epoch_by_epoch_is_the_same_training(ranks: int, on_ranks: OnRanks) -> None:
     for (seen, whole), *others in on_ranks(ranks, by_epochs_and_not):
         assert seen == [(1 + step // 4, 1 + step) for step in range(12)]

@@ -10,7 +10,7 @@ import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 RULES = {"model.0.least": "min", "model.0.largest": "max"}
 
@@ -52,7 +52,7 @@ def train_observed(dtype: torch.dtype, shards: int | None) -> list[torch.Tensor]
 
 
 @pytest.mark.covers("D6")
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8])
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, None), (1, 4), (3, 4)])
 def test_extremes_are_those_of_the_whole_mini_batch(

@@ -15,13 +15,14 @@ from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
 from ddp_loop.data import MiniBatch
-from ddp_loop.training.nonfinite import NonFiniteGuard
+from ddp_loop.training.checks import NonFiniteGuard, NonFiniteStateCheck
+from ddp_loop.training.rows import StepResult
 from tests.support.comparing import is_same, values_of
-from tests.support.device_modes import ASYNCHRONOUS
+from tests.support.devices import GPU
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, network, samples
 
-pytestmark = [pytest.mark.covers("D10"), pytest.mark.both_modes]
+pytestmark = [pytest.mark.covers("D10"), pytest.mark.on_gpus_too]
 
 BAD = 17  # the sample whose label is no number
 COUNT, SIZE = 24, 6
@@ -65,7 +66,7 @@ def step_of_the_bad_label() -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 3), (3, None), (2, 3), (3, 8)])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_label_that_is_no_number_is_named_on_every_rank(
     ranks: int, shards: int | None, bad: float, refused: Refused
 ) -> None:
@@ -172,21 +173,37 @@ def test_a_parameter_that_is_met_later_is_looked_at(late: bool, on_ranks: OnRank
     assert all(told in one for one in said), said
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "tests a late error")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_guard_that_waits_for_no_device_says_it_at_the_next_step(device: str) -> None:
-    with dl.join_world(device="gpu" if device == "cuda" else "cpu") as world:
+def say_it_late() -> None:
+    with dl.join_world(device="gpu") as world:
+        device = "cuda"
         gradients = dl.Fold({}, {}, world, shards=2).gradients
         scaler = {"scaler": torch.amp.GradScaler(device)}  # so that only losses are looked at
-        guard = NonFiniteGuard("raise", lambda epoch, start, count: torch.arange(start, start + count), scaler)
+        blame = NonFiniteStateCheck(scaler, world, "raise").blame
+        guard = NonFiniteGuard(
+            "raise", lambda epoch, start, count: torch.arange(start, start + count), scaler, blame, print
+        )
         mini_batch = MiniBatch(0, 0, 0, 4, (2, 2), ())
         share, fine = torch.full((2,), 0.5, device=device), torch.ones(2, device=device)
-        assert guard.check(torch.tensor(math.nan, device=device), gradients) is False
-        guard.raise_or_count(
-            1, mini_batch, torch.tensor(math.nan, device=device), fine / torch.tensor([1, math.nan]).to(fine), share
-        )
+
+        def result(iteration: int, loss: torch.Tensor, losses: torch.Tensor) -> StepResult:
+            values = loss.reshape(1)
+            return StepResult(1, iteration, 4, (), values, None, losses, share, False, gradients)
+
+        bad = torch.tensor(math.nan, device=device)
+        assert guard.check(bad, gradients) is False
+        guard.after(result(1, bad, fine / torch.tensor([1, math.nan]).to(fine)), mini_batch)
         assert guard.check(fine[0], gradients) is False
         with pytest.raises(FloatingPointError, match="step 1 is nan, from shard 1 of 2, samples 2, 3 of the data"):
-            guard.raise_or_count(2, mini_batch, fine[0], fine, share)
-        guard.raise_or_count(3, mini_batch, fine[0], fine, share)
+            guard.after(result(2, fine[0], fine), mini_batch)
+        guard.after(result(3, fine[0], fine), mini_batch)
         guard.check_pending()
+
+
+@pytest.mark.one_device(GPU, "tests a late error")
+def test_a_guard_that_waits_for_no_device_says_it_at_the_next_step(on_ranks: OnRanks) -> None:
+    on_ranks(1, say_it_late)
+
+
+@pytest.mark.gpu
+def test_on_a_real_gpu_a_guard_says_it_at_the_next_step_too() -> None:
+    say_it_late()

@@ -21,7 +21,7 @@ from tests.support.gathering import encoder, spread
 from tests.support.harness import OnRanks
 from tests.support.refusals import BOUND, loop_over, network, samples
 
-pytestmark = [pytest.mark.covers("D13"), pytest.mark.both_modes]
+pytestmark = [pytest.mark.covers("D13"), pytest.mark.on_gpus_too]
 
 MINI_BATCH = 12  # two batch-norm values would be +1 and -1 whatever they were, and amplify rounding
 
@@ -93,7 +93,7 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("ranks", "shards", "count", "size"), SPLITS)
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_loss_of_the_whole_mini_batch_is_that_of_one_process(
     ranks: int, shards: int | None, count: int, size: int, on_ranks: OnRanks
 ) -> None:

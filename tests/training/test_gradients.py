@@ -17,7 +17,7 @@ from ddp_loop.training.buckets import BucketSizes, bucket_sizes, grouped, is_den
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 
 def deep(width: int = 16, depth: int = 6) -> nn.Module:
@@ -77,7 +77,7 @@ def gradients_by_buckets(bucket_cap_mib: float, shards: int | None, steps: int =
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("shards", [None, 5])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_many_buckets_give_the_bits_of_one(shards: int | None, on_ranks: OnRanks) -> None:
     # Two values commute, so on 2 ranks a sum does not depend on how it is cut up.
     one, whole = on_ranks(2, gradients_by_buckets, 8.0, shards)[0]
@@ -97,7 +97,7 @@ def early_starts(shards: int) -> list[int]:
             started = []
             for inputs, labels in step:
                 step.backward(cross_entropy(model(inputs), labels))
-                started.append(loop.fold.gradients._next)
+                started.append(loop.fold.gradients.current.next)
             step.fold()
         return started
 

@@ -40,7 +40,7 @@ def keep(width: int, shards: int | None, bucket_cap_mib: float, all_steps: bool)
                 for rows in step:
                     step.backward(loss_of(model, rows))
                 step.fold()
-                flats.update(bucket.own.whole.data_ptr() for bucket in loop.fold.gradients.buckets)
+                flats.update(bucket.memory.own.whole.data_ptr() for bucket in loop.fold.gradients.buckets)
                 gradients = [one for p in model.parameters() if (one := p.grad) is not None]
                 kept = [*(kept if all_steps else kept[-1:]), gradients]
                 copies.append([one.clone() for one in gradients])
@@ -86,17 +86,21 @@ def test_no_more_memory_is_used_than_is_kept(ranks: int, on_ranks: OnRanks) -> N
 
 
 def keep_nothing(shards: int | None) -> int:
+    """The number of flat tensors of a training in which a parameter has a gradient in every second step."""
     with dl.join_world(device="cpu", seed=0) as world:
         model, flats = network(), set[int]()
+        factor = nn.Parameter(next(model.parameters()).new_ones(()))
+        model.register_parameter("factor", factor)
         optimizer = torch.optim.Adam(model.parameters())
         loop = loop_over(world, "", model, optimizer, run_dir=None, shards=shards)
         for step in loop:
             for rows in step:
-                step.backward(loss_of(model, rows))
+                loss = loss_of(model, rows)
+                step.backward(loss * factor if step.iteration % 2 else loss)
             step.fold()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            flats.update(bucket.own.whole.data_ptr() for bucket in loop.fold.gradients.buckets)
+            flats.update(bucket.memory.own.whole.data_ptr() for bucket in loop.fold.gradients.buckets)
         return len(flats)
 
 

@@ -14,7 +14,7 @@ import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.refusals import loop_over, loss_of, network
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 Move = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
@@ -32,7 +32,7 @@ def move_past_the_counter(model: nn.Module, optimizer: torch.optim.Optimizer, st
 
 def warned(every: int, first: int, move: str, keywords: dict[str, Any]) -> list[str]:
     moves: dict[str, Move] = {"in place": move_in_place, "past the counter": move_past_the_counter}
-    with dl.join_world(device="cpu") as world, warnings.catch_warnings(record=True) as caught:
+    with dl.join_world() as world, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -48,7 +48,7 @@ def warned(every: int, first: int, move: str, keywords: dict[str, Any]) -> list[
 
 @pytest.mark.parametrize("move", ["in place", "past the counter"])
 @pytest.mark.parametrize(("every", "first"), [(4, 1), (4, 4), (2, 2)])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_it_is_said_once_from_rank_0(every: int, first: int, move: str, on_ranks: OnRanks) -> None:
     said, nothing = on_ranks(2, warned, every, first, move, {})
     assert len(said) == 1
@@ -66,7 +66,7 @@ def test_nothing_is_said_of_a_script_that_steps_each_time(
 
 def scale_losses() -> list[str]:
     """The scaler skips the first steps."""
-    with dl.join_world(device="cpu") as world, warnings.catch_warnings(record=True) as caught:
+    with dl.join_world() as world, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = network().float()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -92,7 +92,7 @@ def test_nothing_is_said_of_steps_that_a_scaler_skips(on_ranks: OnRanks) -> None
 
 def accumulate_in_passes() -> list[str]:
     """Two passes over one step's shards, and one step of the optimizer after both."""
-    with dl.join_world(device="cpu") as world, warnings.catch_warnings(record=True) as caught:
+    with dl.join_world() as world, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -111,7 +111,7 @@ def test_nothing_is_said_of_several_passes_in_one_step(on_ranks: OnRanks) -> Non
 
 def warm_up(fused: bool, every: int) -> list[str]:
     """torch's fused kernels leave the version counters alone, and a rate of 0 leaves the bits."""
-    with dl.join_world(device="cpu") as world, warnings.catch_warnings(record=True) as caught:
+    with dl.join_world() as world, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)

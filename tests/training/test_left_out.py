@@ -14,7 +14,7 @@ import ddp_loop as dl
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loss_of, network, samples
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 COPIES = ("deepcopy", "averaged", "frozen", "none")
 Lengths = list[int]
@@ -50,7 +50,7 @@ def train_with_a_copy(kind: str, shards: int | None, bucket_cap_mib: float) -> t
         for step in loop:
             for rows in step:
                 step.backward(loss_of(model, rows))
-            begun.append(loop.fold.gradients._next)
+            begun.append(loop.fold.gradients.current.next)
             lengths.append([bucket.length for bucket in loop.fold.gradients.buckets])
             step.fold()
             if average is not None:
@@ -59,11 +59,11 @@ def train_with_a_copy(kind: str, shards: int | None, bucket_cap_mib: float) -> t
             if average is not None:
                 move(average, model)
         parameters = [*model.parameters(), *([] if average is None else average.parameters())]
-        bits = b"".join(one.detach().numpy().tobytes() for one in parameters[:4])
+        bits = b"".join(one.detach().cpu().numpy().tobytes() for one in parameters[:4])
         return sha256(bits).hexdigest(), lengths, begun
 
 
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, None), (3, 4)])
 @pytest.mark.parametrize("kind", COPIES[:3])
 def test_a_copy_of_the_model_is_not_in_the_sums(kind: str, ranks: int, shards: int | None, on_ranks: OnRanks) -> None:

@@ -16,7 +16,7 @@ from tests.support.comparing import Tensors, distance, gradients_of, is_same, sa
 from tests.support.harness import OnRanks
 from tests.support.refusals import loss_of, network, samples
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 
 def plain_shards(rows: torch.Tensor, shards: int) -> Iterator[tuple[torch.Tensor, float]]:
@@ -27,7 +27,7 @@ def plain_shards(rows: torch.Tensor, shards: int) -> Iterator[tuple[torch.Tensor
 
 def half(model: nn.Module, rows: torch.Tensor, kind: torch.dtype | None) -> torch.Tensor:
     """The loss of a float32 network whose products are made in `kind`; None leaves them as they are."""
-    with torch.autocast("cpu", dtype=kind, enabled=kind is not None):
+    with torch.autocast(rows.device.type, dtype=kind, enabled=kind is not None):
         return loss_of(model, rows)
 
 
@@ -104,7 +104,8 @@ def train_under(where: str) -> Tensors:
 
 
 def autocast(enabled: bool) -> AbstractContextManager[object]:
-    return torch.autocast("cpu", dtype=torch.bfloat16) if enabled else nullcontext()
+    device = torch.empty(0).device  # where this task makes its tensors
+    return torch.autocast(device.type, dtype=torch.bfloat16) if enabled else nullcontext()
 
 
 @pytest.mark.covers("B10", "J12")
@@ -242,7 +243,7 @@ def test_in_the_plain_loop_the_gradient_of_one_shard_alone_overflows() -> None:
 @pytest.mark.covers("B10")
 @pytest.mark.parametrize(("ranks", "shards", "batch_size"), [(2, 2, 6), (3, 3, 6), (2, 4, 6), (2, 2, 1)])
 @pytest.mark.parametrize("way", ["hook", "scaled loss"])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_loss_scaler_skips_on_all_ranks_where_one_shard_overflows(
     way: str, ranks: int, shards: int, batch_size: int, on_ranks: OnRanks
 ) -> None:

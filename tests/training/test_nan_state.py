@@ -17,12 +17,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ddp_loop as dl
-from ddp_loop.training.nonfinite import OnNonFinite
-from tests.support.device_modes import SYNCHRONOUS
+from ddp_loop.training.validation import OnNonFinite
+from tests.support.devices import CPU
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Caught, Refused, samples
 
-pytestmark = [pytest.mark.covers("D10"), pytest.mark.both_modes]
+pytestmark = [pytest.mark.covers("D10"), pytest.mark.on_gpus_too]
 
 STEPS, SIZE, HARMED = 14, 4, 3  # what is harmed is harmed behind this step's update
 NAN, INF = math.nan, math.inf
@@ -144,7 +144,7 @@ def test_an_optimizers_state_is_named_beside_the_parameter_that_it_spoiled(late:
     assert_no_sample_is_blamed(results)
 
 
-@pytest.mark.one_mode(SYNCHRONOUS, "the bad step's update has made the parameters NaN on all ranks")
+@pytest.mark.one_device(CPU, "the bad step's update has made the parameters NaN on all ranks")
 def test_the_rank_is_named_that_alone_has_it(refused: Refused) -> None:
     said = rf"The loss of step {HARMED + 1} is nan: {NAMES['weight']} \(on rank 1 of 2\) was not finite before"
     results = refused(2, partial(train, what="weight", ranks=1), kind="FloatingPointError", said=said, by=ALL)
@@ -152,7 +152,7 @@ def test_the_rank_is_named_that_alone_has_it(refused: Refused) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_sample_is_still_blamed_whatever_legitimate_nan_there_is(ranks: int, refused: Refused) -> None:
     job = partial(train, bad=5)
     said = "The loss of step 2 is nan, from shard 0 of .*, samples 4, 5"
@@ -205,6 +205,27 @@ def test_a_network_that_is_nan_from_the_start_is_named(late: bool, refused: Refu
     said = f"The loss of step 1 is nan{said}"
     job = partial(train, what="weight", at=0)
     assert_no_sample_is_blamed(refused(2, job, kind="FloatingPointError", said=said, by=ALL))
+
+
+def resume_with_nan(world: dl.World, folder: str) -> None:
+    """The script damages a weight between the checkpoint that is loaded and the first step."""
+    train(world, folder, steps=2)
+    job = make()
+    state = {"model": job.model, "optimizer": job.optimizer, "average": job.average}
+    batches = dl.Batches(samples(STEPS * SIZE), SIZE, world, shuffle=False)
+    loop = dl.Loop(batches, steps=4, state=state, check_replicas_every=0, progress=False, run_dir=folder, resume=True)
+    with torch.no_grad():
+        weight(job)[0, 0] = NAN
+    for step in loop:
+        for rows in step:
+            step.backward((job.model(rows) ** 2).mean())
+        step.fold()
+
+
+@pytest.mark.one_device(CPU, "a GPU reads the loss after the update, which makes more NaN")
+def test_a_network_that_is_nan_when_a_run_resumes_is_named(refused: Refused) -> None:
+    said = f"The loss of step 3 is nan: {NAMES['weight']} was not finite before the step's data came in"
+    assert_no_sample_is_blamed(refused(2, resume_with_nan, kind="FloatingPointError", said=said, by=ALL))
 
 
 # -- the loss does not tell --------------------------------------------------------------------------------------
@@ -285,7 +306,7 @@ def told_of(folder: str) -> tuple[str, str]:
     return str(error.value), said.getvalue()
 
 
-@pytest.mark.one_mode(SYNCHRONOUS, "an asynchronous device finds them in different folds")
+@pytest.mark.one_device(CPU, "an asynchronous device finds them in different folds")
 def test_the_error_of_a_save_is_not_lost_where_the_state_has_another(on_ranks: OnRanks, tmp_path: Path) -> None:
     ((error, said),) = on_ranks(1, told_of, str(tmp_path / "run"))
     assert "After step 10 buffer model.2.average is" in error

@@ -18,7 +18,7 @@ from ddp_loop import networks
 from tests.support.both_exchanges import GLOO, MEMORY, exchange_of
 from tests.support.harness import OnRanks
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 STEPS = 50
 CLASSES = 5
@@ -29,10 +29,12 @@ def digest(model: nn.Module, optimizer: Optimizer) -> str:
     """SHA-256 of all parameters, buffers and what the optimizer keeps."""
     sha = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        sha.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        sha.update(name.encode() + tensor.contiguous().cpu().numpy().tobytes())
     for number, kept in optimizer.state_dict()["state"].items():
         for name, value in sorted(kept.items()):
-            bits = value.contiguous().numpy().tobytes() if isinstance(value, torch.Tensor) else str(value).encode()
+            bits = (
+                value.contiguous().cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else str(value).encode()
+            )
             sha.update(f"{number} {name}".encode() + bits)
     return sha.hexdigest()
 
@@ -238,7 +240,7 @@ def test_the_bits_are_the_same_when_the_ranks_and_their_exchange_change_in_mid_r
 
 
 @pytest.mark.parametrize("name", JOBS)
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_plain_sum_gives_other_bits_on_three_ranks(name: str, on_ranks: OnRanks) -> None:
     # Else the test above would prove nothing: it is the order that makes the bits the same.
     with exchange_of(GLOO):
@@ -247,9 +249,9 @@ def test_a_plain_sum_gives_other_bits_on_three_ranks(name: str, on_ranks: OnRank
 
 
 @pytest.mark.covers("H7")
+@pytest.mark.one_device("cpu", "GPUs add up over NCCL, whose order is its own")
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("name", ["digit network", "transformer"])
-@pytest.mark.quick_in_both_modes
 def test_in_memory_a_sum_has_the_trees_order_also_with_a_shard_per_rank(
     name: str, ranks: int, on_ranks: OnRanks
 ) -> None:

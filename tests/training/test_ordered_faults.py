@@ -16,7 +16,7 @@ from tests.support.cases import make_data
 from tests.support.harness import FAULT_S, OnRanks, caught
 from tests.support.refusals import ALL, Refused
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 TINY_MIB = 0.0001  # a bucket for each parameter
 
@@ -108,7 +108,7 @@ def unfreeze_twice() -> str:
 
 
 @pytest.mark.covers("H7")
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 @pytest.mark.both_exchanges
 def test_layers_unfrozen_one_after_the_other_have_the_same_bits_on_any_number_of_ranks(on_ranks: OnRanks) -> None:
     assert len({one for ranks in (1, 2, 3) for one in on_ranks(ranks, unfreeze_twice)}) == 1
@@ -159,7 +159,7 @@ def spare_buffers() -> list[int]:
             for number, (inputs, labels) in enumerate(step):
                 step.backward(cross_entropy(model(inputs), labels), weight=len(inputs) if number else 0)
             step.fold()
-            kept.append(sum(len(bucket._spare) for bucket in loop.fold.gradients.buckets))
+            kept.append(sum(len(bucket.memory.spare) for bucket in loop.fold.gradients.buckets))
         return kept
 
 

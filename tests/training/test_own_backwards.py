@@ -10,7 +10,7 @@ from tests.support.comparing import Tensors, distance, gradients_of, same_on_all
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 SAID = (
     r"model\.\d\.\w+ (got one from another backward|was taken away or changed).*"
@@ -36,7 +36,7 @@ def go_back(world: dl.World, folder: str, when: str, bucket_cap_mib: float, shar
 @pytest.mark.parametrize("shards", [None, 2, 5])
 @pytest.mark.parametrize("bucket_cap_mib", [8.0, 1e-5])
 @pytest.mark.parametrize("when", ["before", "after", "between"])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_backward_of_the_scripts_own_is_refused_with_the_remedy(
     when: str, bucket_cap_mib: float, shards: int | None, refused: Refused
 ) -> None:
@@ -45,7 +45,7 @@ def test_a_backward_of_the_scripts_own_is_refused_with_the_remedy(
 
 def perturb(own: bool) -> Tensors:
     """Adversarial inputs: the script's own backward, whose gradients it takes away itself."""
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model = network()
         for step in loop_over(world, "", model, run_dir=None, steps=1, epochs=None):
             for rows in step:
@@ -64,7 +64,7 @@ def test_one_whose_gradients_the_script_takes_away_is_no_matter(on_ranks: OnRank
 
 def penalise() -> Tensors:
     """A gradient penalty by torch.autograd.grad makes no gradient of the parameters."""
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model = network()
         for step in loop_over(world, "", model, run_dir=None, steps=1, epochs=None):
             for rows in step:

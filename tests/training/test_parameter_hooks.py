@@ -13,7 +13,7 @@ from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 CLAMPED = r"hook on a parameter.* model\.0\.weight has one of register_hook\..* after step\.fold\(\)"
 IN_BACKWARD = (
@@ -62,7 +62,7 @@ def train_hooked(
 @pytest.mark.parametrize(("how", "said"), [("tensor", CLAMPED), ("accumulated", IN_BACKWARD)])
 @pytest.mark.parametrize("since", [0, 1, 3])
 @pytest.mark.parametrize(("ranks", "shards"), [(2, None), (1, 4), (3, 4)])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_hook_on_a_parameter_is_refused_with_the_remedy(
     ranks: int, shards: int | None, since: int, how: str, said: str, bucket_cap_mib: float, refused: Refused
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_hook_on_one_rank_alone_is_refused_on_all(shards: int | None, refused:
 
 
 def train_one_shard(how: str) -> Tensors:
-    with dl.join_world(device="cpu", seed=0) as world:
+    with dl.join_world(seed=0) as world:
         return train_hooked(world, "", how, 0, 1)
 
 
@@ -110,7 +110,7 @@ def test_with_one_shard_a_hook_gives_the_bits_of_the_plain_loop(ranks: int, how:
 
 def hook_others() -> Tensors:
     """Hooks on activations, modules and frozen parameters follow the shards as the script says; they stay."""
-    with dl.join_world(device="cpu", seed=0) as world:
+    with dl.join_world(seed=0) as world:
         model = network()
         model[0].get_parameter("bias").register_hook(clamp)
         model[0].get_parameter("bias").requires_grad_(False)
@@ -130,7 +130,7 @@ def test_hooks_on_what_gets_no_gradient_and_on_modules_stay(on_ranks: OnRanks) -
 
 def train_twice() -> Tensors:
     """A second Loop over the same parameters: the hooks of the first one are the package's own."""
-    with dl.join_world(device="cpu", seed=0) as world:
+    with dl.join_world(seed=0) as world:
         model = network()
         one, other = (loop_over(world, "", model, run_dir=None, bucket_cap_mib=1e-5, steps=2) for _ in range(2))
         for first, second in zip(one, other, strict=True):

@@ -15,7 +15,7 @@ from ddp_loop import networks
 from tests.support import reference
 from tests.support.harness import OnRanks
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 STEPS = 50
 BATCH = 6
@@ -112,11 +112,11 @@ def mini_batches(size: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.slow
 def test_one_rank_gives_the_bits_of_the_plain_loop_over_50_steps(
-    job: str, optimizer: str, memory_format: torch.memory_format
+    job: str, optimizer: str, memory_format: torch.memory_format, on_ranks: OnRanks
 ) -> None:
     order = mini_batches(4 * BATCH - 1)
-    losses, tensors, _ = train(job, optimizer, memory_format, torch.float32)
-    expected_losses, expected = plain(job, optimizer, memory_format, torch.float32, order)
+    ((losses, tensors, _),) = on_ranks(1, train, job, optimizer, memory_format, torch.float32)
+    ((expected_losses, expected),) = on_ranks(1, plain, job, optimizer, memory_format, torch.float32, order)
     assert len(losses) == STEPS
     assert losses == expected_losses
     assert len(tensors) == len(expected)
@@ -124,7 +124,7 @@ def test_one_rank_gives_the_bits_of_the_plain_loop_over_50_steps(
 
 
 @pytest.mark.parametrize("bucket_cap_mib", [8.0, 0.01])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_gradients_have_their_parameters_strides(bucket_cap_mib: float, on_ranks: OnRanks) -> None:
     _, _, strides = on_ranks(2, train, "digits", "SGD", torch.channels_last, torch.float32, bucket_cap_mib, 3)[0]
     model = networks.digit_classifier().to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -12,7 +12,7 @@ from tests.support.comparing import is_same, same_on_all
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 
-pytestmark = [pytest.mark.covers("D6"), pytest.mark.both_modes, pytest.mark.both_exchanges]
+pytestmark = [pytest.mark.covers("D6"), pytest.mark.on_gpus_too, pytest.mark.both_exchanges]
 
 
 class Largest(nn.Module):
@@ -48,7 +48,7 @@ def train(world: dl.World, folder: str | None, shards: int | None, held: bool = 
     return model
 
 
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize(("ranks", "shards", "by"), [(2, 4, ALL), (2, 5, ALL), (3, 4, 0)])
 def test_they_are_refused_where_a_rank_has_several_shards(

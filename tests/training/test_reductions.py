@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional
 
 import ddp_loop as dl
-from ddp_loop.training.payload import as_metric
+from ddp_loop.training.rows import as_metric
 from tests.support.comparing import Tensors, distance, gradients_of, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 BOUND = 1e-12  # float64, some sums
 
@@ -44,7 +44,7 @@ class AutoEncoder(nn.Module):
 
 def train_sums(shards: int | None) -> list[Tensors]:
     """Loss, gradients and parameters after each step."""
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model, found = AutoEncoder(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in loop_over(world, "", model, optimizer, run_dir=None, shards=shards, count=23):
@@ -59,7 +59,7 @@ def train_sums(shards: int | None) -> list[Tensors]:
 
 @pytest.mark.covers("J2")
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 3), (2, None), (3, None), (2, 7), (3, 7)])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_loss_that_is_a_sum_is_that_of_the_whole_mini_batch(
     ranks: int, shards: int | None, on_ranks: OnRanks
 ) -> None:
@@ -103,7 +103,7 @@ def test_shards_and_losses_with_different_reductions_are_refused(what: str, refu
 
 
 def count_hits(shards: int | None, weighted: bool) -> list[dict[str, float]]:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model, found = network(), []
         for step in loop_over(world, "", model, run_dir=None, shards=shards, count=20):
             for rows in step:
@@ -132,7 +132,7 @@ def test_metrics_declared_as_sums_add_up(weighted: bool, ranks: int, shards: int
 
 
 def count_without_weight() -> float:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model = network()
         for step in loop_over(world, "", model, run_dir=None, shards=3, steps=1, epochs=None):
             for number, rows in enumerate(step):
@@ -149,7 +149,7 @@ def test_a_sum_counts_what_shards_of_weight_0_counted(on_ranks: OnRanks) -> None
 
 def write_again(shards: int) -> list[tuple[float, float, float]]:
     """A script that keeps one tensor for each value, to avoid allocations."""
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model, found = network(), []
         metric, weight = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for step in loop_over(world, "", model, run_dir=None, shards=shards):
@@ -178,7 +178,7 @@ def test_a_tensor_that_is_written_again_counts_as_it_was(ranks: int, on_ranks: O
 
 def hold_again() -> float:
     """A script that fills one tensor with the labels of each shard."""
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model, labels = network(), torch.zeros(2, 1, dtype=torch.float64)
         for step in loop_over(world, "", model, run_dir=None, shards=3, steps=1, epochs=None):
             for rows in step:
@@ -198,7 +198,7 @@ def test_what_is_held_counts_as_it_was(on_ranks: OnRanks) -> None:
 def scaled_rows(shards: int, folder: str, way: str) -> list[tuple[float, float]]:
     """Losses and gradient norms of the rows that the callback gets."""
     rows_seen: list[dict[str, Any]] = []
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, enabled=way != "disabled")
@@ -236,7 +236,7 @@ def test_rows_have_the_loss_before_a_scaler_scaled_it(way: str, on_ranks: OnRank
 
 def train_low(dtype: torch.dtype, shards: int, weight: float | None, as_tensor: bool) -> Tensors:
     """Gradients of a float32 network whose loss is given in a narrow dtype."""
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         model = network().float()
         for step in loop_over(world, "", model, run_dir=None, shards=shards, steps=1, epochs=None):
             for number, rows in enumerate(step):
@@ -272,7 +272,7 @@ def test_a_loss_in_a_narrow_dtype_is_scaled_in_float32(
 
 
 def count_in_an_evaluation(shards: int | None) -> dict[str, float]:
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         batches = dl.Batches(samples(7), 3, world, shards=shards, shuffle=False)
         return dl.evaluate(
             network(), batches, hits=lambda _, rows: dl.Sum(rows[:, 0] > 0), count=lambda _, rows: dl.Sum(len(rows)),

@@ -14,7 +14,7 @@ from tests.support.comparing import Tensors, distance, same_on_all, values_of
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 BOUND = 1e-12  # float64, some sums
 
@@ -37,7 +37,7 @@ def replace(model: nn.Sequential, how: str, number: int) -> None:
 
 
 def train(how: str, shards: int | None, differing: bool = False, at: str = "before the shards") -> Tensors:
-    with dl.join_world(device="cpu", seed=0) as world:
+    with dl.join_world(seed=0) as world:
         model = network()
         batches = dl.Batches(samples(24), 6, world, shards=shards, shuffle=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -73,7 +73,7 @@ def train_plainly(how: str, pieces: int = 1) -> Tensors:
 @pytest.mark.parametrize("at", ["before the shards", "after the step"])
 @pytest.mark.parametrize("how", ["head", "assign", "parameter"])
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 2), (2, None), (3, 7)])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_replaced_parameters_are_folded_like_the_ones_before(
     how: str, at: str, ranks: int, shards: int | None, on_ranks: OnRanks
 ) -> None:
@@ -98,7 +98,7 @@ def test_parameters_that_differ_between_ranks_are_rank_0s_before_their_first_use
 
 
 def add_another(differing: bool) -> Tensors:
-    with dl.join_world(device="cpu", seed=0) as world:
+    with dl.join_world(seed=0) as world:
         model, other = network(), nn.Linear(4, 1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = dl.Batches(samples(24), 6, world, shuffle=False)
@@ -132,7 +132,7 @@ def activations_made_anew() -> int:
             self.activation = nn.Tanh()
             return self.activation(self.layer(rows))  # type: ignore[no-any-return]
 
-    with dl.join_world(device="cpu", seed=0) as world:
+    with dl.join_world(seed=0) as world:
         model, folds = Anew(), set()
         loop = dl.Loop(dl.Batches(samples(4), 1, world), 1, state={"model": model}, progress=False)
         for step in loop:
@@ -203,7 +203,7 @@ def grow_in_forward(world: dl.World, folder: str, how: str, shards: int | None, 
 @pytest.mark.covers("J4")
 @pytest.mark.parametrize("how", IN_FORWARD)
 @pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 4), (2, None), (2, 4), (3, None), (3, 7)])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_parameter_that_a_forward_makes_or_replaces_is_refused_in_that_step(
     how: str, ranks: int, shards: int | None, refused: Refused
 ) -> None:
@@ -219,7 +219,7 @@ def test_it_is_refused_beside_a_rank_without_a_shard(how: str, refused: Refused)
 
 def call_functionally() -> Tensors:
     """A forward may put other tensors into the model's place, if it takes them away again."""
-    with dl.join_world(device="cpu", seed=0) as world:
+    with dl.join_world(seed=0) as world:
         model = network()
         for step in loop_over(world, "", model, run_dir=None):
             for rows in step:

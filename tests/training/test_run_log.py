@@ -251,6 +251,33 @@ def test_every_pass_of_a_step_reaches_its_row(on_ranks: OnRanks, tmp_path: Path)
                 assert row["loss_3"] == pytest.approx(3 * row["loss"])
 
 
+def add_to_results(folder: str) -> tuple[list[float], list[dict[str, Any]]]:
+    """The losses of all steps, and the rows that a script gets which adds to what `fold` returns."""
+    losses, rows = list[float](), list[dict[str, Any]]()
+    with dl.join_world(seed=0) as world:
+        model = network().to(world.device)
+        for step in loop_over(world, folder, model, on_row=[rows.append]):
+            for inputs in step:
+                step.backward(loss_of(model, inputs), size=3.0)
+            result = step.fold()
+            losses.append(float(result.loss))
+            total, size = result.loss, result.metrics["size"]
+            total += 100  # in place
+            size += 100
+    return losses, rows
+
+
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
+@pytest.mark.covers("J7")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_may_add_to_the_loss_and_the_row_stays(ranks: int, on_ranks: OnRanks, tmp_path: Path) -> None:
+    losses, rows = on_ranks(ranks, add_to_results, str(tmp_path))[0]
+    written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    for found in (rows, written):
+        assert [(row["loss"], row["size"]) for row in found] == [(loss, 3.0) for loss in losses]
+
+
 def log_bad(world: dl.World, folder: str, call: str, name: Any, value: Any) -> None:
     loop = loop_over(world, folder, network(), run_dir=folder)
     if call == "log":

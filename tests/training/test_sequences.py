@@ -23,7 +23,7 @@ from tests.support.harness import OnRanks
 from tests.support.memory import living_tensors, only_new_objects
 from tests.support.sequences import CLASSES, LENGTHS, RATE, WIDTH, Recurrent, by_hand, make_sequences
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 BOUND, LANES, CHUNK, EPOCHS = 1e-10, 5, 4, 2
 
@@ -237,7 +237,7 @@ def two_passes() -> list[tuple[Tensors, Tensors]]:
     return seen
 
 
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_second_pass_over_a_step_begins_with_the_state_before_the_step(on_ranks: OnRanks) -> None:
     for seen in on_ranks(2, two_passes):
         assert all(is_same(first, second) for first, second in seen)

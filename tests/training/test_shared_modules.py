@@ -13,7 +13,7 @@ from tests.support.comparing import is_same
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 State = dict[str, torch.Tensor]
 
@@ -74,7 +74,7 @@ def test_a_batch_norm_that_two_entries_of_state_reach_moves_once(
 
 
 @pytest.mark.covers("D4", "J4")
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_shared_module_gives_the_bits_of_one_that_is_named_once(on_ranks: OnRanks) -> None:
     once = on_ranks(2, train_shared, 4, False)[0]
     for found in on_ranks(2, train_shared, 4, True):

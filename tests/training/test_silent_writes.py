@@ -18,7 +18,7 @@ from ddp_loop.training import Buffers, find_buffers
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 State = dict[str, torch.Tensor]
 
@@ -187,7 +187,7 @@ def train_codebook(shards: int | None, between: bool) -> State:
 @pytest.mark.covers("D6")
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize(("ranks", "shards"), [(1, 2), (2, None), (3, 2), (3, 3), (1, 1)])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_buffers_written_through_data_follow_their_rules(
     ranks: int, shards: int | None, between: bool, on_ranks: OnRanks
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -13,13 +15,13 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.distributed.replica_check import named_tensors
 from ddp_loop.training import Buffers, find_buffers
-from ddp_loop.training.nonfinite import IN_A_ROW, NonFiniteGuard
+from ddp_loop.training.checks import IN_A_ROW, NonFiniteGuard, NonFiniteStateCheck
 from tests.support.comparing import Tensors, is_same, same_on_all
-from tests.support.device_modes import ASYNCHRONOUS, device_mode_of
+from tests.support.devices import GPU
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, samples
 
-pytestmark = [pytest.mark.covers("D10"), pytest.mark.both_modes]
+pytestmark = [pytest.mark.covers("D10"), pytest.mark.on_gpus_too]
 
 BAD, BAD_STEP, STEPS, SIZE = 9, 2, 4, 8  # the sample that spoils a step, which is the second one
 RULES: dict[str, Any] = {"model.0.level": "mean"}
@@ -153,27 +155,27 @@ def test_a_step_that_is_skipped_changes_no_bit_and_training_goes_on_as_without_i
             assert is_same(values, expected[0].state[number])
 
 
+@pytest.mark.one_device(GPU, "compares with the CPU")
 @pytest.mark.parametrize("optimizer", ["fused adam", "fused sgd", "adam"])
 @pytest.mark.parametrize(("ranks", "shards"), [(2, None), (2, 4), (1, None)])
 def test_an_asynchronous_device_skips_the_same_step(
-    optimizer: str, ranks: int, shards: int | None, on_ranks: OnRanks
+    optimizer: str, ranks: int, shards: int | None, on_ranks: OnRanks, on_cpus: OnRanks
 ) -> None:
     for how in ("loss", "gradient"):
-        with device_mode_of(ASYNCHRONOUS):
-            late = on_ranks(ranks, train, how, shards=shards, optimizer=optimizer)
-        known = on_ranks(ranks, train, how, shards=shards, optimizer=optimizer)
+        late = on_ranks(ranks, train, how, shards=shards, optimizer=optimizer)
+        known = on_cpus(ranks, train, how, shards=shards, optimizer=optimizer)
         for one, other in zip(late, known, strict=True):
             assert one.given == [optimizer.startswith("fused")] * 6  # known by found_inf, or waited for
             assert one.skipped == 1
             assert all(map(is_same, one.state, other.state))
 
 
+@pytest.mark.one_device(GPU, "compares with the CPU")
 @pytest.mark.parametrize("optimizer", ["fused adam", "fused sgd"])
-def test_the_first_step_can_be_skipped_too(optimizer: str, on_ranks: OnRanks) -> None:
+def test_the_first_step_can_be_skipped_too(optimizer: str, on_ranks: OnRanks, on_cpus: OnRanks) -> None:
     # torch's fused SGD makes its momentum in the first step: skipped there, it would hold what memory held.
-    with device_mode_of(ASYNCHRONOUS):
-        late = on_ranks(2, train, "loss", optimizer=optimizer, bad=0)
-    known = on_ranks(2, train, "loss", optimizer=optimizer, bad=0)
+    late = on_ranks(2, train, "loss", optimizer=optimizer, bad=0)
+    known = on_cpus(2, train, "loss", optimizer=optimizer, bad=0)
     for one, other in zip(late, known, strict=True):
         assert is_same(one.state[1][:6], one.state[0][:6])
         assert is_same(one.state[STEPS], other.state[STEPS])
@@ -243,7 +245,7 @@ def raise_of(world: dl.World, folder: str, how: str, shards: int | None) -> None
 
 
 @pytest.mark.parametrize(("ranks", "shards"), [(2, None), (3, 4)])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_gradient_that_is_no_number_is_named_on_every_rank(
     ranks: int, shards: int | None, late: bool, refused: Refused
 ) -> None:
@@ -351,13 +353,14 @@ def test_of_two_passes_only_the_bad_one_is_left_out(on_ranks: OnRanks) -> None:
     assert on_ranks(2, two_passes, "loss") == [(1, [True, True, False, False])] * 2  # of one step, counted once
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "on the host no optimizer gets found_inf")
-def test_an_optimizer_that_loses_found_inf_takes_the_next_step() -> None:
+def lose_found_inf() -> None:
     weight = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.Adam([weight], fused=True)
-    with dl.join_world(device="cpu") as world:
+    with dl.join_world() as world:
         gradients = dl.Fold({}, {"weight": weight}, world, shards=1).gradients
-        guard = NonFiniteGuard("skip", lambda epoch, start, count: torch.arange(count), {"optimizer": optimizer})
+        state = {"optimizer": optimizer}
+        blame = NonFiniteStateCheck(state, world, "skip").blame
+        guard = NonFiniteGuard("skip", lambda epoch, start, count: torch.arange(count), state, blame, world.print)
         guard.check(torch.tensor(math.nan), gradients)
         assert vars(optimizer)["found_inf"].item() == 1
         optimizer.param_groups[0]["fused"] = False
@@ -365,20 +368,28 @@ def test_an_optimizer_that_loses_found_inf_takes_the_next_step() -> None:
         assert "found_inf" not in vars(optimizer)
 
 
-@pytest.mark.one_mode(ASYNCHRONOUS, "on the host there is nothing to wait for")
+@pytest.mark.one_device(GPU, "on the host no optimizer gets found_inf")
+def test_an_optimizer_that_loses_found_inf_takes_the_next_step(on_ranks: OnRanks) -> None:
+    on_ranks(1, lose_found_inf)
+
+
+def printed(optimizer: str) -> str:
+    with redirect_stdout(StringIO()) as out:
+        train("", optimizer=optimizer)
+    return out.getvalue()
+
+
+@pytest.mark.one_device(GPU, "on the host there is nothing to wait for")
 @pytest.mark.parametrize(
     ("optimizer", "says"), [("fused adam", False), ("fused sgd", False), ("adam", True), ("sgd", True)]
 )
-def test_an_optimizer_that_the_host_waits_for_is_named_once(
-    optimizer: str, says: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
-    train("", optimizer=optimizer)
+def test_an_optimizer_that_the_host_waits_for_is_named_once(optimizer: str, says: bool, on_ranks: OnRanks) -> None:
     kind = "Adam" if optimizer.endswith("adam") else "SGD"
     said = (
         f'ddp_loop: With on_nonfinite="skip" the host waits for the device in each step. {kind} '
         "is not fused. Pass fused=True where the optimizer has it.\n"
     )
-    assert capfd.readouterr().out.count(said) == says
+    assert on_ranks(1, printed, optimizer)[0].count(said) == says
 
 
 def never_finite(world: dl.World, folder: str, relief: int) -> None:

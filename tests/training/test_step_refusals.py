@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from tests.support.device_modes import SYNCHRONOUS
-from tests.support.harness import FAULT_S, OnRanks
+from tests.support.devices import CPU
+from tests.support.harness import OnRanks
 from tests.support.refusals import (
     ALL,
+    MOST_S,
     Refused,
     does_it,
     loop_over,
@@ -27,7 +28,7 @@ from tests.support.refusals import (
     samples,
 )
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 
 def misuse(world: dl.World, folder: str, how: str, culprit: int, shards: int | None) -> None:
@@ -118,7 +119,7 @@ def run_out(gradient: torch.Tensor) -> None:
         ("fold twice", r"fold\(\) must come after a pass over the shards. Step 3 had none since its last fold"),
     ],
 )
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_a_step_that_is_iterated_wrongly_is_refused_on_every_rank(
     how: str, said: str, culprit: int, shards: int | None, refused: Refused
 ) -> None:
@@ -169,7 +170,7 @@ def test_one_rank_that_leaves_the_loop_alone_ends_all_with_an_error(
 ) -> None:
     results = on_ranks(2, on_this_rank, leave_the_loop_early, str(tmp_path / "run"), (culprit, then))
     assert results[1 - culprit].kind == "PeerFailed", results
-    assert max(result.took_s for result in results) < FAULT_S
+    assert max(result.took_s for result in results) < MOST_S
 
 
 @pytest.mark.parametrize("then", ["evaluate", "end"])
@@ -356,7 +357,7 @@ def test_a_weight_of_some_shards_alone_is_refused(
 
 
 @pytest.mark.both_exchanges
-@pytest.mark.one_mode(SYNCHRONOUS, "the asynchronous one has an exchange of its own")
+@pytest.mark.one_device(CPU, "GPUs have an exchange of their own")
 def test_either_exchange_refuses_a_weight_of_a_single_rank(refused: Refused) -> None:
     refused(2, give_weights, "a rank with", 3, None, kind="ValueError", said="rank 1 has one, rank 0 has none")
 

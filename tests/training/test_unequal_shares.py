@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
-from ddp_loop.data.shares import split_by_shares
+from ddp_loop.data.shards import split_by_shares
 from tests.support import reference
 from tests.support.cases import CASES, make, make_data
 from tests.support.comparing import is_close
 from tests.support.harness import OnRanks
 from tests.support.images import hits
 
-pytestmark = [pytest.mark.both_modes, pytest.mark.covers("C5")]
+pytestmark = [pytest.mark.on_gpus_too, pytest.mark.covers("C5")]
 
 STEPS, BATCH = 4, 11
 SHARES = [(1, 1, 1, 0, 1), (3, 1)]
@@ -86,7 +86,7 @@ def test_gradients_loss_and_statistics_are_those_of_one_process(
         assert differences(outcomes, expect(name, shares)) == []
 
 
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_without_batch_norm_they_are_those_of_the_whole_mini_batch(on_ranks: OnRanks) -> None:
     assert differences(on_ranks(2, train, "no batch norm", (3, 1))[0], expect("no batch norm", (1,))) == []
 
@@ -109,10 +109,10 @@ def bits(shares: Any, shards: int, width: int = 8) -> str:
         for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
             for inputs, labels in step:
                 step.backward(cross_entropy(model(inputs.float()), labels))
-            sha.update(step.fold().loss.double().numpy().tobytes())
+            sha.update(step.fold().loss.double().cpu().numpy().tobytes())
             optimizer.step()
         for tensor in model.state_dict().values():
-            sha.update(tensor.numpy().tobytes())
+            sha.update(tensor.cpu().numpy().tobytes())
         return sha.hexdigest()
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import ddp_loop as dl
 from tests.support.harness import OnRanks
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 BOUND = 1e-12
 STEPS, SAMPLES, WIDTH = 3, 7, 4
@@ -204,7 +204,7 @@ def as_a_function(model: Any, x: torch.Tensor, step: int) -> list[torch.Tensor]:
 
 def of_packed(model: Any, x: torch.Tensor, step: int) -> list[torch.Tensor]:
     lengths = 1 + (x[:, 0].abs() * 10).long() % WIDTH
-    packed = pack_padded_sequence(x.unsqueeze(-1), lengths, batch_first=True, enforce_sorted=False)
+    packed = pack_padded_sequence(x.unsqueeze(-1), lengths.cpu(), batch_first=True, enforce_sorted=False)
     return [model(packed)[1][0].square().mean()]
 
 
@@ -297,7 +297,7 @@ def is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("ranks", "shards"), [(3, None), (2, 5), (1, 3)])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_gradients_are_those_of_the_plain_loop(name: str, ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
     reference = expected(name, shards or ranks)
     for found in on_ranks(ranks, trained, name, shards):

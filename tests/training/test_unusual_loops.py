@@ -16,7 +16,6 @@ from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
 from tests.support.comparing import values_of
-from tests.support.device_modes import SYNCHRONOUS
 from tests.support.harness import OnRanks
 from tests.support.refusals import (
     BOUND,
@@ -28,7 +27,7 @@ from tests.support.refusals import (
     samples,
 )
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 Trained = dict[str, list[float]]
 
@@ -77,7 +76,7 @@ def zero_gradients(where: str, shards: int | None) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("shards", [None, 6])
 @pytest.mark.parametrize("where", ["before the shards", "after the step"])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_zero_grad_between_the_steps_changes_nothing(where: str, shards: int | None, on_ranks: OnRanks) -> None:
     assert_close(on_ranks(2, zero_gradients, where, shards), train_usually(network()))
 
@@ -188,11 +187,9 @@ def add_a_group_on_one(world: dl.World, folder: str, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["after the step", "before the shards"])
 @pytest.mark.slow
-def test_a_group_added_on_one_rank_alone_is_refused(where: str, device_mode: str, refused: Refused) -> None:
-    what = "a gather of modules and parameters that are new in state"
-    in_memory = device_mode == SYNCHRONOUS
-    kind, said = ("Parted", f"rank 1 is at {what}") if in_memory else ("PeerFailed", f"rank 1 waits in {what}")
-    refused(2, add_a_group_on_one, where, kind=kind, said=said)
+def test_a_group_added_on_one_rank_alone_is_refused(where: str, refused: Refused) -> None:
+    said = "rank 1 is at a gather of modules and parameters that are new in state"
+    refused(2, add_a_group_on_one, where, kind="Parted", said=said)
 
 
 def norm_network() -> nn.Sequential:
@@ -243,6 +240,7 @@ def copy_and_move(what: str) -> list[torch.Tensor]:
     "what",
     ["deepcopy", "pickle", "deepcopy in the shard", "deepcopy before fold", "to the same device", "load_state_dict"],
 )
+@pytest.mark.one_device("cpu", "the fake GPU's tensors cannot be pickled")
 def test_copying_or_moving_the_model_in_mid_run_changes_nothing(what: str, on_ranks: OnRanks) -> None:
     expected = on_ranks(2, copy_and_move, "nothing")
     assert_close(on_ranks(2, copy_and_move, what), expected[0])

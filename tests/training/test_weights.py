@@ -18,14 +18,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ddp_loop as dl
-from ddp_loop.training.payload import as_metric
+from ddp_loop.training.rows import as_metric
 from ddp_loop.training.validation import check_weight
 from tests.support.comparing import Tensors, distance, gradients_of, same_on_all, values_of
-from tests.support.device_modes import SYNCHRONOUS
+from tests.support.devices import CPU
 from tests.support.harness import OnRanks
 from tests.support.refusals import BOUND, loop_over, network, samples
 
-pytestmark = pytest.mark.both_modes
+pytestmark = pytest.mark.on_gpus_too
 
 LETTERS, LONGEST, SPLITS, MASKED = 7, 9, 20, -100
 
@@ -189,7 +189,7 @@ def weigh(shards: int | None) -> Tensors:
 
 @pytest.mark.covers("D11")
 @pytest.mark.parametrize(("ranks", "shards"), [(2, None), (3, None), (2, 6), (3, 6)])
-@pytest.mark.quick_in_both_modes
+@pytest.mark.quick_on_gpus
 def test_each_sample_can_have_a_weight(ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -223,7 +223,7 @@ class Copies(TorchDispatchMode):
         return result
 
 
-@pytest.mark.one_mode(SYNCHRONOUS, "the host is not the device")
+@pytest.mark.one_device(CPU, "the host is not the device")
 @pytest.mark.parametrize("value", [torch.tensor(2.5), torch.tensor([1, 2, 3]), dl.Sum(torch.ones(3)), 2])
 def test_a_metric_on_the_host_is_a_number_to_the_device(value: Any) -> None:
     with Copies() as copies:
@@ -231,7 +231,7 @@ def test_a_metric_on_the_host_is_a_number_to_the_device(value: Any) -> None:
     assert copies.seen == []
 
 
-@pytest.mark.one_mode(SYNCHRONOUS, "the host is not the device")
+@pytest.mark.one_device(CPU, "the host is not the device")
 @pytest.mark.parametrize("weight", [torch.tensor(3), torch.tensor([2.5]), torch.tensor(0.1, dtype=torch.float64)])
 def test_a_weight_on_the_host_is_a_number(weight: torch.Tensor) -> None:
     assert type(checked := check_weight(weight)) is float
