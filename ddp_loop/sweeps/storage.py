@@ -96,9 +96,11 @@ class Patience:
 
 def _is_transient(error: Exception) -> bool:
     """Whether the same call may succeed a little later."""
-    from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+    from sqlalchemy.exc import InterfaceError, OperationalError, PendingRollbackError, SQLAlchemyError
 
-    found = error if isinstance(error, DBAPIError) else error.__cause__
+    found = error if isinstance(error, SQLAlchemyError) else error.__cause__
+    if isinstance(found, PendingRollbackError):  # Optuna asked again on the connection that had just been lost
+        found = found.__context__
     if not isinstance(found, OperationalError | InterfaceError):
         return False
     in_sqlite: str | None = getattr(found.orig, "sqlite_errorname", None)

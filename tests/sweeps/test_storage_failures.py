@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import event
 
 from ddp_loop.sweeps import storage
 from ddp_loop.sweeps.plan import make_sampler
@@ -116,6 +117,31 @@ def test_a_worker_that_was_stopped_for_a_while_does_not_take_its_own_trials_over
 
 def test_a_trial_that_cannot_run_yet_does_not_keep_others_from_running(queue: TrialQueue) -> None:
     assert [queue.claim("one", SPACE, sampler, last={0}).trial for _ in range(2)] == [1, 0]  # type: ignore[union-attr]
+
+
+@pytest.mark.covers("G5")
+def test_a_connection_lost_within_a_call_is_waited_for(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optuna reads trials by several statements, and answers the failure of one with another on the same connection."""
+    monkeypatch.setattr(storage, "RETRY_S", 0.0)
+    said: list[str] = []
+    with closing(TrialQueue(postgres_url, "s", beat_s=1, grace_s=60, direction="minimize")) as queue:
+        queue.add_trials(SPACE)
+        queue.patience.say = said.append
+        lose_connection(queue, within="trial_user_attributes.trial_id IN")
+        assert claimed(queue, "one").trial == 0
+    assert [line.endswith("answers again.") for line in said] == [False, True]
+
+
+def lose_connection(queue: TrialQueue, within: str) -> None:
+    """Have the server end the connection of the next statement that holds these words, before it runs."""
+    engine, lost = queue._backend.engine, list[int]()
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def end(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if within in statement and not lost:
+            lost.append(connection.connection.driver_connection.info.backend_pid)
+            with engine.connect() as other:
+                other.exec_driver_sql(f"SELECT pg_terminate_backend({lost[0]}, 60000)")
 
 
 @pytest.mark.slow
