@@ -1,4 +1,7 @@
-"""Faults of streams and of late copies, planted in the package on fake GPUs: each is found, and nothing else is."""
+"""Faults planted in the package on fake GPUs: of streams and of late copies, and those that the package once had.
+
+Each is found. Without one the test that finds it passes, here and in the file that it is from.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from inspect import signature
 from typing import Any
 from unittest import mock
 
@@ -16,8 +21,14 @@ import ddp_loop as dl
 from ddp_loop import accelerators
 from ddp_loop.data import placement, readers
 from ddp_loop.distributed import torch_backend
+from tests import test_gpu_launches, test_gpu_paths, test_gpu_sums, test_npu_paths
+from tests.checkpoint import test_gpu_checkpoints, test_staging
+from tests.data import test_gpu_placement
+from tests.distributed import test_devices, test_nccl
+from tests.support.gpu_faults import FAULTS, run_with_fault
 from tests.support.gpu_steps import network, plain
 from tests.support.harness import OnRanks
+from tests.training import test_reduce_dtype
 
 pytestmark = pytest.mark.covers("J18")
 
@@ -126,3 +137,47 @@ def test_a_planted_fault_of_streams_or_late_copies_is_found(on_fake_gpus: OnRank
     for found in on_fake_gpus(2, train_with, name):
         assert bool(found) == bool(said), found
         assert not said or any(re.search(said, one) for one in found), found
+
+
+PATHS = test_gpu_paths.test_no_step_makes_the_host_wait_for_a_gpu_and_its_weights_are_those_of_the_cpu
+# By the numbers of `tests.support.gpu_faults`.
+TESTS: dict[int, Callable[..., None]] = {
+    1: test_gpu_checkpoints.test_a_gpu_and_the_cpu_have_one_checksum,
+    2: partial(PATHS, name="synced batch norm", ranks=2),
+    3: partial(PATHS, name="numbers as weights", ranks=1),
+    4: test_nccl.test_a_socket_that_nccl_closes_is_no_dead_peer,
+    5: test_nccl.test_the_watchdog_of_nccl_comes_after_the_hosts_own_timeout,
+    6: partial(
+        test_gpu_launches.test_a_step_launches_hardly_more_than_the_plain_loop, norm="batch norm", ranks=1, shards=1
+    ),
+    7: partial(test_gpu_paths.test_no_shard_of_an_evaluation_makes_the_host_wait, ranks=1),
+    8: test_nccl.test_a_rank_that_leaves_shuts_no_socket_of_nccl,
+    9: partial(test_gpu_placement.test_data_that_do_not_fit_beside_a_step_stay_on_the_host, ranks=1),
+    10: partial(
+        test_staging.test_every_byte_of_a_gpus_state_comes_through_a_few_pinned_blocks, name="many small tensors"
+    ),
+    11: partial(
+        test_gpu_sums.test_buckets_are_added_up_and_gathered_while_backward_goes_on, ranks=2, dtype=torch.float32
+    ),
+    13: test_npu_paths.test_ranks_take_such_devices_by_every_name,
+    14: partial(
+        test_reduce_dtype.test_a_sum_in_float32_is_rounded_once, "bfloat16", is_low=False, weighted=False, ranks=2
+    ),
+    15: test_devices.test_with_fake_gpus_each_is_described_and_one_rank_each_is_proposed,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_was_there_once_fails_a_test_on_fake_devices(request: pytest.FixtureRequest, fault: int) -> None:
+    test = TESTS[fault]
+    (name,) = {"on_fake_gpus", "on_fake_npus", "on_ranks"} & set(signature(test).parameters)
+    run: OnRanks = request.getfixturevalue("on_gpus" if name == "on_ranks" else name)
+
+    def with_fault(ranks: int, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
+        return run(ranks, run_with_fault, fault, function, *arguments, **keywords)
+
+    test(**{name: run})
+    with pytest.raises((AssertionError, dl.RankFailed)):
+        test(**{name: with_fault})

@@ -1,4 +1,4 @@
-"""Every example on one fake GPU and on two, as a user starts it: it ends well, and its streams are in order."""
+"""Every example on one, two and three fake GPUs, as a user starts it: it ends well, and its streams are in order."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run_here(script: str, words: str, folder: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("script", SMALL)
 def test_an_example_runs_on_gpus_and_its_streams_are_in_order(
     on_fake_gpus: OnRanks, tmp_path: Path, script: str, ranks: int

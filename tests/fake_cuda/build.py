@@ -82,16 +82,22 @@ def _compile(compiler: str, folder: Path, kind: str) -> None:
     ]
     ended = [(process.communicate()[1].decode(), process.returncode) for process in running]  # all, before an error
     for said, code in ended:
-        if code:
-            first = next((line for line in said.splitlines() if "error" in line), said[-200:])
-            raise NoFakeCuda(f"the fake GPU does not compile with torch {torch.__version__}: {first}")
+        _require(code == 0, said)
     linked = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    subprocess.run(
-        [compiler, "-shared", "-o", str(extension), *objects, f"-L{libraries}", f"-Wl,-rpath,{libraries}", *linked],
-        check=True,
-    )
     preloaded = [str(HERE / "preloaded.cpp"), "-o", str(folder / "preloaded.so"), "-ldl"]
-    subprocess.run([compiler, "-shared", "-fPIC", "-std=c++17", "-O1", *preloaded], check=True)
+    for command in (
+        ["-shared", "-o", str(extension), *objects, f"-L{libraries}", f"-Wl,-rpath,{libraries}", *linked],
+        ["-shared", "-fPIC", "-std=c++17", "-O1", *preloaded],
+    ):
+        done = subprocess.run([compiler, *command], stderr=subprocess.PIPE, text=True, check=False)
+        _require(done.returncode == 0, done.stderr)
+
+
+def _require(is_built: bool, said: str) -> None:
+    """Raise NoFakeCuda with the first error that the compiler said, unless it built what it should."""
+    if not is_built:
+        first = next((line for line in said.splitlines() if "error" in line), said[-200:])
+        raise NoFakeCuda(f"the fake GPU does not compile with torch {torch.__version__}: {first}")
 
 
 def environment(devices: int, kind: str = "cuda", **settings: str) -> dict[str, str]:

@@ -61,7 +61,7 @@ def _bus_of(index: int) -> int:
 
 def _waited(what: str) -> None:
     where = place()
-    if _mode == 1 and what != "event.synchronize":  # torch does not warn of events
+    if _mode == 1 and not what.startswith("event."):  # torch does not warn of events
         import warnings
 
         is_in_mode = sys._getframe(1).f_code.co_filename == _MODE_FILE

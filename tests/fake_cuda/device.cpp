@@ -130,6 +130,12 @@ static void finish_copies(const Clock& clock) {
   for (const auto& copy : done) finish(copy);
 }
 
+static bool is_of_last_launch(const Event& event) {
+  std::lock_guard<std::recursive_mutex> held(order_lock);
+  auto found = event.clock.find(event.stream);
+  return found != event.clock.end() && found->second == clocks[event.stream][event.stream];
+}
+
 static bool is_reached(Event& event) {
   if (now() < event.seconds + slow_s) return false;
   bool is_open = false;
@@ -361,7 +367,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event) wait_on_stream(key_of(stream), *static_cast<Event*>(event));
   }
-  bool queryEvent(void* event) const override { return !event || is_reached(*static_cast<Event*>(event)); }
+  bool queryEvent(void* event) const override {
+    if (!event) return true;
+    auto& recorded = *static_cast<Event*>(event);
+    bool is_last = is_of_last_launch(recorded), is_done = is_reached(recorded);
+    if (is_last) tell_wait("event.query of the last launch");
+    return is_done;
+  }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   bool queryStream(const c10::Stream& stream) const override {
     Event event;
@@ -378,10 +390,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (!event) return;
     auto& recorded = *static_cast<Event*>(event);
+    bool is_last = is_of_last_launch(recorded);
     double left = recorded.seconds + slow_s - now();
     if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
     wait_on_host(recorded);
     tell_wait("event.synchronize");
+    if (is_last) tell_wait("event.synchronize of the last launch");
   }
   void synchronizeDevice(const c10::DeviceIndex) const override { note_wait("device.synchronize"); }
   double elapsedTime(void* first, void* last, const c10::DeviceIndex) const override {

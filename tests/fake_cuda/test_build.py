@@ -14,6 +14,8 @@ from tests.fake_cuda.build import NoFakeCuda
 
 pytestmark = pytest.mark.covers("J18")
 
+LINKER_SAYS = "ld: error: cannot find -lc10"
+
 
 @pytest.fixture(autouse=True)
 def nothing_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +32,13 @@ def failing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda program: "/bin/false")
 
 
+def failing_linker(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = build.ROOT / "compiler"
+    compiler.write_text(f"#!/bin/sh\ncase \"$*\" in *' -c '*) exit 0;; esac\necho '{LINKER_SAYS}' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda program: str(compiler))
+
+
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
@@ -39,6 +48,7 @@ def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (no_compiler, "needs a C++ compiler, and there is no g++ here (Debian: g++)"),
         (failing_compiler, f"does not compile with torch {torch.__version__}"),
+        (failing_linker, f"does not compile with torch {torch.__version__}: {LINKER_SAYS}"),
         (cuda_build, "needs a CPU build of torch"),
     ],
 )

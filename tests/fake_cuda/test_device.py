@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_loop as dl
+from ddp_loop import accelerators
+from ddp_loop.accelerators import HostCopy
 from tests.fake_cuda.build import environment
 from tests.support.harness import OnRanks
 
@@ -71,6 +74,47 @@ def test_each_wait_of_the_host_is_noted_with_its_place(on_fake_gpus: OnRanks) ->
     (found,) = on_fake_gpus(1, count_waits)
     assert {name for name, count in found.items() if count} == set(WAITING)
     assert found["item"] == found["to the host"] == 1
+
+
+def wait_for_copies() -> list[list[str]]:
+    """What is noted of a wait for a copy: the last work of its stream, the same with a later kernel, a synchronized
+    event; and what is noted of the first without counting events."""
+    from tests.fake_cuda import cuda
+
+    def synchronize(copy: HostCopy) -> None:
+        assert copy._event is not None
+        copy._event.synchronize()
+
+    cases: list[tuple[bool, bool, Callable[[HostCopy], object]]] = [
+        (True, True, HostCopy.wait),
+        (True, False, HostCopy.wait),
+        (True, True, synchronize),
+        (False, True, HostCopy.wait),
+    ]
+    values, found = torch.ones(2, device="cuda"), []
+    for events, is_last, wait in cases:
+        with looking_again(), cuda.Waits(events=events) as waits:
+            copy = HostCopy(values)
+            if not is_last:
+                values.add_(1)
+            wait(copy)
+        found.append(sorted({what for what, _ in waits.found}))
+    return found
+
+
+@contextmanager
+def looking_again() -> Iterator[None]:
+    """Have waits look at their events again and again, as in a world of several ranks."""
+    end = accelerators.check_in_waits(lambda: None)
+    try:
+        yield
+    finally:
+        end()
+
+
+def test_a_wait_for_the_last_launch_is_noted_however_it_is_made(on_fake_gpus: OnRanks) -> None:
+    looks, waits = "event.query of the last launch", "event.synchronize of the last launch"
+    assert on_fake_gpus(1, wait_for_copies)[0] == [[looks], [], ["event.synchronize", waits], []]
 
 
 def try_two_devices() -> dict[str, str]:

@@ -9,6 +9,7 @@ from types import FrameType
 
 HERE = Path(__file__).parent
 OWN = tuple(str(HERE / f"{name}.py") for name in ("cuda", "kernels", "npu", "waits"))
+OF_LAST = "of the last launch"
 _listeners: list[Callable[[str, str], None]] = []
 
 
@@ -30,13 +31,20 @@ def tell(what: str, where: str) -> None:
 
 
 class Waits:
-    """The waits of the host inside a block, as (what it did, where)."""
+    """The waits of the host inside a block, as (what it did, where).
 
-    def __init__(self) -> None:
+    Args:
+        events: whether looks at an event count where nothing was launched after it, so that a wait for it is a wait for
+            all work of its stream.
+    """
+
+    def __init__(self, *, events: bool = False) -> None:
         self.found: list[tuple[str, str]] = []
+        self._events = events
 
     def _note(self, what: str, where: str) -> None:
-        self.found.append((what, where))
+        if self._events or not what.endswith(OF_LAST):
+            self.found.append((what, where))
 
     def __enter__(self) -> Waits:
         _listeners.append(self._note)

@@ -10,11 +10,12 @@ import importlib
 import inspect
 import os
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
+Result = TypeVar("Result")
 VARIABLE = "PLANTED_GPU_FAULTS"  # read as a process with fake GPUs starts: `tests.fake_cuda.build`
 
 
@@ -51,12 +52,13 @@ class Edit:
             raise ValueError(f"{self.place} has {self.before!r} {count} times: mend {__name__}")
         return "from __future__ import annotations" + "\n" * (first - 1) + source.replace(self.before, self.after)
 
-    def apply(self) -> None:
-        """Change the function in this process."""
+    def apply(self) -> Callable[[], None]:
+        """Change the function in this process. Returns what changes it back."""
         function = self.function()
-        made = dict(function.__globals__)
-        exec(compile(self.source(), function.__code__.co_filename, "exec"), made)
+        before, made = function.__code__, dict(function.__globals__)
+        exec(compile(self.source(), before.co_filename, "exec"), made)
         function.__code__ = inspect.unwrap(made[function.__name__]).__code__
+        return lambda: setattr(function, "__code__", before)
 
 
 FAULTS: dict[int, tuple[Edit, ...]] = {
@@ -98,8 +100,20 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
     ),
     # NCCL's watchdog ends the process when the host would name the culprit.
     5: (Edit("ddp_loop.accelerators:Cuda.connect", "backend._set_default_timeout(timeout + _WATCHDOG_LATER)", "pass"),),
-    # One shard on one GPU is the whole mini-batch, and yet each of its buffers is restored and merged.
-    6: (Edit("ddp_loop.training.fold:Fold.__init__", "is_whole=shards == world.size == 1", "is_whole=False"),),
+    # One shard on one GPU is the whole mini-batch, and yet each of its buffers is restored and merged, one by one.
+    6: (
+        Edit("ddp_loop.training.fold:Fold.__init__", "is_whole=shards == world.size == 1", "is_whole=False"),
+        Edit(
+            "ddp_loop.batch_norm.pooled:LayerGroup.move",
+            "torch._foreach_copy_(olds, list(now.split(self.sizes)))",
+            "[one.copy_(value) for one, value in zip(olds, now.split(self.sizes))]",
+        ),
+        Edit(
+            "ddp_loop.batch_norm.pooled:RunningStatsSnapshot.restore",
+            "torch._foreach_copy_([one.data for one in now], values)",
+            "[one.data.copy_(value) for one, value in zip(now, values)]",
+        ),
+    ),
     # A rank that leaves shuts NCCL's sockets.
     8: (
         Edit(
@@ -120,6 +134,22 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
             "self.reduces_early = False",
         ),
     ),
+    # No other accelerator can be asked for.
+    13: (
+        Edit(
+            "ddp_loop.accelerators:current_kind",
+            'return "" if found is None else found.type',
+            'return "cuda" if found is not None and found.type == "cuda" else ""',
+        ),
+    ),
+    # Gradients in bfloat16 are added up in bfloat16, whatever is asked for.
+    14: (
+        Edit(
+            "ddp_loop.training.buckets:dtype_of_sums",
+            "return dtype if reduce_dtype is None else torch.promote_types(dtype, reduce_dtype)",
+            "return dtype",
+        ),
+    ),
     # A test for GPUs wants another command than the code says.
     15: (
         Edit(
@@ -136,6 +166,16 @@ def plant() -> None:
     for number in os.environ[VARIABLE].split(","):
         for edit in FAULTS[int(number)]:
             edit.apply()
+
+
+def run_with_fault(fault: int, function: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
+    """Call a function in a process that has one of the faults for so long."""
+    undo = [edit.apply() for edit in FAULTS[fault]]
+    try:
+        return function(*arguments, **keywords)
+    finally:
+        for one in undo:
+            one()
 
 
 def named(faults: Iterable[int]) -> dict[str, str]:

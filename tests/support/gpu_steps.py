@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import ddp_loop as dl
 
 AFTER_ALL_WORK = ("event.synchronize",)  # a value of the step before is waited for, not the device
+LOOKING_ONCE = " ready"  # `HostCopy.ready` looks at an event and goes on
 SAMPLES, WARM_UP, COUNTED = 40, 13, 9  # an epoch has 4 steps, and the checks of a loop's first steps are over
 Scenario = Callable[[dl.World], Generator[nn.Module, None, None]]
 ROWS: list[Any] = []
@@ -68,12 +69,15 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
 
 
-def plain(world: dl.World, model: nn.Module, **options: Any) -> Generator[nn.Module, None, None]:
+def plain(
+    world: dl.World, model: nn.Module, weight_of: Callable[[torch.Tensor], Any] = lambda rows: None, **options: Any
+) -> Generator[nn.Module, None, None]:
     optimizer = options.pop("optimizer", None) or sgd(model)
     for step in loop_of(world, model, optimizer, **options):
         for rows, labels in step:
             logits = model(rows)
-            step.backward(cross_entropy(logits, labels), accuracy=logits.argmax(1) == labels)
+            loss = cross_entropy(logits, labels)
+            step.backward(loss, weight=weight_of(rows), accuracy=logits.argmax(1) == labels)
         step.fold()
         optimizer.step()
         yield model
@@ -165,6 +169,7 @@ SCENARIOS: dict[str, Scenario] = {
     "buffers": remembering,
     "buffers, empty shards": lambda world: remembering(world, batch_size=38),
     "weights on the device": weights,
+    "numbers as weights": lambda world: plain(world, network(world), weight_of=len),
     "two passes, two losses": several,
     "gathered outputs": gathered,
     "transformed data": lambda world: plain(world, network(world), transform=shifted),
@@ -207,6 +212,11 @@ class Ran:
     on_cpu: list[float]
 
 
+def is_wait(what: str, place: str) -> bool:
+    """Whether the host waits there for what it launched in the same step."""
+    return what not in AFTER_ALL_WORK and not place.endswith(LOOKING_ONCE)
+
+
 def run(name: str) -> Ran:
     """Run a scenario on this rank's fake GPU, then on the CPU."""
     import fake_cuda_extension as device
@@ -219,9 +229,9 @@ def run(name: str) -> Ran:
     before = device.allocations()
     try:
         with dl.join_world(device="gpu", seed=0) as world:
-            waits = Waits()
+            waits = Waits(events=True)
             on_gpu = weights_of(SCENARIOS[name], world, lambda: waits)
-            counted = Counter(f"{what}: {place}" for what, place in waits.found if what not in AFTER_ALL_WORK)
+            counted = Counter(f"{what}: {place}" for what, place in waits.found if is_wait(what, place))
             own = world.device.index
     finally:
         device.check_order(False)

@@ -115,6 +115,8 @@ def ulps(found: Tensors, expected: Tensors, name: str) -> float:
     return worst
 
 
+@pytest.mark.on_gpus_too
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(("is_low", "weighted"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("name", KINDS)
