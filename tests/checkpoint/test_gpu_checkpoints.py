@@ -58,3 +58,21 @@ def sums_of_both() -> tuple[list[int], list[int]]:
 def test_a_gpu_and_the_cpu_have_one_checksum(on_fake_gpus: OnRanks) -> None:
     on_cpu, on_gpu = on_fake_gpus(1, sums_of_both)[0]
     assert on_gpu == on_cpu
+
+
+def launches_of_sums() -> list[int]:
+    import fake_cuda_extension as device
+
+    found = []
+    for tensors in ([torch.ones(9_000_001, device="cuda")], [torch.ones(8, device="cuda") for _ in range(100)]):
+        before = device.launches()
+        checksum_all(tensors)
+        found.append(device.launches() - before)
+    return found
+
+
+@pytest.mark.covers("J18")
+def test_the_checksums_of_a_state_are_few_launches(on_fake_gpus: OnRanks) -> None:
+    of_large, of_small = on_fake_gpus(1, launches_of_sums)[0]
+    assert of_large <= 50
+    assert of_small <= 150

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import include_paths
 
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT as ROOT
 
 HERE = Path(__file__).parent
 SOURCES = ("device.h", "device.cpp", "nccl.cpp", "preloaded.cpp")
