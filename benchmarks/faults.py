@@ -25,7 +25,7 @@ from benchmarks.measuring import RANKS, Ratio, Step, compare, print_table
 from benchmarks.models import mlp
 from benchmarks.steps import JOBS, MINI_BATCH, SAMPLES, make_data, our_step
 from ddp_loop.checkpoint import Checkpointer, CheckpointPolicy
-from ddp_loop.training.word import CONTROL_LENGTH, ControlDecision, ControlWord, word_tensor
+from ddp_loop.training.control import CONTROL_LENGTH, ControlDecision, ControlWord, control_tensor
 
 GOALS = {"digit network": 1.02, "32-wide MLP": 1.05}
 SAVES = 12  # pairs
@@ -38,11 +38,11 @@ NOTHING = ControlDecision(
 
 
 def write_given(
-    word: ControlWord, tail: torch.Tensor, mini_batch: object, given: Sequence[bool], *others: object, **more: object
+    word: ControlWord, extras: torch.Tensor, mini_batch: object, given: Sequence[bool], *others: object, **more: object
 ) -> None:
     """Write a word without values, but for which parameters have a gradient."""
     values = (*(0,) * CONTROL_LENGTH, *given)
-    word._summed = tail[: len(values)].copy_(word_tensor(values, tail.dtype))
+    word._summed = extras[: len(values)].copy_(control_tensor(values, extras.dtype))
 
 
 def read_given(word: ControlWord, announcement: object) -> tuple[ControlDecision, list[bool]]:

@@ -107,8 +107,8 @@ def sums_of(loop: dl.Loop) -> list[tuple[int, float]]:
     total, found, ready = gradients.elements, [], 0
     for bucket in gradients.buckets:
         ready += bucket.length
-        tail = len(bucket.memory.tail) if bucket is gradients.buckets[-1] else 0
-        found.append((bucket.length + tail, ready / total))
+        extras = len(bucket.memory.extras) if bucket is gradients.buckets[-1] else 0
+        found.append((bucket.length + extras, ready / total))
     return found
 
 
@@ -228,10 +228,10 @@ def calibrate_step(name: str, job: Ready, world: dl.World) -> dict[str, Any]:
     whole, waited = [], []
     dist.barrier()
     for _ in range(20):
-        before, began = job.loop.fold.word.waited.seconds, time.perf_counter()
+        before, began = job.loop.fold.control.waited.seconds, time.perf_counter()
         job.step()
         whole.append(time.perf_counter() - began)
-        waited.append(job.loop.fold.word.waited.seconds - before)
+        waited.append(job.loop.fold.control.waited.seconds - before)
     own = statistics.median(a - b for a, b in zip(whole, waited, strict=True))
     forward, backward = statistics.median(forwards), statistics.median(backwards)
     return {

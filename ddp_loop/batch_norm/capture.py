@@ -56,7 +56,7 @@ _FAR = 64.0  # deviations from 0; a closer mean changes the variance by less tha
 _SMALL_BYTES = 2**20  # of inputs that are kept until the backward
 _KEYS = ("running_mean", "running_var")
 _SPARE = (*_KEYS, "num_batches_tracked")
-_GIVEN: dict[Any, tuple[str, ...]] = {
+_ARGUMENTS: dict[Any, tuple[str, ...]] = {
     functional.batch_norm: ("input", *_KEYS, "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", *_KEYS, "training", "momentum", "eps", "cudnn_enabled"),
 }
@@ -199,14 +199,14 @@ class BatchNormInterceptor(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call `func`, with spare buffers where it is `F.batch_norm` on the given ones."""
-        given = dict(zip(_GIVEN.get(func, ()), args, strict=False)) | (kwargs or {})
-        buffers = (given.get("running_mean"), given.get("running_var"))
-        is_watched = func in _GIVEN and buffers[0] is self.mean and buffers[1] is self.variance
-        if not is_watched or not given.get("training"):
+        arguments = dict(zip(_ARGUMENTS.get(func, ()), args, strict=False)) | (kwargs or {})
+        buffers = (arguments.get("running_mean"), arguments.get("running_var"))
+        is_watched = func in _ARGUMENTS and buffers[0] is self.mean and buffers[1] is self.variance
+        if not is_watched or not arguments.get("training"):
             return func(*args, **(kwargs or {}))
         spare = (torch.zeros_like(self.mean), torch.zeros_like(self.variance))
-        output = func(**(given | dict(zip(_KEYS, spare, strict=True)) | {"momentum": 1.0}))
-        self._capture(given["input"], *spare, float(given.get("momentum", 0.1)))
+        output = func(**(arguments | dict(zip(_KEYS, spare, strict=True)) | {"momentum": 1.0}))
+        self._capture(arguments["input"], *spare, float(arguments.get("momentum", 0.1)))
         return output
 
 
@@ -292,8 +292,8 @@ class LayerCapture:
         if output is None:
             torch._foreach_zero_([mean.data, variance.data])  # they may be lent again
             return
-        is_taken = interceptor is not None and mean is interceptor.mean and variance is interceptor.variance
-        if not is_taken or mean._version > 0:  # by forward itself: then the layout of its values is unknown
+        is_intercepted = interceptor is not None and mean is interceptor.mean and variance is interceptor.variance
+        if not is_intercepted or mean._version > 0:  # by forward itself: then the layout of its values is unknown
             self.capture((*inputs, *named.values())[0], mean, variance, refines=interceptor is None)
 
     def capture(
@@ -434,7 +434,7 @@ class BatchNormStatistics:
         """What a write of torch's own layers changes, without a look at their values."""
         buffers = [layer.norm.module._buffers for layer in self.layers if not layer.norm.is_custom]
         tracked = [each.get("num_batches_tracked") for each in buffers]
-        return [one._version for one in tracked if one is not None]
+        return [count._version for count in tracked if count is not None]
 
     def recording(self) -> Captures:
         """Begin a shard. The returned object receives the captures of each layer, in the order of its calls."""

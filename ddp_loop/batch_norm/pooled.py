@@ -202,15 +202,15 @@ class LayerGroup:
         variances = []
         tracked = []
         added: list[Any] = []
-        ones = called.tolist() if accelerator_of(called.device).is_host else called
-        for layer, one in zip(self._layers, ones, strict=True):
+        counts = called.tolist() if accelerator_of(called.device).is_host else called
+        for layer, count in zip(self._layers, counts, strict=True):
             buffers = layer.module._buffers
             # Past the version counter, as torch's kernels write them: a graph that crosses the fold may hold these.
             means.append(buffers[layer.mean].data)
             variances.append(buffers[layer.variance].data)
             if not layer.is_custom and buffers["num_batches_tracked"] is not None:
                 tracked.append(buffers["num_batches_tracked"])
-                added.append(one)
+                added.append(count)
         if tracked:
             torch._foreach_add_(tracked, added)
         # A layer that no shard called, or all without values, keeps its values to the bit.
@@ -256,9 +256,9 @@ class RunningStatsSnapshot:
         """Copy the current values, of all layers or only of those in training mode."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for layer in self.layers:
-            for one in layer._buffers.values() if layer.training or not training_only else ():
-                if one is not None:
-                    by_dtype.setdefault(one.dtype, []).append(one)
+            for buffer in layer._buffers.values() if layer.training or not training_only else ():
+                if buffer is not None:
+                    by_dtype.setdefault(buffer.dtype, []).append(buffer)
         self._pairs = [(now, copies_of(now)) for now in by_dtype.values()]
 
     def restore(self, where: torch.Tensor | Literal[True] = True) -> None:
@@ -268,5 +268,5 @@ class RunningStatsSnapshot:
             if isinstance(where, torch.Tensor):
                 values = [torch.where(where, *both) for both in zip(kept, now, strict=True)]
             # Past the version counter, as the layers do: the graph of another backward may hold these.
-            torch._foreach_copy_([one.data for one in now], values)
+            torch._foreach_copy_([buffer.data for buffer in now], values)
         self._pairs = []

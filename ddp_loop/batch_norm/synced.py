@@ -51,7 +51,7 @@ from ddp_loop.batch_norm.capture import refine_statistics
 from ddp_loop.batch_norm.pooled import from_moments, pool_with_count
 from ddp_loop.distributed import World
 
-_OWN = ("_channel", "_number", "_origin")  # attributes that a synced layer has beside its own
+_ATTRIBUTES = ("_channel", "_number", "_origin")  # attributes that a synced layer has beside its own
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 FORWARD = 0
 BACKWARD = 1
@@ -199,14 +199,14 @@ class SyncChannel:
         has_values = all(count > 1 for _, count in noted)  # on one rank is enough
         number = (int.from_bytes(digest[:7], "little") << 1) + has_values
         numbers = self._world.numbers(number, _WHAT, in_step=True)
-        if len({one >> 1 for one in numbers}) == 1 and any(one & 1 for one in numbers):
+        if len({number >> 1 for number in numbers}) == 1 and any(number & 1 for number in numbers):
             return
         every = self._world.gather(noted, _WHAT, in_step=True)
         for heads in zip_longest(*every, fillvalue=(math.nan, 2)):
             try:
                 self._require_alike(heads)
             except RuntimeError as error:
-                if all(one[-1:] == [(2 + WORDS.index(ENDS_LOOP), 2)] for one in every):
+                if all(headers[-1:] == [(2 + WORDS.index(ENDS_LOOP), 2)] for headers in every):
                     raise CallMismatch(str(error)) from None
                 raise
 
@@ -239,7 +239,10 @@ class SyncChannel:
 
 def _format(values: torch.Tensor) -> torch.memory_format:
     """The memory format that the kernels take values (N, C, ...) in: their own, or contiguous for other strides."""
-    return next((one for one in _FORMATS if values.is_contiguous(memory_format=one)), torch.contiguous_format)
+    return next(
+        (memory_format for memory_format in _FORMATS if values.is_contiguous(memory_format=memory_format)),
+        torch.contiguous_format,
+    )
 
 
 def _dtype(values: torch.Tensor) -> torch.dtype:
@@ -319,7 +322,7 @@ class Normalisation(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return gradients
         refuse = torch._C._functions.DelayedError(_SECOND_DERIVATIVE, 1)  # under create_graph=True
-        return tuple(None if one is None else refuse(one.detach().requires_grad_()) for one in gradients)
+        return tuple(None if gradient is None else refuse(gradient.detach().requires_grad_()) for gradient in gradients)
 
 
 @torch.no_grad()
@@ -481,21 +484,21 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
     for name, layer in model.named_modules():
         if not isinstance(layer, _BatchNorm):
             continue
-        said = name or "the model itself"
-        layers[said] = layer
+        shown_name = name or "the model itself"
+        layers[shown_name] = layer
         if isinstance(layer, LazyModuleMixin):
             problem = problem or ValueError(
-                f"A batch norm must have its shape before it is synced. `{said}` is a lazy one. Run the model once."
+                f"A batch norm must have its shape before it is synced. `{shown_name}` is lazy. Run the model once."
             )
         elif type(layer) not in (*_KNOWN, SyncedBatchNorm):
             problem = problem or ValueError(
-                f"sync_batch_norm takes nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm. `{said}` is a "
+                f"sync_batch_norm takes nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm. `{shown_name}` is a "
                 f"{type(layer).__name__} with its own forward. Use one of these there, or sync the other parts."
             )
     world.raise_if_any_failed(problem)
     facts = attrgetter("num_features", "eps", "momentum", "affine", "track_running_stats")
-    said_of = [f"{name}: {', '.join(map(str, facts(layer)))}" for name, layer in layers.items()]
-    world.require_equal("the batch-norm layers of a synced model", said_of)
+    descriptions = [f"{name}: {', '.join(map(str, facts(layer)))}" for name, layer in layers.items()]
+    world.require_equal("the batch-norm layers of a synced model", descriptions)
     channel = SyncChannel(world, list(layers), max((layer.num_features for layer in layers.values()), default=0))
     made: dict[nn.Module, nn.Module] = {}
     for number, layer in enumerate(layers.values()):
@@ -520,7 +523,7 @@ def local_batch_norm(model: nn.Module) -> nn.Module:
     for layer in model.modules():
         if isinstance(layer, SyncedBatchNorm):
             local = made[layer] = layer._origin.__new__(layer._origin)
-            local.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in _OWN})
+            local.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in _ATTRIBUTES})
     return _replace(model, made)
 
 

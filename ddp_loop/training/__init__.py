@@ -1,7 +1,7 @@
 """The loop and its step.
 
 Reading order of a step: `loop` (which step comes next) -> `step` (shards, a backward for each; around the fold other
-modules, requests, rows, checks) -> `fold` (one reduction over the ranks) -> `word` (what the ranks decide in it) ->
+modules, requests, rows, checks) -> `fold` (one reduction over the ranks) -> `control` (what the ranks decide in it) ->
 `rows` (what travels beside the gradients, and the step's result) -> `gradients` (added up over a rank's shards),
 `buckets` (where they lie and how the ranks sum them) -> `ordered_sum` (in which order) -> `buffers`,
 `batch_norm/capture`, `batch_norm/pooled` (what else is merged) -> `checks` (whether the step counts, what is looked at
@@ -16,14 +16,14 @@ A shard is the unit of arithmetic, and a fold is a sum of rows:
 - plan: which parameters are in which bucket; the gradients of others are summed apart
 - piece: a partial sum over some of a rank's shards that the rank sends as it is, for the order of a tree
 - row: the weight, loss, metrics, statistics and buffers of one shard; a layout says which, and in which columns
-- tail: the end of the last bucket, with the control word and the rows
+- extras: the end of the last bucket, with the control word and the rows
 - word: what a rank tells all others in a fold; a flag tells before whether it must be read at once
 
-What an asynchronous device changes: the word is a sum of its own, and is read late (`word`); whether values are finite
-is decided on the device, or found a step later (`checks`); buffers of the rule "same" and the state are looked at a
-step later, silent writes seldom (`buffers`); batch statistics are not refined (`batch_norm`). What any GPU changes: the
-sizes of buckets, and what becomes of spare memory (`buckets`, `gradients`). With NCCL the ranks finish a sum while
-backward goes on.
+What an asynchronous device changes: the word is a sum of its own, and is read late (`control`); whether values are
+finite is decided on the device, or found a step later (`checks`); buffers of the rule "same" and the state are looked
+at a step later, silent writes seldom (`buffers`); batch statistics are not refined (`batch_norm`). What any GPU
+changes: the sizes of buckets, and what becomes of spare memory (`buckets`, `gradients`). With NCCL the ranks finish a
+sum while backward goes on.
 
 Beside the path: `validation` (checks of arguments), `gather` (losses of the whole mini-batch), `parameter_checks`
 (gradients of another backward, hooks, parameters outside of the state), `profiled` (a step whose phases are timed).

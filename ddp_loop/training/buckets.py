@@ -86,23 +86,23 @@ class Bucketing:
         world: from `join_world`.
         order: in which shards are added up.
         sizes: of the buckets.
-        tail_dtype: of the values in the tail of the last one.
+        extras_dtype: of the extras of the last one.
         reduce_dtype: in which gradients of a lower precision are added up; None for their own.
     """
 
     world: World
     order: ReductionOrder
     sizes: BucketSizes
-    tail_dtype: torch.dtype
+    extras_dtype: torch.dtype
     reduce_dtype: torch.dtype | None = None
 
     def groups(self, parameters: list[Parameter]) -> list[list[Parameter]]:
-        """The parameters of each bucket; the last bucket, perhaps without any, has room for a tail."""
+        """The parameters of each bucket; the last bucket, perhaps without any, has room for extras."""
         groups = grouped(parameters, self.sizes, self.reduce_dtype)
         last = groups[-1][0] if groups else None
-        tails = self.tail_dtype, self.world.device
-        if last is None or (dtype_of_sums(last.dtype, self.reduce_dtype), last.device) != tails:
-            groups.append([])  # the tail cannot ride with gradients of another type
+        extras_kind = self.extras_dtype, self.world.device
+        if last is None or (dtype_of_sums(last.dtype, self.reduce_dtype), last.device) != extras_kind:
+            groups.append([])  # the extras cannot ride with gradients of another type
         return groups
 
 
@@ -152,14 +152,14 @@ class FlatAllReduce:
 
 def finish_all(sums: Sequence[FlatAllReduce], world: World) -> None:
     """Reduce sums that have all been started, and wait until they have come. Every rank must call this."""
-    for one in sums:
-        one.reduce()
-    for one in sums:
-        if one._sum is not None:
-            world.finish(one._work)
-            one._sum.collect()
-        one._work = one.flat = None
-    for device in dict.fromkeys(one.device for one in sums):
+    for each in sums:
+        each.reduce()
+    for each in sums:
+        if each._sum is not None:
+            world.finish(each._work)
+            each._sum.collect()
+        each._work = each.flat = None
+    for device in dict.fromkeys(each.device for each in sums):
         world.finish(world.start(lambda backend: backend.start_settling(), device))
 
 
@@ -178,57 +178,62 @@ class FlatBuffer:
 
 
 class FlatMemory:
-    """The flat tensors of a bucket: its parameters' gradients, followed by a tail for other values.
+    """The flat tensors of a bucket: its parameters' gradients, followed by extras, other values.
 
     Args:
-        parameters: of one dtype and device; without any it has the tail alone.
+        parameters: of one dtype and device; without any it has the extras alone.
         bucketing: with the order of the sums, and their dtype. See [Note: Rounded once].
-        tail: the number of other values.
+        extras: the number of other values.
 
     Attributes:
         length: the number of gradients.
         rounds: whether the sums have more bits than the parameters.
         summing: the sum over the ranks.
-        own: the first piece, which the sum comes into; its `tail`.
+        first_piece: which the sum comes into; its `extras`.
         result: the same, or its gradients rounded to the parameters' dtype; `.grad` points there after the fold.
         spare: free flat tensors.
     """
 
-    own: FlatBuffer
+    first_piece: FlatBuffer
     result: FlatBuffer
     summing: FlatAllReduce
-    tail: torch.Tensor
+    extras: torch.Tensor
     spare: list[FlatBuffer]
 
-    def __init__(self, parameters: list[Parameter], bucketing: Bucketing, tail: int) -> None:
+    def __init__(self, parameters: list[Parameter], bucketing: Bucketing, extras: int) -> None:
         world = bucketing.world
-        like = parameters[0] if parameters else torch.empty(0, dtype=bucketing.tail_dtype, device=world.device)
+        like = parameters[0] if parameters else torch.empty(0, dtype=bucketing.extras_dtype, device=world.device)
         sum_dtype = dtype_of_sums(like.dtype, bucketing.reduce_dtype if parameters else None)
         *starts, self.length = accumulate(map(torch.Tensor.numel, parameters), initial=0)
-        contiguous = [one if is_dense(one) else torch.empty(one.shape, device="meta") for one in parameters]
-        self._forms = [(start, one.shape, one.stride()) for start, one in zip(starts, contiguous, strict=True)]
+        contiguous = [
+            parameter if is_dense(parameter) else torch.empty(parameter.shape, device="meta")
+            for parameter in parameters
+        ]
+        self._forms = [
+            (start, parameter.shape, parameter.stride()) for start, parameter in zip(starts, contiguous, strict=True)
+        ]
         self._make_sum = partial(FlatAllReduce, world, bucketing.order, dtype=sum_dtype, device=like.device)
         self.rounds = sum_dtype != like.dtype
         if self.rounds:
             self.result = self._flat(torch.empty(self.length, dtype=like.dtype, device=like.device))
-        self.resize(tail)
+        self.resize(extras)
 
-    def resize(self, tail: int) -> None:
-        """Take new memory, with room for `tail` other values."""
-        self.summing = self._make_sum(self.length + tail)
+    def resize(self, extras: int) -> None:
+        """Take new memory, with room for `extras` other values."""
+        self.summing = self._make_sum(self.length + extras)
         self.spare = []
-        self._use(self._flat(self.summing.empty()), tail)
+        self._use(self._flat(self.summing.empty()), extras)
 
     def renew(self, free: FlatBuffer | None) -> None:
         """Leave the result to a script that keeps it, and take one that is `free` again, or new memory."""
         if self.rounds:
             self.result = free or self._flat(torch.empty_like(self.result.whole))
         else:
-            self._use(free or self._flat(self.summing.empty()), len(self.tail))
+            self._use(free or self._flat(self.summing.empty()), len(self.extras))
 
-    def _use(self, flat: FlatBuffer, tail: int) -> None:
-        self.own = flat
-        self.tail = flat.whole[self.length : self.length + tail]
+    def _use(self, flat: FlatBuffer, extras: int) -> None:
+        self.first_piece = flat
+        self.extras = flat.whole[self.length : self.length + extras]
         if not self.rounds:
             self.result = flat
 
@@ -239,7 +244,7 @@ class FlatMemory:
 
     def make(self) -> FlatBuffer:
         """A new flat tensor of -0.0."""
-        return self._flat(torch.empty_like(self.own.whole))
+        return self._flat(torch.empty_like(self.first_piece.whole))
 
     def take(self) -> FlatBuffer:
         """A flat tensor that is free, with any values."""

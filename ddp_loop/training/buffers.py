@@ -138,11 +138,11 @@ def find_buffers(
         if any(owner in without for owner, _ in shared.places):
             continue
         owner, key = shared.places[0]
-        given = {name: buffer_reduction[name] for name in shared.names if name in buffer_reduction}
-        if len(set(given.values())) > 1:
-            raise ValueError(f"A buffer has one rule. {' and '.join(given)} are one buffer and got {given}. Pass one.")
+        rules = {name: buffer_reduction[name] for name in shared.names if name in buffer_reduction}
+        if len(set(rules.values())) > 1:
+            raise ValueError(f"A buffer has one rule. {' and '.join(rules)} are one buffer and got {rules}. Pass one.")
         default: BufferReduction = "mean" if isinstance(owner, _NormBase) and key in _STATISTICS else "same"
-        buffer = Buffer(shared.names[0], shared.places, shared.tensor, next(iter(given.values()), default))
+        buffer = Buffer(shared.names[0], shared.places, shared.tensor, next(iter(rules.values()), default))
         found.update(dict.fromkeys(shared.names, buffer))
     for name, reduction in buffer_reduction.items():
         if name not in found or reduction not in BUFFER_REDUCTIONS:
@@ -206,7 +206,7 @@ class Buffers:
         Raises:
             ValueError: a buffer has another shape or dtype now.
         """
-        taken: dict[str, torch.Tensor] = {}
+        changed_values: dict[str, torch.Tensor] = {}
         if self.is_whole:
             if not graph_goes_on and not is_done:
                 self.restore(self._all)
@@ -215,7 +215,7 @@ class Buffers:
                     self._held += zip(group, map(Buffer.value, group), strict=True)
                 if graph_goes_on:
                     _lend_copies(group)
-            return taken
+            return changed_values
         for group in self._groups(self._all):
             changed = [buffer for buffer in group if buffer.changed or self._finds_silent(buffer)]
             if not changed:
@@ -223,12 +223,12 @@ class Buffers:
             values = list(map(Buffer.value, changed))
             for buffer, value in zip(changed, values, strict=True):
                 buffer.unseen = value is buffer.tensor and value._version == buffer.version
-            taken.update(zip([buffer.name for buffer in changed], copies_of(values), strict=True))
+            changed_values.update(zip([buffer.name for buffer in changed], copies_of(values), strict=True))
             if graph_goes_on:
                 _lend_copies(changed)
             else:
                 _assign(changed, _opened(changed))
-        return taken
+        return changed_values
 
     def changed(self) -> set[str]:
         """The names of the buffers that a shard has changed so far and that travel, as far as torch counts writes."""
@@ -275,9 +275,9 @@ class Buffers:
     def _widths(self, names: frozenset[str], column: torch.dtype) -> list[int]:
         return [sum(columns(buffer.opened, column) for buffer in group) for group in self._groups(names)]
 
-    def pack(self, taken: Mapping[str, torch.Tensor], names: frozenset[str], row: torch.Tensor) -> None:
+    def pack(self, changed: Mapping[str, torch.Tensor], names: frozenset[str], row: torch.Tensor) -> None:
         """Write a shard's buffers `names`, one or more, into its row; unchanged ones as they were."""
-        groups = ([taken.get(buffer.name, buffer.opened) for buffer in group] for group in self._groups(names))
+        groups = ([changed.get(buffer.name, buffer.opened) for buffer in group] for group in self._groups(names))
         torch.cat([encode_all(values, row.dtype) for values in groups], out=row)
 
     @torch.no_grad()
@@ -467,8 +467,8 @@ def _unlike_error(group: list[Buffer], shards: list[int], values: torch.Tensor) 
             break
         place -= before.numel()
     owner, key = buffer.places[0]
-    if key in _STATISTICS and all(one in owner._buffers for one in _STATISTICS):
-        rules = {f"{buffer.name.removesuffix(key)}{one}": "mean" for one in _STATISTICS}
+    if key in _STATISTICS and all(statistic in owner._buffers for statistic in _STATISTICS):
+        rules = {f"{buffer.name.removesuffix(key)}{statistic}": "mean" for statistic in _STATISTICS}
         remedy = (
             "Call F.batch_norm in the layer's forward, from Python and not from scripted code, and its statistics are "
             f"the whole mini-batch's. Or pass Loop buffer_reduction={rules}; the mean of the shards' variances is less "

@@ -193,7 +193,7 @@ class NonFiniteGuard(Check):
         self.due = 0
         bad: torch.Tensor | bool = True
         if is_asynchronous(loss):
-            looked_at = [loss] if self.is_scaled else [loss, *(one.to(loss) for one in gradients.extremes())]
+            looked_at = [loss] if self.is_scaled else [loss, *(extreme.to(loss) for extreme in gradients.extremes())]
             bad = ~torch.stack(looked_at).isfinite().all()
         if self.skips and self.is_scaled:
             gradients.fill_with_nan(bad)
@@ -211,7 +211,7 @@ class NonFiniteGuard(Check):
                 for optimizer in optimizers:
                     optimizer.found_inf = found  # type: ignore[attr-defined]  # of torch's protocol with GradScaler
                 return bad
-            slow = [type(one).__name__ for one in optimizers if not _reads_found_inf(one)]
+            slow = [type(optimizer).__name__ for optimizer in optimizers if not _reads_found_inf(optimizer)]
             if slow and self._say_once is not None:
                 self._say_once(
                     'ddp_loop: With on_nonfinite="skip" the host waits for the device in each step. '
@@ -345,13 +345,13 @@ def _knows_found_inf(optimizer: Optimizer) -> bool:
 
 def kept_numbers(state: Mapping[str, object]) -> Tensors:
     """The floating-point tensors among a job's parameters, buffers and optimizer states, by name."""
-    kept = {name: one for name, one in state.items() if isinstance(one, nn.Module | Optimizer)}
+    kept = {name: part for name, part in state.items() if isinstance(part, nn.Module | Optimizer)}
     return {
-        name: one
-        for name, one in named_tensors(kept).items()
-        if one.layout is torch.strided
-        and not one.is_meta
-        and (one.is_complex() or (one.is_floating_point() and one.element_size() > 1))
+        name: tensor
+        for name, tensor in named_tensors(kept).items()
+        if tensor.layout is torch.strided
+        and not tensor.is_meta
+        and (tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() > 1))
     }
 
 
@@ -443,7 +443,7 @@ class NonFiniteStateCheck(Check):
             if not self._world.accelerator.is_asynchronous:
                 self._check_pending()
         next_looks = (*_FIRST, iteration // _EVERY * _EVERY + _EVERY)
-        self.due = iteration + 1 if self._pending else min(one for one in next_looks if one > iteration)
+        self.due = iteration + 1 if self._pending else min(look for look in next_looks if look > iteration)
 
     def _check_pending(self) -> None:
         pending = self._pending
@@ -527,21 +527,21 @@ class NonFiniteStateCheck(Check):
                 new.append(name)
             else:
                 others.append(name)
-        own = _one_of_each_kind(sure), _one_of_each_kind(new or others)
+        own_names = _one_of_each_kind(sure), _one_of_each_kind(new or others)
         if self._rule != "raise":
-            return own
-        before, by_now = zip(*self._world.gather(own, "what is not finite"), strict=True)
+            return own_names
+        before, by_now = zip(*self._world.gather(own_names, "what is not finite"), strict=True)
         return _of_ranks(before), _of_ranks(by_now)
 
 
 def _of_ranks(named: Sequence[Sequence[str]]) -> list[str]:
     """The names that ranks gave, each with its ranks unless all gave it."""
-    said = []
+    lines = []
     for name in dict.fromkeys(chain.from_iterable(named)):
         ranks = [str(rank) for rank, names in enumerate(named) if name in names]
         where = f" (on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} of {len(named)})"
-        said.append(name if len(ranks) == len(named) else f"{name}{where}")
-    return said
+        lines.append(name if len(ranks) == len(named) else f"{name}{where}")
+    return lines
 
 
 class NoEffectCheck(Check):
@@ -579,9 +579,9 @@ class NoEffectCheck(Check):
             versions += map(_VERSION, (scaler._scale, scaler._growth_tracker))
         for optimizer in self._optimizers:
             kept = next(iter(optimizer.state.values()), None)
-            for one in kept.values() if isinstance(kept, dict) else ():
-                if isinstance(one, torch.Tensor | int):
-                    states.append(getattr(one, "_version", one))
+            for value in kept.values() if isinstance(kept, dict) else ():
+                if isinstance(value, torch.Tensor | int):
+                    states.append(getattr(value, "_version", value))
         before = self._before
         self._before = versions, states
         if before is None or before[0] != versions:
@@ -614,7 +614,7 @@ def shares_of(times_s: Sequence[float]) -> tuple[float, ...]:
     """The share of each rank by its seconds per sample; equal ones for ranks that are equally fast."""
     if max(times_s) < _ALIKE * min(times_s):
         return (1.0,) * len(times_s)
-    speeds = [min(times_s) / one for one in times_s]
+    speeds = [min(times_s) / time_s for time_s in times_s]
     return tuple(float(f"{speed / sum(speeds):.{_DIGITS}g}") for speed in speeds)
 
 
@@ -666,15 +666,16 @@ class ShareMeasurement(Check):
         if not self.division.is_unmeasured:  # another loop over the same batches measured them
             return
         seconds = self._world.accelerator.seconds
-        own = median(seconds(first, last) / samples for first, last, samples in self._marks) if self._marks else None
-        gathered = self._world.gather(own, "the time per sample")
+        each = [seconds(first, last) / samples for first, last, samples in self._marks]
+        time_per_sample = median(each) if each else None
+        gathered = self._world.gather(time_per_sample, "the time per sample")
         if None in gathered:
             self._world.say(
                 f"The shares were not measured: rank {gathered.index(None)} had no samples in {MEASURED_STEPS} steps. "
                 "All ranks keep equal shares."
             )
             return
-        self._find(shares_of([one or 0.0 for one in gathered]), f"measured up to step {result.iteration}")
+        self._find(shares_of([time_s or 0.0 for time_s in gathered]), f"measured up to step {result.iteration}")
 
     def _find(self, shares: tuple[float, ...], how: str) -> None:
         words = ", ".join(f"{share:g}" for share in shares)

@@ -30,11 +30,7 @@ from ddp_loop.distributed import IDENTITY, World, each_module
 from ddp_loop.training.buckets import Bucketing, bucket_sizes
 from ddp_loop.training.buffers import BufferReduction, Buffers, find_buffers
 from ddp_loop.training.checks import NonFiniteGuard
-from ddp_loop.training.gradients import Gradients
-from ddp_loop.training.ordered_sum import rank_order, tree_order
-from ddp_loop.training.rows import Modes, RowLayout, Rows, ShardRecord, StepResult, agreed, layout_of, use_moments
-from ddp_loop.training.validation import Weight, find_scale, refuse_wrapped
-from ddp_loop.training.word import (
+from ddp_loop.training.control import (
     NO_REQUEST,
     ControlDecision,
     ControlRequest,
@@ -42,6 +38,10 @@ from ddp_loop.training.word import (
     act_on,
     came_late,
 )
+from ddp_loop.training.gradients import Gradients
+from ddp_loop.training.ordered_sum import rank_order, tree_order
+from ddp_loop.training.rows import Modes, RowLayout, Rows, ShardRecord, StepResult, agreed, layout_of, use_moments
+from ddp_loop.training.validation import Weight, find_scale, refuse_wrapped
 
 _OPEN = (
     "Between a step's first shard and its fold the ranks are not at the same place. Run this collective after "
@@ -127,7 +127,7 @@ class Fold:
 
     Attributes:
         current: the pass that is open, or the last one.
-        word: on whose sum all ranks decide.
+        control: on whose sum all ranks decide.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class Fold:
         refuse_wrapped(modules)
         layers = batch_norm_layers(modules) if shards > 1 else {}
         self.modules = each_module(modules)  # whose modes must be the same in all shards
-        own = custom_norms(self.modules.values())
-        others = [*other_norm_layers(modules, layers), *(norm.module for norm in own if shards == 1)]
+        custom = custom_norms(self.modules.values())
+        others = [*other_norm_layers(modules, layers), *(norm.module for norm in custom if shards == 1)]
         order = (tree_order if ordered or world.adds_in_order else rank_order)(shards, world.size, world.rank, carried)
         self._world = world
         self._events = _NoEvents() if events is None else events
@@ -173,7 +173,7 @@ class Fold:
             takes_hooks=shards == 1,
             watch=watch,
         )
-        self._statistics = BatchNormStatistics(layers, own if shards > 1 else [], others)
+        self._statistics = BatchNormStatistics(layers, custom if shards > 1 else [], others)
         self._snapshot = RunningStatsSnapshot(synced if guard is not None and guard.skips else [])
         found = find_buffers(modules, {*layers.values(), *synced}, buffer_reduction or {})
         self._buffers = Buffers(found, is_whole=shards == world.size == 1)
@@ -181,7 +181,7 @@ class Fold:
         self._make_rows = partial(Rows, self._statistics, self._buffers, world, order, dtype, as_moments)
         self._rows: Rows | None = None  # of the layout that the ranks have agreed on
         self.current = FoldPass()
-        self.word: ControlWord = ControlWord(world, announced) if former is None else former.word
+        self.control: ControlWord = ControlWord(world, announced) if former is None else former.control
 
     def check_pending(self) -> None:
         """Raise what a GPU had yet to find out about the last step's buffers; the same on every rank.
@@ -207,7 +207,7 @@ class Fold:
             gathers: whether an earlier pass had held outputs.
         """
         has_flags = self._rows is not None and not gathers and not self.sync_channels  # as all ranks know alike
-        self.word.open(has_flags=has_flags)
+        self.control.open(has_flags=has_flags)
         self._world.blocked_because = _OPEN
         self.current = FoldPass(step or self)
         self.gradients.open()
@@ -255,7 +255,7 @@ class Fold:
         self._statistics.stop()
         if self._buffers.found:
             is_done = record.done or record.held
-            record.taken = self._buffers.take(graph_goes_on=record.held, is_done=is_done)
+            record.changed_buffers = self._buffers.take(graph_goes_on=record.held, is_done=is_done)
 
     def modes(self) -> Modes:
         """The modules in evaluation mode now, by name."""
@@ -284,7 +284,7 @@ class Fold:
         record.failed = True  # stays True if backward raises
         record.modes = () if all(map(_TRAINING, self.modules.values())) else self.modes()
         self._statistics.discard()
-        if last and self.word.owes_flag:
+        if last and self.control.owes_flag:
             self._send_flag(None)
         if self.sync_channels and not isinstance(factor, torch.Tensor) and factor == 0:
             factor = torch.zeros((), device=loss.device)  # the ranks communicate in this backward
@@ -311,8 +311,8 @@ class Fold:
         """Backpropagate into a shard's held outputs."""
         self._statistics.recording()
         self._statistics.discard()
-        if last and self.word.owes_flag:
-            self.word.flag()
+        if last and self.control.owes_flag:
+            self.control.flag()
         try:
             with self._buffers.untouched():
                 self.gradients.backward(loss, 1.0, last=last, more=more)
@@ -339,7 +339,7 @@ class Fold:
         for channel in self.sync_channels:
             channel.send_control()
         self._world.blocked_because = None
-        self.word.read_last()
+        self.control.read_last()
         try:
             yield
         finally:
@@ -367,34 +367,34 @@ class Fold:
         """
         shards = len(mini_batch.sizes)
         gradients = self.gradients
-        word = self.word
-        rows, table, seen, problem = self._pack(mini_batch, problem)
+        control = self.control
+        rows, table, local_layout, problem = self._pack(mini_batch, problem)
 
         # Sum.
         if self._world.size > 1:
             gradients.start_sums()
             if rows.moments is not None:
                 rows.moments.start()
-        if word.is_late:
-            word.send((mini_batch, seen))
+        if control.is_late:
+            control.send((mini_batch, local_layout))
         self._events.while_reducing()
-        since = word.waited.clock()
+        since = control.waited.clock()
         if self._world.size > 1:
             gradients.finish_sums(rows.extra_sums)
-        said, given = word.read(mini_batch.announcement)
-        word.waited.seconds += word.waited.clock() - since
+        decision, has_gradient = control.read(mini_batch.announcement)
+        control.waited.seconds += control.waited.clock() - since
 
         # Decide.
-        self.current.decision = said
-        if said.is_unusual:
-            act_on(said, mini_batch, problem, seen, self._world)
-        if said.new:
-            rows = self._make_rows(agreed(self._world.gather(seen), rows.layout))
+        self.current.decision = decision
+        if decision.is_unusual:
+            act_on(decision, mini_batch, problem, local_layout, self._world)
+        if decision.new:
+            rows = self._make_rows(agreed(self._world.gather(local_layout), rows.layout))
             table = rows.sum_now(self.current.records, shards)
 
         # Finish the gradients, and merge.
-        self.current.had_gradients = any(given)
-        replans = gradients.assign(given, rows.layout.unplanned if said.new else None)
+        self.current.had_gradients = any(has_gradient)
+        replans = gradients.assign(has_gradient, rows.layout.unplanned if decision.new else None)
         total, fractions, losses, values = rows.merge(table, mini_batch.sizes)
         if total is not None and shards > 1 and "loss" not in rows.layout.summed:
             gradients.scale(torch.where(total == 0, 0.0, mini_batch.samples / total))  # backward used w / R
@@ -405,7 +405,7 @@ class Fold:
         if replans:  # as each new layout does; now, since by the next pass one rank may have unfrozen something
             self._rows = rows
             gradients.release()
-            gradients.plan(word.room + shards * rows.width, word.room_each)
+            gradients.plan(control.room + shards * rows.width, control.room_each)
         place = mini_batch.epoch, iteration, mini_batch.samples
         return StepResult(*place, rows.layout.metrics, values, total, losses, fractions, is_bad, gradients)
 
@@ -421,12 +421,12 @@ class Fold:
         """
         if self.current.opened_by is not None:
             self.end_pass()
-        word = self.word
-        if word.owes_flag:
+        control = self.control
+        if control.owes_flag:
             self._send_flag(problem)
         request = self.current.request or self._events.take_requests()
         gradients = self.gradients
-        seen, differing = layout_of(
+        local_layout, differing = layout_of(
             self.current.records, len(self._statistics.layers), gradients.trainable, gradients.unplanned.names
         )
         problem = problem or request.problem or differing or self._statistics.problem
@@ -437,38 +437,40 @@ class Fold:
             )
         if self._rows is None:
             self._world.raise_if_any_failed(problem)
-            self._rows = self._make_rows(agreed(self._world.gather(seen), None))
+            self._rows = self._make_rows(agreed(self._world.gather(local_layout), None))
         rows = self._rows
         shards = len(mini_batch.sizes)
-        given, tail, lost = gradients.collect(word.room + shards * rows.width, word.room_each)
+        has_gradient, extras, lost = gradients.collect(control.room + shards * rows.width, control.room_each)
         problem = problem or lost
-        is_new = problem is None and not rows.layout.covers(seen)
-        if is_new and not word.waits:
-            problem = came_late(rows.layout, seen)
+        is_new = problem is None and not rows.layout.covers(local_layout)
+        if is_new and not control.waits:
+            problem = came_late(rows.layout, local_layout)
             is_new = False
         is_usual = problem is None and not is_new
-        table = tail.fill_(IDENTITY)[word.room + word.room_each * len(given) :].view(shards, -1)
+        table = extras.fill_(IDENTITY)[control.room + control.room_each * len(has_gradient) :].view(shards, -1)
         rows.fill(table, self.current.records if is_usual else ())
-        modes = rows.layout.modes.index(seen.modes[0]) if is_usual and seen.modes else None
-        word.write(tail, mini_batch, given, request, has_problem=problem is not None, is_new=is_new, modes=modes)
-        return rows, table, seen, problem
+        modes = rows.layout.modes.index(local_layout.modes[0]) if is_usual and local_layout.modes else None
+        control.write(
+            extras, mini_batch, has_gradient, request, has_problem=problem is not None, is_new=is_new, modes=modes
+        )
+        return rows, table, local_layout, problem
 
     def _send_flag(self, problem: Exception | None) -> None:
-        """Tell all ranks whether they must read the word of this pass in its fold. See [Note: Late words] in `word`."""
+        """Tell all ranks whether they must read this pass's word in its fold. See [Note: Late words] in `control`."""
         if problem is None:
             self.current.request = self._events.take_requests()
-        self.word.flag(waits=problem is not None or self._has_news())
+        self.control.flag(waits=problem is not None or self._has_news())
 
     def _has_news(self) -> bool:
         """Whether this rank has a request or a problem, or something that the rows have no room for."""
         records = self.current.records
-        seen, differing = layout_of(records, len(self._statistics.layers), self.gradients.trainable)
+        local_layout, differing = layout_of(records, len(self._statistics.layers), self.gradients.trainable)
         return (
             self.current.request is not NO_REQUEST
             or self._rows is None
             or bool(self.gradients.unplanned.awaited)
             or (differing or self._statistics.problem or self.gradients.changed_since_opened()) is not None
-            or not (all(map(_DONE, records[:-1])) and self._rows.layout.covers(seen))
+            or not (all(map(_DONE, records[:-1])) and self._rows.layout.covers(local_layout))
             or not self._buffers.changed() <= self._rows.layout.buffers
         )
 
@@ -512,6 +514,6 @@ class Fold:
         send = None
         if self._rows is not None:
             has_flags = self.current.opened_by is None and not gathers and not self.sync_channels
-            room = self.word.room + shards * self._rows.width
-            send = self.gradients.leaving(room, self.word.room_each, self._rows.extra_sums)
-        return self.word.leaving(self.gradients.planned, send, has_flags=has_flags)
+            room = self.control.room + shards * self._rows.width
+            send = self.gradients.leaving(room, self.control.room_each, self._rows.extra_sums)
+        return self.control.leaving(self.gradients.planned, send, has_flags=has_flags)

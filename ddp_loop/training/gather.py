@@ -61,7 +61,7 @@ class BatchGather:
     agreement: GatherAgreement
     held: list[HeldOutputs] = field(default_factory=list)
     whole: tuple[torch.Tensor, ...] | None = None
-    _said: bool = False  # whether this pass had its word
+    _has_reported: bool = False  # whether this pass had its word
 
     def hold(self, shard: Shard, outputs: tuple[torch.Tensor, ...]) -> None:
         """Keep a shard's outputs. Those without a graph are copied, since a script may reuse them.
@@ -74,13 +74,13 @@ class BatchGather:
                 "step.hold takes the outputs that the loss of the whole mini-batch needs. Got none. Pass at least one."
             )
         samples = shard.samples
-        for one in outputs:
-            if not isinstance(one, torch.Tensor) or one.shape[:1] != (samples,):
-                what = tuple(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__
+        for output in outputs:
+            if not isinstance(output, torch.Tensor) or output.shape[:1] != (samples,):
+                what = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
                 raise ValueError(f"A held output must have a row per sample, shape ({samples}, ...). Got {what}.")
-        specs = tuple(TensorSpec(tuple(one.shape[1:]), one.dtype, one.requires_grad) for one in outputs)
+        specs = tuple(TensorSpec(tuple(output.shape[1:]), output.dtype, output.requires_grad) for output in outputs)
         # Autograd refuses outputs that were written later.
-        kept = tuple(one if one.requires_grad else one.detach().clone() for one in outputs)
+        kept = tuple(output if output.requires_grad else output.detach().clone() for output in outputs)
         self.held.append(HeldOutputs(shard, kept, specs, slice(shard.start, shard.start + samples)))
         self.agreement.is_used = True
 
@@ -98,12 +98,12 @@ class BatchGather:
             RuntimeError: other ranks fold without a gather.
             PeerFailed: another rank has a problem.
         """
-        seen = self.held[0].specs if self.held else None
-        if problem is None and any(one.specs != seen for one in self.held):
-            problem = _differ([one.specs for one in self.held])
+        local_specs = self.held[0].specs if self.held else None
+        if problem is None and any(outputs.specs != local_specs for outputs in self.held):
+            problem = _differ([outputs.specs for outputs in self.held])
         specs = self.agreement.specs
         if specs is not None:
-            unlike = seen not in (None, specs)
+            unlike = local_specs not in (None, specs)
             news, ends = self._say(problem, new=unlike, ends=mini_batch.ends_stream)
             if ends:
                 check_end(ends, mini_batch, self.world)
@@ -111,21 +111,21 @@ class BatchGather:
                 specs = None
         if specs is None:
             self.world.raise_if_any_failed(problem)
-            specs = self.agreement.specs = self._agreed(seen)
+            specs = self.agreement.specs = self._agreed(local_specs)
             self.world.require_equal("the samples of a mini-batch", mini_batch.samples)
         # Zeros for all samples, and this rank's rows; a sum of bytes leaves every bit as it is.
         samples = mini_batch.samples
         device = self.world.device
         whole = tuple(torch.zeros(samples, *spec.shape, dtype=spec.dtype, device=device) for spec in specs)
         for held in self.held:
-            for one, output in zip(whole, held.outputs, strict=True):
-                one[held.rows].copy_(output.detach())
-        for work in [self.world.start_sum(one.view(torch.uint8)) for one in whole]:
+            for gathered, output in zip(whole, held.outputs, strict=True):
+                gathered[held.rows].copy_(output.detach())
+        for work in [self.world.start_sum(gathered.view(torch.uint8)) for gathered in whole]:
             self.world.finish(work)
-        for one, spec in zip(whole, specs, strict=True):
-            one.requires_grad_(spec.has_gradient)
+        for gathered, spec in zip(whole, specs, strict=True):
+            gathered.requires_grad_(spec.has_gradient)
         self.whole = whole
-        self._said = True
+        self._has_reported = True
         return whole
 
     def send_no_gather(self, problem: Exception | None = None) -> None:
@@ -134,7 +134,7 @@ class BatchGather:
         Raises:
             RuntimeError: other ranks gather.
         """
-        if self.agreement.specs is not None and not self._said:
+        if self.agreement.specs is not None and not self._has_reported:
             self._say(problem, without=True)
 
     def _say(
@@ -142,17 +142,17 @@ class BatchGather:
     ) -> tuple[int, int]:
         """A word of all ranks; returns the numbers of those with new specs and of those at their stream's end."""
         # On the CPU, where reading it does not hold up a GPU's host.
-        said = torch.tensor([problem is not None, without, new, ends], dtype=torch.int32, device="cpu")
-        self.world.finish(self.world.start_sum(said))
-        problems, withouts, news, all_ends = said.tolist()
+        report = torch.tensor([problem is not None, without, new, ends], dtype=torch.int32, device="cpu")
+        self.world.finish(self.world.start_sum(report))
+        problems, withouts, news, all_ends = report.tolist()
         if problems:  # a rank's own problem comes first, such as that it leaves the loop
             self.world.raise_if_any_failed(problem)
         if 0 < withouts < self.world.size:
             raise RuntimeError(GATHER_EVERYWHERE)
         return news, all_ends
 
-    def _agreed(self, seen: TensorSpecs | None) -> TensorSpecs:
-        told = [specs for specs in self.world.gather(seen) if specs is not None]
+    def _agreed(self, local_specs: TensorSpecs | None) -> TensorSpecs:
+        told = [specs for specs in self.world.gather(local_specs) if specs is not None]
         if not all(isinstance(specs, tuple) for specs in told):
             raise RuntimeError(GATHER_EVERYWHERE)
         if len(set(told)) > 1:
@@ -192,11 +192,11 @@ class BatchGather:
 
 
 def _differ(specs: list[TensorSpecs]) -> ValueError:
-    said = " and ".join(
-        str([(one.shape, str(one.dtype).removeprefix("torch."), one.has_gradient) for one in each])
+    forms = " and ".join(
+        str([(spec.shape, str(spec.dtype).removeprefix("torch."), spec.has_gradient) for spec in each])
         for each in dict.fromkeys(specs)
     )
     return ValueError(
         "All shards must hold outputs of the same row shapes and dtypes, all with a gradient or all without. Got "
-        f"(shape, dtype, gradient) {said}. Pad them to one shape."
+        f"(shape, dtype, gradient) {forms}. Pad them to one shape."
     )

@@ -77,9 +77,9 @@ _ALONE = sum(map(getrefcount, [object()]))  # the count of what a list alone hol
 _PRECISE = {torch.float32, torch.float64}  # sums over gradients can have their dtype
 _GRAD, _IS_SPARSE, _VERSION = map(attrgetter, ("grad", "is_sparse", "_version"))
 _DTYPE, _REQUIRES_GRAD = map(attrgetter, ("dtype", "requires_grad"))
-_GIVEN, _RESULT = map(attrgetter, ("accumulation.given", "memory.result.gradients"))
+_HAS_GRADIENT, _RESULT = map(attrgetter, ("accumulation.has_gradient", "memory.result.gradients"))
 _STRIDES = methodcaller("stride")
-_OWN_BACKWARD = (
+_OTHER_BACKWARD = (
     "Between a step's first shard and its fold, step.backward alone makes gradients. {} got one from another backward, "
     "which would count once per rank. Call step.backward(loss, more_losses=True) for each further loss of a shard, or "
     "torch.autograd.grad where the gradient is not the parameters'."
@@ -97,12 +97,12 @@ def is_held(flat: FlatBuffer) -> bool:
 
 
 class Bucket:
-    """Neighbouring parameters' gradients in one flat tensor, followed by `tail` elements for other sums.
+    """Neighbouring parameters' gradients in one flat tensor, followed by `extras` elements for other sums.
 
     Args:
-        parameters: of one dtype and device; without any it has the tail alone.
+        parameters: of one dtype and device; without any it has the extras alone.
         bucketing: with the order in which shards are added up.
-        tail: the number of other values.
+        extras: the number of other values.
 
     Attributes:
         memory: its flat tensors.
@@ -116,9 +116,9 @@ class Bucket:
 
     accumulation: Accumulation
 
-    def __init__(self, parameters: list[Parameter], bucketing: Bucketing, tail: int = 0) -> None:
+    def __init__(self, parameters: list[Parameter], bucketing: Bucketing, extras: int = 0) -> None:
         self.parameters = parameters
-        self.memory = FlatMemory(parameters, bucketing, tail)
+        self.memory = FlatMemory(parameters, bucketing, extras)
         self.order = bucketing.order
         self.length = self.memory.length
         accelerator = accelerator_of(self.memory.summing.device)
@@ -127,18 +127,20 @@ class Bucket:
         # A GPU adds many in one kernel.
         self.comes_once = not (self.in_place or accelerator.is_gpu or not parameters)
         at_once = self.in_place and self.is_host
-        self._large = [place for place, one in enumerate(parameters) if at_once and one.nbytes >= _LARGE_BYTES]
+        self._large = [
+            place for place, parameter in enumerate(parameters) if at_once and parameter.nbytes >= _LARGE_BYTES
+        ]
         self.arrived = Arrivals()
         self.sent = 0
         self._is_steady = True  # whether the same gradient came last each time, as far as known
         self._last: int | None = None  # the place of the gradient that comes last, once it is known
-        self._given_away: list[FlatBuffer] = []  # to a script that keeps gradients
+        self._kept_by_script: list[FlatBuffer] = []  # to a script that keeps gradients
         self.accumulation = Accumulation(self)
 
-    def resize(self, tail: int) -> None:
-        """Make room for `tail` other values; collected gradients stay."""
-        self.memory.resize(tail)
-        self._given_away = []
+    def resize(self, extras: int) -> None:
+        """Make room for `extras` other values; collected gradients stay."""
+        self.memory.resize(extras)
+        self._kept_by_script = []
         self.accumulation.move()
 
     def open(self) -> None:
@@ -146,9 +148,9 @@ class Bucket:
         self.arrived.clear()
         del self.accumulation  # what it noted of the last pass are references to views too
         if is_held(self.memory.result):
-            flats = [*self._given_away, self.memory.result]
+            flats = [*self._kept_by_script, self.memory.result]
             free = next(filterfalse(is_held, flats), None)
-            self._given_away = [flat for flat in flats if flat is not free]
+            self._kept_by_script = [flat for flat in flats if flat is not free]
             self.memory.renew(free)
         self.accumulation = Accumulation(self)
 
@@ -166,7 +168,7 @@ class Bucket:
         self.arrived.append(parameter)
         if place in self._large:
             gradient = parameter.grad
-            view = self.memory.own.views[place]
+            view = self.memory.first_piece.views[place]
             if gradient is not None and gradient is not view and not gradient.is_sparse:
                 parameter.grad = view.copy_(gradient)
         if self._last is None and self.is_complete():
@@ -187,7 +189,7 @@ class Accumulation:
     """One pass of a bucket: the gradients of the rank's shards, added up in their order. See [Note: Shard by shard].
 
     Attributes:
-        given: for each parameter whether a shard gave it a gradient.
+        has_gradient: for each parameter whether a shard gave it one.
         grad_buffer: the flat tensor that the parameters' `.grad` are views of.
         kept: the gradients of a shard that has another loss, with their versions.
         partial_sums: of the shards so far, the first in the bucket's own memory; another is None without a gradient.
@@ -197,13 +199,13 @@ class Accumulation:
         self._bucket = bucket
         self._parameters = bucket.parameters
         self._memory = bucket.memory
-        self.given = [False] * len(bucket.parameters)
+        self.has_gradient = [False] * len(bucket.parameters)
         self.partial_sums: list[FlatBuffer | None] = []
         self._shards = 0  # finished
         self._adds = False  # whether autograd adds the current shard's gradients
         self.kept: list[tuple[torch.Tensor | None, int]] = []
         self._lost: int | None = None  # the place of a gradient that the script took away meanwhile
-        self.grad_buffer = bucket.memory.own
+        self.grad_buffer = bucket.memory.first_piece
         self._version = self.grad_buffer.whole._version
         # What the step's backwards left in `.grad`.
         self._expected_grads: Sequence[torch.Tensor | None] = [None] * len(bucket.parameters)
@@ -212,7 +214,7 @@ class Accumulation:
         """Bring the sums into the bucket's new memory, the first one into its own."""
         for place, flat in enumerate(self.partial_sums):
             if flat is not None:
-                self.partial_sums[place] = new = self._memory.take() if place else self._memory.own
+                self.partial_sums[place] = new = self._memory.take() if place else self._memory.first_piece
                 new.gradients.copy_(flat.gradients)
 
     def begin_backward(self, *, apart: bool) -> None:
@@ -253,8 +255,8 @@ class Accumulation:
             self._count_added()
             return
         found = list(map(_GRAD, self._parameters))
-        is_given = list(map(is_not, found, repeat(None)))
-        is_fresh = list(map(and_, is_given, map(is_not, found, self.grad_buffer.views)))  # made elsewhere
+        is_made = list(map(is_not, found, repeat(None)))
+        is_fresh = list(map(and_, is_made, map(is_not, found, self.grad_buffer.views)))  # made elsewhere
         gradients = list(compress(found, is_fresh))
         for gradient in filter(_IS_SPARSE, gradients):
             raise ValueError(
@@ -266,13 +268,13 @@ class Accumulation:
         if factor is not None and self._memory.rounds:
             dtype = self.grad_buffer.whole.dtype
             gradients = [gradient.to(dtype).mul_(_on(factor, gradient)) for gradient in gradients]
-        self.given = list(map(or_, self.given, is_given))
+        self.has_gradient = list(map(or_, self.has_gradient, is_made))
         flat = self.partial_sums[-1] if self.partial_sums else None
         is_added = flat is not None
         write: Callable[..., Any] = torch._foreach_copy_
         if self._bucket.in_place:  # autograd has added up the others
-            flat = self._memory.own
-            for view in compress(flat.views, map(not_, self.given)):
+            flat = self._memory.first_piece
+            for view in compress(flat.views, map(not_, self.has_gradient)):
                 fill_identity(view)
         elif not gradients:
             self._end_shard(None)
@@ -281,7 +283,7 @@ class Accumulation:
             write = torch._foreach_add_
         else:
             is_added = False
-            flat = self._memory.take() if self.partial_sums else self._memory.own
+            flat = self._memory.take() if self.partial_sums else self._memory.first_piece
             if not all(is_fresh):
                 fill_identity(flat.gradients)
         if gradients:
@@ -318,7 +320,7 @@ class Accumulation:
         times = (merges[self._shards] if merges else 0) - is_added
         self._shards += 1
         if flat is None and not self.partial_sums:
-            flat = self._memory.own
+            flat = self._memory.first_piece
             fill_identity(flat.gradients)
         if not is_added:
             self.partial_sums.append(flat)
@@ -328,8 +330,8 @@ class Accumulation:
             )
         self.grad_buffer = flat = self.partial_sums[-1] or self.grad_buffer
         self._version = flat.whole._version
-        given = [False] * len(self.given) if self._memory.rounds else self.given
-        self._expected_grads = flat.views if all(given) else _where(flat.views, given)
+        has_gradient = [False] * len(self.has_gradient) if self._memory.rounds else self.has_gradient
+        self._expected_grads = flat.views if all(has_gradient) else _where(flat.views, has_gradient)
         if times or not is_shown:
             set_grads(self._parameters, self._expected_grads)
 
@@ -340,17 +342,17 @@ class Accumulation:
 
     def pieces(self) -> list[torch.Tensor]:
         """What the rank sends."""
-        return [(one or self._memory.make()).whole for one in self.partial_sums]
+        return [(partial or self._memory.make()).whole for partial in self.partial_sums]
 
-    def assign_grads(self, given: list[bool]) -> None:
-        """Make the sum each parameter's `.grad`, where one was `given` on any rank. See [Note: Spare memory]."""
+    def assign_grads(self, has_gradient: list[bool]) -> None:
+        """Make the sum each parameter's `.grad`, where any rank `has_gradient`. See [Note: Spare memory]."""
         views = self._memory.result.views
-        if given != self.given or self.grad_buffer is not self._memory.result:
+        if has_gradient != self.has_gradient or self.grad_buffer is not self._memory.result:
             # Otherwise `.grad` is a view of the summed memory already, as usual.
-            set_grads(self._parameters, views if all(given) else _where(views, given))
+            set_grads(self._parameters, views if all(has_gradient) else _where(views, has_gradient))
         self._memory.spare = [*self._memory.spare, *filter(None, self.partial_sums[1:])] if self._bucket.is_host else []
         self.partial_sums = self.partial_sums[:1]
-        self.grad_buffer = self._memory.own
+        self.grad_buffer = self._memory.first_piece
         self._expected_grads = ()  # views of another sum would keep its memory
 
     def tampered(self) -> int | None:
@@ -372,9 +374,9 @@ class Accumulation:
         return 0 if changed and self._parameters else None
 
 
-def _where(views: Sequence[torch.Tensor], given: Sequence[bool]) -> list[torch.Tensor | None]:
+def _where(views: Sequence[torch.Tensor], has_gradient: Sequence[bool]) -> list[torch.Tensor | None]:
     """The views, or None where no gradient was given."""
-    return [view if is_given else None for view, is_given in zip(views, given, strict=True)]
+    return [view if flag else None for view, flag in zip(views, has_gradient, strict=True)]
 
 
 def _on(factor: float | torch.Tensor, gradient: torch.Tensor) -> float | torch.Tensor:
@@ -463,7 +465,7 @@ class UnplannedGradients:
 
     def foreign(self) -> list[Parameter]:
         """The left-out parameters that have a gradient and no bucket."""
-        return [one for one in self.awaited if one.grad is not None and one not in self._found]
+        return [parameter for parameter in self.awaited if parameter.grad is not None and parameter not in self._found]
 
     def sum(self, names: Collection[str]) -> list[Bucket]:
         """Sum the gradients of unfrozen parameters, and of left-out ones with these names. Every rank must call this.
@@ -481,11 +483,11 @@ class UnplannedGradients:
                 buckets.append(self._found.get(parameter) or Bucket([parameter], self._bucketing))
         for bucket in buckets:
             bucket.accumulation.add_empty_shards()
-            given = world.sum(torch.tensor(bucket.accumulation.given, dtype=torch.int32, device="cpu"))
+            has_gradient = world.sum(torch.tensor(bucket.accumulation.has_gradient, dtype=torch.int32, device="cpu"))
             if world.size > 1:
                 bucket.memory.summing.start(bucket.accumulation.pieces())
                 finish_all([bucket.memory.summing], world)
-            bucket.accumulation.assign_grads(list(map(bool, given.tolist())))
+            bucket.accumulation.assign_grads(list(map(bool, has_gradient.tolist())))
         return buckets
 
     def leave_out(self, planned: Collection[Parameter]) -> bool:
@@ -494,7 +496,11 @@ class UnplannedGradients:
             return False  # the mini-batch had no weight
         known = {*self.averaged, *(planned if self.is_chosen else ())}
         self.is_chosen = True
-        self.awaited = [one for one in self._names if one.requires_grad and one.grad is None and one not in known]
+        self.awaited = [
+            parameter
+            for parameter in self._names
+            if parameter.requires_grad and parameter.grad is None and parameter not in known
+        ]
         return bool(self.awaited)
 
 
@@ -502,7 +508,7 @@ class Gradients:
     """The gradients of `parameters`, folded over shards and ranks.
 
     A pass is `open`, `backward` or `finish_shard` for each shard, `collect`, `start_sums`, `finish_sums`,
-    `assign`, then `scale` and `round`. No sum starts during backward before `plan` knows the tail's length.
+    `assign`, then `scale` and `round`. No sum starts during backward before `plan` knows how many extras there are.
 
     Args:
         parameters: by name, in the same order on every rank.
@@ -514,7 +520,7 @@ class Gradients:
 
     Attributes:
         bucketing: as given.
-        buckets: that are planned; the last one has the tail.
+        buckets: that are planned; the last one has the extras.
         current: the pass that is open, or the last one.
         unplanned: the other gradients.
         trainable: the parameters that want a gradient, with their shapes.
@@ -552,20 +558,20 @@ class Gradients:
         self.current = GradientPass()
 
     def plan(self, room: int = 0, room_each: int = 0) -> None:
-        """Lay out the buckets for the parameters that want a gradient now, unless they are; and make room in the tail.
+        """Lay out the buckets for the parameters that want a gradient now, unless they are, with room for the extras.
 
         Args:
             room, room_each: for so many values, and so many for each planned parameter.
         """
         if not self.buckets:
-            self._forms = {one: (one.dtype, one.stride()) for one in self._choice()}
-        tail = room + room_each * len(self._forms)
+            self._forms = {parameter: (parameter.dtype, parameter.stride()) for parameter in self._choice()}
+        extras = room + room_each * len(self._forms)
         if not self.buckets:
             *groups, last = self.bucketing.groups(list(self._forms)[::-1])
-            self.buckets = [*(Bucket(group, self.bucketing) for group in groups), Bucket(last, self.bucketing, tail)]
+            self.buckets = [*(Bucket(group, self.bucketing) for group in groups), Bucket(last, self.bucketing, extras)]
             self._set_hooks()
-        elif tail != len(self.buckets[-1].memory.tail):
-            self.buckets[-1].resize(tail)
+        elif extras != len(self.buckets[-1].memory.extras):
+            self.buckets[-1].resize(extras)
 
     def _set_hooks(self) -> None:
         """Give the parameters the hooks that they need. See [Note: Arrivals]."""
@@ -592,7 +598,7 @@ class Gradients:
     def _choice(self) -> list[Parameter]:
         """The parameters to plan."""
         left_out = {*self.unplanned.averaged, *self.unplanned.awaited}
-        return [one for one in self._names if one.requires_grad and one not in left_out]
+        return [parameter for parameter in self._names if parameter.requires_grad and parameter not in left_out]
 
     @property
     def planned(self) -> int:
@@ -695,9 +701,9 @@ class Gradients:
         for bucket in self.buckets[:-1]:
             bucket.arrived.clear()
         seed = loss.new_full((), factor)
-        has_tail = len(self.buckets[-1].memory.tail) > 0
+        has_extras = len(self.buckets[-1].memory.extras) > 0
         current.in_backward = True
-        current.in_last = last and has_tail and not self._synced and self._watch is None
+        current.in_last = last and has_extras and not self._synced and self._watch is None
         try:
             if type(loss) is torch.Tensor:
                 run = torch.autograd.Variable._execution_engine.run_backward
@@ -779,17 +785,17 @@ class Gradients:
 
     def _find_tampered(self) -> RuntimeError | None:
         """The error of a gradient that is not what the step's backwards left."""
-        own = self.unplanned.foreign() if self.unplanned.awaited else []
+        foreign = self.unplanned.foreign() if self.unplanned.awaited else []
         if self.current.next:
-            own += self._written_late()
-        for parameter in own:
-            return RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
+            foreign += self._written_late()
+        for parameter in foreign:
+            return RuntimeError(_OTHER_BACKWARD.format(self._names[parameter]))
         for bucket in self.current.buckets:
             if (place := bucket.accumulation.tampered()) is None:
                 continue
             name = self._names[bucket.parameters[place]]
-            if not (bucket.accumulation.given[place] or bucket.accumulation.kept):
-                return RuntimeError(_OWN_BACKWARD.format(name))
+            if not (bucket.accumulation.has_gradient[place] or bucket.accumulation.kept):
+                return RuntimeError(_OTHER_BACKWARD.format(name))
             return RuntimeError(
                 "Gradients of a step's shards must stay as they are until its fold. That of "
                 f"{name} was taken away or changed. Leave zero_grad() out, since each step begins "
@@ -801,8 +807,8 @@ class Gradients:
     def _arrived(self, number: int, place: int, parameter: Parameter) -> None:
         current = self.current
         if number < current.next:
-            own = RuntimeError(_OWN_BACKWARD.format(self._names[parameter]))
-            raise self._second(parameter) if current.in_backward else own
+            error = RuntimeError(_OTHER_BACKWARD.format(self._names[parameter]))
+            raise self._second(parameter) if current.in_backward else error
         if not current.in_backward:
             return  # a backward of the script's own; the step's next one finds its gradients
         current.has_new_hooks |= self.buckets[number].arrive(place)
@@ -827,18 +833,20 @@ class Gradients:
         """Finish this rank's shards; args as for `plan`.
 
         Returns:
-            For each parameter in bucket order, whether one of the shards gave it a gradient; the tail of the last
+            For each parameter in bucket order, whether one of the shards gave it a gradient; the extras of the last
             bucket; and what is wrong: the gradients of a shard are gone. The length of the sums is the same then.
         """
         problem = self._find_tampered()
-        if room + room_each * len(self._forms) != len(self.buckets[-1].memory.tail):
+        if room + room_each * len(self._forms) != len(self.buckets[-1].memory.extras):
             self.plan(room, room_each)
         for bucket in self.buckets[self.current.next :]:
             bucket.accumulation.add_empty_shards()
         if self.unplanned.averaged:
             set_grads(self.unplanned.averaged, repeat(None))  # what became of them is dropped
-        given = [False] * len(self._forms) if problem is not None else list(chain(*map(_GIVEN, self.buckets)))
-        return given, self.buckets[-1].memory.tail, problem
+        has_gradient = (
+            [False] * len(self._forms) if problem is not None else list(chain(*map(_HAS_GRADIENT, self.buckets)))
+        )
+        return has_gradient, self.buckets[-1].memory.extras, problem
 
     def leaving(
         self, room: int, room_each: int, others: Sequence[FlatAllReduce]
@@ -850,7 +858,7 @@ class Gradients:
             others: sums that are started after them.
 
         Returns:
-            To be called with the place in the tail where this rank adds 1, or None, and with what is
+            To be called with the place in the extras where this rank adds 1, or None, and with what is
             entered after all buckets have begun, and left after their sums.
         """
         self.plan(room, room_each)
@@ -873,7 +881,7 @@ class Gradients:
         return send
 
     def start_sums(self) -> None:
-        """Start the sums of gradients and tail over all ranks that have not begun. Every rank must call this."""
+        """Start the sums of gradients and extras over all ranks that have not begun. Every rank must call this."""
         for _ in range(self.current.next, len(self.buckets)):
             self._start_next()
 
@@ -891,18 +899,18 @@ class Gradients:
         """Wait for all sums, and others that were started after them. Every rank must call this."""
         finish_all([*(bucket.memory.summing for bucket in self.buckets), *others], self.bucketing.world)
 
-    def assign(self, given: list[bool], unplanned: Collection[str] | None) -> bool:
+    def assign(self, has_gradient: list[bool], unplanned: Collection[str] | None) -> bool:
         """End a pass: assign the sums to `.grad`. See [Note: None stays None]. Every rank must call this.
 
         Args:
-            given: for each parameter in bucket order whether a shard of any rank gave it a gradient.
+            has_gradient: for each parameter in bucket order whether a shard of any rank gave it a gradient.
             unplanned: the names of others that got one, where the ranks have agreed on them.
 
         Returns:
             Whether the next pass needs another plan.
         """
         self.current.next = 0
-        flags = iter(given)
+        flags = iter(has_gradient)
         for bucket in self.buckets:
             bucket.accumulation.assign_grads(list(islice(flags, len(bucket.parameters))))
         is_new = unplanned is not None
@@ -914,13 +922,13 @@ class Gradients:
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply the sums of all gradients by `factor`, shape ()."""
         for bucket in self.current.buckets:
-            bucket.memory.own.gradients.mul_(factor)
+            bucket.memory.first_piece.gradients.mul_(factor)
 
     def round(self) -> None:
         """Round the sums to the parameters' dtypes. See [Note: Rounded once] in `buckets`."""
         for bucket in self.current.buckets:
             if bucket.memory.rounds:
-                bucket.memory.result.gradients.copy_(bucket.memory.own.gradients)
+                bucket.memory.result.gradients.copy_(bucket.memory.first_piece.gradients)
 
     # -- after the fold ------------------------------------------------------------------------------------
 
@@ -956,7 +964,7 @@ class Gradients:
         """Whether all gradients are; the host waits. A finite norm proves it in half the time that `extremes` takes."""
         if _PRECISE.issuperset(map(_DTYPE, self.current.folded)) and math.isfinite(self.folded_norm().item()):
             return True
-        return all(math.isfinite(one.item()) for one in self.extremes())
+        return all(math.isfinite(extreme.item()) for extreme in self.extremes())
 
     @property
     def elements(self) -> int:
@@ -973,7 +981,9 @@ class Gradients:
 
     def are_of(self, optimizers: list[Optimizer]) -> bool:
         """Whether each parameter with a gradient is in one of these."""
-        known = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+        known = {
+            parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+        }
         return all(parameter in known for parameter in self._names if parameter.grad is not None)
 
     def drop(self) -> None:
@@ -998,7 +1008,7 @@ class Gradients:
         """The Euclidean norm of all gradients as they are now; shape ()."""
         if gradients := list(self.named().values()):
             return torch.nn.utils.get_total_norm(gradients)
-        return torch.zeros((), dtype=self.bucketing.tail_dtype, device=self.bucketing.world.device)
+        return torch.zeros((), dtype=self.bucketing.extras_dtype, device=self.bucketing.world.device)
 
 
 def _norm(flat: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Arrivals(list[Parameter]):
     """Parameters in the order in which backward has made their gradients; its `append` is a hook of the package too."""
 
 
-def _is_own(hook: Callable[..., object]) -> bool:
+def _is_of_package(hook: Callable[..., object]) -> bool:
     return isinstance(getattr(hook, "__self__", hook), ArrivalHook | Arrivals)
 
 
@@ -51,7 +51,7 @@ def find_hook(names: Mapping[Parameter, str]) -> str | None:
         kind = remedy = ""
         if HOOKS(parameter):
             kind = "register_hook"
-        elif not all(map(_is_own, (AFTER_HOOKS(parameter) or {}).values())):
+        elif not all(map(_is_of_package, (AFTER_HOOKS(parameter) or {}).values())):
             kind = "register_post_accumulate_grad_hook"
             remedy = " An optimizer in backward is not supported. Call optimizer.step() after the fold, too."
         if kind and parameter.requires_grad:  # else it runs none
@@ -97,7 +97,7 @@ class OutsideParameters:
 
     def look(self, loss: torch.Tensor) -> None:
         """Find what a loss depends on, before its backward."""
-        new = {one: None for one in _leaves_of(loss) if one not in self._known and one not in self._found}
+        new = {leaf: None for leaf in _leaves_of(loss) if leaf not in self._known and leaf not in self._found}
         if new:
             self._found |= new
             self._sums = self._checksums()
@@ -109,12 +109,12 @@ class OutsideParameters:
 def _leaves_of(loss: torch.Tensor) -> Iterator[Parameter]:
     """The parameters that a loss depends on."""
     waiting = [loss.grad_fn]
-    seen = set()
+    visited = set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if isinstance(variable := getattr(node, "variable", None), Parameter):
             yield variable
         waiting += [below for below, _ in node.next_functions]
@@ -122,9 +122,9 @@ def _leaves_of(loss: torch.Tensor) -> Iterator[Parameter]:
 
 def _owner_of(parameter: Parameter) -> str:
     """A parameter outside of the state in words, by a module of the process that has it."""
-    for one in gc.get_objects():  # some tens of milliseconds, for an error
-        if issubclass(type(one), nn.Module):
-            for key, value in one.__dict__.get("_parameters", {}).items():
+    for found in gc.get_objects():  # some tens of milliseconds, for an error
+        if issubclass(type(found), nn.Module):
+            for key, value in found.__dict__.get("_parameters", {}).items():
                 if value is parameter:
-                    return f"{key} of a {type(one).__name__}, shape {tuple(parameter.shape)},"
+                    return f"{key} of a {type(found).__name__}, shape {tuple(parameter.shape)},"
     return f"A parameter of shape {tuple(parameter.shape)}"

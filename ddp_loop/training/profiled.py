@@ -108,7 +108,7 @@ class ProfiledStep(Step):
 
     def _begin(self) -> None:
         super()._begin()
-        self._job.fold.word.waited.clock = self._clock.wait
+        self._job.fold.control.waited.clock = self._clock.wait
 
     def backward(self, loss: torch.Tensor, **how: Any) -> None:
         with _phase(self._clock, BACKWARD):

@@ -171,8 +171,8 @@ class RunRecorder:
             self._extent["resumed_from"] = origin
         there = checkpointer.open(batches.facts, resume, self._extent, config)
         self._report.open_console(checkpointer.folder)
-        others = [one for one in state.values() if not isinstance(one, nn.Module | LRScheduler)]
-        if not any(hasattr(one, "step") for one in others):  # an optimizer, torch's or another one
+        others = [part for part in state.values() if not isinstance(part, nn.Module | LRScheduler)]
+        if not any(hasattr(part, "step") for part in others):  # an optimizer, torch's or another one
             checkpointer.say(
                 "state has no optimizer, so checkpoints keep none and a resumed run begins with a new one. Pass "
                 "state=dict(model=model, optimizer=optimizer)."
@@ -216,14 +216,14 @@ class RunRecorder:
                 self._world.print(f"{checkpointer.folder}: resumes after step {where.iteration}")
 
         def begin() -> str | None:
-            taken = all_of(receivers)
+            opened = all_of(receivers)
             if monitor:
                 if checkpointer is None:
                     raise ValueError("A page shows a run folder. Got monitor=True without one. Pass run_dir=.")
                 from ddp_loop.monitor import start_page  # 20 ms that others need not spend
 
                 start_page(checkpointer.folder, self._world.print)
-            return self._report.begin(taken, config or {}, progress=progress)
+            return self._report.begin(opened, config or {}, progress=progress)
 
         key = self._world.on_rank_zero(begin)
         self._report.open(key)
@@ -242,7 +242,7 @@ class RunRecorder:
         self, mini_batch: MiniBatch, result: StepResult, fold: Fold, batches: Batches, *, skips: bool
     ) -> None:
         """Begin the row of a step whose first pass was folded."""
-        if not self._report.record_wait(fold.word.waited.seconds):
+        if not self._report.record_wait(fold.control.waited.seconds):
             return
         names = ["loss", *result.names]
         values = [result.values]
@@ -256,12 +256,12 @@ class RunRecorder:
         if skips:
             beside["skipped"] = result.is_bad
         known: dict[str, float] = {}
-        for name, one in beside.items():
-            if isinstance(one, torch.Tensor) and is_asynchronous(one):  # reading it would hold up the host
+        for name, value in beside.items():
+            if isinstance(value, torch.Tensor) and is_asynchronous(value):  # reading it would hold up the host
                 names.append(name)
-                values.append(one.to(result.values).reshape(1))
+                values.append(value.to(result.values).reshape(1))
             else:
-                known[name] = float(one)
+                known[name] = float(value)
         if mini_batch.is_last and batches.partition != "global" and (unused := batches.unused) is not None:
             known[UNUSED if unused.is_exact else UNUSED_AT_LEAST] = unused.samples
         # A copy: a script may add to the loss that it got, `total += step.fold().loss`.
@@ -396,7 +396,7 @@ class RunRecorder:
             logged = {check_name(name, is_column=True): as_logged(name, value) for name, value in more.items()}
         if over is not None:
             world.require_equal("the names in loop.log(over=...)", list(logged))
-            numbers = [one if isinstance(one, float) else one.wait().item() for one in logged.values()]
+            numbers = [value if isinstance(value, float) else value.wait().item() for value in logged.values()]
             total = world.sum(torch.tensor(numbers, dtype=torch.float64)) / world.size
             logged = dict(zip(logged, total.tolist(), strict=True))
         if (target := self._target()) is not None and logged:

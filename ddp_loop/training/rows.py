@@ -46,7 +46,7 @@ Modes = tuple[str, ...]  # the modules in evaluation mode, by name
 Alike = tuple[tuple[str, ...], frozenset[str], bool, tuple[Modes, ...]]  # what all shards of a mini-batch have alike
 _ALIKE = attrgetter("metrics", "summed", "weighted", "modes")  # of a `RowLayout`
 _COLUMNS = attrgetter("metrics", "summed", "weighted")
-_TAKEN = attrgetter("taken")
+_CHANGED_BUFFERS = attrgetter("changed_buffers")
 _CAPTURES = attrgetter("captures")
 _MOST_MODES = 64  # then the agreed ones are forgotten: a script draws them
 _MOST_SIZES = 16  # that are kept; mini-batches of sequences have sizes of their own, one after the other
@@ -85,60 +85,60 @@ class RowLayout:
     parameters: tuple[str, ...]
     unplanned: frozenset[str]
 
-    def covers(self, seen: RowLayout) -> bool:
-        """Whether a row of this layout has room for what a rank has `seen`."""
+    def covers(self, local: RowLayout) -> bool:
+        """Whether a row of this layout has room for a rank's `local` one."""
         return (
-            (not seen.modes or (seen.modes[0] in self.modes and _COLUMNS(seen) == _COLUMNS(self)))
-            and all(map(le, seen.calls, self.calls))
-            and seen.buffers <= self.buffers
-            and seen.parameters == self.parameters
-            and not seen.unplanned
+            (not local.modes or (local.modes[0] in self.modes and _COLUMNS(local) == _COLUMNS(self)))
+            and all(map(le, local.calls, self.calls))
+            and local.buffers <= self.buffers
+            and local.parameters == self.parameters
+            and not local.unplanned
         )
 
 
-def agreed(seen: Sequence[RowLayout], former: RowLayout | None) -> RowLayout:
-    """The layout that covers what every rank has seen, and the former layout.
+def agreed(layouts: Sequence[RowLayout], former: RowLayout | None) -> RowLayout:
+    """The layout that covers the layouts of all ranks, and the former one.
 
     Raises:
         ValueError: metric names, modes, the parameters that want a gradient, or whether there are weights, differ
             between ranks.
         RuntimeError: other ranks gather where this one folds.
     """
-    if not all(isinstance(one, RowLayout) for one in seen):
+    if not all(isinstance(layout, RowLayout) for layout in layouts):
         raise RuntimeError(GATHER_EVERYWHERE)
-    for rank, one in enumerate(seen):
-        if one.parameters != seen[0].parameters:
-            differing = sorted(set(one.parameters) ^ set(seen[0].parameters)) or "their order"
+    for rank, layout in enumerate(layouts):
+        if layout.parameters != layouts[0].parameters:
+            differing = sorted(set(layout.parameters) ^ set(layouts[0].parameters)) or "their order"
             raise ValueError(
                 "The same parameters must want a gradient on every rank. Ranks 0 and "
                 f"{rank} differ in {differing}. Freeze, unfreeze and add parameters on all ranks alike."
             )
-    require_alike(seen)
-    known = [*seen] if former is None else [*seen, former]
-    modes = tuple(dict.fromkeys(mode for one in reversed(known) for mode in one.modes))
+    require_alike(layouts)
+    known = [*layouts] if former is None else [*layouts, former]
+    modes = tuple(dict.fromkeys(mode for layout in reversed(known) for mode in layout.modes))
     return replace(
-        next((one for one in seen if one.modes), former or seen[0]),
+        next((layout for layout in layouts if layout.modes), former or layouts[0]),
         modes=modes if len(modes) <= _MOST_MODES else modes[-1:],
-        calls=tuple(map(max, zip(*(one.calls for one in known), strict=True))),
-        buffers=frozenset().union(*(one.buffers for one in known)),
-        parameters=seen[0].parameters,
-        unplanned=frozenset().union(*(one.unplanned for one in seen)),
+        calls=tuple(map(max, zip(*(layout.calls for layout in known), strict=True))),
+        buffers=frozenset().union(*(layout.buffers for layout in known)),
+        parameters=layouts[0].parameters,
+        unplanned=frozenset().union(*(layout.unplanned for layout in layouts)),
     )
 
 
-def require_alike(seen: Sequence[RowLayout]) -> None:
-    """Raise ValueError if ranks with shards had other metrics, weights or modes, by what each rank has `seen`."""
-    with_shards = [(f"rank {rank}", _ALIKE(one)) for rank, one in enumerate(seen) if one.modes]
+def require_alike(layouts: Sequence[RowLayout]) -> None:
+    """Raise ValueError if ranks with shards had other metrics, weights or modes, by the layouts of all ranks."""
+    with_shards = [(f"rank {rank}", _ALIKE(layout)) for rank, layout in enumerate(layouts) if layout.modes]
     for where, alike in with_shards:
         first, other = with_shards[0]
         if alike != other:
             raise _unlike((first, where), other, alike)
 
 
-def _unlike(where: Places, one: Alike, other: Alike) -> ValueError:
+def _unlike(where: Places, alike: Alike, other: Alike) -> ValueError:
     """The error of two shards that differ in what all must have alike."""
     first, second = where
-    names, sums, is_weighted, (modes,) = one
+    names, sums, is_weighted, (modes,) = alike
     other_names, other_sums, other_weighted, (other_modes,) = other
     if names != other_names:
         return ValueError(
@@ -179,7 +179,7 @@ def layout_of(
             problem = problem or _unlike(("an earlier shard", f"shard {record.shard.number}"), before, alike)
         if layers:
             calls = tuple(map(max, calls, record.captures.calls))
-    buffers = frozenset[str]().union(*map(_TAKEN, records))
+    buffers = frozenset[str]().union(*map(_CHANGED_BUFFERS, records))
     return RowLayout(*alike, calls, buffers, parameters, unplanned), problem
 
 
@@ -235,7 +235,7 @@ class ShardRecord:
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     summed: frozenset[str] = frozenset()  # which of "loss" and the metrics add up
     weight: Weight | None = None
-    taken: dict[str, torch.Tensor] = field(default_factory=dict)  # the buffers that it changed
+    changed_buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # the buffers that it changed
     done: bool = False  # had its last backward
     failed: bool = False  # a backward raised, perhaps with parts of its gradients made
     held: bool = False  # its outputs wait for a loss of the whole mini-batch
@@ -359,7 +359,7 @@ class Rows:
             if layout.weighted:  # not by `mine[row, 0] = weight`, a copy that a GPU's host waits for
                 mine[row, 0].fill_(record.shard.samples if record.weight is None else record.weight)
             if layout.buffers:
-                self.buffers.pack(record.taken, layout.buffers, mine[row, values + columns :])
+                self.buffers.pack(record.changed_buffers, layout.buffers, mine[row, values + columns :])
         mine[:, 1:values].copy_(torch.stack(pieces).view(len(records), -1))
         if columns:
             self.statistics.pack(map(_CAPTURES, records), layout.calls, mine[:, values : values + columns])
@@ -484,7 +484,10 @@ class MomentSums:
             rows = torch.empty(len(some), width, dtype=self.dtype, device=self.world.device)
             self.statistics.pack(map(_CAPTURES, some), self.calls, rows)
             columns = rows.split_with_sizes([group.width for group in self._groups], dim=1)
-            parts = [group.moments(*given) for group, *given in zip(self._groups, columns, self._shifts, strict=True)]
+            parts = [
+                group.moments(part, shift)
+                for group, part, shift in zip(self._groups, columns, self._shifts, strict=True)
+            ]
             yield from torch.cat(parts, dim=1)
 
     def start(self) -> None:
@@ -508,17 +511,19 @@ class MomentSums:
         """
         pooled = self._pooled()
         if not self.world.accelerator.is_asynchronous and any(
-            group.is_far(one, shift) for group, one, shift in zip(self._groups, pooled, self._shifts, strict=True)
+            group.is_far(statistics, shift)
+            for group, statistics, shift in zip(self._groups, pooled, self._shifts, strict=True)
         ):
-            self.fill(records, [one.mean.nan_to_num(0.0, 0.0, 0.0) for one in pooled])
+            self.fill(records, [statistics.mean.nan_to_num(0.0, 0.0, 0.0) for statistics in pooled])
             self.sum_now()
             pooled = self._pooled()
-        for group, one in zip(self._groups, pooled, strict=True):
-            group.move(one, is_bad)
+        for group, statistics in zip(self._groups, pooled, strict=True):
+            group.move(statistics, is_bad)
 
     def _pooled(self) -> list[PooledStatistics]:
         sums = self._pieces[0][: sum(self._widths)].split_with_sizes(self._widths)
-        return [group.pooled_moments(*given) for group, *given in zip(self._groups, sums, self._shifts, strict=True)]
+        each = zip(self._groups, sums, self._shifts, strict=True)
+        return [group.pooled_moments(part, shift) for group, part, shift in each]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from ddp_loop.distributed import (
     make_equal,
 )
 from ddp_loop.training.checks import NEVER, StepChecks
+from ddp_loop.training.control import NO_REQUEST, ControlRequest
 from ddp_loop.training.fold import Fold
 from ddp_loop.training.gather import BatchGather, GatherAgreement
 from ddp_loop.training.recorder import RunRecorder
@@ -50,7 +51,6 @@ from ddp_loop.training.validation import (
     parts_of,
     reserved_names,
 )
-from ddp_loop.training.word import NO_REQUEST, ControlRequest
 
 _VALUES = methodcaller("values")  # those of a scripted module are no dicts
 _PARAMS = itemgetter("params")
@@ -244,8 +244,8 @@ class Step:
         value = job.fold.unscaled(loss) if job.fold.scalers else loss.detach().clone()
         size = record.add(value, weight, reduction, metrics)
         if job.recorder.tracer is not None:
-            said: dict[str, Leaf] = {"loss": record.losses[-1], "weight": float(size), **record.metrics}
-            job.recorder.tracer.forward(record.shard.number, said, record.summed)
+            values: dict[str, Leaf] = {"loss": record.losses[-1], "weight": float(size), **record.metrics}
+            job.recorder.tracer.forward(record.shard.number, values, record.summed)
         last = not more_losses and record.shard is mini_batch.shards[-1]
         alone = reduction == "sum" or len(mini_batch.sizes) == 1
         if isinstance(size, torch.Tensor):
@@ -281,7 +281,7 @@ class Step:
         record.held = True
         record.modes = self._job.fold.modes()
         if (tracer := self._job.recorder.tracer) is not None:
-            tracer.forward(record.shard.number, {f"output {n}": one for n, one in enumerate(outputs)})
+            tracer.forward(record.shard.number, {f"output {n}": output for n, output in enumerate(outputs)})
 
     def gather(self) -> Any:
         """The held outputs of all shards in the mini-batch's order, on every rank. Every rank must call this.
@@ -372,7 +372,7 @@ class Step:
         deferred, since the loop may be left by an exception, which comes first.
         """
         world = self._job.world
-        if self.is_broken or self._job.fold.word.has_raised or world.is_left:
+        if self.is_broken or self._job.fold.control.has_raised or world.is_left:
             return False
         left = _LeftLoop(why)
         end = self._left_pass(left)
@@ -536,13 +536,13 @@ class ModuleStructure:
         self._filled = [table for table in self._tables if table]
         self._entries = list(chain(chain.from_iterable(map(_VALUES, self._filled)), *groups))
         before = self._owners
-        self._owners = [*find_parameters(self._state).values(), *(one for one in modules if one._buffers)]
+        self._owners = [*find_parameters(self._state).values(), *(module for module in modules if module._buffers)]
         known = set(self._known)
         tensors = find_tensors(self._state)
         self._known = list(tensors.values())
         if len(before) == len(self._owners) and all(map(is_, before, self._owners)):
             return None
-        return {name: one for name, one in tensors.items() if one not in known}
+        return {name: tensor for name, tensor in tensors.items() if tensor not in known}
 
 
 def _averaged(state: Mapping[str, object]) -> list[nn.Parameter]:
@@ -552,8 +552,8 @@ def _averaged(state: Mapping[str, object]) -> list[nn.Parameter]:
     """
     groups = [group["params"] for optimizer in parts_of(state, Optimizer) for group in optimizer.param_groups]
     trained = set(chain.from_iterable(groups))
-    models = [one for one in each_module(find_modules(state)).values() if isinstance(one, AveragedModel)]
-    return [one for model in models for one in model.parameters() if groups and one not in trained]
+    models = [model for model in each_module(find_modules(state)).values() if isinstance(model, AveragedModel)]
+    return [parameter for model in models for parameter in model.parameters() if groups and parameter not in trained]
 
 
 @dataclass(eq=False, repr=False)

@@ -208,6 +208,7 @@ def test_no_test_imports_from_a_test_module() -> None:
         path.relative_to(TESTS).as_posix(): modules_of_tests_in(path.read_text()) for path in TESTS.rglob("*.py")
     }
     del imported["project/test_architecture.py"]  # the examples above
+    del imported["test_planted_gpu_faults.py"]  # each fault must fail a test of another module
     assert {name: modules for name, modules in imported.items() if modules} == {}
 
 

@@ -40,7 +40,7 @@ def keep(width: int, shards: int | None, bucket_cap_mib: float, all_steps: bool)
                 for rows in step:
                     step.backward(loss_of(model, rows))
                 step.fold()
-                flats.update(bucket.memory.own.whole.data_ptr() for bucket in loop.fold.gradients.buckets)
+                flats.update(bucket.memory.first_piece.whole.data_ptr() for bucket in loop.fold.gradients.buckets)
                 gradients = [one for p in model.parameters() if (one := p.grad) is not None]
                 kept = [*(kept if all_steps else kept[-1:]), gradients]
                 copies.append([one.clone() for one in gradients])
@@ -100,7 +100,7 @@ def keep_nothing(shards: int | None) -> int:
             step.fold()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            flats.update(bucket.memory.own.whole.data_ptr() for bucket in loop.fold.gradients.buckets)
+            flats.update(bucket.memory.first_piece.whole.data_ptr() for bucket in loop.fold.gradients.buckets)
         return len(flats)
 
 

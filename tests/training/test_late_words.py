@@ -109,7 +109,7 @@ def test_a_rank_is_never_more_than_one_fold_ahead(signs: list[str], on_ranks: On
 
 def has_control() -> bool:
     with dl.join_world() as world:
-        return loop_over(world, "", network(), run_dir=None).fold.word.is_late
+        return loop_over(world, "", network(), run_dir=None).fold.control.is_late
 
 
 def test_only_asynchronous_devices_exchange_words_beside_the_sums(late: bool, on_ranks: OnRanks) -> None:

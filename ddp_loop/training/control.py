@@ -1,11 +1,11 @@
 """The control word: a few integers of each rank, on whose sum all ranks decide together in each fold.
 
-On the CPU it rides in the sum of the gradients, and is read with it. The tail of the last bucket has, in this order:
+On the CPU it rides in the sum of the gradients, and is read with it. The extras of the last bucket are, in this order:
 
     has a problem | has something new | its stream ends | stop | save | place | place^2 | ran | modes | modes^2 |
     announced values | for each planned parameter whether it got a gradient | the rows of all shards
 
-On a GPU the tail has the rows alone, and the word, without them, is a sum of its own.
+On a GPU the extras are the rows alone, and the word, without them, is a sum of its own.
 
 [Note: Late words] On a GPU the word travels beside the gradients, over the CPU, and a host that read it in its own fold
 would wait until every other host has come there. So before the backward of its last shard, a rank sends a flag: whether
@@ -63,7 +63,7 @@ NO_REQUEST = ControlRequest()
 
 
 @lru_cache(maxsize=1024)  # most words are one of 256
-def word_tensor(word: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def control_tensor(word: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """The word as a tensor, which must not be written."""
     return torch.tensor(word, dtype=dtype, device="cpu")
 
@@ -91,29 +91,29 @@ class ControlDecision:
 
 
 def act_on(
-    said: ControlDecision, mini_batch: MiniBatch, problem: Exception | None, seen: RowLayout, world: World
+    decision: ControlDecision, mini_batch: MiniBatch, problem: Exception | None, local_layout: RowLayout, world: World
 ) -> None:
     """Raise on every rank what the word of a pass says. Every rank must call this.
 
     Args:
-        said: of that pass.
-        mini_batch, problem, seen: this rank's, in that pass.
+        decision: of that pass.
+        mini_batch, problem, local_layout: this rank's, in that pass.
         world: the ranks.
     """
-    if said.problem:
+    if decision.problem:
         world.raise_if_any_failed(problem)
-    if said.parted:
+    if decision.parted:
         world.require_equal("epoch and position of a step's mini-batch", (mini_batch.epoch, mini_batch.position))
         check_first(mini_batch, world)
-    if said.mixed:
-        require_alike(world.gather(seen, "the modes of the modules"))
-    if said.ends:
-        check_end(said.ends, mini_batch, world)
+    if decision.mixed:
+        require_alike(world.gather(local_layout, "the modes of the modules"))
+    if decision.ends:
+        check_end(decision.ends, mini_batch, world)
 
 
-def came_late(layout: RowLayout, seen: RowLayout) -> RuntimeError:
+def came_late(layout: RowLayout, local_layout: RowLayout) -> RuntimeError:
     """The error of a rank that finds something new when the other ranks no longer wait for it."""
-    found = sorted({*seen.buffers} - layout.buffers) or ["a call of a batch-norm layer, a metric or a weight"]
+    found = sorted({*local_layout.buffers} - layout.buffers) or ["a call of a batch-norm layer, a metric or a weight"]
     return RuntimeError(
         "On a GPU all that a step reduces must be known when the last shard's backward begins. After it came, for the "
         f"first time: {', '.join(found)}. Change buffers and call layers before step.backward(loss)."
@@ -136,8 +136,8 @@ class WaitedTime:
 class ControlWord:
     """The control words of the ranks, pass after pass: `open`, `flag`, `write`, `send`, `read`.
 
-    On the CPU each rides in the tail of the sum of the gradients, and is read with it. On asynchronous devices they are
-    summed beside it, and read one pass late, see [Note: Late words].
+    On the CPU each rides in the extras of the sum of the gradients, and is read with it. On asynchronous devices they
+    are summed beside it, and read one pass late, see [Note: Late words].
 
     Args:
         world: from `join_world`.
@@ -145,7 +145,7 @@ class ControlWord:
 
     Attributes:
         is_late: whether they are summed beside the gradients.
-        room: the values of the tail that the word takes, and `room_each` more for each planned parameter.
+        room: the extras that the word takes, and `room_each` more for each planned parameter.
         waited: the time of waits for other ranks.
         owes_flag: whether this rank has yet to send the flag of this pass.
         waits: whether this rank reads the word in the fold; where its flag says so, or the pass has none, all do.
@@ -154,9 +154,9 @@ class ControlWord:
 
     def __init__(self, world: World, announced: int) -> None:
         self._world = world
-        self._given_at = CONTROL_LENGTH + announced
+        self._gradients_at = CONTROL_LENGTH + announced
         self.is_late = world.accelerator.is_asynchronous
-        self.room = 0 if self.is_late else self._given_at
+        self.room = 0 if self.is_late else self._gradients_at
         self.room_each = 0 if self.is_late else 1
         self.waited = WaitedTime()
         self.owes_flag = False
@@ -198,9 +198,9 @@ class ControlWord:
 
     def write(
         self,
-        tail: torch.Tensor,
+        extras: torch.Tensor,
         mini_batch: MiniBatch,
-        given: Sequence[bool],
+        has_gradient: Sequence[bool],
         request: ControlRequest,
         *,
         has_problem: bool,
@@ -210,26 +210,26 @@ class ControlWord:
         """Write this rank's word, before the sums begin.
 
         Args:
-            tail: of the last sum, where a word on the CPU rides.
+            extras: of the last sum, where a word on the CPU rides.
             mini_batch: of this step; 8 bits of its checksum tell one from the next, and 256 squares add up in float32.
-            given: for each parameter whether one of the rank's shards gave it a gradient.
+            has_gradient: for each parameter whether one of the rank's shards gave it a gradient.
             request: of this rank.
             has_problem, is_new: whether the rank has one, and something that the layout has no room for.
             modes: the number of its shards' modes among those agreed on; None without a shard, with a problem and with
                 something new.
         """
-        said = mini_batch.epoch, mini_batch.position, mini_batch.samples, mini_batch.digest
-        place = zlib.crc32(b"%d %d %d %d" % said) & 0xFF
+        facts = mini_batch.epoch, mini_batch.position, mini_batch.samples, mini_batch.digest
+        place = zlib.crc32(b"%d %d %d %d" % facts) & 0xFF
         ends = mini_batch.ends_stream
         news = () if mini_batch.announcement is None else mini_batch.announcement.values
         ran = (0, 0, 0) if modes is None else (1, modes, modes * modes)
-        word = (has_problem, is_new, ends, request.stop, request.save, place, place * place, *ran, *news, *given)
+        word = (has_problem, is_new, ends, request.stop, request.save, place, place * place, *ran, *news, *has_gradient)
         if self.is_late:
             # It cannot be read late where this rank has an error, or does not know which parameters have gradients.
-            self.waits = self.waits or has_problem or ends or not all(given)
-            self._summed = word_tensor(word, torch.int32).clone()
+            self.waits = self.waits or has_problem or ends or not all(has_gradient)
+            self._summed = control_tensor(word, torch.int32).clone()
         else:
-            self._summed = tail[: len(word)].copy_(word_tensor(word, tail.dtype))
+            self._summed = extras[: len(word)].copy_(control_tensor(word, extras.dtype))
 
     def send(self, of: tuple[MiniBatch, RowLayout] | None) -> None:
         """Start the sum of all late words, after all others: how many of these backward has begun differs by rank.
@@ -267,24 +267,24 @@ class ControlWord:
             sums = self._summed.tolist()
         problem, new, ends, stop, save, place, square, ran, modes, modes_square = sums[:CONTROL_LENGTH]
         if announcement is not None:
-            announcement.learn(sums[CONTROL_LENGTH : self._given_at])
+            announcement.learn(sums[CONTROL_LENGTH : self._gradients_at])
         parted = self._world.size * square != place**2
         mixed = ran * modes_square != modes**2
         is_unusual = problem > 0 or ends > 0 or parted or mixed
         decision = ControlDecision(problem > 0, new > 0, int(ends), stop > 0, save > 0, parted, mixed, is_unusual)
-        return decision, list(map(bool, sums[self._given_at :]))
+        return decision, list(map(bool, sums[self._gradients_at :]))
 
     def read_last(self) -> None:
         """Read the last pass's word, if it was not read, and raise what it says. Every rank must call this."""
         if self._unread is None:
             return
-        mini_batch, seen = self._unread
+        mini_batch, local_layout = self._unread
         self._flag = None  # of a pass that broke off
-        said, _ = self.read()
-        if said.is_unusual:
+        decision, _ = self.read()
+        if decision.is_unusual:
             self.has_raised = True
             self._world.blocked_because = None
-            act_on(said, mini_batch, None, seen, self._world)
+            act_on(decision, mini_batch, None, local_layout, self._world)
             self.has_raised = False
 
     def leaving(
@@ -298,11 +298,11 @@ class ControlWord:
 
         Args:
             parameters: the number of planned ones.
-            send_nothing: sends sums that add nothing, but a problem at a place of the tail, inside of a block; None
+            send_nothing: sends sums that add nothing, but a problem at a place of the extras, inside of a block; None
                 without sums. See `Gradients.leaving`.
             has_flags: as in `open`, of a pass that has yet to begin; False of one that has begun.
         """
-        length = self._given_at + parameters
+        length = self._gradients_at + parameters
         self.owes_flag = self.owes_flag or (has_flags and self.is_late and self._world.size > 1)
 
         @contextmanager
