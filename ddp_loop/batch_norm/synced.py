@@ -484,15 +484,15 @@ def sync_batch_norm(model: nn.Module, world: World) -> nn.Module:
     for name, layer in model.named_modules():
         if not isinstance(layer, _BatchNorm):
             continue
-        shown_name = name or "the model itself"
-        layers[shown_name] = layer
+        shown = name or "the model itself"
+        layers[shown] = layer
         if isinstance(layer, LazyModuleMixin):
             problem = problem or ValueError(
-                f"A batch norm must have its shape before it is synced. `{shown_name}` is lazy. Run the model once."
+                f"A batch norm must have its shape before it is synced. `{shown}` is a lazy one. Run the model once."
             )
         elif type(layer) not in (*_KNOWN, SyncedBatchNorm):
             problem = problem or ValueError(
-                f"sync_batch_norm takes nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm. `{shown_name}` is a "
+                f"sync_batch_norm takes nn.BatchNorm1d, 2d, 3d and nn.SyncBatchNorm. `{shown}` is a "
                 f"{type(layer).__name__} with its own forward. Use one of these there, or sync the other parts."
             )
     world.raise_if_any_failed(problem)

@@ -29,7 +29,8 @@ class Ending:
         is_shown: whether the rank printed its error itself.
         is_by_launcher: whether the launcher sent the signal that ended it.
         is_stopped: whether it was stopped, as by SIGSTOP, so that the launcher killed it.
-        lacked_memory: whether the kernel has killed a process for lack of memory since the ranks were started.
+        lacked_memory: whether the kernel has killed a process for lack of memory since the ranks were started; None
+            where it does not count such kills.
     """
 
     rank: int
@@ -42,7 +43,7 @@ class Ending:
     is_shown: bool = True
     is_by_launcher: bool = False
     is_stopped: bool = False
-    lacked_memory: bool = False
+    lacked_memory: bool | None = None
 
 
 def read_ending(rank: int, failure: ProcessFailure) -> Ending:
@@ -165,4 +166,6 @@ def _who_killed(one: Ending) -> str:
         return ", which the launcher sent"
     if one.exit_code != -signal.SIGKILL:
         return ""
-    return ", for lack of memory" if one.lacked_memory else ", by a user or for lack of memory"
+    if one.lacked_memory is None:
+        return ", by a user or for lack of memory"
+    return ", for lack of memory" if one.lacked_memory else ", by a user or another program"

@@ -74,7 +74,7 @@ class RankProcesses:
                     ending,
                     is_by_launcher=was_sent,
                     is_stopped=local in self._stopped,
-                    lacked_memory=oom_now is not None and self._oom_kills is not None and oom_now > self._oom_kills,
+                    lacked_memory=None if oom_now is None or self._oom_kills is None else oom_now > self._oom_kills,
                 )
             )
         return found

@@ -242,7 +242,8 @@ class JsonlWriter:
         self._is_over = False
         self.elapsed_s = 0.0
         self.notice = ""
-        if on_full != "drop" or path.exists():
+        had_lines = sum_before is not None and sum_before[0] > 0
+        if on_full != "drop" or had_lines or path.exists():
             with self._explaining():
                 try:
                     self._recover(after, begin, once)
@@ -360,11 +361,13 @@ class JsonlWriter:
             wanted = min(CHUNK, (size if self._summed < size else self._size) - self._summed)
             self._take_into_sum(os.pread(file, min(wanted, self._size - self._summed), self._summed))
             found = self._sum.hexdigest() if self._summed == size else found
-        if size and found != expected and not self.notice:
-            self.notice = (
-                f"{self._path.name} is not as the checkpoint left it, though each line can be read: a value was "
-                "changed, perhaps by a bad disk or an editor"
-            )
+        if found == expected or not size or self.notice:
+            return
+        self.notice = f"{self._path.name} is not as the checkpoint left it"
+        if self._size < size:
+            self.notice += f": it has lost lines, or was removed ({self._size} of {size} bytes are there)"
+        else:
+            self.notice += ", though each line can be read: a value was changed, perhaps by a bad disk or an editor"
 
     def _take_into_sum(self, data: bytes) -> None:
         self._sum.update(data)

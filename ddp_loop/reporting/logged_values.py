@@ -101,7 +101,7 @@ class LazyFile:
         self._file: JsonlWriter | None = None
         self._has_failed = False
         self.known: list[dict[str, Any]] = []
-        if path.exists():
+        if path.exists() or (sum_before is not None and sum_before[0] > 0):
             self._open()
             self.known = [line for line in _all_lines(path) if line.get("iteration") == after]
 

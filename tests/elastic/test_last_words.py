@@ -90,7 +90,7 @@ def test_a_stopped_rank_is_named_at_once_with_what_the_others_know(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "why"), [("kill", ", by a user or for lack of memory"), ("memory", ", for lack of memory")]
+    ("mode", "why"), [("kill", ", by a user or another program"), ("memory", ", for lack of memory")]
 )
 def test_memory_is_blamed_if_the_kernel_has_counted_such_a_kill(mode: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 7\n")

@@ -32,7 +32,7 @@ from tests.support.runs import lines_of
 pytestmark = pytest.mark.covers("E1", "E3")
 
 ROWS, EVALUATIONS, RANKS, ASIDE = "rows.jsonl", "evaluations.jsonl", "ranks.jsonl", "rows.damaged.jsonl"
-LOGGED = "logged.jsonl"
+LOGGED, TEXTS = "logged.jsonl", "texts.jsonl"
 STEPS, AT = 12, 9  # of the checkpoint from which the run resumes
 NULS = b"\0" * 700
 
@@ -56,6 +56,8 @@ def train(folder: str, stop_at: int = 0, fail_at: int = 0) -> tuple[str, str]:
                 step.fold()
                 optimizer.step()
                 loop.log(twice=2 * step.iteration)
+                if step.iteration == 3:
+                    loop.log_text("note", "three")
                 if step.iteration % 3 == 0:
                     dl.evaluate(model, dl.Batches(data, 8, world), mean=lambda output, rows: output.squeeze(1))
                 if step.iteration == fail_at:
@@ -320,6 +322,16 @@ def test_a_flipped_digit_is_said_and_the_rows_stay(
     shutil.rmtree(run / "checkpoints" / "step-00000012")  # the older one has the sum of what was there
     shutil.copytree(run, again := run.with_name("again"))
     assert name in on_ranks(2, train, str(again))[0][0]
+
+
+@pytest.mark.parametrize("name", [EVALUATIONS, LOGGED, TEXTS])
+def test_a_file_that_was_removed_is_said(name: str, run: Path, whole: tuple[Path, str], on_ranks: OnRanks) -> None:
+    size = sum(len(line) for line in (run / name).read_bytes().splitlines(keepends=True))
+    (run / name).unlink()
+    (printed, weights), _ = on_ranks(2, train, str(run))
+    assert f"{run}: {name} is not as the checkpoint left it: it has lost lines, or was removed (0 of " in printed
+    assert int(printed.partition("(0 of ")[2].split()[0]) <= size
+    assert weights == whole[1]
 
 
 def test_what_follows_the_checkpoint_has_no_sum(run: Path, on_ranks: OnRanks) -> None:
