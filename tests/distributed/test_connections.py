@@ -23,7 +23,7 @@ import ddp_loop as dl
 from ddp_loop.distributed import Pool
 from ddp_loop.distributed.gloo import accepted, free_kept, keeps_a_group, open_sockets
 from ddp_loop.distributed.store import own_keys
-from tests.support.harness import OnRanks, until
+from tests.support.harness import OnRanks, let_ranks_meet, until
 
 pytestmark = pytest.mark.covers("D10")
 
@@ -103,6 +103,7 @@ def leave_a_sum_behind(wait: bool) -> bool:
     Returns:
         Whether its group is still kept when the sum has ended, with `wait`, or else at once.
     """
+    let_ranks_meet(exchange="gloo")
     store, before = None, threads()
     with suppress(LookupError), dl.join_world(timeout_s=SUM_S, exchange="gloo") as world:
         store = dist.distributed_c10d._get_default_store()

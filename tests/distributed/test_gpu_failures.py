@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
 from ddp_loop.distributed import RankFailed
-from tests.support.harness import FAULT_S, OnRanks, caught
+from tests.support.harness import FAULT_S, OnRanks, caught, let_ranks_meet
 
 pytestmark = [pytest.mark.covers("D10"), pytest.mark.covers("J18")]
 
@@ -44,6 +44,7 @@ def act(how: str, rows: torch.Tensor, folder: str) -> torch.Tensor:
 
 
 def train(how: str, folder: str) -> None:
+    let_ranks_meet(device="gpu")
     with dl.join_world(device="gpu", seed=0, timeout_s=SHORT_S if how == "hangs" else 60.0) as world:
         model = nn.Linear(8, 4).to(world.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=world.device.type == "cuda")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import ddp_loop as dl
 from ddp_loop.distributed import PeerFailed, Pool, RankFailed, join_world, launch
 from ddp_loop.elastic import process_states
-from tests.support.harness import FAULT_S, Unspeakable, sum_of_ranks
+from tests.support.harness import FAULT_S, Unspeakable, let_ranks_meet, sum_of_ranks
 
 pytestmark = pytest.mark.covers("C7")
 
@@ -308,6 +308,7 @@ def test_a_rank_that_dies_is_named_and_replaced(pool: Pool, how: Callable[[], No
 
 
 def stop_in_a_world(culprit: int) -> None:
+    let_ranks_meet(device="cpu")
     with join_world(device="cpu", timeout_s=6) as world:
         if world.rank == culprit:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -352,13 +353,13 @@ def test_a_rank_that_died_between_two_tasks_is_replaced(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_the_line_where_it_hangs(pool: Pool) -> None:
-    with pytest.raises(RankFailed, match=r"^rank 1 did not return within 1 s") as caught:
-        pool.run(wait_for_ever_on, 2, 1, timeout_s=1)
+    with pytest.raises(RankFailed, match=r"^rank 1 did not return within 5 s") as caught:
+        pool.run(wait_for_ever_on, 2, 1, timeout_s=5)
     failed = caught.value
     assert failed.rank == 1  # and not rank 0, which waits for it
     assert "test_launching.py" in failed.traceback
     assert "in wait_for_ever\n" in failed.traceback
-    assert "rank 0 did not return within 1 s" in str(failed)
+    assert "rank 0 did not return within 5 s" in str(failed)
     assert "in init_process_group" in str(failed)
     assert pool.run(sum_of_ranks, 2) == [1, 1]
 

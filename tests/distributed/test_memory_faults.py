@@ -23,7 +23,7 @@ from ddp_loop.distributed.meetings import ARENA_BYTES, PART_BYTES
 from ddp_loop.distributed.memory import MemoryBackend
 from ddp_loop.training.ordered_sum import tree_order
 from tests.support.exchanges import CPU
-from tests.support.harness import FAULT_S, OnRanks, until
+from tests.support.harness import FAULT_S, OnRanks, let_ranks_meet, until
 from tests.support.refusals import Caught, loop_over, loss_of, mean_of, network, samples
 
 pytestmark = pytest.mark.covers("D10")
@@ -142,6 +142,7 @@ def test_a_failure_is_named_where_a_rank_waits_for_room(on_ranks: OnRanks) -> No
 def end_in_a_step(folder: str, culprit: int, signal_number: int, workers: int, timeout_s: float = 20) -> None:
     """One rank ends in the forward of step 3; the others note what they raise, and how long after."""
     moment = Path(folder, "moment")
+    let_ranks_meet()
     try:
         with dl.join_world(timeout_s=timeout_s, exchange="memory") as world:
             model = network()
@@ -207,6 +208,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(tmp_path: Path) -> None:
 def fill_a_stopped_ranks_connection(folder: str) -> None:
     """Rank 1 stops; rank 0 starts more sums than its connection has room for."""
     moment = Path(folder, "moment")
+    let_ranks_meet()
     try:
         with dl.join_world(timeout_s=2.0, exchange="memory") as world:
             world.sum(torch.ones(()))

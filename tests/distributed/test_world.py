@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_loop as dl
-from tests.support.harness import FAULT_S, OnRanks, caught
+from tests.support.harness import FAULT_S, OnRanks, caught, let_ranks_meet
 
 TIMEOUT_S = 2.0  # of a world in which a rank does not come
 
@@ -218,6 +218,7 @@ def miss_a_sum(absent: int) -> tuple[str, str, float]:
                 store = dist.distributed_c10d._get_default_store()
                 store.set("the others are done", "")
 
+    let_ranks_meet()
     return caught(work)
 
 

@@ -55,7 +55,11 @@ def test_the_culprit_is_red_on_a_terminal_and_the_rest_is_not() -> None:
     ("endings", "first", "words"),
     [
         ([PEER, Ending(1, -9, 9.0)], 1, "rank 1 was killed by SIGKILL, by a user or for lack of memory\n"),
-        ([PEER, Ending(1, -9, 9.0, lacked_memory=False)], 1, "rank 1 was killed by SIGKILL, by a user or another program"),
+        (
+            [PEER, Ending(1, -9, 9.0, lacked_memory=False)],
+            1,
+            "rank 1 was killed by SIGKILL, by a user or another program",
+        ),
         ([PEER, Ending(1, -9, 9.0, lacked_memory=True)], 1, "rank 1 was killed by SIGKILL, for lack of memory\n"),
         ([PEER, Ending(1, -9, 9.0, is_by_launcher=True)], 0, "rank 0 was ended in fold of step 3: rank 2 failed\n"),
         (

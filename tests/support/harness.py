@@ -20,6 +20,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+import ddp_loop as dl
+
 Result = TypeVar("Result")
 
 # What the project promises: a fault on one rank ends all within 3 s. The campaigns of tests/faults hold it to that,
@@ -50,6 +52,9 @@ class OnRanks(Protocol):
     ) -> list[Result]: ...
 
 
+MADE_BY_OTHERS = frozenset({"build", "dist", "runs", "lightning_logs"})  # as `.gitignore` has them
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """What a test, or a task on a rank, finds and must leave as it was."""
@@ -69,7 +74,7 @@ def look_around() -> Surroundings:
         environment_variable=frozenset(item for item in os.environ.items() if item[0] not in PYTEST_OWN),
         thread=frozenset(thread for thread in threading.enumerate() if thread.is_alive()),
         child_process=child_processes(),
-        file_in_the_working_folder=frozenset(name for name in os.listdir() if not name.startswith((".", "__"))),
+        file_in_the_working_folder=frozenset(filter(_is_watched, os.listdir())),
         open_file_in_the_working_folder=open_files(Path.cwd()),
         process_group=frozenset({"the default one"} if dist.is_initialized() else ()),
         torch_setting=frozenset(
@@ -80,6 +85,11 @@ def look_around() -> Surroundings:
             }
         ),
     )
+
+
+def _is_watched(name: str) -> bool:
+    """Whether only a test can make a file of this name in the working folder; `make` and editors make others."""
+    return not name.startswith((".", "__")) and name not in MADE_BY_OTHERS
 
 
 def left_behind(before: Surroundings, allowed_processes: Collection[int] = ()) -> list[str]:
@@ -186,6 +196,12 @@ def open_files(folder: Path) -> frozenset[str]:
         if Path(target).is_relative_to(folder) and not Path(target).is_relative_to(installed):
             found.add(target)
     return frozenset(found)
+
+
+def let_ranks_meet(**options: Any) -> None:
+    """Join and leave a world with the usual timeout, so that a shorter one of the next world counts no late start."""
+    with dl.join_world(**options):
+        pass
 
 
 def run_cleanly(function: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
