@@ -163,7 +163,7 @@ class ControlWord:
         self.waits = True
         self.has_raised = False
         self._flag: tuple[torch.Tensor, Work | None] | None = None
-        self._summed = torch.empty(0, device="cpu")  # of all words, once `_work` is done
+        self._summed: torch.Tensor | tuple[int, ...] = ()  # of all words, once `_work` is done
         self._work: Work | None = None
         self._unread: tuple[MiniBatch, RowLayout] | None = None  # of the pass whose word is still to be read
 
@@ -228,6 +228,8 @@ class ControlWord:
             # It cannot be read late where this rank has an error, or does not know which parameters have gradients.
             self.waits = self.waits or has_problem or ends or not all(has_gradient)
             self._summed = control_tensor(word, torch.int32).clone()
+        elif self._world.size == 1:
+            self._summed = word  # nothing is added to it
         else:
             self._summed = extras[: len(word)].copy_(control_tensor(word, extras.dtype))
 
@@ -239,6 +241,7 @@ class ControlWord:
         Args:
             of: the mini-batch of the pass, and what this rank's shards have; None where the rank leaves.
         """
+        assert isinstance(self._summed, torch.Tensor)
         self._work = self._world.start_sum(self._summed)
         self._unread = of
 
@@ -264,7 +267,7 @@ class ControlWord:
             if self._work is not None:
                 self._world.finish(self._work)
             self._unread = None
-            sums = self._summed.tolist()
+            sums = self._summed.tolist() if isinstance(self._summed, torch.Tensor) else [*self._summed]
         problem, new, ends, stop, save, place, square, ran, modes, modes_square = sums[:CONTROL_LENGTH]
         if announcement is not None:
             announcement.learn(sums[CONTROL_LENGTH : self._gradients_at])
