@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from ddp_loop.tracing.diagnosis import sparse_part
 from ddp_loop.tracing.sample_sums import sums_of_samples
 from ddp_loop.tracing.trace import EVALUATIONS, VERSION, lines_up_to
 
+Cut = Literal["halves", "whole", "singles"]
 _AMPLE = 10  # tolerances within which an element of a gradient is replaced
 
 
@@ -51,7 +52,8 @@ class TraceRequest:
         rounding: the relative difference up to which two gradients are the same.
         profile: the number of steps that a profile measures; None for a trace.
         traces: the folder of Chrome traces, which a profile writes; None for none.
-        halves: whether each shard is cut into two, where that is possible. See [Note: Halved shards] in
+        cut: "halves" for each shard cut into two, "whole" for mini-batches in one shard, "singles" for shards of one
+            sample, each where that is possible; None for the script's shards. See [Note: Halved shards] in
             `halved_shards`.
         loops: the number of Loops so far.
     """
@@ -62,7 +64,7 @@ class TraceRequest:
     rounding: float = 0.0
     profile: int | None = None
     traces: Path | None = None
-    halves: bool = False
+    cut: Cut | None = None
     loops: int = field(default=0)
 
 
@@ -82,8 +84,13 @@ def tracing(request: TraceRequest) -> Iterator[None]:
 def trace_request_of(batches: Batches) -> TraceRequest | None:
     """The request that applies to a Loop over these batches, if any; cuts their shards as it asks."""
     request = _REQUEST.get()
-    if request is not None and request.halves and batches.can_halve_shards:
-        batches.halve_shards()
+    if request is not None and request.cut is not None and batches.can_halve_shards:
+        if request.cut == "halves":
+            batches.halve_shards()
+        else:
+            batches.shards = 1 if request.cut == "whole" else batches.batch_size
+            batches.division.shards = batches.shards
+            batches.division.give(batches.division.shares)
     return request
 
 

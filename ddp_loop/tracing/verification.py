@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from itertools import starmap
@@ -22,9 +22,16 @@ from ddp_loop.tracing.compare import (
     rounding_of,
 )
 from ddp_loop.tracing.diagnosis import explain_loss, other_sample
-from ddp_loop.tracing.halved_shards import difference_of_halves, explain_halves, is_given_as_sum
+from ddp_loop.tracing.halved_shards import (
+    difference_of_halves,
+    explain_halves,
+    explain_singles,
+    is_given_as_sum,
+    is_judged_whole,
+    is_small,
+)
 from ddp_loop.tracing.trace import MEANING, STAGES, Trace, check_comparable, differences, first_difference, read_trace
-from ddp_loop.tracing.tracer import TraceRequest, tracing
+from ddp_loop.tracing.tracer import Cut, TraceRequest, tracing
 
 _STEPS_IN_HALVES = 2  # a term that is 0 at the initial parameters shows in the second one
 _AGREES = "; everything before it agrees, up to rounding."
@@ -113,7 +120,7 @@ def verify(job: VerifyJob, ranks: Sequence[int], say: Callable[[str], None]) -> 
 
     Each run is compared with the first, and inside each run the ranks are compared with each other. With the same
     shards in an ordered fold, equal runs have the same bits. Otherwise their differences are within the tolerances.
-    If all are equal, a last run with fixed shards finds losses that follow the cut into shards.
+    If all are equal, further runs with fixed shards find losses that follow the cut into shards.
 
     Args:
         job: the script.
@@ -197,7 +204,7 @@ def _compare(reference: _Run, run: _Run, job: VerifyJob, folder: Path) -> _Verdi
         return _following(expected, found, first, job, folder / f"following-{ranks}")
     if verdict.where is not None:
         of_most = run if _shards(found) > _shards(expected) else reference
-        reason = next(filter(None, starmap(explain_halves, _halved(*of_most, job, folder))), None)
+        reason = _first_reason(explain_halves, _cut_if_possible("halves", *of_most, job, folder))
         if reason is not None:
             return replace(verdict, problem=f"{verdict.where} With each shard cut into two: {reason}")
     return verdict
@@ -207,42 +214,81 @@ def _shards(traces: list[Trace]) -> int:
     return max(int(trace.head["shards"]) for trace in traces)
 
 
-def _halved(ranks: int, traces: list[Trace], job: VerifyJob, folder: Path) -> list[tuple[Trace, Trace]]:
-    """Loops, each with its trace in a run in which each shard is cut into two; none if the script fails so.
+def _cut(cut: Cut, ranks: int, traces: list[Trace], job: VerifyJob, folder: Path) -> list[tuple[Trace, Trace]]:
+    """Loops that can be cut otherwise, each with its trace in a run that cuts it so and takes its gradients.
 
     See [Note: Halved shards] in `halved_shards`.
+
+    Raises:
+        CannotVerify: the script fails in this cut.
     """
     if not any(trace.head["can_halve"] for trace in traces):
         return []
     steps = min(job.steps, _STEPS_IN_HALVES)
-    request = TraceRequest(folder / f"halved-{ranks}", steps, traces[0].folder.parent, inf, halves=True)
-    try:
-        found = {trace.folder.name: trace for trace in run_on(ranks, job, request)}
-    except CannotVerify:  # such as BatchNorm1d with one sample
-        return []
+    request = TraceRequest(folder / f"{cut}-{ranks}", steps, traces[0].folder.parent, inf, cut=cut)
+    found = {trace.folder.name: trace for trace in run_on(ranks, job, request)}
     pairs = [(trace, found[trace.folder.name]) for trace in traces if trace.folder.name in found]
-    return [(trace, halved) for trace, halved in pairs if halved.head["shards"] == 2 * trace.head["shards"]]
+    return [(trace, other) for trace, other in pairs if other.head["shards"] != trace.head["shards"]]
+
+
+def _first_reason(explain: Callable[..., str | None], traces: Iterable[Sequence[Trace]]) -> str | None:
+    return next(filter(None, starmap(explain, traces)), None)
 
 
 def _try_halves(traces: list[Trace], ranks: int, job: VerifyJob, folder: Path, say: Callable[[str], None]) -> bool:
     """Report what follows the cut into fixed shards, and return whether no loss does that should not."""
     fixed = [trace for trace in traces if trace.head["fixed"]]
-    pairs = _halved(ranks, fixed, job, folder) if fixed else []
-    reason = next(filter(None, starmap(explain_halves, pairs)), None)
+    failed = ""
+    how = "each shard cut into two"
+    pairs = []
+    try:
+        pairs = _cut("halves", ranks, fixed, job, folder)
+    except CannotVerify as error:
+        failed = str(error.__cause__ or error).partition("\n")[0]
+    reason = _first_reason(explain_halves, pairs)
+    difference = max(starmap(difference_of_halves, pairs), default=0.0)
+    if reason is None and (failed or difference):
+        wholes = _cut_if_possible("whole", ranks, [trace for trace in fixed if is_judged_whole(trace)], job, folder)
+        reason = _first_reason(explain_halves, [(whole, trace) for trace, whole in wholes])
+        if wholes and (reason is not None or failed):
+            how = "each mini-batch in one shard"
+            failed = "" if len(wholes) == len(fixed) else failed
+            difference = max(starmap(difference_of_halves, wholes), default=0.0)
+    if reason is None and pairs and difference:
+        small = [trace for trace, _ in pairs if is_small(trace)]
+        halves = {trace.folder: halved for trace, halved in pairs}
+        singles = _cut_if_possible("singles", ranks, small, job, folder)
+        reason = _first_reason(explain_singles, [(trace, halves[trace.folder], single) for trace, single in singles])
+        how = "shards of one sample" if reason is not None else how
     if reason is not None:
         say(
-            "\nUNEQUAL in other shards. All ranks agree, but the result follows the cut into shards. With each shard "
-            f"cut into two: {reason}\n"
+            "\nUNEQUAL in other shards. All ranks agree, but the result follows the cut into shards. With "
+            f"{how}: {reason}\n"
         )
         return False
-    difference = max(starmap(difference_of_halves, pairs), default=0.0)
+    if failed:
+        say(
+            "The losses were not judged, since the script fails with each shard cut into two, so a loss that follows "
+            "the cut is not found. Verify the script once with fewer shards, or with drop_last=True, so that each "
+            f"shard of an epoch has 4 samples or more. The failure: {failed}"
+        )
     if difference:
         say(
-            f"With each shard cut into two, the first gradients differ by {difference:.2g} of their size, by what "
+            f"With {how}, the first gradients differ by {difference:.2g} of their size, by what "
             "depends on the shard (batch norm, dropout, a loss over pairs of samples, mixed precision). So keep the "
             "number of shards as it is."
         )
     return True
+
+
+def _cut_if_possible(
+    cut: Cut, ranks: int, traces: list[Trace], job: VerifyJob, folder: Path
+) -> list[tuple[Trace, Trace]]:
+    """As `_cut`, but none if the script fails so."""
+    try:
+        return _cut(cut, ranks, traces, job, folder)
+    except CannotVerify:  # such as BatchNorm1d with one sample, or too little memory
+        return []
 
 
 def _against(reference: list[Trace], found: list[Trace], first: int, tolerance: float | None) -> _Verdict:

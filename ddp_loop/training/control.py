@@ -241,8 +241,8 @@ class ControlWord:
         Args:
             of: the mini-batch of the pass, and what this rank's shards have; None where the rank leaves.
         """
-        assert isinstance(self._summed, torch.Tensor)
-        self._work = self._world.start_sum(self._summed)
+        if isinstance(self._summed, torch.Tensor):  # as every late word is
+            self._work = self._world.start_sum(self._summed)
         self._unread = of
 
     def read(self, announcement: Announcement | None = None) -> tuple[ControlDecision, list[bool]]:

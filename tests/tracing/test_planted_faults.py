@@ -85,6 +85,7 @@ USUAL = {
 FIXED = {"FIXED": "3"}
 PER_TOKEN = "(F.cross_entropy(logits, b, reduction='none') * n).sum() / n.sum()"
 SUM = "F.cross_entropy(logits, b, reduction='sum')"
+ENTROPIES = "F.cross_entropy(logits, b) - 0.01 * torch.distributions.Categorical(logits=logits).entropy().sum()"
 
 
 def text_of(changes: dict[str, str]) -> str:
@@ -106,6 +107,8 @@ class Fault:
 ADDS, AVERAGES = "a shard's loss is about the sum of the losses", "a shard's loss is about the mean of the losses"
 PENALTY, WEIGHS = "a part of the loss does not depend on the samples", "give weight="
 SCALES = "a loss that scales with the shard"
+MIXED = "one part of a shard's loss is a sum over its samples, and another part is their mean"
+IN_ONE = f"With each mini-batch in one shard: In step 1, {ADDS}"
 VAE = {"MODEL": "Autoencoder()", "ROWS": "104"}
 
 FAULTS = {
@@ -123,6 +126,37 @@ FAULTS = {
     ),
     "a mean as a sum, fixed": Fault(
         {**FIXED, "LOSS": "step.backward(F.cross_entropy(logits, b), reduction='sum')"}, AVERAGES
+    ),
+    "a sum as a mean beside batch norm that refuses halves, fixed": Fault(
+        {"FIXED": "4", "ROWS": "24", "MODEL": "mlp(nn.BatchNorm1d(16))", "LOSS": f"step.backward({SUM})"}, IN_ONE
+    ),
+    "a weight by hand beside dropout of few samples, fixed": Fault(
+        {
+            **FIXED,
+            "MODEL": "mlp(nn.Dropout(0.4))",
+            "LOSS": "step.backward(F.cross_entropy(logits, b) * size / step.samples)",
+        },
+        IN_ONE,
+    ),
+    "a mean as a sum beside dropout of few samples, fixed": Fault(
+        {
+            **FIXED,
+            "MODEL": "mlp(nn.Dropout(0.4))",
+            "LOSS": "step.backward(F.cross_entropy(logits, b), reduction='sum')",
+        },
+        f"With each mini-batch in one shard: In step 1, {AVERAGES}",
+    ),
+    "a mean times a root, fixed": Fault(
+        {**FIXED, "LOSS": "step.backward(F.cross_entropy(logits, b) * size**0.5)"},
+        "the mean over them times n ** 0.5, ",
+    ),
+    "a mean that is divided by the samples again, as a sum, fixed": Fault(
+        {**FIXED, "LOSS": "step.backward(F.cross_entropy(logits, b) / size, reduction='sum')"},
+        "the mean over them times n ** -1, ",
+    ),
+    "a sum of entropies beside a mean, fixed": Fault({**FIXED, "LOSS": f"step.backward({ENTROPIES})"}, MIXED),
+    "a mean beside a sum, fixed": Fault(
+        {**FIXED, "LOSS": f"step.backward({SUM} + logits.square().mean(), reduction='sum')"}, MIXED
     ),
     "a penalty beside a sum": Fault({"LOSS": f"step.backward({SUM} + penalty(model), reduction='sum')"}, PENALTY),
     "a penalty beside a sum, fixed": Fault(
@@ -273,7 +307,14 @@ SOUND: dict[str, dict[str, str]] = {
     },
     "batch norm": {"MODEL": "mlp(nn.BatchNorm1d(16))"},
     "batch norm that refuses halves of one sample": {"MODEL": "mlp(nn.BatchNorm1d(16))", "FIXED": "10"},
+    "batch norm that is judged in one shard": {"MODEL": "mlp(nn.BatchNorm1d(16))", "FIXED": "4", "ROWS": "24"},
     "dropout": {"MODEL": "mlp(nn.Dropout(0.5))", "ROWS": "104"},
+    "dropout of few samples": {"MODEL": "mlp(nn.Dropout(0.5))"},
+    "a sum beside dropout of few samples": {
+        "MODEL": "mlp(nn.Dropout(0.5))",
+        "LOSS": f"step.backward({SUM}, reduction='sum')",
+    },
+    "a mean of entropies": {"LOSS": f"step.backward({ENTROPIES.replace('sum', 'mean')})"},
     "tokens with their weight": {"LOSS": f"step.backward({PER_TOKEN}, weight=int(n.sum()))"},
     "a sum of a metric, and means": {
         "LOSS": "step.backward(F.cross_entropy(logits, b), hits=dl.Sum(logits.argmax(1) == b), "
@@ -304,6 +345,10 @@ SOUND: dict[str, dict[str, str]] = {
     "an autoencoder's mean": {**VAE, "LOSS": "step.backward(logits / size)"},
     "a loss of the whole mini-batch": {"STEP": WHOLE.strip()},
     "a contrastive loss of a shard": {"ROWS": "65", "LOSS": f"step.backward({LOCAL})"},
+    "a contrastive loss that is judged in one shard": {"LOSS": f"step.backward({LOCAL.replace('* 5', '* 0.1')})"},
+    "a shard's covariances": {
+        "LOSS": "step.backward(F.cross_entropy(logits, b) + (logits.T.cov() - torch.eye(3)).square().mean())"
+    },
     "a contrastive loss of few samples, which is about their logarithm": {
         "FIXED": "24",
         "ROWS": "96",
@@ -346,3 +391,16 @@ def test_a_sound_script_of_fixed_shards_is_not_blamed(script: str, pool: Pool, t
 def test_a_result_that_depends_on_the_shard_is_said(script: str, is_said: bool, pool: Pool, tmp_path: Path) -> None:
     _, said = verdict({**FIXED, **SOUND[script]}, pool, tmp_path)
     assert ("So keep the number of shards" in said) == is_said, said
+
+
+@pytest.mark.covers("H9")
+def test_losses_that_are_not_judged_are_said(pool: Pool, tmp_path: Path) -> None:
+    last_has_4 = {"FIXED": "2", "ROWS": "42", "MODEL": "mlp(nn.BatchNorm1d(16))", "LOSS": f"step.backward({SUM})"}
+    equal, said = verdict(last_has_4, pool, tmp_path)
+    assert equal, said
+    assert "The losses were not judged, since the script fails with each shard cut into two" in said
+    assert "Mini-batch 4 of an epoch has 4 samples over 4 shards" in said
+    assert "with fewer shards, or with drop_last=True" in said
+    equal, said = verdict({**last_has_4, "check_data=False": "drop_last=True"}, pool, tmp_path)
+    assert not equal
+    assert ADDS in said
