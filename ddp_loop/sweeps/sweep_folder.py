@@ -18,6 +18,7 @@ from ddp_loop.checkpoint import (
     FileLock,
     Locked,
     explained,
+    hide_secrets,
     is_locked,
     read_json,
     read_text,
@@ -27,6 +28,7 @@ from ddp_loop.reporting import AGAIN, SWEEP, SWEEP_LOCK, TRIALS, WORKERS, ask_sw
 
 STUDY = "study.db"
 LOOK_S = 0.2
+_PRIVATE = 0o700
 _MAY_CHANGE = ("began", "trials", "storage", "id", "name")
 
 
@@ -67,6 +69,9 @@ class SweepFolder:
     def _begin(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write sweep.json under the lock: another process may have begun a sweep here since the folder was read."""
         before = _read_before(self.folder, facts)
+        words = list(facts.get("arguments", ()))
+        if hide_secrets(words) != words:  # workers need them, so the folder's files and its trials' have them
+            self.folder.chmod(_PRIVATE)
         found = {"began": time.time(), "id": secrets.token_hex(8), **before, **facts}
         write_atomic(self.folder / SWEEP, found)
         (self.folder / TRIALS).mkdir(exist_ok=True)

@@ -14,6 +14,7 @@ import torch
 import ddp_loop as dl
 from ddp_loop.checkpoint import flatten_config, hide_secrets, lacks_secret, way_on
 from ddp_loop.monitor.continuing import command_of
+from ddp_loop.sweeps.sweep_folder import SweepFolder
 
 pytestmark = pytest.mark.covers("D1")
 SECRET = "xq7-not-to-be-seen"
@@ -33,6 +34,12 @@ SECRET = "xq7-not-to-be-seen"
         (["--tokenizer", "gpt2", "--max-tokens=a"], ["--tokenizer", "gpt2", "--max-tokens=a"]),
         (["--key-file=k", "train.py"], ["--key-file=k", "train.py"]),
         (["--at=sql://me:pw@host/db", "http://a:80/b"], ["--at=sql://me:***@host/db", "http://a:80/b"]),
+        (["--url=http://a/b?token=X&page=3", "?apiKey=X"], ["--url=http://a/b?token=***&page=3", "?apiKey=***"]),
+        (["--tokens", "X", "--api_keys=X,Y", "-token1=X"], ["--tokens", "***", "--api_keys=***", "-token1=***"]),
+        (["--secrets", "A", "B", "--keys", "C", "-n", "3"], ["--secrets", "***", "***", "--keys", "***", "-n", "3"]),
+        (["--num-tokens", "a", "--tokens-per-batch=4"], ["--num-tokens", "a", "--tokens-per-batch=4"]),
+        (["--tokens=512", "--keys", "3"], ["--tokens=512", "--keys", "3"]),
+        (["--key-frames", "a", "--monkey=b", "--keyboard=us"], ["--key-frames", "a", "--monkey=b", "--keyboard=us"]),
     ],
 )  # fmt: skip
 def test_what_looks_like_a_secret_is_hidden_in_a_command(words: list[str], hidden: list[str]) -> None:
@@ -45,6 +52,10 @@ def test_what_looks_like_a_secret_is_hidden_in_hyper_parameters() -> None:
     config = {"rate": 0.1, "wandb": {"api_key": SECRET, "token": 3, "password": 1234}, "db": "a://b:c@d", "key": None}
     hidden = {"wandb.api_key": "***", "wandb.token": 3, "wandb.password": "***", "db": "a://b:***@d", "key": None}
     assert flatten_config(config) == {"rate": 0.1, **hidden}
+    more = {"secrets": {"openai": SECRET}, "api_keys": [SECRET], "Authorization": SECRET}
+    assert SECRET not in repr(flatten_config(more))
+    harmless = {"keys": 3, "n_tokens": "many", "pad_token_id": 0, "token_dim": 8, "tokens": 512, "secretary": "Ann"}
+    assert flatten_config(harmless) == harmless
 
 
 def train(folder: Path, stop: bool) -> None:
@@ -93,3 +104,13 @@ def test_the_secret_of_an_older_version_is_not_shown() -> None:
     assert SECRET not in way_on(status)
     assert "had a secret" in lacks_secret(status)
     assert lacks_secret({"start": ["python", "train.py"]}) == lacks_secret({}) == ""
+
+
+@pytest.mark.parametrize(("words", "mode"), [(["--api-key", SECRET], 0o700), (["--epochs", "3"], 0o755)])
+def test_the_folder_of_a_sweep_with_a_secret_is_the_user_s_alone(tmp_path: Path, words: list[str], mode: int) -> None:
+    before = os.umask(0o022)
+    try:
+        SweepFolder(tmp_path / "sweep", {"script": "train.py", "arguments": words}).close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "sweep").stat().st_mode) == mode
