@@ -42,7 +42,7 @@ from ddp_loop.checkpoint.run_folder import (
     read_json,
     stop_and_wait,
 )
-from ddp_loop.checkpoint.secrets import hide_secrets
+from ddp_loop.checkpoint.secrets import hide_secrets, names_of_hidden, with_secrets
 from ddp_loop.checkpoint.starting import Start, lacks_secret, start_command, way_on
 from ddp_loop.checkpoint.state import Stateful
 from ddp_loop.checkpoint.storage import CHECKPOINTS, NAME, CheckpointInfo, CheckpointStore, best_of, run_id_of
@@ -99,6 +99,7 @@ __all__ = [
     "is_running",
     "lacks_secret",
     "load",
+    "names_of_hidden",
     "opened",
     "read_json",
     "read_text",
@@ -108,6 +109,7 @@ __all__ = [
     "sync_folder",
     "warm_start",
     "way_on",
+    "with_secrets",
     "write_atomic",
     "write_text_atomic",
 ]

@@ -23,6 +23,7 @@ _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _OPTION = re.compile(r"(--?)?([A-Za-z_][\w.-]*)(=)(.*)", re.DOTALL)
 _ADDRESS = re.compile(r"(\b\w+://[^\s/:@]*:)([^\s/@]+)(@)")  # \b: a long word is read once, not from each letter
 _QUERY = re.compile(r"([?&][\w.-]*(?:key|token|password|secret)=)([^\s&]+)", re.IGNORECASE)
+_PLACE = re.compile(r"(?<![^=:])\*\*\*(?![^&@])")  # of a hidden secret
 Value = TypeVar("Value")
 
 
@@ -61,7 +62,24 @@ def hide_in_config(config: Mapping[str, Value]) -> dict[str, Value | str]:
 
 def has_hidden(words: Sequence[str]) -> bool:
     """Whether a command lacks a secret that was hidden."""
-    return any(word == HIDDEN or f"={HIDDEN}" in word or f":{HIDDEN}@" in word for word in words)
+    return any(map(_PLACE.search, words))
+
+
+def names_of_hidden(words: Sequence[str]) -> list[str]:
+    """Of each secret that a command lacks what comes before it, such as `--api-key`."""
+    found = []
+    option = ""
+    for word in words:
+        places = [word[: place.start()].rstrip("=:") or option for place in _PLACE.finditer(word)]
+        found += places
+        option = option if places else word
+    return found
+
+
+def with_secrets(words: Sequence[str], secrets: Sequence[str]) -> list[str]:
+    """The words of a command with the secrets that it lacks, in their order."""
+    values = iter(secrets)
+    return [_PLACE.sub(lambda place: next(values), word) for word in words]
 
 
 def _without_passwords(text: str) -> str:

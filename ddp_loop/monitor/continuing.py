@@ -2,11 +2,11 @@
 
 [Note: Continue] Whoever can write status.json could have the page start any program. So the file must belong to the
 user of the page, must not be a link, and must not be writable by everyone. The browser shows the whole command, asks
-for confirmation, and sends the digest of what it has shown; a command that has changed by then is not started. No
-shell reads it. The process is in a session of its own, so that it outlives the page, and it gets the page's
-environment without what a launcher or a page has set there. `python` and `torchrun` are first looked for beside the
-Python that serves the page. What it prints goes to console/continued.log, as errors before the loop are in no other
-file.
+for confirmation, and sends the digest of what it has shown; a command that has changed by then is not started. No shell
+reads it. What no file keeps, secrets in its arguments, the browser asks for and sends with it. The process is in a
+session of its own, so that it outlives the page, and it gets the page's environment without what a launcher or a page
+has set there. `python` and `torchrun` are first looked for beside the Python that serves the page. What it prints goes
+to console/continued.log, as errors before the loop are in no other file.
 """
 
 from __future__ import annotations
@@ -20,13 +20,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import CONSOLE, STATUS, is_running, lacks_secret, opened, way_on
+from ddp_loop.checkpoint import (
+    CONSOLE,
+    STATUS,
+    hide_secrets,
+    is_running,
+    names_of_hidden,
+    opened,
+    way_on,
+    with_secrets,
+)
 from ddp_loop.monitor.run_files import last_line
 from ddp_loop.monitor.sweep_view import Answer
 from ddp_loop.reporting import TRIAL
@@ -49,11 +58,13 @@ class Command:
         words: of the command.
         directory: in which it was typed.
         line: both, as one types them in a shell.
+        lacks: the names of the secrets that no file keeps, which the user types.
     """
 
     words: tuple[str, ...]
     directory: str
     line: str
+    lacks: tuple[str, ...]
 
     @property
     def digest(self) -> str:
@@ -73,11 +84,10 @@ def command_of(run: Path) -> Command:
     directory = status.get("directory")
     if not line or not isinstance(words, list) or not isinstance(directory, str):
         raise ValueError(f"{STATUS} does not have the command that started this run. Start the script by hand.")
-    if secret := lacks_secret(status):
-        raise ValueError(f"{secret} Start it in a terminal: {line if len(line) <= MOST_LINE else words[0]}")
     if len(line) > MOST_LINE or "\0" in line or not words[0] or line != line.encode(errors="replace").decode():
         raise ValueError(f"The command that started this run cannot be shown whole ({len(line)} letters).")
-    return Command(tuple(words), directory, line)
+    words = hide_secrets(words)  # an older version kept them
+    return Command(tuple(words), directory, line, tuple(names_of_hidden(words)))
 
 
 def _own_status(run: Path) -> Mapping[str, Any]:
@@ -131,14 +141,18 @@ class Continuations:
         """Return what a run's card shows: whether it can be continued, the digest or why not, how a start went."""
         failed = self._failure(run)
         if self._is_starting(run) and state in ENDED:
-            return {"can": False, "digest": None, "why": None, "is_starting": True, "failed": None}
+            return {"can": False, "digest": None, "lacks": [], "why": None, "is_starting": True, "failed": None}
         digest = why = None
+        lacks: tuple[str, ...] = ()
         if state in ENDED:
             try:
-                digest = command_of(run).digest
+                command = command_of(run)
+                digest = command.digest
+                lacks = command.lacks
             except ValueError as error:
                 why = str(error)
-        return {"can": digest is not None, "digest": digest, "why": why, "is_starting": False, "failed": failed}
+        facts = {"can": digest is not None, "digest": digest, "lacks": list(lacks), "why": why}
+        return {**facts, "is_starting": False, "failed": failed}
 
     def _is_starting(self, run: Path) -> bool:
         started = self._started.get(run)
@@ -160,17 +174,21 @@ class Continuations:
 
         Args:
             run: its folder.
-            asked: the digest of the command that the user has confirmed.
+            asked: the digest of the command that the user has confirmed, and in a line each the secrets that it lacks.
         """
+        digest, *secrets = asked.decode(errors="replace").split("\n")
         with self._turn:
             if is_running(run) or self._is_starting(run):
                 return 409, "The run is active already."
             try:
                 command = command_of(run)
-                if asked.decode(errors="replace") != command.digest:
+                if digest != command.digest:
                     return 409, "The command is not the one that was shown. Read it again, and then confirm it."
+                if len(secrets) != len(command.lacks) or not all(secrets) or "\0" in "".join(secrets):
+                    return 409, f"The run folder does not keep {', '.join(command.lacks) or 'any secret'}. Type each."
                 _check_places(command)
-                self._started[run] = _Started(_begin(run, command), time.time())
+                words = with_secrets(command.words, secrets)
+                self._started[run] = _Started(_begin(run, words, command.directory), time.time())
             except ValueError as error:
                 return 409, str(error)
             except OSError as error:
@@ -178,7 +196,7 @@ class Continuations:
         return 202, {"said": "starting"}
 
 
-def _begin(run: Path, command: Command) -> subprocess.Popen[bytes]:
+def _begin(run: Path, words: Sequence[str], directory: str) -> subprocess.Popen[bytes]:
     """Start a process that outlives this one.
 
     Raises:
@@ -196,8 +214,8 @@ def _begin(run: Path, command: Command) -> subprocess.Popen[bytes]:
             raise OSError(22, "It is not a regular file", CONTINUED)
         os.set_blocking(file, True)
         process = subprocess.Popen(
-            command.words,
-            cwd=command.directory,
+            words,
+            cwd=directory,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.browsing import NEEDS_BROWSER, Visit
 from tests.support.harness import until
+from tests.support.logged_files import python_command, write_start
 from tests.support.serving import row, served, write_lines, write_run
 
 pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
@@ -145,6 +146,28 @@ def test_a_run_gets_a_name_and_a_note_which_are_shown_as_text(visit: Any, runs: 
         one.waits_for(".line[data-run='run-1'] .name", "run-1")
         assert not (runs / "run-1" / "name.txt").exists()
         assert (runs / "run-1" / "note.txt").exists()
+
+
+def test_continue_asks_for_the_secrets_that_no_file_keeps(visit: Any, runs: Path, tmp_path: Path) -> None:
+    write_run(runs / "ended", [row(1)], status="stopped", iteration=1)
+    (tmp_path / "train.py").write_text(
+        "import sys; open('said.part', 'w').write(sys.argv[2]); import os; os.rename('said.part', 'said')"
+    )
+    write_start(runs / "ended", python_command("train.py", "--api-key", "***"), tmp_path)
+    with served(runs) as page:
+        one = visit(page)
+        one.page.locator(".line[data-run='ended'] .open").click()
+        one.page.get_by_role("button", name="Continue ended").click()
+        secret = one.page.get_by_label("--api-key, which the run folder does not keep")
+        assert secret.get_attribute("type") == "password"
+        one.page.get_by_role("button", name="Start it").click()
+        assert one.page.locator("#go-on").is_visible()  # it lacks the secret
+        secret.fill("not seen")
+        one.page.get_by_role("button", name="Start it").click()
+        until(lambda: (tmp_path / "said").exists(), "the command has begun")
+        assert (tmp_path / "said").read_text() == "not seen"
+        assert "not seen" not in one.page.content()
+        assert one.page.locator("#go-on-secrets input").count() == 0
 
 
 def test_a_hidden_run_is_neither_listed_nor_drawn_until_it_is_shown_again(visit: Any, runs: Path) -> None:

@@ -63,6 +63,39 @@ def start(pages: Continuations, run: Path) -> tuple[int, Any]:
     return pages.start(run, command_of(run).digest.encode())
 
 
+def test_secrets_that_no_file_keeps_are_asked_for(pages: Continuations, run: Path, tmp_path: Path) -> None:
+    words = ["--api-key", "***", "--url=http://a/b?token=***&page=3", "--names", "***x", "a://me:***@host"]
+    write_start(run, python_command("train.py", *words), tmp_path / "my lab")
+    command = command_of(run)
+    names = ["--api-key", "--url=http://a/b?token", "a://me"]
+    assert pages.about(run, "stopped")["lacks"] == [*command.lacks] == names
+    for asked in (command.digest, f"{command.digest}\none\ntwo", f"{command.digest}\none\n\nthree"):
+        code, said = pages.start(run, asked.encode())
+        assert (code, said) == (409, f"The run folder does not keep {', '.join(names)}. Type each.")
+    assert pages.start(run, f"{command.digest}\none two\nX&Y\nthree".encode())[0] == 202
+    assert ended(pages, run) == 0
+    given = json.loads((tmp_path / "my lab" / "said.json").read_text())["arguments"]
+    assert given == [
+        "--api-key",
+        "one two",
+        "--url=http://a/b?token=X&Y&page=3",
+        "--names",
+        "***x",
+        "a://me:three@host",
+    ]
+    assert not [path for path in run.rglob("*") if path.is_file() and b"one two" in path.read_bytes()]
+
+
+def test_secrets_are_not_sent_where_none_is_missing(pages: Continuations, run: Path) -> None:
+    assert pages.start(run, f"{command_of(run).digest}\none".encode())[0] == 409
+
+
+def test_a_secret_that_an_older_version_kept_is_asked_for_too(pages: Continuations, run: Path, tmp_path: Path) -> None:
+    write_start(run, python_command("train.py", "--password=seen"), tmp_path / "my lab")
+    assert command_of(run).lacks == ("--password",)
+    assert "seen" not in repr(command_of(run))
+
+
 @pytest.mark.covers("E4")
 def test_the_command_is_started_as_it_was_typed_without_a_shell(
     pages: Continuations, run: Path, monkeypatch: pytest.MonkeyPatch
@@ -94,7 +127,7 @@ def test_a_run_is_started_once(pages: Continuations, run: Path, tmp_path: Path) 
     try:
         assert start(pages, run) == (409, "The run is active already.")
         assert pages.about(run, "stopped") == {
-            "can": False, "digest": None, "why": None, "is_starting": True, "failed": None,
+            "can": False, "digest": None, "lacks": [], "why": None, "is_starting": True, "failed": None,
         }  # fmt: skip
     finally:
         (tmp_path / "my lab" / "gate").write_text("go")

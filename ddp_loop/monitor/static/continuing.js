@@ -1,4 +1,4 @@
-// Continue: shows the command that started a run, and has it started again when that is confirmed.
+// Continue: shows the command that started a run, asks for the secrets that no file keeps, and has it started again.
 
 import { write } from "./words.js";
 
@@ -13,6 +13,7 @@ export class Continuing {
     this.asks = asks;
     this.dialog = element("go-on");
     button.addEventListener("click", () => this.ask());
+    this.dialog.addEventListener("close", () => element("go-on-secrets").replaceChildren());
     element("go-on-not").addEventListener("click", () => this.dialog.close());
     element("go-on-really").addEventListener("click", () => this.start());
   }
@@ -45,20 +46,34 @@ export class Continuing {
     this.asked = { key: this.said.key, name: this.said.name, digest: this.said.continuing.digest };
     write(element("go-on-title"), `Continue ${this.asked.name}?`);
     write(element("go-on-command"), visible(this.said.continue ?? ""));
+    element("go-on-secrets").replaceChildren(...this.said.continuing.lacks.map(field));
     this.dialog.showModal();
   }
 
   async start() {
-    this.dialog.close();
+    const inputs = [...element("go-on-secrets").querySelectorAll("input")];
+    const empty = inputs.find((input) => !input.value);
+    if (empty) return empty.focus();
     const { key, name, digest } = this.asked;
+    const body = [digest, ...inputs.map((input) => input.value)].join("\n");
+    this.dialog.close();
     try {
-      await this.asks.wire.post(`/api/runs/${encodeURIComponent(key)}/continue`, digest);
+      await this.asks.wire.post(`/api/runs/${encodeURIComponent(key)}/continue`, body);
       this.asks.notice("");
     } catch (error) {
       this.asks.notice(`${name} was not continued: ${error.message}`);
     }
     this.asks.read();
   }
+}
+
+function field(name) {
+  const label = document.createElement("label");
+  const input = document.createElement("input");
+  input.type = "password";
+  input.autocomplete = "off";
+  label.append(`${visible(name)}, which the run folder does not keep`, input);
+  return label;
 }
 
 // A command as it is, also where it has letters that are not seen or that turn the direction of writing.
