@@ -110,8 +110,8 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
         ),
         Edit(
             "ddp_loop.batch_norm.pooled:RunningStatsSnapshot.restore",
-            "torch._foreach_copy_([one.data for one in now], values)",
-            "[one.data.copy_(value) for one, value in zip(now, values)]",
+            "torch._foreach_copy_([buffer.data for buffer in now], values)",
+            "[buffer.data.copy_(value) for buffer, value in zip(now, values)]",
         ),
     ),
     # A rank that leaves shuts NCCL's sockets.
