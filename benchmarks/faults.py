@@ -47,7 +47,6 @@ def write_given(
 
 def read_given(word: ControlWord, announcement: object) -> tuple[ControlDecision, list[bool]]:
     """Read which parameters have a gradient."""
-    assert isinstance(word._summed, torch.Tensor)
     return NOTHING, list(map(bool, word._summed.tolist()[CONTROL_LENGTH:]))
 
 

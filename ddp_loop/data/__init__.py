@@ -6,12 +6,13 @@ from ddp_loop.data.partition import Unused
 from ddp_loop.data.placement import EncodedTensors, tensors_in
 from ddp_loop.data.position import LoopPosition
 from ddp_loop.data.sequences import SequenceBatches, SequenceChunk, batchify
-from ddp_loop.data.shards import Announcement, MiniBatch, Shard, split_range, split_sizes
+from ddp_loop.data.shards import Announcement, Cut, MiniBatch, Shard, split_range, split_sizes
 from ddp_loop.data.transforms import Draws
 
 __all__ = [
     "Announcement",
     "Batches",
+    "Cut",
     "Draws",
     "EncodedTensors",
     "LoadedBatch",

@@ -18,7 +18,7 @@ from ddp_loop.data.own_streams import OwnStreamBatcher, OwnStreams
 from ddp_loop.data.partition import OwnPieces, Parts, Unused, check_partition
 from ddp_loop.data.placement import Places, gpu_in, parse_devices, without_rows
 from ddp_loop.data.readers import LoaderReader, Request, TensorReader, is_stream, make_reader
-from ddp_loop.data.shards import EVALUATED, Division, MiniBatch, Shard, split_sizes
+from ddp_loop.data.shards import EVALUATED, Cut, Division, MiniBatch, Shard, split_sizes
 from ddp_loop.data.streams import StreamBatcher, StreamReader
 from ddp_loop.data.transforms import Draws, Transform
 from ddp_loop.determinism import check_count, next_key, permutation
@@ -278,13 +278,16 @@ class Batches:
         return {}
 
     @property
-    def can_halve_shards(self) -> bool:
-        """Whether `halve_shards` gives the same mini-batches; the parts of data in parts follow from the shards."""
+    def can_cut_otherwise(self) -> bool:
+        """Whether `cut_otherwise` gives the same mini-batches; the parts of data in parts follow from the shards."""
         return self.partition == "global"
 
-    def halve_shards(self) -> None:
-        """Cut each shard into two from now on. Every rank must call this."""
-        self.division.halve()
+    def cut_otherwise(self, cut: Cut) -> None:
+        """Cut each shard into two, or mini-batches into one shard or into single samples. Every rank must call this."""
+        if cut == "halves":
+            self.division.halve()
+        else:
+            self.division.use_shards(1 if cut == "whole" else self.batch_size)
         self.shards = self.division.shards
 
     # -- sizes ---------------------------------------------------------------------------------------------

@@ -225,8 +225,8 @@ class SequenceBatches(Batches):
         return {"hidden": self._carried}
 
     @property
-    def can_halve_shards(self) -> bool:
-        """Whether shards can be cut into two: not with the hidden states that they carry."""
+    def can_cut_otherwise(self) -> bool:
+        """Whether mini-batches can be cut otherwise: not with the hidden states that shards carry."""
         return False
 
     @property

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
 from operator import index
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+Cut = Literal["halves", "whole", "singles"]  # of the shards, of a mini-batch: one shard, or one for each sample
 MEASURED = "measured"
 EVALUATED = 8  # shards of an evaluated mini-batch: up to 8 ranks need no more memory than with a shard per rank
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 spread evenly
@@ -264,8 +265,12 @@ class Division:
         """Cut each shard into two from now on, where all have two samples; a second call changes nothing."""
         if not self._is_halved:
             self._is_halved = True
-            self.shards *= 2
-            self.give(self.shares)
+            self.use_shards(2 * self.shards)
+
+    def use_shards(self, shards: int) -> None:
+        """Cut mini-batches into so many shards from now on."""
+        self.shards = shards
+        self.give(self.shares)
 
     def _halves(self, samples: int) -> tuple[int, ...]:
         """The sizes of the halves of all shards; as elsewhere, only the last ones may be empty."""

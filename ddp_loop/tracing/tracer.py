@@ -22,12 +22,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from ddp_loop.data import Batches, MiniBatch, tensors_in
+from ddp_loop.data import Batches, Cut, MiniBatch, tensors_in
 from ddp_loop.determinism import Leaf, digest
 from ddp_loop.distributed import find_parameters, find_tensors, kept_by
 from ddp_loop.tracing.compare import gradient_scale, largest_of
@@ -35,7 +35,6 @@ from ddp_loop.tracing.diagnosis import sparse_part
 from ddp_loop.tracing.sample_sums import sums_of_samples
 from ddp_loop.tracing.trace import EVALUATIONS, VERSION, lines_up_to
 
-Cut = Literal["halves", "whole", "singles"]
 _AMPLE = 10  # tolerances within which an element of a gradient is replaced
 
 
@@ -84,13 +83,8 @@ def tracing(request: TraceRequest) -> Iterator[None]:
 def trace_request_of(batches: Batches) -> TraceRequest | None:
     """The request that applies to a Loop over these batches, if any; cuts their shards as it asks."""
     request = _REQUEST.get()
-    if request is not None and request.cut is not None and batches.can_halve_shards:
-        if request.cut == "halves":
-            batches.halve_shards()
-        else:
-            batches.shards = 1 if request.cut == "whole" else batches.batch_size
-            batches.division.shards = batches.shards
-            batches.division.give(batches.division.shares)
+    if request is not None and request.cut is not None and batches.can_cut_otherwise:
+        batches.cut_otherwise(request.cut)
     return request
 
 
@@ -149,7 +143,7 @@ class Tracer:
             "rank": world.rank,
             "shards": batches.shards,
             "fixed": batches.fixed_shards,
-            "can_halve": batches.can_halve_shards,
+            "can_cut_otherwise": batches.can_cut_otherwise,
             "ordered": ordered,
             "tensors": tensors,
         }

@@ -11,6 +11,7 @@ from itertools import starmap
 from math import inf, isinf, nan
 from pathlib import Path
 
+from ddp_loop.data import Cut
 from ddp_loop.distributed import RankFailed, launch, run_script, sharing_gpus
 from ddp_loop.tracing.compare import (
     FirstMismatch,
@@ -31,7 +32,7 @@ from ddp_loop.tracing.halved_shards import (
     is_small,
 )
 from ddp_loop.tracing.trace import MEANING, STAGES, Trace, check_comparable, differences, first_difference, read_trace
-from ddp_loop.tracing.tracer import Cut, TraceRequest, tracing
+from ddp_loop.tracing.tracer import TraceRequest, tracing
 
 _STEPS_IN_HALVES = 2  # a term that is 0 at the initial parameters shows in the second one
 _AGREES = "; everything before it agrees, up to rounding."
@@ -222,7 +223,7 @@ def _cut(cut: Cut, ranks: int, traces: list[Trace], job: VerifyJob, folder: Path
     Raises:
         CannotVerify: the script fails in this cut.
     """
-    if not any(trace.head["can_halve"] for trace in traces):
+    if not any(trace.head["can_cut_otherwise"] for trace in traces):
         return []
     steps = min(job.steps, _STEPS_IN_HALVES)
     request = TraceRequest(folder / f"{cut}-{ranks}", steps, traces[0].folder.parent, inf, cut=cut)

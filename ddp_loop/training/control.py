@@ -163,7 +163,8 @@ class ControlWord:
         self.waits = True
         self.has_raised = False
         self._flag: tuple[torch.Tensor, Work | None] | None = None
-        self._summed: torch.Tensor | tuple[int, ...] = ()  # of all words, once `_work` is done
+        self._summed = torch.empty(0, device="cpu")  # of all words, once `_work` is done
+        self._unsummed: list[int] = []  # the word of a rank that is alone
         self._work: Work | None = None
         self._unread: tuple[MiniBatch, RowLayout] | None = None  # of the pass whose word is still to be read
 
@@ -229,7 +230,7 @@ class ControlWord:
             self.waits = self.waits or has_problem or ends or not all(has_gradient)
             self._summed = control_tensor(word, torch.int32).clone()
         elif self._world.size == 1:
-            self._summed = word  # nothing is added to it
+            self._unsummed = [*word]  # nothing is added to it
         else:
             self._summed = extras[: len(word)].copy_(control_tensor(word, extras.dtype))
 
@@ -241,8 +242,7 @@ class ControlWord:
         Args:
             of: the mini-batch of the pass, and what this rank's shards have; None where the rank leaves.
         """
-        if isinstance(self._summed, torch.Tensor):  # as every late word is
-            self._work = self._world.start_sum(self._summed)
+        self._work = self._world.start_sum(self._summed)
         self._unread = of
 
     def read(self, announcement: Announcement | None = None) -> tuple[ControlDecision, list[bool]]:
@@ -267,7 +267,7 @@ class ControlWord:
             if self._work is not None:
                 self._world.finish(self._work)
             self._unread = None
-            sums = self._summed.tolist() if isinstance(self._summed, torch.Tensor) else [*self._summed]
+            sums = self._unsummed or self._summed.tolist()
         problem, new, ends, stop, save, place, square, ran, modes, modes_square = sums[:CONTROL_LENGTH]
         if announcement is not None:
             announcement.learn(sums[CONTROL_LENGTH : self._gradients_at])

@@ -259,10 +259,20 @@ def shift(by: float, rows: torch.Tensor, draws: dl.Draws, more: float = 0.0) -> 
     return rows + by + more
 
 
-@pytest.mark.parametrize("change", [partial(shift, 1.0), Twice(), lambda *both: both[0], torch.Tensor.add_])
-def test_a_transform_of_two_arguments_is_taken_whatever_it_is(change: Any) -> None:
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(partial(shift, 1.0), ROWS + 1), (Twice(), 2 * ROWS), (lambda *both: both[0] - 3, ROWS - 3)],
+)
+def test_a_transform_of_two_arguments_is_taken_whatever_it_is(change: Any, expected: torch.Tensor) -> None:
     with dl.join_world() as world:
-        dl.Batches(ROWS, 8, world, transform=change)
+        batches = dl.Batches(ROWS, len(ROWS), world, transform=change, shuffle=False)
+        assert torch.equal(dl.predict(nn.Identity(), batches), expected)
+
+
+def test_a_transform_whose_arguments_python_does_not_know_is_taken() -> None:
+    change: Any = torch.Tensor.add_  # whose signature Python cannot tell
+    with dl.join_world() as world:
+        assert len(dl.Batches(ROWS, 8, world, transform=change)) == len(dl.Batches(ROWS, 8, world))
 
 
 def batches_with(transform: Any) -> None:
