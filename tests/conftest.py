@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from ddp_loop.distributed import Pool
 from tests.fake_cuda.build import NoFakeCuda, environment
@@ -26,6 +27,18 @@ from tests.support.tiers import ALL_ITEMS, combinations, mark_tiers
 
 USUAL_RANKS = 4
 MOST_RANKS = 8
+settings.register_profile(
+    "fixed",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=60,
+    print_blob=False,
+    report_multiple_bugs=False,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+settings.register_profile("search", settings.get_profile("fixed"), derandomize=False, max_examples=500)
+settings.load_profile("fixed")
 POOLS: list[Pool] = []  # of this process, whose workers stay from test to test
 
 
