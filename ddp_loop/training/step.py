@@ -67,8 +67,12 @@ def _misplaced(record: ShardRecord | None) -> RuntimeError:
             f"A shard's backward cannot be repeated. That of shard {record.shard.number} raised, and may have left "
             "parts of its gradients. Leave the loop, or use smaller shards."
         )
-    again = "a second time. Pass more_losses=True in the first call"
-    why = "outside of `for ... in step`" if record is None else again
+    if record is None:
+        why = "outside of `for ... in step`"
+    elif record.held:
+        why = "after step.hold, which takes its place. Call it once after step.gather, or leave step.hold out"
+    else:
+        why = "a second time. Pass more_losses=True in the first call"
     return RuntimeError(f"step.backward must be called once for each shard. It was called {why}.")
 
 
@@ -228,7 +232,7 @@ class Step:
         job.world.stage = "backward"
         self._has_begun = True
         is_whole = record is None and self._gather.whole is not None
-        if (record is None or record.done or record.failed) and not is_whole:
+        if (record is None or record.done or record.failed or record.held) and not is_whole:
             raise _misplaced(record)
         if not (isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad):
             raise bad_loss(loss)
