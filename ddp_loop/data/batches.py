@@ -380,7 +380,8 @@ class Batches:
         start = position * self.batch_size
         samples = self.batch_size if self.length is None else min(self.batch_size, self.length - start)
         sizes, shards = self.division.cuts.get(samples) or self.division.cut(samples, position)
-        is_last = position + 1 == self.steps
+        further = self.batch_size if self.drop_last else 1  # the samples of another mini-batch
+        is_last = self.length is not None and self.length - start - samples < further
         return MiniBatch(epoch, position, start, samples, sizes, shards, is_last=is_last)
 
     def indices(self, epoch: int, start: int, number: int) -> torch.Tensor:
