@@ -1,4 +1,4 @@
-"""The command line: `python -m ddp_loop COMMAND`; `--help` lists the commands.
+"""The command line: `ddp_loop COMMAND`, or `python -m ddp_loop COMMAND`; alone it lists the commands.
 
 A room is imported by the command that needs it, so that `run` starts a script's ranks as soon as torchrun would.
 """
@@ -6,16 +6,42 @@ A room is imported by the command that needs it, so that `run` starts a script's
 from __future__ import annotations
 
 import argparse
+import difflib
+import platform
+import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from ddp_loop.checkpoint import CheckpointInfo
 
 HEAD = ("checkpoint", "MiB", "written", "score", "state")
+EXAMPLES = {  # one for the help of each command
+    "run": "run --ranks 4 train.py --epochs 20",
+    "sweep": "sweep sweep.toml --slots 4",
+    "hosts": "hosts --run-dir /shared/runs/one",
+    "devices": "devices",
+    "verify": "verify train.py --ranks 1,2,3 -- --epochs 1",
+    "profile": "profile train.py --ranks 2",
+    "diff": "diff runs/one runs/two",
+    "checkpoints": "checkpoints runs/one",
+    "stop": "stop runs/one",
+    "monitor": "monitor runs",
+    "plot": "plot runs/one runs/two --smooth 10",
+    "export": "export runs/one --best -o model.safetensors",
+    "runs": 'runs runs --sort "best loss" --where "state=done"',
+    "best": "best runs --by loss",
+}
+OTHER_NAMES = {  # of commands, under which other tools have them
+    "train": "run", "launch": "run", "start": "run", "resume": "run", "torchrun": "run", "list": "runs", "ls": "runs",
+    "status": "runs", "serve": "monitor", "ui": "monitor", "board": "monitor", "compare": "diff", "test": "verify",
+    "search": "sweep", "tune": "sweep", "curves": "plot", "info": "devices", "env": "devices", "kill": "stop",
+}  # fmt: skip
 
 
 def list_checkpoints(run: Path) -> tuple[bool, list[str]]:
@@ -90,24 +116,107 @@ def _fraction(text: str) -> float:
     return number
 
 
+class _Parser(argparse.ArgumentParser):
+    """Argparse's, but the error of an unknown command names one that is like it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and what is wrong, and exit."""
+        typed = re.match(r"argument COMMAND: invalid choice: '(.*?)' ", message)
+        if typed is not None:
+            names = {**OTHER_NAMES, **{name: name for name in EXAMPLES}}
+            like = difflib.get_close_matches(typed[1], names, 1)
+            meant = f"Did you mean {names[like[0]]!r}?" if like else f"The commands are {', '.join(EXAMPLES)}."
+            message = f"There is no command {typed[1]!r}. {meant}"
+        super().error(message)
+
+
+def program() -> str:
+    """How this process was called: by the name of the command, or as a module."""
+    return "ddp_loop" if Path(sys.argv[0]).name == "ddp_loop" else "python -m ddp_loop"
+
+
+def _version() -> str:
+    versions = [f"{name} {metadata.version(name)}" for name in ("ddp_loop", "torch")]
+    return ", ".join([*versions, f"Python {platform.python_version()}"])
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ddp_loop", description="Custom data-parallel training loops.")
+    parser = _Parser(
+        prog=program(),
+        description="Custom data-parallel training loops: the loop of one device, run on N.",
+        epilog=f"`{program()} COMMAND --help` explains a command. For example: {program()} {EXAMPLES['run']}",
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        metavar="SHELL",
+        help="print the completion of bash, zsh, tcsh or fish",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, call: Callable[[argparse.Namespace], bool], what: str, codes: str = "", **more: Any) -> Any:
-        command = commands.add_parser(name, help=what, epilog=codes and f"Exit codes: {codes}.", **more)
+        ends = textwrap.fill(f"Exit codes: {codes}.", 100) if codes else ""
+        command = commands.add_parser(
+            name,
+            help=what,
+            description=f"{what[0].upper()}{what[1:]}.",
+            epilog=f"Example: {program()} {EXAMPLES[name]}\n{ends}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **more,
+        )
         command.set_defaults(call=call)
         return command
 
     _add_launches(add)
-    add("devices", _devices, "show the devices of this machine")
+    add("devices", _devices, "show the devices of this machine", f"{EQUAL} always")
+    _add_comparisons(add)
+    _add_folders(add)
+    _add_export(add)
+    _add_runs(add)
+    return parser
+
+
+class _PrintCompletion(argparse.Action):
+    """Prints what a shell needs to complete commands and options."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None
+    ) -> None:
+        try:
+            print(completion_of(values))
+        except (ImportError, ValueError) as error:
+            parser.error(str(error))
+        parser.exit()
+
+
+def completion_of(shell: str) -> str:
+    """The script with which a shell completes commands and options.
+
+    Args:
+        shell: "bash", "zsh", "tcsh" or "fish".
+
+    Raises:
+        ValueError: another shell.
+        ImportError: shtab is missing.
+    """
+    try:
+        import shtab
+    except ImportError as error:
+        raise ImportError("--print-completion needs shtab. Run pip install 'ddp_loop[completion]'.") from error
+    if shell not in shtab.SUPPORTED_SHELLS:
+        raise ValueError(f"--print-completion takes {', '.join(shtab.SUPPORTED_SHELLS)}. Got {shell!r}.")
+    script: str = shtab.complete(_parser(), shell)
+    return script
+
+
+def _add_comparisons(add: Callable[..., Any]) -> None:
     one = add(
         "verify",
         _verify,
         "run a script on several numbers of ranks and compare the results",
         f"{EQUAL} equal, {UNEQUAL} unequal, {FAILED} the script failed or made no step",
-        usage="python -m ddp_loop verify SCRIPT [--ranks 1,2,3] [--steps K] [--tolerance T] [--timeout-s S] "
-        "[-- SCRIPT'S ARGUMENTS]",
+        usage="%(prog)s SCRIPT [--ranks 1,2,3] [--steps K] [--tolerance T] [--timeout-s S] [-- SCRIPT'S ARGUMENTS]",
     )
     one.add_argument("script", type=Path, metavar="SCRIPT")
     one.add_argument("--ranks", type=_ranks, default=[1, 2, 3], metavar="1,2,3", help="the first is the reference")
@@ -122,31 +231,36 @@ def _parser() -> argparse.ArgumentParser:
         f"{EQUAL} the same bits, {UNEQUAL} different bits, {FAILED} the runs cannot be compared",
     )
     two.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="run folders of Loop(run_dir=..., trace=True)")
-    three = add(
+
+
+def _add_folders(add: Callable[..., Any]) -> None:
+    one = add(
         "checkpoints",
         lambda options: _show(*list_checkpoints(options.run)),
         "list and check the checkpoints of a run",
         f"{EQUAL} all are valid, {UNEQUAL} one is not or there is none, {FAILED} no run folder",
     )
-    four = add(
+    two = add(
         "stop",
         _stop,
         "stop a run, or all trials of a sweep, after the current step, with a checkpoint",
         f"{EQUAL} it stopped or was done, {UNEQUAL} it did not stop, {FAILED} it was not running",
     )
-    four.add_argument("--timeout-s", type=_count, default=600, metavar="S", help="seconds to wait (default: 600)")
-    five = add("monitor", _monitor, "serve a page with the curves of runs and a Stop button, and print its link")
-    five.add_argument("runs", type=Path, nargs="*", metavar="FOLDER", help="run folders, or folders of runs")
-    five.add_argument("--demo", action="store_true", help="show made-up runs; nothing is trained")
-    five.add_argument("--port", type=_count, default=0, metavar="P", help="port of the page (default: a free one)")
-    five.add_argument("--host", default="127.0.0.1", metavar="A", help="address that serves other machines too")
-    five.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="another name of this server")
-    _add_plot(add)
-    for command in (three, four):
+    two.add_argument("--timeout-s", type=_count, default=600, metavar="S", help="seconds to wait (default: 600)")
+    for command in (one, two):
         command.add_argument("run", type=Path, metavar="RUN", help="the folder of Loop(run_dir=...)")
-    _add_export(add)
-    _add_runs(add)
-    return parser
+    three = add(
+        "monitor",
+        _monitor,
+        "serve a page with the curves of runs and a Stop button, and print its link",
+        f"{EQUAL} ended by Ctrl-C, {FAILED} it cannot be served",
+    )
+    three.add_argument("runs", type=Path, nargs="*", metavar="FOLDER", help="run folders, or folders of runs")
+    three.add_argument("--demo", action="store_true", help="show made-up runs; nothing is trained")
+    three.add_argument("--port", type=_count, default=0, metavar="P", help="port of the page (default: a free one)")
+    three.add_argument("--host", default="127.0.0.1", metavar="A", help="address that serves other machines too")
+    three.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="another name of this server")
+    _add_plot(add)
 
 
 def _add_launches(add: Callable[..., Any]) -> None:
@@ -218,7 +332,7 @@ def _add_profile(add: Callable[..., Any]) -> None:
         _profile,
         "run a script and show where the time of a step goes on each rank",
         f"{EQUAL} measured, {FAILED} the script failed or made no step",
-        usage="python -m ddp_loop profile SCRIPT [--ranks N] [--steps K] [--trace FOLDER] [-- SCRIPT'S ARGUMENTS]",
+        usage="%(prog)s SCRIPT [--ranks N] [--steps K] [--trace FOLDER] [-- SCRIPT'S ARGUMENTS]",
     )
     command.add_argument("script", type=Path, metavar="SCRIPT")
     command.add_argument("--ranks", type=_count, metavar="N", help="number of ranks (default: the GPUs, or 2)")
@@ -263,6 +377,9 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["run"]:
         return _run(given[1:], None if arguments is not None else sys.orig_argv)
+    if not given:
+        _parser().print_help()
+        return EQUAL
     end = given.index("--") if "--" in given else len(given)  # the rest belongs to the script
     options = _parser().parse_args(given[:end], argparse.Namespace(arguments=given[end + 1 :]))
     try:
@@ -287,7 +404,7 @@ def _run(arguments: list[str], typed: list[str] | None) -> int:
     try:
         from ddp_loop.elastic import run_command
 
-        return run_command(arguments, typed)
+        return run_command(arguments, typed, program())
     except (ValueError, ImportError) as error:
         print(f"ddp_loop run: {error}", file=sys.stderr)
         return FAILED

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shlex
 import sys
 import tempfile
 import uuid
@@ -17,7 +18,14 @@ from ddp_loop.elastic.loopback import LOOPBACK, loopback_variables
 
 START = "DDP_LOOP_START"  # in the ranks' environment: how the run was started (checkpoint/starting.py reads it)
 _NO_ID = "none"  # torchrun's default
-_USAGE = "python -m ddp_loop run [--ranks N|gpu] [torchrun's options] SCRIPT [SCRIPT'S ARGUMENTS]"
+_USAGE = "%(prog)s [--ranks N|gpu] [torchrun's options] SCRIPT [SCRIPT'S ARGUMENTS]"
+_DESCRIPTION = """\
+Start a script on several ranks of this machine, or of several. Each rank runs SCRIPT with its arguments; options of run
+come before SCRIPT. All options of torchrun work too, and most runs need none."""
+_EPILOG = """\
+Example: {program} run --ranks 4 train.py --epochs 20
+Exit codes: 0 all ranks ended well, also after a stop; 1 a rank failed; 2 the command was refused; 130 Ctrl-C before the
+ranks were started, or a second Ctrl-C."""
 
 
 def add_run(add: Callable[..., Any]) -> None:
@@ -25,18 +33,22 @@ def add_run(add: Callable[..., Any]) -> None:
     add("run", lambda options: False, "start a script on several ranks of this machine, or of several", add_help=False)
 
 
-def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) -> int:
+def run_command(
+    arguments: Sequence[str], typed: Sequence[str] | None = None, program: str = "python -m ddp_loop"
+) -> int:
     """Start the ranks of a script, wait until they have ended, and return the exit code.
 
     Args:
         arguments: of the command line, after `run`.
         typed: the whole command, as it starts the run again; by default one made of `arguments`.
+        program: how the help names this program.
 
     Raises:
         ValueError: an option has no such value, or the script does not exist.
     """
-    options = _parse(arguments)
+    options = _parse(arguments, program)
     _check_script(options)
+    asked = options.nproc_per_node
     options.nproc_per_node = _ranks_of(options.nproc_per_node)
     _meet_here(options)
     if options.nnodes == "1":
@@ -60,25 +72,49 @@ def run_command(arguments: Sequence[str], typed: Sequence[str] | None = None) ->
             raise ValueError(f"{error}. Correct the option.") from None
         if not options.no_python and not options.run_path:
             words = ["-u", "-m", "ddp_loop.elastic", *words[1:]]  # words[0] is "-u"; see elastic/rank.py
-        return run_agent(config, entrypoint, words)
+        code = run_agent(config, entrypoint, words)
+    if code and asked is None and (hint := _misplaced_ranks(options, program)) is not None:
+        sys.stderr.write(hint)
+    return code
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _misplaced_ranks(options: argparse.Namespace, program: str) -> str | None:
+    """What to say of a failed script that got `--ranks` among its arguments; None without it."""
+    words = list(options.training_script_args)
+    place = next((place for place, word in enumerate(words) if word.partition("=")[0] == "--ranks"), None)
+    if place is None:
+        return None
+    last = place + (1 if "=" in words[place] else 2)
+    typed = [program, "run", *words[place:last], options.training_script, *words[:place], *words[last:]]
+    return (
+        "ddp_loop run: what follows SCRIPT is the script's, and --ranks is an option of run. If it was meant so: "
+        f"{shlex.join(typed).replace(shlex.quote(program), program)}\n"
+    )
+
+
+def _parse(arguments: Sequence[str], program: str = "python -m ddp_loop") -> argparse.Namespace:
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    parser.prog = "python -m ddp_loop run"
+    parser.prog = f"{program} run"
     parser.usage = _USAGE
-    parser.description = "Start a script on several ranks; the options are those of torchrun."
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG.format(program=program)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     # What follows SCRIPT is the script's. torchrun takes its `--run` for the start of one of its own options.
     parser.allow_abbrev = False
-    parser.add_argument(
+    own = parser.add_argument_group("options of run")
+    own.add_argument(
         "--ranks",
         dest="nproc_per_node",
         default=argparse.SUPPRESS,
         metavar="N|gpu",
         help="number of ranks on this machine (default: its GPUs, or 1); the same as --nproc-per-node",
     )
+    positional, optional, *_ = parser._action_groups
+    positional.title = "script"
+    optional.title = "options of torchrun"
+    parser._action_groups = [own, positional, optional]
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=None)
     options: argparse.Namespace = parser.parse_args(list(arguments))

@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from ddp_loop.cli import main
 from ddp_loop.elastic import command
 from ddp_loop.elastic.agent import Agent
-from ddp_loop.elastic.command import _meet_here, _parse, _ranks_of
+from ddp_loop.elastic.command import _meet_here, _misplaced_ranks, _parse, _ranks_of
 from tests.support.documents import text_of
 
 pytestmark = pytest.mark.covers("J6")
@@ -72,6 +72,30 @@ def test_two_dashes_give_a_script_its_option_under_torchrun(option: str, capsys:
         assert f"ambiguous option: {option} could match" in capsys.readouterr().err
     options = torchrun.parse_args(["--nproc_per_node=2", "--", "train.py", option, "x"])
     assert (options.training_script, options.training_script_args) == ("train.py", [option, "x"])
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--ranks", "2"], "python -m ddp_loop run --ranks 2 train.py"),
+        (["--lr", "0.1 x", "--ranks=2", "-v"], "python -m ddp_loop run --ranks=2 train.py --lr '0.1 x' -v"),
+        (["--rank", "2"], None),
+    ],
+)
+def test_ranks_after_a_script_that_failed_are_moved_before_it(words: list[str], meant: str | None) -> None:
+    hint = _misplaced_ranks(_parse(["train.py", *words]), "python -m ddp_loop")
+    assert (hint or "").endswith(f"If it was meant so: {meant}\n" if meant else "")
+    assert (hint is None) == (meant is None)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_script_with_ranks_of_its_own_is_left_alone(fails: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys\nsys.exit({int(fails)})\n")
+    command = [sys.executable, "-m", "ddp_loop", "run", str(script), "--ranks", "2"]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert made.returncode == int(fails)
+    assert ("--ranks is an option of run" in made.stderr) == fails
 
 
 def test_ranks_are_the_gpus_by_default_or_one(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
-from ddp_loop.cli import main
+import ddp_loop as dl
+from ddp_loop.cli import EXAMPLES, _parser, main
 from ddp_loop.distributed import describe_devices
 
 START_S = 60.0  # importing torch takes 2 s on an idle core
@@ -33,12 +37,78 @@ def test_the_same_from_python(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == describe_devices() + "\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["device"], ["devices", "--gpus"]])
-def test_what_is_no_command_is_refused_with_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["device"], "There is no command 'device'. Did you mean 'devices'?"),
+        (["trian"], "There is no command 'trian'. Did you mean 'run'?"),
+        (["frobnicate"], "There is no command 'frobnicate'. The commands are run, sweep, hosts, devices, verify,"),
+        (["devices", "--gpus"], "unrecognized arguments: --gpus"),
+        (["--print-completion", "cmd"], "--print-completion takes bash,"),
+    ],
+)
+def test_what_is_no_command_is_refused_with_the_usage(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as refused:
         main(arguments)
     assert refused.value.code == 2
-    assert "usage: python -m ddp_loop" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "usage: python -m ddp_loop" in printed
+    assert said in printed
+
+
+def printed_by(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def test_alone_it_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = re.findall(r"^    ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)
+    assert listed == [*EXAMPLES]
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_the_help_of_a_command_has_a_sentence_an_example_and_its_exit_codes(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed_by([command, "--help"], capsys)
+    assert re.search(r"\n\n[A-Z][^\n]+", text) is not None
+    example = re.search(rf"^Example: python -m ddp_loop ({command} .*|{command})$", text, re.MULTILINE)
+    assert example is not None
+    assert re.search(r"^Exit codes: 0 \w+", text, re.MULTILINE)
+    if command not in ("run", "sweep", "hosts"):
+        words = shlex.split(example[1])
+        assert _parser().parse_args(words[: words.index("--")] if "--" in words else words).command == command
+
+
+def test_the_help_of_run_begins_with_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed_by(["run", "--help"], capsys)
+    assert text.index("--ranks N|gpu         number of ranks") < text.index("--nnodes NNODES") < text.index("Example:")
+
+
+def test_the_version_is_that_of_the_package_and_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed_by(["--version"], capsys).startswith(
+        f"ddp_loop {dl.__version__}, torch {metadata.version('torch')}, "
+    )
+
+
+def test_a_shell_can_complete_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"subparsers=({' '.join(EXAMPLES)})" in printed_by(["--print-completion", "bash"], capsys)
+
+
+def test_the_console_script_is_named_in_its_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script,) = metadata.entry_points(group="console_scripts", name="ddp_loop")
+    assert script.load() is main
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/ddp_loop"])
+    assert "Example: ddp_loop stop runs/one" in printed_by(["stop", "--help"], capsys)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 CASES = {  # what an extra is for, as a statement that needs its packages
+    "completion": "cli.completion_of('bash')",
     "digits": "from ddp_loop import datasets; datasets.digits(size=10, cache=False)",
     "handwritten": "from ddp_loop import datasets; datasets.handwritten()",
     "metrics": "import torchmetrics",
