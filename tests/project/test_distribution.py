@@ -27,6 +27,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CASES = {  # what an extra is for, as a statement that needs its packages
     "completion": "cli.completion_of('bash')",
     "digits": "from ddp_loop import datasets; datasets.digits(size=10, cache=False)",
+    "finetune": "import transformers, peft, datasets",
     "handwritten": "from ddp_loop import datasets; datasets.handwritten()",
     "metrics": "import torchmetrics",
     "mlflow": "from ddp_loop import sinks; sinks.mlflow_sink()",
@@ -39,7 +40,13 @@ CASES = {  # what an extra is for, as a statement that needs its packages
     "terminal": "import rich.live",
     "wandb": "from ddp_loop import sinks; sinks.wandb_sink()",
 }
-NAMED = set(CASES) - {"metrics", "notebook", "slurm", "terminal"}  # whose statement names the extra where it lacks
+NAMED = set(CASES) - {
+    "finetune",
+    "metrics",
+    "notebook",
+    "slurm",
+    "terminal",
+}  # whose statement names the extra where it lacks
 NOT_A_USERS = {"dev", "docs", "peers"}
 
 PROGRAM = """
