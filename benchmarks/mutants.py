@@ -226,14 +226,15 @@ class Runner:
         return bool(function) and path.is_file() and f"def {function}(" in path.read_text()
 
     def _room_files(self, mutant: Mutant) -> list[str]:
-        """Test files of the mutant's room: first what draws jobs and calls, then those that have caught most."""
+        """Test files of the mutant's room: what draws jobs and calls, those of its subject, those that caught most."""
         folders = ALIKE if mutant.room in ALIKE else (mutant.room,)
         paths = [path for folder in folders for path in (self._folder / "tests" / folder).glob("test_*.py")]
         if mutant.file.count("/") == 1:
             paths = _files_that_name(self._folder / mutant.file, self._folder / "tests")
         counts = Counter(one.caught_by.partition("::")[0] for one in self._known.values())
         names = sorted(path.relative_to(self._folder).as_posix() for path in paths)
-        return sorted(names, key=lambda name: (name not in DRAWN, -counts[name]))
+        subject = Path(mutant.file).stem.removesuffix("s")
+        return sorted(names, key=lambda name: (name not in DRAWN, subject not in name, -counts[name]))
 
     def _catch(self, mutant: Mutant, arguments: list[str]) -> str:
         """The first test that fails with the mutant and passes without it."""
