@@ -6,8 +6,6 @@ has more than some thousand terms. Where nothing but rounding differs, errors of
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -15,10 +13,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import ddp_loop as dl
-from tests.support import reference
-from tests.support.cases import CASES, Case, make, make_data
+from tests.support.cases import CASES, make_data
 from tests.support.harness import OnRanks
-from tests.support.images import hits
 
 pytestmark = pytest.mark.on_gpus_too
 
@@ -31,128 +27,6 @@ def is_close(value: torch.Tensor | None, expected: torch.Tensor | None, bound: f
         return value is expected
     scale = float(expected.double().abs().max()) if expected.numel() else 0.0
     return float((value.double() - expected.double()).abs().max()) <= bound * max(scale, 1e-3)
-
-
-def train(name: str, batch_size: int, shards: int | None, in_sum: bool = False) -> list[reference.Outcome]:
-    """The outcomes of some steps on the ranks."""
-    case = CASES[name]
-    with dl.join_world(seed=0) as world:
-        model, criterion = make(case)
-        parameters = [*model.parameters(), *(criterion.parameters() if criterion else ())]
-        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-        batches = dl.Batches(
-            make_data(case.shape, batch_size * STEPS - batch_size // 3), batch_size, world, shards=shards, shuffle=False
-        )
-        state: dict[str, object] = {"model": model, "optimizer": optimizer}
-        if criterion is not None:
-            state["criterion"] = criterion
-        outcomes = []
-        for step in dl.Loop(batches, 1, state=state, progress=False, allow_single_sample_shards=True):
-            case.before_step(model, step.iteration)
-            for inputs, labels in step:
-                logits = model(inputs)
-                loss = (criterion or cross_entropy)(logits, labels)
-                if in_sum:
-                    part = loss * len(labels) / step.samples  # these add up to the mean over the mini-batch
-                    step.backward(part, reduction="sum", accuracy=hits(logits, labels))
-                else:
-                    step.backward(loss, accuracy=hits(logits, labels))
-            row = step.fold()
-            named = {**dict(model.named_parameters())}
-            if criterion is not None:
-                named.update({f"criterion.{k}": p for k, p in enumerate(criterion.parameters())})
-            gradients = {key: None if p.grad is None else p.grad.clone() for key, p in named.items()}
-            state_now = {key: value.clone() for key, value in model.state_dict().items()}
-            outcomes.append(reference.Outcome(row.loss.clone(), row.metrics["accuracy"], gradients, state_now))
-            optimizer.step()
-        return outcomes
-
-
-def expect(case: Case, batch_size: int, shards: int) -> list[reference.Outcome]:
-    """The same by the reference."""
-    model, criterion = make(case)
-    others = list(criterion.parameters()) if criterion else []
-    optimizer = torch.optim.SGD([*model.parameters(), *others], lr=0.05, momentum=0.9)
-    data = make_data(case.shape, batch_size * STEPS - batch_size // 3)
-
-    def loss(model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(inputs)
-        return (criterion or cross_entropy)(logits, labels), hits(logits, labels).double().mean()
-
-    outcomes = []
-    for number in range(STEPS):
-        case.before_step(model, number + 1)
-        mini_batch = tuple(tensor[number * batch_size : (number + 1) * batch_size] for tensor in data)
-        size, rest = divmod(len(mini_batch[0]), shards)
-        sizes = [size + (k < rest) for k in range(shards)]
-        outcomes.append(reference.step(model, reference.cut(mini_batch, sizes), loss, others=others))
-        optimizer.step()
-    return outcomes
-
-
-def differences(outcomes: list[reference.Outcome], expected: list[reference.Outcome], bound: float) -> list[str]:
-    """What differs by more than the bound, in words."""
-    found = [] if len(outcomes) == len(expected) else [f"{len(outcomes)} steps, not {len(expected)}"]
-    for number, (one, other) in enumerate(zip(outcomes, expected, strict=False), 1):
-        pairs: dict[str, Any] = {"loss": (one.loss, other.loss), "metric": (one.metric, other.metric)}
-        pairs.update({f"gradient of {key}": (one.gradients[key], other.gradients[key]) for key in other.gradients})
-        pairs.update({key: (one.state[key], other.state[key]) for key in other.state})
-        found += [f"step {number}: {what}" for what, (a, b) in pairs.items() if not is_close(a, b, bound)]
-    return found
-
-
-def bound_of(name: str) -> float:
-    return 1e-5 if name == "two dtypes" else BOUND  # its float32 layer rounds at 6e-8, over some steps
-
-
-@pytest.mark.covers("D3", "D4", "D6")
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.quick_on_gpus
-def test_7_samples_over_3_ranks_equal_the_plain_loop_over_the_shards(name: str, on_ranks: OnRanks) -> None:
-    for outcomes in on_ranks(3, train, name, 7, None):
-        assert differences(outcomes, expect(CASES[name], 7, 3), bound_of(name)) == []
-
-
-@pytest.mark.covers("C6", "D1", "D3")
-@pytest.mark.parametrize(("batch_size", "ranks"), [(2, 3), (1, 2), (128, 7)])
-@pytest.mark.parametrize("name", ["no batch norm", "batch norm 2d"])
-@pytest.mark.slow
-def test_uneven_and_empty_shards_equal_the_plain_loop(
-    name: str, batch_size: int, ranks: int, on_ranks: OnRanks
-) -> None:
-    for outcomes in on_ranks(ranks, train, name, batch_size, None):
-        assert differences(outcomes, expect(CASES[name], batch_size, ranks), BOUND) == []
-
-
-@pytest.mark.covers("D3", "D4")
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_4_shards_give_the_same_on_1_and_2_and_4_ranks(name: str, ranks: int, on_ranks: OnRanks) -> None:
-    outcomes = on_ranks(ranks, train, name, 10, 4)[0]
-    assert differences(outcomes, expect(CASES[name], 10, 4), bound_of(name)) == []
-
-
-@pytest.mark.covers("D3")
-@pytest.mark.parametrize("name", ["no batch norm", "tied weights and a scalar", "a criterion with parameters"])
-def test_without_batch_norm_ranks_equal_one_device_on_the_whole_mini_batch(name: str, on_ranks: OnRanks) -> None:
-    outcomes = on_ranks(3, train, name, 7, None)[0]
-    assert differences(outcomes, expect(CASES[name], 7, 1), BOUND) == []
-
-
-@pytest.mark.covers("D3")
-def test_summed_losses_are_taken_beside_means(on_ranks: OnRanks) -> None:
-    outcomes = on_ranks(2, train, "no batch norm", 7, None, in_sum=True)[0]
-    assert differences(outcomes, expect(CASES["no batch norm"], 7, 2), BOUND) == []
-
-
-def train_one_shard(name: str) -> list[reference.Outcome]:
-    return train(name, 8, 1)
-
-
-@pytest.mark.covers("C6")
-def test_one_shard_reaches_the_ranks_that_have_none(on_ranks: OnRanks) -> None:
-    for outcomes in on_ranks(3, train_one_shard, "batch norm 2d"):
-        assert differences(outcomes, expect(CASES["batch norm 2d"], 8, 1), BOUND) == []
 
 
 def far_from_0(mean: float) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import ddp_loop as dl
 from ddp_loop.training.buckets import BucketSizes, bucket_sizes, grouped, is_dense
 from tests.support.cases import make_data
+from tests.support.comparing import gradients_of, is_same
 from tests.support.harness import OnRanks
 
 pytestmark = pytest.mark.on_gpus_too
@@ -185,139 +184,17 @@ def test_reentrant_checkpointing_is_right_where_the_network_fits_one_bucket(on_r
     assert all(float((a - b).abs().max()) <= 1e-15 for a, b in zip(found, expected, strict=True))
 
 
-def weighted(
-    as_tensor: bool, shards: int | None, nan: bool, counted: float | None = None, summed: bool = False
-) -> tuple[float, float, list[torch.Tensor]]:
-    """Weights of the user's own: `counted`, or one that is 0 for the shard that holds the first sample."""
-    with dl.join_world(seed=0) as world:
-        torch.manual_seed(1)
-        model = deep()
-        data = make_data((6,), 10)
-        batches = dl.Batches((*data, torch.arange(10)), 10, world, shards=shards, shuffle=False)
-        row: Any = None
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
-            for inputs, labels, number in step:
-                weight = float(number.sum()) * (0 not in number) if counted is None else counted
-                loss = cross_entropy(model(inputs), labels)
-                if nan and not weight:
-                    loss = loss * float("nan")
-                step.backward(
-                    loss * weight if summed else loss,
-                    weight=torch.tensor(weight) if as_tensor else weight,
-                    reduction="sum" if summed else "mean",
-                    first=float(number[0]),
-                )
-            row = step.fold()
-        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        return float(row.loss), float(row.metrics["first"]), gradients
-
-
-@pytest.mark.covers("D3")
-@pytest.mark.parametrize("as_tensor", [False, True])
-@pytest.mark.parametrize("nan", [False, True])
-@pytest.mark.parametrize("summed", [False, True])
-@pytest.mark.parametrize(("ranks", "shards"), [(3, None), (2, 5)])
-def test_weights_travel_with_values_and_a_weight_of_0_adds_exactly_0(
-    as_tensor: bool, nan: bool, summed: bool, ranks: int, shards: int | None, on_ranks: OnRanks
-) -> None:
-    torch.manual_seed(1)
-    model = deep()
-    inputs, labels = make_data((6,), 10)
-    pieces = torch.arange(10).tensor_split(shards or ranks)
-    weights = [float(piece.sum()) * (0 not in piece) for piece in pieces]
-    losses = [cross_entropy(model(inputs[piece]), labels[piece]) for piece in pieces]
-    total = sum(weights)
-    # Weights are what a mean is over; a sum is of what the shards gave, here w times their means.
-    shares = weights if summed else [w / total for w in weights]
-    loss = torch.stack([share * value for share, value in zip(shares, losses, strict=True)]).sum()
-    loss.backward()
-    metric = sum(w / total * float(piece[0]) for w, piece in zip(weights, pieces, strict=True))
-    for found, first, gradients in on_ranks(ranks, weighted, as_tensor, shards, nan, None, summed):
-        assert abs(found - loss.item()) <= 1e-12 * loss.item()
-        assert abs(first - metric) <= 1e-12 * metric
-        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
-            assert parameter.grad is not None
-            assert float((gradient - parameter.grad).abs().max()) <= 1e-12 * (total if summed else 1)
-
-
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_an_only_shard_with_a_weight_has_the_bits_of_its_own_mean(as_tensor: bool) -> None:
     torch.manual_seed(1)
     model = deep()
     inputs, labels = make_data((6,), 10)
     cross_entropy(model(inputs), labels).backward()
-    _, _, gradients = weighted(as_tensor, 1, nan=False, counted=3.0)
-    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
-        assert parameter.grad is not None
-        assert torch.equal(gradient, parameter.grad)
-
-
-def two_losses() -> list[torch.Tensor]:
-    with dl.join_world(seed=0) as world:
-        torch.manual_seed(1)
-        model = deep()
-        batches = dl.Batches(make_data((6,), 10), 10, world, shuffle=False)
-        for step in dl.Loop(batches, 2, state={"model": model}, progress=False, bucket_cap_mib=0.001):
-            for inputs, labels in step:
-                step.backward(cross_entropy(model(inputs), labels), more_losses=True)
-                step.backward(model(inputs).square().mean())
-            row = step.fold()
-        return [row.loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def test_several_losses_of_one_shard_add_up(on_ranks: OnRanks) -> None:
-    torch.manual_seed(1)
-    model = deep()
-    inputs, labels = make_data((6,), 10)
-    logits = model(inputs)
-    loss = cross_entropy(logits, labels) + logits.square().mean()
-    loss.backward()
-    value, *gradients = on_ranks(3, two_losses)[0]
-    assert abs(value.item() - loss.item()) <= 1e-12 * loss.item()
-    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
-        assert parameter.grad is not None
-        assert float((gradient - parameter.grad).abs().max()) <= 1e-12
-
-
-def two_passes() -> tuple[list[float], float]:
-    """A closure that goes through the shards of a step again, as LBFGS does."""
-    with dl.join_world(seed=0) as world:
-        torch.manual_seed(1)
-        model = nn.Linear(6, 3).double()
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
-        batches = dl.Batches(make_data((6,), 10), 10, world, shuffle=False)
-        losses = []
-        for step in dl.Loop(batches, 2, state={"model": model, "optimizer": optimizer}, progress=False):
-
-            def closure() -> torch.Tensor:
-                for inputs, labels in step:  # noqa: B023
-                    step.backward(cross_entropy(model(inputs), labels))  # noqa: B023
-                loss = step.fold().loss  # noqa: B023
-                losses.append(float(loss))
-                return loss
-
-            optimizer.step(closure)
-        return losses, model.weight.sum().item()
-
-
-def test_a_step_may_be_iterated_again_after_fold_for_a_closure(on_ranks: OnRanks) -> None:
-    torch.manual_seed(1)
-    model = nn.Linear(6, 3).double()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
-    inputs, labels = make_data((6,), 10)
-    losses = []
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), labels)
-        loss.backward()
-        losses.append(loss.item())
-        return loss
-
-    for _ in range(2):
-        optimizer.step(closure)
-    found, total = on_ranks(3, two_passes)[0]
-    assert len(found) == len(losses) > 4
-    # LBFGS divides by differences of gradients, which amplifies rounding: 1e-9 and not 1e-12.
-    assert all(abs(a - b) <= 1e-9 for a, b in zip(found, losses, strict=True))
-    assert abs(total - model.weight.sum().item()) <= 1e-8
+    expected = gradients_of(model)
+    with dl.join_world() as world:
+        batches = dl.Batches((inputs, labels), 10, world, shuffle=False)
+        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
+            for rows, classes in step:
+                step.backward(cross_entropy(model(rows), classes), weight=torch.tensor(3.0) if as_tensor else 3.0)
+            step.fold()
+    assert is_same(gradients_of(model), expected)

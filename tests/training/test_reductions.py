@@ -6,77 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 import ddp_loop as dl
 from ddp_loop.training.rows import as_metric
-from tests.support.comparing import Tensors, distance, gradients_of, is_same, same_on_all, values_of
+from tests.support.comparing import Tensors, distance, gradients_of, same_on_all
 from tests.support.harness import OnRanks
 from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
 
 pytestmark = pytest.mark.on_gpus_too
 
 BOUND = 1e-12  # float64, some sums
-
-
-class AutoEncoder(nn.Module):
-    """A small variational one; its noise is a function of the input, so that it does not depend on the shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(3)
-        self.encoder, self.decoder = nn.Linear(4, 6).double(), nn.Linear(3, 4).double()
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
-
-    def loss(self, rows: torch.Tensor) -> torch.Tensor:
-        """As its well-known script has it: binary cross entropy and divergence, both summed over the mini-batch."""
-        mean, log_variance = self.encoder(rows).chunk(2, dim=1)
-        code = mean + (0.5 * log_variance).exp() * rows[:, :3].sin()
-        reconstruction = functional.binary_cross_entropy_with_logits(
-            self.decoder(code), rows.sigmoid(), reduction="sum"
-        )
-        divergence: torch.Tensor = -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum()
-        return reconstruction + divergence
-
-
-def train_sums(shards: int | None) -> list[Tensors]:
-    """Loss, gradients and parameters after each step."""
-    with dl.join_world() as world:
-        model, found = AutoEncoder(), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step in loop_over(world, "", model, optimizer, run_dir=None, shards=shards, count=23):
-            for rows in step:
-                step.backward(model.loss(rows), reduction="sum")
-            row = step.fold()
-            gradients = gradients_of(model)
-            optimizer.step()
-            found.append([row.loss, *gradients, *values_of(model)])
-        return found
-
-
-@pytest.mark.covers("J2")
-@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (1, 3), (2, None), (3, None), (2, 7), (3, 7)])
-@pytest.mark.quick_on_gpus
-def test_a_loss_that_is_a_sum_is_that_of_the_whole_mini_batch(
-    ranks: int, shards: int | None, on_ranks: OnRanks
-) -> None:
-    model = AutoEncoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    results = on_ranks(ranks, train_sums, shards)
-    for number, rows in enumerate(samples(23).split(6)):
-        optimizer.zero_grad()
-        loss = model.loss(rows)
-        loss.backward()
-        gradients = gradients_of(model)
-        optimizer.step()
-        expected = [loss.detach(), *gradients, *values_of(model)]
-        found = same_on_all([result[number] for result in results])
-        assert distance(found, expected) <= BOUND
-        if shards is None and ranks == 1:
-            assert is_same(found, expected)
 
 
 def mix(world: dl.World, folder: str, what: str) -> None:
@@ -100,51 +40,6 @@ def mix(world: dl.World, folder: str, what: str) -> None:
 def test_shards_and_losses_with_different_reductions_are_refused(what: str, refused: Refused) -> None:
     said = "All losses of a shard" if what == "in a shard" else "Every shard must come with the same reductions"
     refused(2, mix, what, kind="ValueError", said=said, by=ALL)
-
-
-def count_hits(shards: int | None, weighted: bool) -> list[dict[str, float]]:
-    with dl.join_world() as world:
-        model, found = network(), []
-        for step in loop_over(world, "", model, run_dir=None, shards=shards, count=20):
-            for rows in step:
-                positive = rows[:, 0] > 0
-                step.backward(
-                    loss_of(model, rows),
-                    weight=float(len(rows) * 2) if weighted else None,
-                    hits=dl.Sum(positive),
-                    count=dl.Sum(int(positive.sum())),
-                    share=positive,
-                )
-            found.append({name: float(value) for name, value in step.fold().metrics.items()})
-        return found
-
-
-@pytest.mark.covers("D3")
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("ranks", "shards"), [(1, None), (2, None), (3, None), (2, 9)])
-def test_metrics_declared_as_sums_add_up(weighted: bool, ranks: int, shards: int | None, on_ranks: OnRanks) -> None:
-    results = on_ranks(ranks, count_hits, shards, weighted)
-    for number, rows in enumerate(samples(20).split(6)):
-        hits = float((rows[:, 0] > 0).sum())
-        for result in results:
-            assert result[number]["hits"] == result[number]["count"] == hits
-            assert abs(result[number]["share"] - hits / len(rows)) <= BOUND
-
-
-def count_without_weight() -> float:
-    with dl.join_world() as world:
-        model = network()
-        for step in loop_over(world, "", model, run_dir=None, shards=3, steps=1, epochs=None):
-            for number, rows in enumerate(step):
-                weight = 0 if world.rank == 0 and number == 0 else len(rows)
-                step.backward(loss_of(model, rows), weight=weight, seen=dl.Sum(len(rows)))
-            return float(step.fold().metrics["seen"])
-    return 0.0
-
-
-@pytest.mark.covers("D3")
-def test_a_sum_counts_what_shards_of_weight_0_counted(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, count_without_weight) == [6.0, 6.0]
 
 
 def write_again(shards: int) -> list[tuple[float, float, float]]:

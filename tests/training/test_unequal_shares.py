@@ -11,12 +11,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
-from ddp_loop.data.shards import split_by_shares
-from tests.support import reference
 from tests.support.cases import CASES, make, make_data
 from tests.support.comparing import is_close
 from tests.support.harness import OnRanks
-from tests.support.images import hits
 
 pytestmark = [pytest.mark.on_gpus_too, pytest.mark.covers("C5")]
 
@@ -24,71 +21,9 @@ STEPS, BATCH = 4, 11
 SHARES = [(1, 1, 1, 0, 1), (3, 1)]
 
 
-def loss_of(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = model(inputs)
-    return cross_entropy(logits, labels), hits(logits, labels).double().mean()
-
-
-def train(name: str, shares: Any) -> list[reference.Outcome]:
-    with dl.join_world(seed=0) as world:
-        model, _ = make(CASES[name])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        data = make_data(CASES[name].shape, BATCH * STEPS - 3)
-        batches = dl.Batches(data, BATCH, world, shuffle=False, shares=shares)
-        outcomes = []
-        for step in dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False):
-            for inputs, labels in step:
-                loss, metric = loss_of(model, inputs, labels)
-                step.backward(loss, accuracy=metric)
-            row = step.fold()
-            gradients = {key: None if p.grad is None else p.grad.clone() for key, p in model.named_parameters()}
-            state = {key: value.clone() for key, value in model.state_dict().items()}
-            outcomes.append(reference.Outcome(row.loss.clone(), row.metrics["accuracy"], gradients, state))
-            optimizer.step()
-        return outcomes
-
-
-def expect(name: str, shares: tuple[int, ...]) -> list[reference.Outcome]:
-    """The same in one process, by plain torch."""
-    model, _ = make(CASES[name])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    data = make_data(CASES[name].shape, BATCH * STEPS - 3)
-    outcomes = []
-    for number in range(STEPS):
-        mini_batch = tuple(tensor[number * BATCH : (number + 1) * BATCH] for tensor in data)
-        sizes = split_by_shares(len(mini_batch[0]), shares)
-        outcomes.append(reference.step(model, reference.cut(mini_batch, sizes), loss_of))
-        optimizer.step()
-    return outcomes
-
-
 def is_same(value: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
     """Whether two tensors are equal within 1e-12."""
     return value is expected if value is None or expected is None else is_close([value.double()], [expected.double()])
-
-
-def differences(found: list[reference.Outcome], expected: list[reference.Outcome]) -> list[str]:
-    words = []
-    for number, (one, other) in enumerate(zip(found, expected, strict=True), 1):
-        pairs: dict[str, Any] = {"loss": (one.loss, other.loss), "metric": (one.metric, other.metric)}
-        pairs |= {f"gradient of {key}": (one.gradients[key], other.gradients[key]) for key in other.gradients}
-        pairs |= {key: (one.state[key], other.state[key]) for key in other.state}
-        words += [f"step {number}: {what}" for what, (a, b) in pairs.items() if not is_same(a, b)]
-    return words
-
-
-@pytest.mark.parametrize("name", ["no batch norm", "batch norm 2d"])
-@pytest.mark.parametrize("shares", SHARES, ids=str)
-def test_gradients_loss_and_statistics_are_those_of_one_process(
-    shares: tuple[int, ...], name: str, on_ranks: OnRanks
-) -> None:
-    for outcomes in on_ranks(len(shares), train, name, shares):
-        assert differences(outcomes, expect(name, shares)) == []
-
-
-@pytest.mark.quick_on_gpus
-def test_without_batch_norm_they_are_those_of_the_whole_mini_batch(on_ranks: OnRanks) -> None:
-    assert differences(on_ranks(2, train, "no batch norm", (3, 1))[0], expect("no batch norm", (1,))) == []
 
 
 # -- fixed shards --------------------------------------------------------------------------------------------
@@ -126,25 +61,6 @@ def test_statistics_that_travel_as_moments_keep_their_bits(on_ranks: OnRanks) ->
 
 
 # -- a rank that idles, and evaluation -----------------------------------------------------------------------
-
-
-def synced_gradients(shares: Any) -> torch.Tensor:
-    with dl.join_world(seed=0) as world:
-        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
-        dl.sync_batch_norm(model, world)
-        batches = dl.Batches(make_data((6,), 22), BATCH, world, shuffle=False, shares=shares)
-        state = {"model": model}
-        for step in dl.Loop(batches, 1, state=state, progress=False):
-            for inputs, labels in step:
-                step.backward(cross_entropy(model(inputs), labels))
-            step.fold()
-        return torch.cat([one.grad.flatten().clone() for one in model.parameters() if one.grad is not None])
-
-
-def test_synced_batch_norm_on_a_rank_that_idles_equals_one_process(on_ranks: OnRanks) -> None:
-    (expected,) = on_ranks(1, synced_gradients, None)
-    for found in on_ranks(3, synced_gradients, (3, 0, 1)):
-        assert is_same(found, expected)
 
 
 def evaluated(shares: Any, shards: int | None) -> tuple[dict[str, float], torch.Tensor]:
