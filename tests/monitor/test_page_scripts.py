@@ -119,3 +119,34 @@ def test_a_file_of_values_waits_until_all_rows_are_read(script: Any) -> None:
         f" return saved.text(); }})({json.dumps(answers)})",
     )
     assert text == "run,kind,step,epoch,seconds,loss\r\none,row,1,1,0.5,0.25\r\n"
+
+
+def test_names_are_sorted_by_the_numbers_in_them(script: Any) -> None:
+    names = ["lr0.3", "lr0.03-w32", "lr0.03-w8", "lr1e-4", "run10", "run2", "lr", "lr0.1"]
+    found = script("words.js", f"{names}.sort(page.byName)")
+    assert found == ["lr", "lr1e-4", "lr0.03-w8", "lr0.03-w32", "lr0.1", "lr0.3", "run2", "run10"]
+
+
+@pytest.mark.parametrize(
+    ("search", "found"),
+    [
+        ("adam-lr*w8", ["adam-lr0.1-w8"]),
+        ("^(adam|lion)", ["adam-lr0.1-w8", "adam-lr0.1-w16"]),
+        ("w(8", []),  # half typed
+        ('"eval accuracy">0.8', ["sgd-lr0.1-w8"]),
+        ('"evaluated accuracy">0.8', ["sgd-lr0.1-w8"]),
+        ("evaluation.accuracy>0.8", ["sgd-lr0.1-w8"]),
+    ],
+)
+def test_a_search_takes_patterns_and_the_names_of_the_table_of_runs(search: str, found: list[str], script: Any) -> None:
+    accuracies = {"adam-lr0.1-w8": 0.5, "adam-lr0.1-w16": 0.6, "sgd-lr0.1-w8": 0.9}
+    runs = [
+        {"name": name, "state": "done", "last": {"evaluation.accuracy": value}} for name, value in accuracies.items()
+    ]
+    rows = f"{json.dumps(runs)}.map((run) => [run.name, new page.Searched(run)])"
+    text = json.dumps(search)
+    expression = f"(() => {{ const rows = {rows}; const {{ test }} = page.parse({text}, rows.map(([, row]) => row)); "
+    assert (
+        script("query.js", expression + "return rows.filter(([, row]) => test(row)).map(([name]) => name); })()")
+        == found
+    )

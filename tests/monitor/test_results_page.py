@@ -97,7 +97,7 @@ def test_last_and_best_are_two_columns_which_differ_where_a_run_got_worse(visit:
     with served(sweep) as page:
         one = opened(visit, page)
         assert (column(one, "loss")[:2], column(one, "best loss")[:2]) == (["0.75", "–"], ["0.25", "–"])
-        assert (column(one, "accuracy")[0], column(one, "evaluation.loss")[:2]) == ("0.75", ["–", "3"])
+        assert (column(one, "accuracy")[0], column(one, "eval loss")[:2]) == ("0.75", ["–", "3"])
         for text in ("loss=0.75", '"best loss"=0.25', '"best accuracy">=0.75 loss>0.7', "loss=3", '"best loss"=2'):
             one.page.get_by_label("Filter the table").fill(text)
             assert numbers(one)[:1] == ([1] if text[-1] in "23" else [0]), text

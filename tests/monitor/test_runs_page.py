@@ -132,7 +132,9 @@ def test_the_search_finds_names_states_and_parameters(visit: Any, sweep: Path, t
         one = visit(page)
         one.page.get_by_label("Search runs").fill(text)
         assert lines(one) == trials(*found)
-        assert one.text("#count") == ("12 runs" if len(found) == 12 else f"{len(found)} of 12 runs")
+        clears = "" if found else ". Nothing matches: empty the search to see all."
+        assert one.text("#count") == ("12 runs" if len(found) == 12 else f"{len(found)} of 12 runs{clears}")
+        assert one.text("#states") == "9 done · 3 stopped"
 
 
 def test_the_search_reports_unknown_words_and_finds_names_with_signs(visit: Any, sweep: Path) -> None:

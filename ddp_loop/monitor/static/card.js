@@ -97,7 +97,9 @@ export class Card {
     write(find(".note"), said.note ?? "");
     find(".note").hidden = !said.note;
     find(".edit").setAttribute("aria-label", `Rename ${said.name}`);
-    write(find(".why"), said.why ? (["failed", "killed", "not finite", "timed out"].includes(said.state) ? said.why : `Asked by: ${said.why}`) : "");
+    const isError = ["failed", "killed", "not finite", "timed out"].includes(said.state);
+    write(find(".why"), said.why ? (isError ? said.why : `Asked by: ${said.why}`) : "");
+    find(".why").classList.toggle("traceback", isError && (said.why ?? "").includes("\n"));
     find(".why").hidden = !said.why;
     const bar = find("progress");
     find(".progress").hidden = said.fraction === null;

@@ -11,6 +11,7 @@ const BETWEEN_MS = 900; // between two requests for the curves of a run
 const NEAR = 900; // pixels: charts that are no farther than this from what is seen are drawn
 const FIRST = 10, MOST = 50; // runs that are drawn at first, and at most
 const COLOURS = 20, DASHES = [[], [8, 4], [2, 3]]; // of runs, in page.css; all colours, then all of them dashed
+const PLACES = COLOURS * DASHES.length; // more than MOST
 const LONGEST = 12000; // letters of the names in a request; all metrics are requested where they are more
 const ALL_POINTS = 12000; // of a metric, over all runs
 
@@ -93,6 +94,12 @@ export class Curves {
     this.onChosen();
   }
 
+  // Chooses runs before any is drawn.
+  preselect(keys) {
+    this.isOwnChoice = true;
+    this.chosen = new Set(keys);
+  }
+
   // The run whose card is open is drawn for that time, also if its box is not ticked.
   open(key) {
     const before = this.drawn();
@@ -105,19 +112,23 @@ export class Curves {
     return [...beside, ...this.chosen].slice(0, MOST);
   }
 
-  // The runs that are drawn keep their colours; others take the first free ones.
+  // A run's colour follows from when it began among all runs of the folder, whichever are drawn; of two with the same
+  // one, of 60 or more runs, the later one takes the next that is free.
   onChosen() {
     const drawn = this.drawn();
     for (const key of this.places.keys()) {
       if (!drawn.includes(key)) this.places.delete(key);
     }
     const taken = new Set(this.places.values());
-    let free = 0;
+    const began = ({ key, summary }) => [summary.began ?? 0, key];
+    const order = [...this.runs.values()].map(began).sort(([one, key], [other, second]) => one - other || (key < second ? -1 : 1));
+    const ranks = new Map(order.map(([, key], rank) => [key, rank]));
     for (const key of drawn) {
       if (this.places.has(key)) continue;
-      while (taken.has(free)) free += 1;
-      taken.add(free);
-      this.places.set(key, free);
+      let place = ranks.get(key) % PLACES;
+      while (taken.has(place)) place = (place + 1) % PLACES;
+      taken.add(place);
+      this.places.set(key, place);
     }
     const limit = element("limit");
     limit.hidden = this.runs.size < 2 || (drawn.length > 0 && this.chosen.size <= MOST);

@@ -1,10 +1,9 @@
 // The list of runs: a line each, which changes only where its run does; order and search.
 
 import { Searched, parse } from "./query.js";
-import { grouped, isUnderWay, number, valueOf, write } from "./words.js";
+import { byName, grouped, isUnderWay, number, valueOf, write } from "./words.js";
 
 const element = (id) => document.getElementById(id);
-const collator = new Intl.Collator("en", { numeric: true });
 const STATES = ["running", "stopping", "starting", "waiting", "missing", "interrupted", "done", "pruned", "stopped", "left",
   "failed", "killed", "lost", "not finite", "timed out", "gone"]; // in this order
 const FIELDS = {
@@ -139,7 +138,11 @@ export class List {
     this.order = lines.filter((line) => found.has(line)).map(({ summary }) => summary.key);
     const all = `${grouped(listed.length)} runs`;
     write(element("of-value"), valueOf(lines[0]?.summary ?? { last: {} }).name);
-    write(element("count"), `${found.size === listed.length ? all : `${grouped(found.size)} of ${all}`}${says && `. ${says}`}`);
+    const few = found.size || !listed.length ? "" : ". Nothing matches: empty the search to see all.";
+    write(element("count"), `${found.size === listed.length ? all : `${grouped(found.size)} of ${all}`}${says ? `. ${says}` : few}`);
+    const states = new Map(STATES.map((state) => [state, 0]));
+    for (const { summary } of listed) states.set(summary.state, (states.get(summary.state) ?? 0) + 1);
+    write(element("states"), [...states].filter(([, many]) => many).map(([state, many]) => `${grouped(many)} ${state}`).join(" · "));
     element("only").disabled = found.size === 0;
     this.asks.arranged();
   }
@@ -175,7 +178,7 @@ function compare(one, other, turn) {
     if (second === null || second === undefined) return -1;
     return turn * (first - second);
   }
-  return turn * collator.compare(one.summary.name, other.summary.name);
+  return turn * byName(one.summary.name, other.summary.name);
 }
 
 function show({ item, parts, summary }, varied) {

@@ -6,6 +6,7 @@ import { Legend } from "./legend.js";
 import { List } from "./list.js";
 import { Hidden, Naming } from "./naming.js";
 import * as tab from "./results.js";
+import { View } from "./view.js";
 import { write } from "./words.js";
 import { Wire, takeToken } from "./wire.js";
 
@@ -17,6 +18,9 @@ const runs = new Map(); // key -> summary
 let opened = null; // the key of the card, of several runs
 let stopping = null; // the key of the dialog
 let results = null;
+const view = new View(() => ({
+  runs: curves.isOwnChoice ? [...curves.chosen] : null, open: opened, tab: element("results").hidden ? "curves" : "results", zoom: curves.zoomed,
+}));
 
 const naming = new Naming({ wire, notice });
 const edit = (key) => naming.open(runs.get(key));
@@ -46,12 +50,27 @@ function takeEvent(event) {
   if (!several || !runs.has(opened)) opened = null;
   document.body.classList.toggle("several", several);
   element("list").hidden = element("unfold").hidden = !several;
+  const asked = view.isRestored ? null : view.asked(runs);
+  if (asked) restore(asked);
   curves.take(runs, event.runs);
   list.take(event.runs, gone);
   list.paint(curves);
   showCard(event.runs);
   showTitle();
   showTabs();
+  if (asked?.tab === "results" && !element("tabs").hidden) choose("results");
+}
+
+// Shows the runs, the card and the part of the axis that the link asks for.
+function restore({ runs: keys, open: key, missing: names, zoom }) {
+  if (keys) curves.preselect(keys);
+  if (key && runs.size > 1) {
+    opened = key;
+    curves.opened = key;
+  }
+  curves.zoomed = zoom;
+  element("whole").hidden = zoom === null;
+  if (names.length) notice(`The link names runs that are not here: ${names.join(", ")}.`);
 }
 
 function missing(summaries) {

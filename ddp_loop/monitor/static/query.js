@@ -2,7 +2,8 @@
 
 const WORD = /(?:[^\s"]|"[^"]*"?)+/g;
 const CONDITION = /^("[^"]*"|[^=<>!"]+)(<=|>=|!=|=|<|>)(.*)$/;
-const BEST = "best ";
+const BEST = "best ", EVALUATED = /^eval(?:uated)? /;
+const SPECIAL = /[*?^$|()[\]\\+]/;
 const ORDERS = new Map([
   ["<", (one, limit) => one < limit], [">", (one, limit) => one > limit],
   ["<=", (one, limit) => one <= limit], [">=", (one, limit) => one >= limit],
@@ -26,7 +27,8 @@ export class Searched {
   }
 
   // The values that a name can mean, none for an unknown name; "rate" is also the end of "optimizer.rate".
-  valuesOf(name) {
+  valuesOf(asked) {
+    const name = asked.replace(EVALUATED, "evaluation."); // as `ddp_loop runs` has it
     const exact = this.names.get(name) ?? [];
     if (exact.some((value) => value !== null)) return exact;
     const kind = name.startsWith(BEST) ? BEST : "", end = `.${name.slice(kind.length)}`;
@@ -42,7 +44,8 @@ export function parse(text, rows) {
   for (const word of text.toLowerCase().match(WORD) ?? []) {
     const [, given, sign, quoted] = word.match(CONDITION) ?? [];
     const [name, value, plain] = [given ?? "", quoted ?? "", word].map((one) => one.replaceAll('"', ""));
-    const hasText = (row) => row.text.includes(plain);
+    const pattern = asPattern(plain);
+    const hasText = (row) => row.text.includes(plain) || (pattern?.test(row.text) ?? false);
     if (sign === undefined) tests.push(hasText);
     else if (value === "") continue; // while it is typed
     else if (!rows.some((row) => row.valuesOf(name).length)) {
@@ -60,6 +63,17 @@ export function parse(text, rows) {
     }
   }
   return { test: (row) => tests.every((one) => one(row)), says: wrong.join(" ") };
+}
+
+// A regular expression; a * that follows no other sign stands for any letters of a word. None for plain text, nor while
+// it is typed.
+function asPattern(plain) {
+  if (!SPECIAL.test(plain)) return null;
+  try {
+    return new RegExp(plain.replace(/(^|[\w/=-])\*/g, "$1\\S*"));
+  } catch {
+    return null;
+  }
 }
 
 function isEqual(one, value) {

@@ -1,6 +1,7 @@
 // A parameter against a metric, a mark for each trial.
 
-import { collator, html, isFiniteNumber, mixed, scaleOf, shown, svg } from "./trials.js";
+import { html, isFiniteNumber, mixed, scaleOf, shown, svg } from "./trials.js";
+import { byName } from "./words.js";
 
 const TALL = 320, MARGIN = { left: 62, right: 16, top: 12, bottom: 44 }, STRIP = 20; // pixels
 const NEAR = 18; // pixels from the pointer to a mark
@@ -22,14 +23,14 @@ export class Scatter {
     this.at = -1; // the mark that is named
     this.selects = new Map();
     const tools = html("div", { className: "picture-tools" });
-    for (const [name, label] of [["x", "Across"], ["y", "Up"], ["colour", "Colour"]]) {
+    for (const [name, label] of [["x", "X"], ["y", "Y"], ["colour", "Colour"]]) {
       const select = html("select", { className: `scatter-${name}` });
       select.addEventListener("change", () => this.draw());
       this.selects.set(name, select);
       tools.append(html("label", { textContent: `${label} ` }, select));
     }
     this.logs = new Map();
-    for (const [name, label] of [["x", "log across"], ["y", "log up"]]) {
+    for (const [name, label] of [["x", "log X"], ["y", "log Y"]]) {
       const box = html("input", { type: "checkbox", className: `log-${name}`, indeterminate: true });
       box.addEventListener("change", () => this.draw());
       this.logs.set(name, box);
@@ -227,7 +228,7 @@ function painter(column, trials) {
   };
   if (column.id === "status") {
     const kinds = new Map(trials.map((trial) => [trial.status, kindOf(trial)]));
-    const names = [...kinds].sort(([one], [other]) => collator.compare(one, other));
+    const names = [...kinds].sort(([one], [other]) => byName(one, other));
     return Object.assign(() => {}, { legend: () => names.map(([status, kind]) => entry(status, null, kind)) });
   }
   const scale = scaleOf(trials.map(column.of));

@@ -2,11 +2,10 @@
 
 import { groupOf } from "./charts.js";
 import { Searched } from "./query.js";
-import { duration, number } from "./words.js";
+import { byName, duration, number, titled } from "./words.js";
 
 const MOST_METRICS = 24;
 export const FAILED = new Set(["failed", "killed", "not finite", "timed out", "lost", "interrupted", "gone"]);
-export const collator = new Intl.Collator("en", { numeric: true });
 
 // A run with its values by name. Names come from users, so all are in Maps.
 export class Trial {
@@ -54,7 +53,7 @@ export function columnsOf(trials) {
       column("best loss", "best loss", "metric", (trial) => trial.best.get("loss") ?? null),
     ] : []),
     ...[...metrics].slice(0, MOST_METRICS).map((name) =>
-      column(`last ${name}`, name, "metric", (trial) => trial.last.get(name) ?? null)),
+      column(`last ${name}`, titled(name), "metric", (trial) => trial.last.get(name) ?? null)),
     column("time", "Time", "measure", (trial) => trial.summary.elapsed_s, (trial) => duration(trial.summary.elapsed_s)),
     column("steps", "Steps", "measure", (trial) => trial.summary.iteration),
     column("note", "Note", "note", (trial) => trial.summary.note ?? ""),
@@ -86,7 +85,7 @@ export function compareValues(one, other, turn) {
   if (no || nor) return no - nor;
   if (typeof one === "number" && typeof other === "number") return turn * (one - other);
   if (typeof one === "number" || typeof other === "number") return typeof one === "number" ? -1 : 1;
-  return turn * collator.compare(String(one), String(other));
+  return turn * byName(String(one), String(other));
 }
 
 // A scale over the values of an axis: {at(value)} from 0 to 1 or null, {ticks}: [value's place, label].
@@ -94,7 +93,7 @@ export function scaleOf(values, isLog) {
   const given = values.filter((value) => value !== null && value !== undefined);
   if (!given.length) return { kind: "none", at: () => null, ticks: [] };
   if (given.every(isFiniteNumber)) return numeric(given, isLog);
-  const names = [...new Set(given.map(String))].sort(collator.compare);
+  const names = [...new Set(given.map(String))].sort(byName);
   const places = new Map(names.map((name, at) => [name, (at + 0.5) / names.length]));
   const every = Math.ceil(names.length / 24);
   return {

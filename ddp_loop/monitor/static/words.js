@@ -35,8 +35,26 @@ export function memory(mib) {
   return mib >= 1024 ? `${number(mib / 1024)} GiB` : `${Math.round(mib)} MiB`;
 }
 
+// The name of a value, as `ddp_loop runs` has it.
+export function titled(name) {
+  return name.replace(/^evaluation\./, "eval ");
+}
+
 export function named(name) {
   return name.replaceAll("_", " ").split("/").pop();
+}
+
+const PARTS = /(\d+(?:\.\d+)?(?:e[+-]?\d+)?)/i;
+const collator = new Intl.Collator("en");
+
+// The order of names in which numbers are, also as decimals: lr0.03 before lr0.1, and run2 before run10.
+export function byName(one, other) {
+  const [first, second] = [one, other].map((name) => name.split(PARTS));
+  for (let at = 0; at < Math.min(first.length, second.length); at += 1) {
+    const order = at % 2 ? first[at] - second[at] : collator.compare(first[at], second[at]);
+    if (order) return order;
+  }
+  return first.length - second.length || collator.compare(one, other);
 }
 
 // The objective of a trial, or the loss: the last value.

@@ -1,0 +1,128 @@
+"""The view of the page lives in its address: a reload and a link keep axis, scale, search, order, runs and card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from tests.support.browsing import NEEDS_BROWSER, Visit
+from tests.support.harness import until
+from tests.support.serving import Served, row, served, write_run
+
+pytestmark = [*NEEDS_BROWSER, pytest.mark.covers("E4")]
+RATES = ("0.3", "0.03", "0.1", "0.001")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Runs that are named by their learning rate; the last one is at step 1."""
+    for number, rate in enumerate(RATES):
+        rows = [row(step, loss=1.0 / step + number) for step in range(1, 21)]
+        write_run(tmp_path / f"sgd-lr{rate}-w8", rows, status="done", iteration=20, epochs=1, steps_per_epoch=20)
+    return tmp_path
+
+
+def view_of(one: Visit) -> dict[str, list[str]]:
+    return parse_qs(urlsplit(one.page.url).query, keep_blank_values=True)
+
+
+def visited(visit: Any, page: Served, view: str = "") -> Visit:
+    """The page by a link with a view."""
+    link, _, token = page.link.partition("#")
+    one: Visit = visit(page)
+    one.page.goto(f"{link}?{view}#{token}")
+    one.page.wait_for_selector(".lines .line")
+    return one
+
+
+def names(one: Visit) -> list[str]:
+    return one.page.locator(".lines .line:visible .name").all_text_contents()
+
+
+def drawn(one: Visit) -> list[str]:
+    boxes = one.page.locator(".show:checked").all()
+    return sorted(str(box.get_attribute("aria-label")).removeprefix("Draw ") for box in boxes)
+
+
+def test_names_are_in_the_order_of_their_numbers(visit: Any, runs: Path) -> None:
+    with served(runs) as page:
+        assert names(visit(page)) == [f"sgd-lr{rate}-w8" for rate in ("0.001", "0.03", "0.1", "0.3")]
+
+
+def test_a_reload_keeps_the_view(visit: Any, runs: Path) -> None:
+    with served(runs) as page:
+        one = visit(page)
+        assert urlsplit(one.page.url).query == ""  # nothing where nothing was chosen
+        one.page.select_option("#axis", "time")
+        one.page.select_option("#smoothing", "10")
+        one.page.locator("[name=scale][value=log]").check(force=True)
+        one.page.uncheck("#marks")
+        one.page.fill("#search", "lr0.")
+        one.page.select_option("#sort", "value")
+        one.page.click("#turn")
+        one.page.uncheck("[aria-label='Draw sgd-lr0.1-w8']")
+        one.page.locator(".line[data-run='sgd-lr0.03-w8'] .open").click()
+        until(lambda: view_of(one).get("open") == ["sgd-lr0.03-w8"], "the view is in the address")
+        wanted = view_of(one)
+        assert wanted == {
+            "axis": ["time"], "smoothing": ["10"], "scale": ["log"], "marks": ["no"], "search": ["lr0."],
+            "sort": ["value"], "order": ["reverse"], "open": ["sgd-lr0.03-w8"],
+            "run": ["sgd-lr0.001-w8", "sgd-lr0.03-w8", "sgd-lr0.3-w8"],
+        }  # fmt: skip
+        order = names(one)
+        one.page.reload()
+        one.page.wait_for_selector(".run")
+        assert (one.page.input_value("#axis"), one.page.input_value("#smoothing")) == ("time", "10")
+        assert one.page.locator("[name=scale]:checked").get_attribute("value") == "log"
+        assert not one.page.is_checked("#marks")
+        assert names(one) == order == [f"sgd-lr{rate}-w8" for rate in ("0.001", "0.1", "0.03", "0.3")]
+        assert drawn(one) == wanted["run"]
+        assert one.text(".run .name") == "sgd-lr0.03-w8"
+        assert view_of(one) == wanted
+        assert "token" not in one.page.url
+
+
+def test_a_link_shows_the_part_of_the_axis_that_it_names(visit: Any, runs: Path) -> None:
+    with served(runs) as page:
+        one = visited(visit, page, "zoom=5~10")
+        one.page.locator("#whole").wait_for()
+        one.page.click("#whole")
+        until(lambda: urlsplit(one.page.url).query == "", "the whole run is as at first")
+
+
+def test_a_link_with_nonsense_shows_the_usual_view_and_says_which_runs_are_not_here(visit: Any, runs: Path) -> None:
+    with served(runs) as page:
+        one = visited(
+            visit,
+            page,
+            "axis=furlongs&smoothing=-1&sort=&tab=else&zoom=9~1&scale=cubic&run=sgd-lr0.1-w8&run=no&open=%3Cb%3E",
+        )
+        assert one.text("#notice") == "The link names runs that are not here: no, <b>."
+        assert (one.page.input_value("#axis"), one.page.input_value("#smoothing")) == ("step", "0")
+        assert drawn(one) == ["sgd-lr0.1-w8"]
+        assert not one.page.is_visible("#whole")
+        assert one.complaints == []
+
+
+def colours(one: Visit) -> dict[str, str]:
+    items = one.page.locator(".line.drawn").all()
+    return {
+        str(item.get_attribute("data-run")): str(item.evaluate("(one) => one.style.getPropertyValue('--run')"))
+        for item in items
+    }
+
+
+def test_a_run_has_one_colour_whichever_are_drawn(visit: Any, runs: Path) -> None:
+    with served(runs) as page:
+        one = visit(page)
+        found = colours(one)
+        assert len(set(found.values())) == len(RATES)
+        one.page.click("#none")
+        one.page.check("[aria-label='Draw sgd-lr0.3-w8']")
+        assert colours(one) == {"sgd-lr0.3-w8": found["sgd-lr0.3-w8"]}
+        one.page.reload()
+        one.page.wait_for_selector(".line.drawn")
+        assert colours(one) == {"sgd-lr0.3-w8": found["sgd-lr0.3-w8"]}
