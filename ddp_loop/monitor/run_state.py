@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import MOST_WHY, NAME, STATUS, STOP, is_running, read_json, read_text
-from ddp_loop.reporting import TRIAL, state_of
+from ddp_loop.reporting import TRIAL, plain_reason, state_of
 
 ENDED = ("done", "stopped", "left", "failed")
 ENDED_TRIAL = ("pruned", "killed", "not finite", "timed out", "interrupted")
@@ -117,7 +117,8 @@ class RunState:
                 return text_of(read_text(self.folder / STOP, MOST_WHY))
         if self.is_active or self.state in ("missing", "gone"):
             return None
-        return text_of(self.trial.get("why")) or text_of(self.status.get("why") if self.state != "lost" else None)
+        why = text_of(self.trial.get("why")) or text_of(self.status.get("why") if self.state != "lost" else None)
+        return plain_reason(why)
 
 
 def count(value: object) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
+import re
 import shutil
 import sys
 import time
@@ -32,6 +33,7 @@ from ddp_loop.reporting.run_table import (
 from ddp_loop.reporting.sweep_files import SWEEP, is_sweep
 
 _WATCH_S = 1.0
+_EVALUATED = re.compile(r"^eval(?:uated)?\s+", re.IGNORECASE)
 _COLORS = {"running": "green", "done": "cyan", "waiting": "dim", "starting": "dim", "pruned": "dim"} | dict.fromkeys(
     ("stopping", "stopped", "left", "interrupted"), "yellow"
 )
@@ -238,7 +240,8 @@ def _best_trial(records: Sequence[RunRecord], objective: str, *, lower: bool) ->
 
 def _best_by(records: Sequence[RunRecord], by: str | None, *, highest: bool) -> _Best | None:
     known = sorted({name for one in records for name in (*one.rows, *one.evaluations)})
-    name = "loss" if by is None else column_named(by, RunTable(known, {}, [], {}))
+    plain = None if by is None else _EVALUATED.sub("", by)  # `runs` and the page have a prefix
+    name = "loss" if plain is None else column_named(plain, RunTable(known, {}, [], {}))
     lower = not highest and is_lower_better(name)
     is_evaluated = any(name in one.evaluations for one in records)
     if not is_evaluated and by is None:

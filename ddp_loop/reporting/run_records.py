@@ -258,7 +258,7 @@ class _RunReader:
                 elapsed_s=max(elapsed, default=None),
                 began=_time_of(run, trial),
                 ranks=_count(status.get("ranks")) or _count(trial.get("ranks")),
-                why=_text(trial.get("why")) or (_text(status.get("why")) if state in ENDED else None),
+                why=plain_reason(_text(trial.get("why")) or (_text(status.get("why")) if state in ENDED else None)),
                 note=self._text_of(NOTE),
                 title=self._text_of(TITLE),
                 trial=_count(trial.get("trial")),
@@ -357,6 +357,27 @@ def _stamp_of(path: Path) -> Stamp | None:
     except OSError:
         return None
     return form.st_size, form.st_mtime_ns, form.st_ino
+
+
+_FAILED = re.compile(
+    r"[\w.]*\bPeerFailed: (rank \d+)(?: on host \S+ \S+)? failed in [\w ]+ of (step \d+): (.*)", re.DOTALL
+)
+_PATH = re.compile(r"^(?:[a-z_]\w*\.)+(?=[A-Z]\w*(?:: |$))")
+
+
+def plain_reason(why: str | None) -> str | None:
+    """Why a run failed, with the error first: `ValueError: no image 7 (rank 1, step 70)`, then its traceback if any.
+
+    Args:
+        why: of status.json. There the error of another rank has the words of the exception that carried it.
+    """
+    if why is None:
+        return None
+    if (peer := _FAILED.match(why)) is not None:
+        rank, step, error = peer.groups()
+        first, line_break, rest = error.partition("\n")
+        why = f"{first} ({rank}, {step}){line_break}{rest}"
+    return _PATH.sub("", why)
 
 
 def _text(value: object) -> str | None:

@@ -16,7 +16,9 @@ from ddp_loop.reporting.throughput import as_clock
 
 _CONDITION = re.compile(r"\s*(.+?)\s*(!=|<=|>=|=|<|>)\s*(.*?)\s*")
 _MOST_NAME = 40
+_FAILED = ("failed", "killed", "not finite", "timed out", "lost")  # states whose reason matters more than values
 _MOST_TEXT = 24
+_MOST_WHY = 60
 _GAP = 2  # letters of a run's name, of other texts, between two columns
 _OWN = ("name", "state", "objective", "steps", "of steps", "epoch", "time", "ranks", "note", "why", "folder")
 Row = Mapping[str, Any]
@@ -65,7 +67,8 @@ def table_of_runs(records: Sequence[RunRecord]) -> RunTable:
     }
     varying = [labels[name] for name in parameters if name not in common]
     ranking = {"name": 0, "state": 1, **dict.fromkeys(varying, 2), "objective": 1, **values}
-    ranking |= {"steps": 4, "time": 6, "ranks": 9, "note": 8, "why": 8}
+    failed = any(row.get("state") in _FAILED for row in rows)
+    ranking |= {"steps": 4, "time": 6, "ranks": 9, "note": 8, "why": 2 if failed else 8}
     has = {name for row in rows for name, value in row.items() if value is not None}
     shown = [name for name in ranking if name in has]
     if len({row.get("ranks") for row in rows}) < 2:
@@ -112,7 +115,7 @@ def column_named(given: str, table: RunTable) -> str:
     plain = {_plain(name): name for name in reversed(names)}
     if given in names or _plain(given) in plain:
         return given if given in names else plain[_plain(given)]
-    near = difflib.get_close_matches(_plain(given), plain, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(_plain(given), plain, n=1, cutoff=0.6)
     hint = f"Did you mean {plain[near[0]]!r}?" if near else f"There are {', '.join(table.columns)}."
     raise ValueError(f"No run has a column {given!r}. {hint}")
 
@@ -213,6 +216,9 @@ def cell(row: Row, column: str) -> str:
     value = row.get(column)
     if value is None:
         return "-"
+    if column == "why":
+        first = short_name(value.partition("\n")[0])
+        return first if len(first) <= _MOST_WHY else f"{first[: _MOST_WHY - 1]}\u2026"
     if column == "name" and len(value) > _MOST_NAME:
         return "\u2026" + short_name(value[-_MOST_NAME + 1 :])
     if column == "name":

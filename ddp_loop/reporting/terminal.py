@@ -415,7 +415,7 @@ def cells(view: ProgressView) -> list[str]:
     ranks = view.extent.ranks
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on {view.extent.device}"
     slow = f", rank {view.slow_rank} is slowest" if view.slow_rank is not None else ""
-    return [*cells, view.speed, f"{as_clock(view.gone_s)} gone", where + slow]
+    return [*cells, view.speed, f"{as_clock(view.gone_s)} elapsed", where + slow]
 
 
 def flowed(cells: Sequence[str], width: int) -> list[str]:

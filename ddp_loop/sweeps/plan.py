@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_loop.checkpoint import read_json
 from ddp_loop.determinism import stream_key
-from ddp_loop.reporting import TRIAL, has_workers, trial_folder
+from ddp_loop.reporting import SWEEP, TRIAL, has_workers, trial_folder
 from ddp_loop.sweeps.jobs import FunctionJob, Job
 from ddp_loop.sweeps.places import places_of
-from ddp_loop.sweeps.running import Say, Sweep, SweepWorker, shortened
+from ddp_loop.sweeps.running import Say, Sweep, SweepWorker, plainly, shortened
 from ddp_loop.sweeps.space import SAMPLERS, Point, make_named, make_space, try_out
 from ddp_loop.sweeps.storage import check_reachable, failures_explained, require_optuna, shown_url
 from ddp_loop.sweeps.sweep_folder import STUDY, SweepFolder, forget_stop
@@ -327,9 +327,17 @@ def say_results(results: Sequence[TrialResult], folder: Path, say: Say) -> None:
     counts: dict[str, int] = {}
     for one in results:
         counts[one.status] = counts.get(one.status, 0) + 1
-    say(f"{len(results)} trials: {', '.join(f'{number} {status}' for status, number in counts.items())}")
+    many = "1 trial" if len(results) == 1 else f"{len(results)} trials"
+    say(f"{many}: {', '.join(f'{number} {status}' for status, number in counts.items())}")
     for one in filter(has_failed, results):
         say(f"  Trial {one.trial} {one.status}: {shortened(one.why or 'see its output')} ({one.folder})")
+    sweep = read_json(folder / SWEEP) or {}
+    valued = [one for one in results if one.status == "done" and one.value is not None]
+    if valued and sweep.get("objective"):
+        turn = -1 if sweep.get("direction") == "maximize" else 1
+        best = min(valued, key=lambda one: turn * (one.value or 0.0))
+        parameters = ", ".join(f"{name}={plainly(value)}" for name, value in best.parameters.items())
+        say(f"Best: trial {best.trial} ({parameters}), {sweep['objective']} {best.value:.6g} ({best.folder})")
     if any(map(has_failed, results)):
         say(f"Run them again: python -m ddp_loop sweep again {folder}")
 

@@ -423,12 +423,15 @@ def _finite(value: float | None) -> float | None:
 
 def line_of(claim: Claim, ending: Ending, sweep: Sweep) -> str:
     """A line for the terminal: how a trial ended."""
-    parameters = ", ".join(
-        f"{name}={f'{value:.4g}' if isinstance(value, float) else value}" for name, value in claim.parameters.items()
-    )
+    parameters = ", ".join(f"{name}={plainly(value)}" for name, value in claim.parameters.items())
     value = "" if ending.value is None else f", {sweep.objective.name} {ending.value:.6g}"
     why = f": {shortened(ending.why)}" if ending.why and ending.status not in ("pruned", "done") else ""
     return f"Trial {claim.trial} ({parameters}) {ending.status}{value}{why}"
+
+
+def plainly(value: object) -> str:
+    """A parameter's value in a line of a terminal."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def shortened(why: str) -> str:

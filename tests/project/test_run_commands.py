@@ -263,3 +263,26 @@ def test_where_nothing_was_evaluated_there_is_no_best_run(tmp_path: Path, capsys
     assert main(["best", str(tmp_path)]) == 1
     assert "No run has a finite evaluated loss. Pass --by NAME, such as loss, accuracy." in capsys.readouterr().out
     assert "1 at step 1, the lowest of 1" in printed(capsys, "best", tmp_path, "--by", "loss")[1]
+
+
+@pytest.mark.parametrize("name", ["accuracy", "eval accuracy", "evaluated accuracy", "Eval Accuracy"])
+def test_best_takes_the_names_that_the_table_prints(name: str, tmp_path: Path, capsys: Said) -> None:
+    for number in range(2):
+        run = add_run(tmp_path / f"run{number}", {"rate": number}, [1.0, 0.5], evaluated=0.5)
+        lines = [{"epoch": 1, "iteration": 2, "loss": 0.5, "accuracy": 0.25 + number / 2}]
+        write_lines(run / "evaluations.jsonl", lines)
+    assert main(["best", str(tmp_path), "--by", name]) == 0
+    assert re.search(r"^evaluated accuracy +0.75 at step 2, the highest of 2$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_best_by_a_name_that_is_like_none_lists_the_names(runs: Path, capsys: Said) -> None:
+    assert main(["best", str(runs), "--by", "nonsense"]) == 2
+    assert "No run has a column 'nonsense'. There are accuracy, " in capsys.readouterr().err
+
+
+def test_the_table_has_the_error_of_a_failed_run_also_where_it_is_narrow(tmp_path: Path, capsys: Said) -> None:
+    why = "ddp_loop.distributed.failures.PeerFailed: rank 1 failed in forward of step 70: ValueError: no image 7\n\nT"
+    add_run(tmp_path / "good", {"rate": 0.1, "dropout": 0.5}, [1.0, 0.5])
+    add_run(tmp_path / "bad", {"rate": 0.2, "dropout": 0.5}, [1.0, 0.5], status="failed", why=why)
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "ValueError: no image 7 (rank 1, step 70)" in capsys.readouterr().out

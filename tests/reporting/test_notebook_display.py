@@ -45,7 +45,7 @@ def text_of(html: str) -> str:
 @pytest.mark.covers("J17")
 def test_a_view_has_step_share_times_values_ranks_and_a_curve() -> None:
     html = as_html(view_of(10, loss=0.123456))
-    for part in ("Epoch 1 of 2, step 10 of 40", "25 %", "0:30 left", "loss 0.1235", "1:01 gone", "loss 2 to 0.5"):
+    for part in ("Epoch 1 of 2, step 10 of 40", "25 %", "0:30 left", "loss 0.1235", "1:01 elapsed", "loss 2 to 0.5"):
         assert part in text_of(html)
     assert "2 ranks on cpu, rank 1 is slowest" in text_of(html)
     assert '<progress style="flex: 1 1 12em" max="40" value="10"' in html

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from ddp_loop.checkpoint import RunFolder, ask_to_stop
-from ddp_loop.reporting import JsonlTail, RunRecord, ValueSummary, find_runs, is_lower_better, read_run, run_records
+from ddp_loop.reporting import (
+    JsonlTail,
+    RunRecord,
+    ValueSummary,
+    find_runs,
+    is_lower_better,
+    plain_reason,
+    read_run,
+    run_records,
+)
 from tests.support.serving import row, write_lines, write_run
 
 
@@ -200,3 +209,27 @@ def test_a_sweep_s_direction_decides_what_is_best(direction: str, best: tuple[fl
 )
 def test_the_best_is_the_lowest_for_losses_and_errors_and_else_the_highest(name: str, lower: bool) -> None:
     assert is_lower_better(name) == lower
+
+
+@pytest.mark.parametrize(
+    ("why", "plain"),
+    [
+        (
+            "ddp_loop.distributed.failures.PeerFailed: rank 1 failed in forward of step 70: ValueError: no image 7\n\n"
+            "Traceback (most recent call last):\n  x",
+            "ValueError: no image 7 (rank 1, step 70)\n\nTraceback (most recent call last):\n  x",
+        ),
+        (
+            "ddp_loop.distributed.failures.PeerFailed: rank 3 on host node7 (10.0.0.7) failed in forward of step 12: "
+            "torch.OutOfMemoryError: 2 GiB",
+            "OutOfMemoryError: 2 GiB (rank 3, step 12)",
+        ),
+        ("ddp_loop.distributed.failures.PeerFailed: rank 1 left the loop", "PeerFailed: rank 1 left the loop"),
+        ("FloatingPointError: The loss of step 2 is nan", "FloatingPointError: The loss of step 2 is nan"),
+        ("the page", "the page"),
+        ("my.own: word", "my.own: word"),
+        (None, None),
+    ],
+)
+def test_a_reason_begins_with_the_error_of_the_rank_that_failed(why: str | None, plain: str | None) -> None:
+    assert plain_reason(why) == plain

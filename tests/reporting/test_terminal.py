@@ -144,7 +144,7 @@ def test_a_terminal_shows_the_run_below_its_lines_and_ctrl_c_stops_it_and_says_s
     assert step is not None, last
     assert re.fullmatch(rf"Epoch \d+ of 1000000, step {step[1]} of 16000000 ━+ +0 %  [\d:]+ left", bar), bar
     assert re.fullmatch(r"loss \d\.\d{4}   near [01]\.\d{4}   learning rate 0\.01   gradient norm [\d.e-]+", values)
-    assert re.fullmatch(r"[\d,]+ samples/s   0:\d\d gone   2 ranks on cpu(, rank \d is slowest)?", speed), speed
+    assert re.fullmatch(r"[\d,]+ samples/s   0:\d\d elapsed   2 ranks on cpu(, rank \d is slowest)?", speed), speed
     assert re.fullmatch(r"loss [\d.]+ [▁▂▃▄▅▆▇█]+ [\d.e-]+", curve), curve
     assert said.count("\x1b[?25h") >= said.count("\x1b[?25l")  # the cursor is never left away
 
@@ -285,7 +285,7 @@ def test_the_display_fits_its_terminal_and_is_drawn_over_itself(
     assert lines.pop() == "below"
     cells = "   ".join(lines[3:-1])
     assert cells == (
-        "loss 0.5000   accuracy 0.2500   gradient norm 1.25   learning rate 0.1   1,234 samples/s   1:05 gone   "
+        "loss 0.5000   accuracy 0.2500   gradient norm 1.25   learning rate 0.1   1,234 samples/s   1:05 elapsed   "
         "3 ranks on cpu, rank 1 is slowest"
     )
     assert lines[-1] == "loss 4 █▄▂▁ 0.5"

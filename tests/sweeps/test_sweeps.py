@@ -15,7 +15,7 @@ import ddp_loop as dl
 from ddp_loop.cli import main
 from ddp_loop.distributed import Pool
 from ddp_loop.sweeps.command import _plan_of
-from ddp_loop.sweeps.plan import make_sampler
+from ddp_loop.sweeps.plan import TrialResult, make_sampler, say_results
 from ddp_loop.sweeps.sweep_folder import read_sweep
 from tests.support.paths import ROOT
 from tests.support.trials import final, intervals, most_at_once, named, toml, train, trial, trivial
@@ -154,3 +154,28 @@ def test_a_script_in_a_toml_file(pool: Pool, tmp_path: Path) -> None:
     for number, rate in enumerate([0.1, 0.05]):
         run = tmp_path / "sweep" / "trials" / f"000{number}"
         assert final(run) == alone(pool, 1, tmp_path / f"alone-{number}", steps=5, rate=rate, width=2)
+
+
+def result(trial: int, value: float | None, status: str = "done") -> TrialResult:
+    return TrialResult(trial, {"lr": 0.1 * trial, "width": 8}, status, value, None, Path(f"trials/{trial:04}"))
+
+
+@pytest.mark.parametrize(
+    ("direction", "best"),
+    [
+        ("minimize", "Best: trial 2 (lr=0.2, width=8), loss 0.25 (trials/0002)"),
+        ("maximize", "Best: trial 1 (lr=0.1, width=8), loss 0.5 (trials/0001)"),
+    ],
+)
+def test_a_sweep_ends_with_its_best_trial(direction: str, best: str, tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text(json.dumps({"objective": "loss", "direction": direction}))
+    said: list[str] = []
+    say_results([result(1, 0.5), result(2, 0.25), result(3, 0.0, "pruned"), result(4, None)], tmp_path, said.append)
+    assert said == ["4 trials: 3 done, 1 pruned", best]
+
+
+def test_a_sweep_without_a_value_names_no_best_trial(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text(json.dumps({"objective": "loss", "direction": "minimize"}))
+    said: list[str] = []
+    say_results([result(1, None)], tmp_path, said.append)
+    assert said == ["1 trial: 1 done"]
