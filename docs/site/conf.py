@@ -61,6 +61,8 @@ CONTENTS = """
 :caption: Guides
 
 docs/tutorial
+docs/how_do_i
+docs/what_equals_what
 docs/when_to_use
 docs/faq
 docs/migrate
@@ -110,6 +112,7 @@ docs/reference/command_line
 :hidden:
 :caption: Measurements
 :glob:
+:maxdepth: 1
 
 docs/benchmarks/*
 ```

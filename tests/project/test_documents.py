@@ -220,7 +220,17 @@ def test_the_prose_is_plain_english() -> None:
 
 
 def test_nothing_strays_at_the_root() -> None:
-    known = {".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "pyproject.toml"}
+    known = {
+        ".gitignore",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "Makefile",
+        "README.md",
+        "SECURITY.md",
+    }
+    known |= {"pyproject.toml"}
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     names = listed.stdout.split() or [path.name for path in ROOT.iterdir() if path.is_file()]  # outside of a checkout
     assert {name for name in names if "/" not in name} - known == {"requirements-dev.txt"}
