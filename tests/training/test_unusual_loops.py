@@ -1,13 +1,12 @@
-"""Loops that are unusual, and right: within 1e-12 of a plain loop in float64.
-
-No sum here has more than some hundred terms, each rounded at 1.1e-16.
-"""
+"""Loops that are unusual, and right: what a script does beside the step changes no bit, or is refused."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -15,181 +14,15 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from tests.support.comparing import values_of
+from tests.support.comparing import Tensors, is_close, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
-from tests.support.refusals import (
-    BOUND,
-    Refused,
-    loop_over,
-    loss_of,
-    mean_of,
-    network,
-    samples,
-)
+from tests.support.refusals import ALL, Refused, does_it, loop_over, loss_of, mean_of, network, samples
 
 pytestmark = pytest.mark.on_gpus_too
 
-Trained = dict[str, list[float]]
-
-
-def plain_steps(model: nn.Module, count: int = 24) -> Iterator[torch.Tensor]:
-    """The plain loop's mini-batches, with the gradients of `model` in place."""
-    for rows in samples(count).split(6):
-        model.zero_grad()
-        loss_of(model, rows).backward()
-        yield rows
-
-
-def assert_close(results: list[list[torch.Tensor]], expected: list[torch.Tensor]) -> None:
-    for rank, result in enumerate(results):
-        assert len(result) == len(expected)
-        for one, other in zip(result, expected, strict=True):
-            assert (one - other).abs().max() <= BOUND * max(1.0, float(other.abs().max())), f"rank {rank}"
-
-
-def train_usually(model: nn.Module) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in plain_steps(model):
-        optimizer.step()
-    return values_of(model)
-
-
-def zero_gradients(where: str, shards: int | None) -> list[torch.Tensor]:
-    with dl.join_world() as world:
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in loop_over(world, "", model, optimizer, shards=shards, run_dir=None):
-            if where == "before the shards":
-                optimizer.zero_grad()
-            for rows in step:
-                if where == "before each backward":
-                    optimizer.zero_grad()
-                step.backward(loss_of(model, rows))
-            if where == "before fold":
-                optimizer.zero_grad(set_to_none=step.iteration % 2 == 0)
-            step.fold()
-            optimizer.step()
-            if where == "after the step":
-                optimizer.zero_grad(set_to_none=step.iteration % 2 == 0)
-        return values_of(model)
-
-
-@pytest.mark.parametrize("shards", [None, 6])
-@pytest.mark.parametrize("where", ["before the shards", "after the step"])
-@pytest.mark.quick_on_gpus
-def test_zero_grad_between_the_steps_changes_nothing(where: str, shards: int | None, on_ranks: OnRanks) -> None:
-    assert_close(on_ranks(2, zero_gradients, where, shards), train_usually(network()))
-
-
-def test_zero_grad_before_the_only_shards_backward_changes_nothing(on_ranks: OnRanks) -> None:
-    assert_close(on_ranks(2, zero_gradients, "before each backward", None), train_usually(network()))
-
-
-def zero_in_the_step(world: dl.World, folder: str, where: str) -> None:
-    model = network()
-    for step in loop_over(world, folder, model, shards=6):
-        for rows in step:
-            if where == "before each backward":
-                model.zero_grad()
-            step.backward(loss_of(model, rows))
-        if where == "before fold":
-            model.zero_grad()
-        step.fold()
-
-
-@pytest.mark.parametrize("where", ["before each backward", "before fold"])
-def test_zero_grad_that_loses_a_shards_gradient_is_refused(where: str, refused: Refused) -> None:
-    refused(2, zero_in_the_step, where, kind="RuntimeError", said="zero_grad")
-
-
-def clip() -> list[torch.Tensor]:
-    with dl.join_world() as world:
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in loop_over(world, "", model, optimizer, run_dir=None):
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            norm = step.fold().gradient_norm
-            clipped = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            assert abs(float(norm - clipped)) <= BOUND * float(norm)
-            optimizer.step()
-        return values_of(model)
-
-
-def test_clipping_after_fold_clips_the_whole_mini_batchs_gradient(on_ranks: OnRanks) -> None:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in plain_steps(model):
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    assert_close(on_ranks(3, clip), values_of(model))
-
-
-def add_a_group(where: str, differing: bool) -> list[torch.Tensor]:
-    with dl.join_world() as world:
-        model, head = network(), nn.Linear(4, 1).double()
-        with torch.no_grad():
-            for parameter in head.parameters():
-                parameter.fill_(0.5 if differing and world.rank > 0 else 0.25)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in loop_over(world, "", model, optimizer, run_dir=None):
-            if step.iteration == 2 and where == "before the shards":
-                optimizer.add_param_group({"params": list(head.parameters())})
-            for rows in step:
-                added = head(rows) if len(optimizer.param_groups) == 2 else 0.0
-                step.backward(mse_loss(model(rows) + added, rows.sum(1, keepdim=True)))
-            step.fold()
-            optimizer.step()
-            if step.iteration == 1 and where == "after the step":
-                optimizer.add_param_group({"params": list(head.parameters())})
-        return values_of(model, head)
-
-
-def plain_with_a_group() -> list[torch.Tensor]:
-    model, head = network(), nn.Linear(4, 1).double()
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.fill_(0.25)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number, rows in enumerate(samples(24).split(6), 1):
-        if number == 2:
-            optimizer.add_param_group({"params": list(head.parameters())})
-        optimizer.zero_grad()
-        added = head(rows) if len(optimizer.param_groups) == 2 else 0.0
-        mse_loss(model(rows) + added, rows.sum(1, keepdim=True)).backward()
-        optimizer.step()
-    return values_of(model, head)
-
-
-@pytest.mark.parametrize("where", ["after the step", "before the shards"])
-def test_a_group_added_in_mid_run_is_trained_as_in_the_plain_loop(where: str, on_ranks: OnRanks) -> None:
-    assert_close(on_ranks(3, add_a_group, where, False), plain_with_a_group())
-
-
-@pytest.mark.parametrize("where", ["after the step", "before the shards"])
-def test_a_group_that_is_added_with_other_values_on_each_rank_becomes_rank_0s(where: str, on_ranks: OnRanks) -> None:
-    first, *others = on_ranks(3, add_a_group, where, True)
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-
-
-def add_a_group_on_one(world: dl.World, folder: str, where: str) -> None:
-    model, head = network(), nn.Linear(4, 1).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in loop_over(world, folder, model, optimizer):
-        if step.iteration == 2 and world.rank == 1 and where == "before the shards":
-            optimizer.add_param_group({"params": list(head.parameters())})
-        for rows in step:
-            step.backward(mse_loss(model(rows) + head(rows), rows.sum(1, keepdim=True)))
-        step.fold()
-        if step.iteration == 1 and world.rank == 1 and where == "after the step":
-            optimizer.add_param_group({"params": list(head.parameters())})
-
-
-@pytest.mark.parametrize("where", ["after the step", "before the shards"])
-@pytest.mark.slow
-def test_a_group_added_on_one_rank_alone_is_refused(where: str, refused: Refused) -> None:
-    said = "rank 1 is at a gather of modules and parameters that are new in state"
-    refused(2, add_a_group_on_one, where, kind="Parted", said=said)
+PLACES = ("before the shards", "before a backward", "before fold", "after fold", "after the step")
+FIRST, BACKWARD, FOLD, FOLDED, LAST = PLACES
+Act = Callable[[dl.World, nn.Module], object]
 
 
 def norm_network() -> nn.Sequential:
@@ -197,188 +30,242 @@ def norm_network() -> nn.Sequential:
     return nn.Sequential(model[0], nn.BatchNorm1d(6).double(), model[1], model[2])
 
 
-def check_copy(model: nn.Module) -> None:
+def state_of(model: nn.Module) -> Tensors:
+    return [*values_of(model), *(buffer.clone() for buffer in model.buffers())]
+
+
+def act_in_a_loop(world: dl.World, folder: str, act: Act, place: str, **keywords: Any) -> Tensors:
+    model = norm_network()
+    if keywords.pop("is_synced", False):
+        dl.sync_batch_norm(model, world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def reach(here: str) -> None:
+        if here == place:
+            act(world, model)
+
+    for step in loop_over(world, "", model, optimizer, run_dir=folder or None, bucket_cap_mib=1e-5, **keywords):
+        reach(FIRST)
+        for rows in step:
+            reach(BACKWARD)
+            step.backward(loss_of(model, rows))
+        reach(FOLD)
+        step.fold()
+        reach(FOLDED)
+        optimizer.step()
+        reach(LAST)
+    return state_of(model)
+
+
+def act_on_a_rank(act: Act, place: str, **keywords: Any) -> Tensors:
+    with dl.join_world() as world:
+        return act_in_a_loop(world, "", act, place, **keywords)
+
+
+def nothing(world: dl.World, model: nn.Module) -> None:
+    pass
+
+
+def clear(world: dl.World, model: nn.Module) -> None:
+    """By both ways of torch."""
+    first, *others = model.children()
+    first.zero_grad(set_to_none=False)
+    for other in others:
+        other.zero_grad()
+
+
+def check_copy(model: nn.Module, other: nn.Module) -> None:
     """A copy is an ordinary module: in training its statistics move as torch moves them."""
     plain = norm_network()
     plain.load_state_dict(model.state_dict())
-    for one in (model, plain):
+    for one in (other, plain):
         one.train()
         one(samples(5))
-    for (name, value), other in zip(model.named_buffers(), plain.buffers(), strict=True):
-        assert torch.equal(value, other), f"{name} of the copy"
+    assert all(map(torch.equal, state_of(other), state_of(plain)))
 
 
-def copy_and_move(what: str) -> list[torch.Tensor]:
-    with dl.join_world() as world:
-        model = norm_network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        copies: list[nn.Module] = []
-        for step in loop_over(world, "", model, optimizer, run_dir=None):
-            for number, rows in enumerate(step):
-                if what == "deepcopy in the shard" and number == 0:
-                    copies.append(copy.deepcopy(model))
-                step.backward(loss_of(model, rows))
-            if what == "deepcopy before fold":
-                copies.append(copy.deepcopy(model))
-            step.fold()
-            optimizer.step()
-            if what == "deepcopy":
-                copies.append(copy.deepcopy(model))
-                copies.append(torch.optim.swa_utils.AveragedModel(model))
-            if what == "pickle":
-                copies.append(pickle.loads(pickle.dumps(model)))
-            if what == "to the same device":
-                model.to(world.device).double().train()
-            if what == "load_state_dict":
-                model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-        for other in copies:
-            check_copy(other.module if isinstance(other, torch.optim.swa_utils.AveragedModel) else other)
-        return [*values_of(model), model.get_buffer("1.running_mean"), model.get_buffer("1.running_var")]
+def deepcopy(world: dl.World, model: nn.Module) -> None:
+    check_copy(model, copy.deepcopy(model))
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["deepcopy", "pickle", "deepcopy in the shard", "deepcopy before fold", "to the same device", "load_state_dict"],
-)
+def average(world: dl.World, model: nn.Module) -> None:
+    check_copy(model, torch.optim.swa_utils.AveragedModel(model).module)
+
+
+def unpickle(world: dl.World, model: nn.Module) -> None:
+    check_copy(model, pickle.loads(pickle.dumps(model)))
+
+
+def move(world: dl.World, model: nn.Module) -> None:
+    model.to(world.device).double().train()
+
+
+def load(world: dl.World, model: nn.Module) -> None:
+    state = model.state_dict()
+    assert state.keys() == norm_network().state_dict().keys()
+    model.load_state_dict({name: value.clone() for name, value in state.items()})
+
+
+def evaluate(world: dl.World, model: nn.Module) -> None:
+    dl.evaluate(model, dl.Batches(samples(5), 2, world, shuffle=False), mean=mean_of)
+
+
+def infer_on_one_rank(world: dl.World, model: nn.Module) -> None:
+    if world.rank == 1:
+        model.eval()
+        with torch.no_grad():
+            model(samples(5))
+        model.train()
+
+
+def differentiate(world: dl.World, model: nn.Module) -> None:
+    """By the inputs, as in a penalty, and through a network that the loop does not have."""
+    inputs = samples(5).requires_grad_()
+    torch.autograd.grad(network()(inputs).sum(), inputs)
+    nn.Linear(4, 1).double()(inputs).sum().backward()
+
+
+CHANGES_NOTHING = [
+    (clear, FIRST, {"shards": 3}),
+    (clear, LAST, {}),
+    (clear, BACKWARD, {}),  # of the only shard
+    (deepcopy, BACKWARD, {}),
+    (deepcopy, FOLD, {}),
+    (average, LAST, {}),
+    (move, LAST, {}),
+    (load, LAST, {}),
+    (evaluate, FIRST, {}),
+    (evaluate, FOLDED, {}),
+    (infer_on_one_rank, LAST, {}),
+    (infer_on_one_rank, LAST, {"is_synced": True}),
+    (differentiate, BACKWARD, {"shards": 3}),
+]
+
+
+@pytest.mark.parametrize(("act", "place", "how"), CHANGES_NOTHING)
+@pytest.mark.quick_on_gpus
+def test_what_is_no_part_of_the_step_changes_no_bit(
+    act: Act, place: str, how: dict[str, Any], on_ranks: OnRanks
+) -> None:
+    wanted = same_on_all(on_ranks(2, act_on_a_rank, nothing, "", **how))
+    assert is_same(same_on_all(on_ranks(2, act_on_a_rank, act, place, **how)), wanted)
+
+
 @pytest.mark.one_device("cpu", "the fake GPU's tensors cannot be pickled")
-def test_copying_or_moving_the_model_in_mid_run_changes_nothing(what: str, on_ranks: OnRanks) -> None:
-    expected = on_ranks(2, copy_and_move, "nothing")
-    assert_close(on_ranks(2, copy_and_move, what), expected[0])
+def test_pickling_the_model_in_mid_run_changes_no_bit(on_ranks: OnRanks) -> None:
+    wanted = on_ranks(2, act_on_a_rank, nothing, "")
+    assert is_same(same_on_all(on_ranks(2, act_on_a_rank, unpickle, LAST)), wanted[0])
 
 
-def save_and_load() -> bool:
-    with dl.join_world() as world:
-        model = norm_network()
-        for step in loop_over(world, "", model, run_dir=None):
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
-            saved = copy.deepcopy(model.state_dict())
-            norm_network().load_state_dict(saved)
-        return all("ddp" not in name for name in saved)
+def clear_within_a_step(world: dl.World, folder: str, place: str) -> None:
+    act_in_a_loop(world, folder, clear, place, shards=3)
 
 
-def test_the_models_state_dict_is_a_plain_one(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, save_and_load) == [True, True]
+@pytest.mark.parametrize("place", [BACKWARD, FOLD])
+def test_zero_grad_that_loses_a_shards_gradient_is_refused(place: str, refused: Refused) -> None:
+    refused(2, clear_within_a_step, place, kind="RuntimeError", said="zero_grad")
 
 
-def share_a_graph(how: str) -> list[torch.Tensor]:
-    with dl.join_world() as world:
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in loop_over(world, "", model, optimizer, run_dir=None, shards=4):
-            for rows in step:
-                if how == "one trunk":
-                    output = model(rows)
-                    half = mse_loss(output, rows.sum(1, keepdim=True)) / 2
-                    step.backward(half, more_losses=True)
-                    step.backward(mse_loss(output, rows.sum(1, keepdim=True)) / 2)
-                else:
-                    step.backward(loss_of(model, rows) / 2, more_losses=True)
-                    step.backward(loss_of(model, rows) / 2)
-            step.fold()
-            optimizer.step()
-        return values_of(model)
+# -- a group that is added in mid-run ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["two forwards", "one trunk"])
-def test_several_losses_of_a_shard_add_up(how: str, on_ranks: OnRanks) -> None:
-    assert_close(on_ranks(2, share_a_graph, how), train_usually(network()))
+def head_of(value: float) -> nn.Module:
+    head = nn.Linear(4, 1).double()
+    for parameter in head.parameters():
+        nn.init.constant_(parameter, value)
+    return head
 
 
-def two_loops(how: str) -> list[torch.Tensor]:
-    with dl.join_world() as world:
-        model, other = norm_network(), norm_network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        second = model if how in ("one model", "one after the other") else other
-        inner_optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
-        outer = loop_over(world, "", model, optimizer, run_dir=None)
-        if how == "one after the other":
-            train_in(outer, model, optimizer)
-            train_in(loop_over(world, "", model, inner_optimizer, run_dir=None), model, inner_optimizer)
-            return [*values_of(model), model.get_buffer("1.running_mean")]
-        inner = iter(loop_over(world, "", second, inner_optimizer, run_dir=None))
-        for step in outer:
-            for network_, optimizer_, one in ((model, optimizer, step), (second, inner_optimizer, next(inner))):
-                for rows in one:
-                    one.backward(loss_of(network_, rows))
-                one.fold()
-                optimizer_.step()
-        assert next(inner, None) is None
-        return [*values_of(model), model.get_buffer("1.running_mean")]
-
-
-def train_in(loop: dl.Loop, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for step in loop:
+def add_a_group(world: dl.World, folder: str, place: str, adder: int = ALL, differing: bool = False) -> Tensors:
+    """In the second step, or right before it; its layer takes part from then on."""
+    model = network()
+    head = head_of(0.5 if differing and world.rank > 0 else 0.25)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in loop_over(world, "", model, optimizer, run_dir=folder or None):
+        if (step.iteration, place) == (2, FIRST) and does_it(world, adder):
+            optimizer.add_param_group({"params": list(head.parameters())})
         for rows in step:
-            step.backward(loss_of(model, rows))
+            added = head(rows) if step.iteration > 1 else 0.0
+            step.backward(mse_loss(model(rows) + added, rows.sum(1, keepdim=True)))
         step.fold()
         optimizer.step()
+        if (step.iteration, place) == (1, LAST) and does_it(world, adder):
+            optimizer.add_param_group({"params": list(head.parameters())})
+    return values_of(model, head)
 
 
-def plain_norm(rounds: int, again: int) -> list[torch.Tensor]:
+def add_on_a_rank(place: str, differing: bool) -> Tensors:
+    with dl.join_world() as world:
+        return add_a_group(world, "", place, differing=differing)
+
+
+def add_plainly() -> Tensors:
+    model = network()
+    head = head_of(0.25)
+    first, *others = samples(24).split(6)
+    loss_of(model, first).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    for rows in others:
+        optimizer.zero_grad()
+        mse_loss(model(rows) + head(rows), rows.sum(1, keepdim=True)).backward()
+        optimizer.step()
+    return values_of(model, head)
+
+
+@pytest.mark.parametrize("differing", [False, True])
+@pytest.mark.parametrize("place", [LAST, FIRST])
+def test_a_group_added_in_mid_run_is_trained_as_in_the_plain_loop_from_rank_0s_values(
+    place: str, differing: bool, on_ranks: OnRanks
+) -> None:
+    assert is_close(same_on_all(on_ranks(3, add_on_a_rank, place, differing)), add_plainly())
+
+
+@pytest.mark.parametrize("place", [LAST, FIRST])
+@pytest.mark.slow
+def test_a_group_added_on_one_rank_alone_is_refused(place: str, refused: Refused) -> None:
+    said = "rank 1 is at a gather of modules and parameters that are new in state"
+    refused(2, add_a_group, place, 1, kind="Parted", said=said)
+
+
+# -- two loops ---------------------------------------------------------------------------------------------
+
+ORDERS: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
+    "one after the other": lambda mini_batches: mini_batches * 2,
+    "one model": lambda mini_batches: [rows for rows in mini_batches for _ in range(2)],
+    "two models": lambda mini_batches: mini_batches,
+}
+
+
+def run_two_loops(how: str) -> Tensors:
+    with dl.join_world() as world:
+        first = norm_network()
+        models = [first, norm_network() if how == "two models" else first]
+        loops = (loop_over(world, "", model, run_dir=None) for model in models)  # each is made when it is reached
+        if how == "one after the other":
+            for step in chain.from_iterable(loops):
+                make(step, first)
+        else:
+            for steps in zip(*loops, strict=True):
+                for step, model in zip(steps, models, strict=True):
+                    make(step, model)
+        return state_of(first)
+
+
+def make(step: dl.Step, model: nn.Module) -> None:
+    for rows in step:
+        step.backward(loss_of(model, rows))
+    step.fold()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("how", ORDERS)
+def test_two_loops_do_not_disturb_each_other(how: str, on_ranks: OnRanks) -> None:
     model = norm_network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(rounds):
-        for rows in samples(24).split(6):
-            for _ in range(again):
-                optimizer.zero_grad()
-                loss_of(model, rows).backward()
-                optimizer.step()
-    return [*values_of(model), model.get_buffer("1.running_mean")]
-
-
-@pytest.mark.parametrize(
-    ("how", "rounds", "again"), [("one after the other", 2, 1), ("two models", 1, 1), ("one model", 1, 2)]
-)
-def test_two_loops_do_not_disturb_each_other(how: str, rounds: int, again: int, on_ranks: OnRanks) -> None:
-    # one shard in all, so that batch norm sees the whole mini-batch as in the plain loop
-    assert_close(on_ranks(1, two_loops, how), plain_norm(rounds, again))
-
-
-@pytest.mark.parametrize("how", ["one after the other", "two models", "one model"])
-def test_two_loops_on_two_ranks_agree(how: str, on_ranks: OnRanks) -> None:
-    first, second = on_ranks(2, two_loops, how)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-def own_backward_beside() -> list[torch.Tensor]:
-    with dl.join_world() as world:
-        model, critic = network(), nn.Linear(4, 1).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in loop_over(world, "", model, optimizer, run_dir=None):
-            for rows in step:
-                inputs = rows.clone().requires_grad_(True)
-                torch.autograd.grad(model(inputs).sum(), inputs)  # a gradient by the inputs, as in a penalty
-                critic(rows).sum().backward()
-                step.backward(loss_of(model, rows))
-            step.fold()
-            optimizer.step()
-        return values_of(model)
-
-
-def test_gradients_that_are_not_the_steps_are_left_alone(on_ranks: OnRanks) -> None:
-    assert_close(on_ranks(2, own_backward_beside), train_usually(network()))
-
-
-def evaluate_between(where: str) -> list[torch.Tensor]:
-    with dl.join_world() as world:
-        model = norm_network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        test = dl.Batches(samples(5), 2, world, shuffle=False)
-        for step in loop_over(world, "", model, optimizer, run_dir=None, bucket_cap_mib=1e-5):
-            if where == "before the step":
-                dl.evaluate(model, test, mean=mean_of)
-            for rows in step:
-                step.backward(loss_of(model, rows))
-            step.fold()
-            if where == "after fold":
-                dl.evaluate(model, test, mean=mean_of)
-            optimizer.step()
-        return [*values_of(model), model.get_buffer("1.running_mean")]
-
-
-@pytest.mark.parametrize("where", ["before the step", "after fold"])
-def test_evaluation_between_steps_changes_nothing(where: str, on_ranks: OnRanks) -> None:
-    expected = on_ranks(3, evaluate_between, "nowhere")
-    assert_close(on_ranks(3, evaluate_between, where), expected[0])
+    for rows in ORDERS[how](list(samples(24).split(6))):
+        model.zero_grad()
+        loss_of(model, rows).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    (alone,) = on_ranks(1, run_two_loops, how)  # one shard in all: batch norm sees the whole mini-batch
+    assert is_same(alone, state_of(model))
+    assert not is_same(same_on_all(on_ranks(2, run_two_loops, how)), alone)
