@@ -88,21 +88,25 @@ class Undefined(torch.autograd.Function):
         return None, None
 
 
+def triple(module: nn.Module, of_input: Any, of_output: Any) -> tuple[torch.Tensor]:
+    return (of_input[0] * 3,)
+
+
 def with_hooks() -> nn.Module:
     """Hooks of a module that change its input, its output and the gradient of its input."""
     model = TwoHeads()
     model.body.register_forward_pre_hook(lambda module, inputs: (torch.relu(inputs[0]),))
     model.body.register_forward_hook(lambda module, inputs, output: output * 2)
-    model.one.register_full_backward_hook(lambda module, of_input, of_output: (of_input[0] * 3,))
+    model.one.register_full_backward_hook(triple)
     return model
 
 
-def of_both(model: Any, x: torch.Tensor) -> torch.Tensor:
+def of_both(model: Any, x: torch.Tensor) -> Any:
     found = model(x)
     return found.one.square().mean() + found.rest["other"][0].mean()
 
 
-def of_several_forwards(model: Any, x: torch.Tensor) -> torch.Tensor:
+def of_several_forwards(model: Any, x: torch.Tensor) -> Any:
     """One is not used, one has no graph; a tensor that the first one of all made serves all."""
     model(x)
     with torch.no_grad():
@@ -112,39 +116,39 @@ def of_several_forwards(model: Any, x: torch.Tensor) -> torch.Tensor:
     return (model(x).one - teacher).square().mean() + (model(2 * x).one + model.made).square().mean()
 
 
-def of_one_head_alone(model: Any, x: torch.Tensor) -> torch.Tensor:
+def of_one_head_alone(model: Any, x: torch.Tensor) -> Any:
     found = model(x)
     part = Undefined.apply(found.one)  # type: ignore[no-untyped-call]
     return part.mean() + (found.one.detach() + found.rest["other"][0]).square().mean()
 
 
-def as_a_function(model: Any, x: torch.Tensor) -> torch.Tensor:
+def as_a_function(model: Any, x: torch.Tensor) -> Any:
     values = {name: 2 * parameter for name, parameter in model.named_parameters()}
-    return functional_call(model, values, (x,)).one.square().mean()  # type: ignore[no-any-return]
+    return functional_call(model, values, (x,)).one.square().mean()
 
 
-def of_packed(model: Any, x: torch.Tensor) -> torch.Tensor:
+def of_packed(model: Any, x: torch.Tensor) -> Any:
     lengths = 1 + (x[:, 0].abs() * 10).long() % WIDTH
     packed = pack_padded_sequence(x.unsqueeze(-1), lengths.cpu(), batch_first=True, enforce_sorted=False)
-    return model(packed)[1][0].square().mean()  # type: ignore[no-any-return]
+    return model(packed)[1][0].square().mean()
 
 
-def of_recomputed(model: Any, x: torch.Tensor) -> torch.Tensor:
+def of_recomputed(model: Any, x: torch.Tensor) -> Any:
     """Two forwards of a layer that are computed again inside backward."""
     first, second = model
     once = checkpoint(second, first(x), use_reentrant=False)
-    return checkpoint(second, once.tanh(), use_reentrant=False).square().mean()  # type: ignore[no-any-return]
+    return checkpoint(second, once.tanh(), use_reentrant=False).square().mean()
 
 
-def of_reentrant(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(model, x.requires_grad_(), use_reentrant=True).square().mean()  # type: ignore[no-any-return]
+def of_reentrant(model: Any, x: torch.Tensor) -> Any:
+    return checkpoint(model, x.requires_grad_(), use_reentrant=True).square().mean()
 
 
-def of_output(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
+def of_output(model: Any, x: torch.Tensor) -> Any:
+    return model(x).square().mean()
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], Any]]] = {
     "outputs that are nested": (TwoHeads, of_both),
     "several forwards": (TwoHeads, of_several_forwards),
     "a gradient that is undefined": (TwoHeads, of_one_head_alone),
