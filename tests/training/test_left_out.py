@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ddp_loop as dl
@@ -35,8 +37,8 @@ def train_with_a_copy(kind: str | None, shards: int | None) -> tuple[Tensors, li
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         copies = [] if kind is None else [COPIES[kind](model)]
-        options = {"run_dir": None, "shards": shards, "bucket_cap_mib": 1e-6, "check_replicas_every": 1}
-        loop = loop_over(world, "", model, optimizer, *copies, **options)
+        options: dict[str, Any] = {"run_dir": None, "bucket_cap_mib": 1e-6, "check_replicas_every": 1}
+        loop = loop_over(world, "", model, optimizer, *copies, shards=shards, **options)
         for step in loop:
             for rows in step:
                 step.backward(loss_of(model, rows))
@@ -83,7 +85,7 @@ def distill_from_an_average(detached: bool) -> list[Gradients]:
 
     def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         aim = average(rows).detach() if detached else average(rows)
-        return loss_of(model, rows) + (model(rows) - 2 * aim).square().mean()
+        return loss_of(model, rows) + mse_loss(model(rows), 2 * aim)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return train(

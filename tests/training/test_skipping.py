@@ -177,7 +177,7 @@ def test_a_step_that_is_skipped_changes_no_bit_and_training_goes_on_as_without_i
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["fused adam", "fused sgd", "adam"])
 def test_on_a_gpu_a_skipped_step_changes_no_bit(optimizer: str) -> None:
-    job = {"optimizer": optimizer}
+    job: dict[str, Any] = {"optimizer": optimizer}
     for how in ("loss", "gradient"):
         assert_skipped([run(how, **job)], [run("left out", "allow", **job)], how, job, late=True)
 
