@@ -9,6 +9,7 @@ from typing import Any
 from ddp_loop.checkpoint import MOST_WHY, NAME, STATUS, STOP, is_running, read_json, read_text
 from ddp_loop.reporting import TRIAL, plain_reason, state_of
 
+_NOTHING_YET = "no run has begun in this folder yet: Loop(run_dir=...) begins one here"
 ENDED = ("done", "stopped", "left", "failed")
 ENDED_TRIAL = ("pruned", "killed", "not finite", "timed out", "interrupted")
 
@@ -90,7 +91,7 @@ class RunState:
         return {
             "missing": "this run folder does not exist yet",
             "gone": "this run folder was removed",
-            "waiting": "waiting for a slot" if self.trial else "no run has begun in this folder yet",
+            "waiting": "waiting for a slot" if self.trial else _NOTHING_YET,
             "starting": "starting",
             "running": "running",
             "stopping": "stopping\u2026",

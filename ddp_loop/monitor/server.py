@@ -8,6 +8,7 @@ show how the run ended; it ends when the script has ended and no browser has sho
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
 import os
 import secrets
@@ -184,12 +185,24 @@ def serve(
                     f"WARNING: other machines can connect to {host}. Whoever has the link can read, stop and "
                     "continue the runs. The connection is not encrypted."
                 )
+            for run in runs:
+                if not run.is_dir():
+                    like = difflib.get_close_matches(run.name, (one.name for one in _folders_beside(run)), 1)
+                    meant = f" Did you mean {run.with_name(like[0])}?" if like else ""
+                    say(f"WARNING: {run} is no folder yet. The page shows it once a run begins there.{meant}")
             say(f"Page: {link}")
             say(f"The link is in {path} too, readable by you only. Ctrl-C ends the page, not the run.")
             more: AbstractContextManager[list[Path]] = fake_runs(Path(folder)) if demo else nullcontext([])
             with more as made:
                 site = MonitorApp([*runs, *made])
                 make_server(site, listening, token, names_of(host, also)).run(sockets=[listening])
+
+
+def _folders_beside(run: Path) -> list[Path]:
+    try:
+        return [one for one in run.absolute().parent.iterdir() if one.is_dir()]
+    except OSError:
+        return []
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -137,7 +137,7 @@ def test_a_long_run_is_thinned_out_and_a_part_of_it_is_exact(tmp_path: Path) -> 
         ({"status": "running", "iteration": 0}, "lost",
          "ended after step 20 without a status: its process no longer runs"),
         ({"status": ["no", "word"]}, "lost", "ended after step 20 without a status: its process no longer runs"),
-        ({}, "waiting", "no run has begun in this folder yet"),
+        ({}, "waiting", "no run has begun in this folder yet: Loop(run_dir=...) begins one here"),
     ],
 )  # fmt: skip
 def test_the_end_of_a_run_is_described_in_words(tmp_path: Path, status: dict[str, Any], state: str, says: str) -> None:

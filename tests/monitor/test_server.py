@@ -38,6 +38,16 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
             process.kill()
 
 
+def test_a_folder_that_is_not_there_is_said_with_one_like_it(tmp_path: Path) -> None:
+    (tmp_path / "digits").mkdir()
+    with started(str(tmp_path / "digit")) as (_, said_by_it):
+        assert said_by_it.readline() == (
+            f"WARNING: {tmp_path / 'digit'} is no folder yet. The page shows it once a run begins there. "
+            f"Did you mean {tmp_path / 'digits'}?\n"
+        )
+        assert said_by_it.readline().startswith("Page: ")
+
+
 @pytest.mark.slow
 @pytest.mark.covers("E4")
 def test_the_command_prints_its_link_once_keeps_it_to_its_user_and_ends_on_request() -> None:
