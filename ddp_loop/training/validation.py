@@ -37,6 +37,10 @@ _SCALER = (
     'on_nonfinite="skip" left this step without gradients, which a GradScaler outside of the state cannot know. Pass '
     "Loop state=dict(model=model, optimizer=optimizer, scaler=scaler)."
 )
+_MORE_SHARDS = (
+    "More shards need less memory: Batches(..., shards=8) computes an eighth of a mini-batch at a time, with the "
+    "same sums."
+)
 
 
 def explain(error: BaseException, *, taken_for_data: bool, all_read: bool, skips: bool) -> None:
@@ -53,6 +57,8 @@ def explain(error: BaseException, *, taken_for_data: bool, all_read: bool, skips
         error.add_note(_INNER_LOOP)
     elif skips and "No inf checks were recorded" in text:
         error.add_note(_SCALER)
+    elif isinstance(error, torch.OutOfMemoryError | MemoryError):
+        error.add_note(_MORE_SHARDS)
 
 
 def check_batches(batches: object) -> Batches:

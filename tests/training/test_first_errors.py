@@ -328,3 +328,19 @@ def name_in_another_order(world: dl.World, folder: str, what: str, culprit: int)
 )
 def test_names_in_another_order_on_a_rank_are_named(what: str, said: str, refused: Refused) -> None:
     refused(2, name_in_another_order, what, 1, kind="ValueError", said=said, by=ALL)
+
+
+def run_out_of_memory(world: dl.World, folder: str, kind: type[Exception]) -> None:
+    model = network()
+    for step in loop_over(world, folder, model):
+        for rows in step:
+            if world.rank == 1 and step.iteration == 2:
+                raise kind("2 GiB are not to be had.")
+            step.backward(loss_of(model, rows))
+        step.fold()
+
+
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
+def test_out_of_memory_names_more_shards(kind: type[Exception], refused: Refused) -> None:
+    said = r"2 GiB are not to be had.*More shards need less memory: Batches\(\.\.\., shards=8\)"
+    refused(2, run_out_of_memory, kind, kind=kind.__name__, said=said, by=1)
