@@ -5,23 +5,18 @@ Statistics are compared with 1e-12: float64, sums of some ten terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import ddp_loop as dl
-from tests.support.comparing import is_close
+from tests.support.comparing import Tensors, is_close
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused
+from tests.support.refusals import ALL, Refused, loop_over, loss_of, samples
+from tests.support.training import train
 
 pytestmark = pytest.mark.on_gpus_too
-
-Tensors = list[torch.Tensor]
-ROWS = 12
 
 
 class Transposing(nn.BatchNorm1d):
@@ -29,13 +24,6 @@ class Transposing(nn.BatchNorm1d):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return super().forward(rows.transpose(1, 2)).transpose(1, 2)
-
-
-class Plain(nn.BatchNorm1d):
-    """Gives torch what it is given."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return super().forward(rows.flatten(0, 1)).view_as(rows)
 
 
 class Frozen(nn.BatchNorm1d):
@@ -62,19 +50,8 @@ class Reading(nn.BatchNorm1d):
         return output
 
 
-class Fixed(nn.BatchNorm1d):
-    """Has a momentum that no attribute tells."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        flat = rows.flatten(0, 1)
-        return F.batch_norm(flat, self.running_mean, self.running_var, training=True, momentum=0.3).view_as(rows)
-
-
 class Moving(nn.Module):
     """A norm layer of the user's own, whose statistics have names of their own."""
-
-    moving_mean: torch.Tensor
-    moving_var: torch.Tensor
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -83,139 +60,110 @@ class Moving(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         flat = rows.flatten(0, 1)
-        return F.batch_norm(flat, self.moving_mean, self.moving_var, training=self.training).view_as(rows)
+        statistics = (self.get_buffer("moving_mean"), self.get_buffer("moving_var"))
+        return F.batch_norm(flat, *statistics, training=self.training).view_as(rows)
 
 
-def rows_of() -> torch.Tensor:
-    numbers = torch.randn(ROWS, 2, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    return numbers * torch.arange(1, ROWS + 1).view(-1, 1, 1)
+class ByName(nn.Module):
+    """Gives a batch norm its input by name."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(channels)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.norm(input=rows.flatten(0, 1)).view_as(rows)  # type: ignore[no-any-return]
 
 
-def network(kind: Callable[[int], nn.Module]) -> Any:
+class Untracked(ByName):
+    """As virtual adversarial training does: a second forward that moves no statistics."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.norm.track_running_stats = False
+        self.norm(rows.flatten(0, 1) * 3 + 2)
+        self.norm.track_running_stats = True
+        return super().forward(rows)
+
+
+class UntrackedAtFirst(Untracked):
+    """Does not track as its loop begins."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.norm.track_running_stats = False
+
+
+class Wavering(ByName):
+    """Has another momentum for one call."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.norm.momentum = 0.0
+        self.norm(rows.flatten(0, 1))
+        self.norm.momentum = 0.1
+        return super().forward(rows)
+
+
+class Hiding(nn.BatchNorm1d):
+    """Has a momentum that no attribute tells."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        flat = rows.flatten(0, 1)
+        return F.batch_norm(flat, self.running_mean, self.running_var, training=True, momentum=0.3).view_as(rows)
+
+
+def network(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(kind(3), nn.Linear(3, 1)).double()
+    model = nn.Sequential(nn.Unflatten(1, (2, 2)), kind(2), nn.Flatten(), nn.Linear(4, 1)).double()
     list(model.buffers())[1].mul_(4)
     return model
 
 
-def train(world: dl.World, kind: Callable[[int], nn.Module], shards: int | None = None) -> tuple[Tensors, Tensors]:
-    """The statistics and the last layer's gradient, after two steps over the same rows."""
+def after_a_step(model: nn.Module) -> tuple[Tensors, Tensors]:
+    """The statistics, without torch's count of the calls, and the last layer's gradients."""
+    statistics = [buffer.clone() for buffer in model.buffers() if buffer.is_floating_point()]
+    return statistics, [torch.as_tensor(one.grad).clone() for one in model.get_submodule("3").parameters()]
+
+
+def train_on_ranks(kind: type[nn.Module], shards: int | None) -> list[tuple[Tensors, Tensors]]:
     model = network(kind)
-    for step in dl.Loop(dl.Batches(rows_of(), ROWS, world, shards=shards), 2, state={"model": model}, progress=False):
-        for rows in step:
-            step.backward(model(rows).square().mean())
-        step.fold()
-    return [buffer.clone() for buffer in model.buffers()], [one.grad.clone() for one in model[1].parameters()]
-
-
-def train_on(kind: Callable[[int], nn.Module], shards: int) -> tuple[Tensors, Tensors]:
-    with dl.join_world(seed=0) as world:
-        return train(world, kind, shards)
-
-
-def expected(kind: Callable[[int], nn.Module]) -> tuple[Tensors, Tensors]:
-    """The same in one process without a Loop."""
-    model = network(kind)
-    for _ in range(2):
-        model.zero_grad()
-        model(rows_of()).square().mean().backward()
-    return list(model.buffers()), [one.grad for one in model[1].parameters()]
-
-
-@pytest.mark.parametrize("kind", [Transposing, Plain, Frozen, Reading, Moving])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.quick_on_gpus
-def test_statistics_are_those_of_the_values_that_the_norm_sees(
-    on_ranks: OnRanks, kind: Callable[[int], nn.Module], ranks: int
-) -> None:
-    statistics, gradients = expected(kind)
-    for found, folded in on_ranks(ranks, train_on, kind, 4):
-        if kind is Reading:  # torch counts the mini-batches of a forward that does not
-            assert is_close(found[:2], statistics[:2])
-        else:
-            assert is_close(found, statistics)
-        if kind in (Frozen, Reading):  # the others normalise by the shard
-            assert is_close(folded, gradients)
-
-
-def called_by_name(shards: int) -> Tensors:
-    with dl.join_world(seed=0) as world:
-        model = nn.BatchNorm1d(3).double()
-        for step in dl.Loop(
-            dl.Batches(rows_of()[:, 0], ROWS, world, shards=shards), 1, state={"model": model}, progress=False
-        ):
-            for rows in step:
-                step.backward(model(input=rows).square().mean())
-            step.fold()
-        return list(model.buffers())
-
-
-def test_a_norm_may_be_given_its_input_by_name() -> None:
-    assert is_close(called_by_name(4)[:1], called_by_name(1)[:1])
-
-
-def with_a_hidden_momentum(world: dl.World, folder: str) -> None:
-    train(world, Fixed)
-
-
-def test_a_momentum_that_the_layer_does_not_have_is_refused(refused: Refused) -> None:
-    refused(
-        2, with_a_hidden_momentum, kind="RuntimeError", said="gives F.batch_norm 0.3, and its momentum is 0.1", by=ALL
+    return train(
+        model, shards=shards, allow_single_sample_shards=True, after_fold=lambda step, result: after_a_step(model)
     )
 
 
-# -- calls that differ from one another --------------------------------------------------------------------
+@pytest.mark.parametrize("kind", [Transposing, Frozen, Reading, Moving, ByName, Untracked, UntrackedAtFirst])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.quick_on_gpus
+def test_statistics_are_those_of_the_values_that_the_norm_sees(
+    on_ranks: OnRanks, kind: type[nn.Module], ranks: int
+) -> None:
+    model = network(kind)
+    expected = []
+    for rows in samples(24).split(6):
+        model.zero_grad()
+        loss_of(model, rows).backward()
+        expected.append(after_a_step(model))
+    for found in on_ranks(ranks, train_on_ranks, kind, 4):
+        for one, other in zip(found, expected, strict=True):
+            assert is_close(one[0], other[0])
+            if kind in (Frozen, Reading):  # the others normalise by the shard
+                assert is_close(one[1], other[1])
 
 
-def call_off(model: Any, rows: torch.Tensor) -> Any:
-    """As virtual adversarial training does: a second forward that moves no statistics."""
-    model[0].track_running_stats = False
-    model(rows * 3 + 2)
-    model[0].track_running_stats = True
-    return model(rows)
-
-
-def call_without_momentum(model: Any, rows: torch.Tensor) -> Any:
-    model[0].momentum = 0.0
-    model(rows * 3 + 2)
-    model[0].momentum = 0.1
-    return model(rows)
-
-
-def train_toggling(world: dl.World, shards: int, *, off_at_first: bool = False) -> Tensors:
-    model = network(nn.BatchNorm1d)
-    model[0].track_running_stats = not off_at_first
-    batches = dl.Batches(rows_of()[:, 0], ROWS, world, shards=shards, shuffle=False)
-    for step in dl.Loop(batches, 2, state={"model": model}, progress=False):
+def train_refused(world: dl.World, folder: str, kind: type[nn.Module]) -> None:
+    model = network(kind)
+    for step in loop_over(world, folder, model):
         for rows in step:
-            step.backward(call_off(model, rows).square().mean())
-        step.fold()
-    return [buffer.clone() for buffer in model.buffers()]
-
-
-def train_toggling_on(shards: int, off_at_first: bool) -> Tensors:
-    with dl.join_world(seed=0) as world:
-        return train_toggling(world, shards, off_at_first=off_at_first)
-
-
-@pytest.mark.parametrize("off_at_first", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_call_without_tracking_moves_nothing(on_ranks: OnRanks, ranks: int, off_at_first: bool) -> None:
-    model = network(nn.BatchNorm1d)
-    for _ in range(2):
-        call_off(model, rows_of()[:, 0])
-    for found in on_ranks(ranks, train_toggling_on, 4, off_at_first):
-        assert is_close(found, list(model.buffers()))
-
-
-def with_a_momentum_for_a_call(world: dl.World, folder: str) -> None:
-    model = network(nn.BatchNorm1d)
-    for step in dl.Loop(dl.Batches(rows_of()[:, 0], ROWS, world), 1, state={"model": model}, progress=False):
-        for rows in step:
-            step.backward(call_without_momentum(model, rows).square().mean())
+            step.backward(loss_of(model, rows))
         step.fold()
 
 
-def test_a_momentum_for_one_call_is_refused(refused: Refused) -> None:
-    said = r"was called with another momentum than it has now, "
-    refused(2, with_a_momentum_for_a_call, kind="RuntimeError", said=said, by=ALL)
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Hiding, "gives F.batch_norm 0.3, and its momentum is 0.1"),
+        (Wavering, "was called with another momentum than it has now, "),
+    ],
+)
+def test_a_momentum_that_the_layer_does_not_have_is_refused(kind: type[nn.Module], said: str, refused: Refused) -> None:
+    refused(2, train_refused, kind, kind="RuntimeError", said=said, by=ALL)
