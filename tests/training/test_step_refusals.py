@@ -1,19 +1,21 @@
-"""A step that is iterated wrongly, and a backward with wrong arguments: one clear error on every rank."""
+"""A step that a script goes through wrongly: one clear error on every rank, whether one rank or all do it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
 
 import ddp_loop as dl
-from tests.support.devices import CPU
+from tests.support.comparing import gradients_of, is_close
+from tests.support.gathering import spread
 from tests.support.harness import OnRanks
 from tests.support.refusals import (
     ALL,
@@ -30,135 +32,328 @@ from tests.support.refusals import (
 
 pytestmark = pytest.mark.on_gpus_too
 
+Give = Callable[[dl.Step, Any, torch.Tensor], object]  # what a script does with a shard
+Act = Callable[[dl.Step, Any], object]  # and in a step
 
-def misuse(world: dl.World, folder: str, how: str, culprit: int, shards: int | None) -> None:
-    """At the third step, some ranks do it wrongly."""
+
+def calling(*calls: dict[str, Any]) -> Give:
+    def give(step: dl.Step, model: nn.Module, rows: torch.Tensor) -> None:
+        for keywords in calls:
+            step.backward(loss_of(model, rows), **keywords)
+
+    return give
+
+
+def both(first: Give, second: Give) -> Give:
+    def give(step: dl.Step, model: nn.Module, rows: torch.Tensor) -> None:
+        first(step, model, rows)
+        second(step, model, rows)
+
+    return give
+
+
+def back_itself(step: dl.Step, model: nn.Module, rows: torch.Tensor) -> None:
+    loss_of(model, rows).backward()
+
+
+def hold(step: dl.Step, model: nn.Module, rows: torch.Tensor) -> None:
+    step.hold(model(rows))
+
+
+def fail_in_backward(step: dl.Step, model: nn.Sequential, rows: torch.Tensor) -> None:
+    def run_out(module: nn.Module, given: object, received: object) -> None:
+        raise MemoryError("out of memory in backward")
+
+    hook = model[1].register_full_backward_hook(run_out)
+    with suppress(MemoryError):
+        backward(step, model, rows)
+    hook.remove()
+
+
+def each(give: Give, then: Act = lambda step, model: step.fold()) -> Act:
+    def act(step: dl.Step, model: nn.Module) -> None:
+        for rows in step:
+            give(step, model, rows)
+        then(step, model)
+
+    return act
+
+
+def gather(step: dl.Step, model: nn.Module) -> None:
+    step.backward(spread(step.gather()))
+    step.fold()
+
+
+backward = calling({})
+usual = each(backward)
+holding = each(hold, gather)
+
+
+def after(change: Callable[[Any], object], act: Act = usual) -> Act:
+    def act_after(step: dl.Step, model: nn.Module) -> None:
+        change(model)
+        act(step, model)
+
+    return act_after
+
+
+def do_nothing(step: dl.Step, model: nn.Module, rows: object = None) -> None:
+    pass
+
+
+def break_after_one(step: dl.Step, model: nn.Module) -> None:
+    for rows in step:
+        backward(step, model, rows)
+        break
+    step.fold()
+
+
+def unpack(step: Any, model: nn.Module) -> None:
+    _, _ = step
+
+
+def back_between(step: dl.Step, model: nn.Module) -> None:
+    back_itself(step, model, samples(2))
+    step.fold()
+
+
+def transpose(model: nn.Sequential) -> None:
+    weight = model[0].get_parameter("weight")
+    weight.data = weight.data.t().contiguous().t()
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What a script does in the third step, and the error's words and kind; `many`: with several shards alone."""
+
+    act: Act
+    said: str
+    kind: str = "RuntimeError"
+    usual: Act = usual
+    many: bool = False
+
+
+LEFT_OUT = r"step\.backward must be called for every shard. Step 3 left out \[.*\] of its . shards"
+AGAIN = r"step\.backward must be called once for each shard. It was called "
+NO_PASS = r"fold\(\) must come after a pass over the shards. Step 3 had none since its last fold"
+OWN = (
+    r"model\.\d\.\w+ (got one from another backward|was taken away or changed).*"
+    r"step\.backward\(loss, more_losses=True\)"
+)
+HOOKED = r"hook on a parameter.* model\.0\.weight has one of "
+FORM = "A parameter's dtype and memory format must not change during training. model.0.weight had"
+HELD = r"step\.hold must be called once for each shard, .* comes after another one"
+OF_DATA = "ValueError|TypeError|AttributeError"
+INNER_LOOP = r"A Loop yields steps, .* Write `for step in loop:`, and inside it `for images, labels in step:`"
+WRONGS = {
+    "continue": Wrong(each(do_nothing), LEFT_OUT),
+    "break": Wrong(lambda step, model: (next(iter(step)), step.fold()), LEFT_OUT),
+    "break after one": Wrong(break_after_one, LEFT_OUT, many=True),
+    "always more": Wrong(each(calling({"more_losses": True})), LEFT_OUT),
+    "a caught error": Wrong(each(fail_in_backward), f"{LEFT_OUT}|{OWN}"),
+    "another try": Wrong(each(both(fail_in_backward, backward)), r"That of shard \d raised, and may have left parts"),
+    "no pass": Wrong(lambda step, model: step.fold(), NO_PASS),
+    "fold twice": Wrong(each(backward, lambda step, model: (step.fold(), step.fold())), NO_PASS),
+    "no fold": Wrong(each(backward, do_nothing), "before the next one begins. Step 3 was left without it"),
+    "pass twice": Wrong(
+        each(backward, lambda step, model: next(iter(step))), r"must end with fold\(\). Step 3 was iterated again"
+    ),
+    "backward twice": Wrong(each(both(backward, backward)), f"{AGAIN}a second time. Pass more_losses="),
+    "backward outside": Wrong(
+        each(backward, lambda step, model: backward(step, model, samples(3))), f"{AGAIN}outside of"
+    ),
+    "its own backward before": Wrong(each(both(back_itself, backward)), OWN),
+    "its own backward after": Wrong(each(both(backward, back_itself)), OWN),
+    "its own backward between": Wrong(each(backward, back_between), OWN),
+    "its own backward in a shard of weight 0": Wrong(each(both(back_itself, calling({"weight": 0}))), OWN),
+    "its own backward alone": Wrong(each(back_itself), r"Replace loss\.backward\(\) by step\.backward\(loss\)\.$"),
+    "a hook": Wrong(
+        after(lambda model: model[0].weight.register_hook(torch.clone)),
+        rf"{HOOKED}register_hook\..* after step\.fold\(\)",
+        many=True,
+    ),
+    "a hook after accumulation": Wrong(
+        after(lambda model: model[0].weight.register_post_accumulate_grad_hook(lambda weight: None)),
+        rf"{HOOKED}register_post_accumulate_grad_hook\..*optimizer in back",
+        many=True,
+    ),
+    "another dtype": Wrong(after(nn.Module.float), FORM),
+    "other strides": Wrong(after(transpose), FORM),
+    "unpacked": Wrong(unpack, INNER_LOOP, OF_DATA),
+    "as a tensor": Wrong(lambda step, model: model(step), INNER_LOOP, OF_DATA),
+    "by a key": Wrong(lambda step, model: step["rows"], INNER_LOOP, OF_DATA),  # type: ignore[index]
+    "as a list": Wrong(lambda step, model: model(list(step)), INNER_LOOP, OF_DATA),
+    "hold left out": Wrong(
+        each(do_nothing, gather), "gather needs held .* Step 3 has none of .* Call step.hold", usual=holding
+    ),
+    "hold nothing": Wrong(each(lambda step, *_: step.hold(), gather), "Got none. Pass at", "ValueError", holding),
+    "hold a scalar": Wrong(
+        each(lambda step, model, rows: step.hold(model(rows).mean()), gather),
+        r"must have a row per sample, shape \(\d, ...\). Got \(\)",
+        "ValueError",
+        holding,
+    ),
+    "hold twice": Wrong(each(both(hold, hold), gather), HELD, usual=holding),
+    "hold after backward": Wrong(each(both(backward, hold), gather), HELD, usual=holding),
+    "gather inside": Wrong(
+        each(both(hold, lambda step, model, rows: step.gather())),
+        "gather must be called once, between the shards and the fold",
+        usual=holding,
+    ),
+    "a weight of all": Wrong(
+        each(hold, lambda step, model: step.backward(spread(step.gather()), weight=3)),
+        "takes no weight, no reduction and no more_losses=",
+        "ValueError",
+        holding,
+    ),
+    "gather alone": Wrong(each(hold, lambda step, model: (step.gather(), step.fold())), LEFT_OUT, usual=holding),
+    "a loss per sample": Wrong(
+        each(lambda step, model, rows: step.backward(model(rows).squeeze(1))),
+        r"A loss must be a tensor of shape \(\).* Got shape \(\d,\). Take its mean",
+        "ValueError",
+    ),
+    "a number as loss": Wrong(
+        each(lambda step, model, rows: step.backward(3.0)),  # type: ignore[arg-type]
+        "Got float",
+        "ValueError",
+    ),
+    "a detached loss": Wrong(
+        each(lambda step, model, rows: step.backward(loss_of(model, rows).detach())),
+        "must need a gradient",
+        "ValueError",
+    ),
+}
+CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"weight": -1.0}, r"or more. Got -1\.0"),
+    ({"weight": nan}, "Got nan"),
+    ({"weight": inf}, "Got inf"),
+    ({"weight": torch.ones(9)}, r"weight must be one value. Got shape \(9,\)"),
+    ({"weight": "2"}, "weight must be a number"),
+    ({"reduction": "none"}, '"mean" or "sum". Got \'none\''),
+    ({"error": torch.ones(1, 1)}, r"A metric must be one value.*error has shape \(1, 1\)"),
+    ({"error": torch.ones(9)}, r"error has shape \(9,\)"),
+    ({"error": "big"}, "error is 'big'"),
+    ({"retain_graph": True}, "retain_graph"),
+    ({"epoch": 3.0}, "epoch"),
+]
+WRONGS |= {str(keywords): Wrong(each(calling(keywords)), said, "ValueError") for keywords, said in CALLS}
+
+
+def go_wrong(
+    world: dl.World, folder: str, act: Act, usual: Act, culprit: int, options: dict[str, Any], at: int = 3
+) -> None:
     model = network()
-    for step in loop_over(world, folder, model, shards=shards):
-        wrong = how if does_it(world, culprit) and step.iteration == 3 else ""
-        go_through(step, model, wrong)
-        if wrong == "backward outside":
-            step.backward(loss_of(model, samples(3)))
-        if wrong == "pass twice":
-            next(iter(step))
-        if wrong != "no fold":
-            step.fold()
-        if wrong == "fold twice":
-            step.fold()
+    for step in loop_over(world, folder, model, **options):
+        chosen = act if does_it(world, culprit) and step.iteration == at else usual
+        chosen(step, model)
+
+
+def do_wrong(world: dl.World, folder: str, how: str, culprit: int, options: dict[str, Any]) -> None:
+    wrong = WRONGS[how]
+    go_wrong(world, folder, wrong.act, wrong.usual, culprit, options)
+
+
+@pytest.mark.covers("D3", "D10", "D13")
+@pytest.mark.parametrize(("culprit", "shards", "bucket_cap_mib"), [(1, None, 8.0), (ALL, 6, 1e-5)])
+@pytest.mark.parametrize("how", WRONGS)
+@pytest.mark.quick_on_gpus
+def test_a_step_that_is_gone_through_wrongly_is_refused_on_every_rank(
+    how: str, culprit: int, shards: int | None, bucket_cap_mib: float, refused: Refused
+) -> None:
+    wrong = WRONGS[how]
+    options = {"shards": 6 if wrong.many else shards, "bucket_cap_mib": bucket_cap_mib}
+    refused(2, do_wrong, how, culprit, options, kind=wrong.kind, said=wrong.said, by=culprit)
+
+
+@pytest.mark.covers("D3")
+def test_a_backward_on_a_rank_without_a_shard_is_refused_there(refused: Refused) -> None:
+    refused(2, be_without, kind="RuntimeError", said=OWN, by=1)
+
+
+def be_without(world: dl.World, folder: str) -> None:
+    go_wrong(world, folder, each(backward, back_between), usual, 1, {"count": 1}, 1)
+
+
+@pytest.mark.parametrize("weights", [(-2.0,), (nan,), (2.0, 3.0)])
+def test_a_wrong_weight_in_a_tensor_is_refused_on_a_gpu_one_step_later(
+    weights: tuple[float, ...], late: bool, refused: Refused
+) -> None:
+    said = "weight must be a finite number, 0 or more. Got|same weight. Got 3.* after 2"
+    if late:
+        said = r"The loss of step 3 is nan\. Look at the weights: each"
+    kind = "FloatingPointError" if late else "ValueError"
+    refused(2, weigh_wrongly, weights, kind=kind, said=said, by=ALL if late else 1)
+
+
+def weighing(*weights: float) -> Act:
+    def give(step: dl.Step, model: nn.Module, rows: torch.Tensor) -> None:
+        for left, weight in enumerate(weights, 1 - len(weights)):
+            step.backward(loss_of(model, rows), weight=torch.tensor(weight), more_losses=left < 0)
+
+    return each(give)
+
+
+def weigh_wrongly(world: dl.World, folder: str, weights: tuple[float, ...]) -> None:
+    go_wrong(world, folder, weighing(*weights), weighing(2.0), 1, {})
+
+
+def weigh_two_losses() -> list[torch.Tensor]:
+    with dl.join_world() as world:
+        model = network()
+        for step in loop_over(world, "", model, run_dir=None):
+            weighing(2.0, 2.0)(step, model)
+        return gradients_of(model)
+
+
+def test_two_losses_of_a_shard_with_equal_weights_in_tensors_add_up(on_ranks: OnRanks) -> None:
+    model = network()
+    (2 * loss_of(model, samples(24)[18:])).backward()
+    for found in on_ranks(2, weigh_two_losses):
+        assert is_close(found, gradients_of(model))
+
+
+# -- steps that are left -------------------------------------------------------------------------------------------
 
 
 def use_an_old_step(world: dl.World, folder: str, how: str, culprit: int) -> None:
     """Inside the second step's pass, some ranks use the first step."""
-    model, old = network(), None
+    model = network()
+    old: dl.Step | None = None
     for step in loop_over(world, folder, model):
         for rows in step:
-            step.backward(loss_of(model, rows))
+            backward(step, model, rows)
             if old is not None and does_it(world, culprit):
-                if how == "fold":
-                    old.fold()
-                if how == "iterate":
-                    next(iter(old))
+                old.fold() if how == "fold" else next(iter(old))
         step.fold()
         old = step
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("how", ["fold", "iterate"])
 @pytest.mark.parametrize("culprit", [0, ALL])
-def test_an_old_step_does_not_close_the_pass_of_the_next_one(
-    how: str, culprit: int, ranks: int, refused: Refused
-) -> None:
+def test_an_old_step_does_not_close_the_pass_of_the_next_one(how: str, culprit: int, refused: Refused) -> None:
     said = r"Only the newest step of a loop can be iterated and folded\. Step 1 is over"
-    refused(ranks, use_an_old_step, how, culprit, kind="RuntimeError", said=said, by=culprit)
+    refused(2, use_an_old_step, how, culprit, kind="RuntimeError", said=said, by=culprit)
 
 
-def go_through(step: dl.Step, model: nn.Module, wrong: str) -> None:
-    for rows in step if wrong != "no pass" else ():
-        if wrong == "continue":
-            continue
-        if wrong == "break":
-            break
-        if wrong.startswith("caught"):
-            with suppress(MemoryError):
-                if wrong == "caught in backward":
-                    explode(step, model, rows)
-                raise MemoryError("out of memory")
-            continue
-        step.backward(loss_of(model, rows), more_losses=wrong == "always more")
-        if wrong == "twice":
-            step.backward(loss_of(model, rows))
-        if wrong == "break after":
-            break
+def forget_the_last_fold(world: dl.World, folder: str) -> None:
+    go_wrong(world, folder, each(backward, do_nothing), usual, 1, {}, 4)
 
 
-def explode(step: dl.Step, model: nn.Module, rows: torch.Tensor) -> None:
-    """Run out of memory half way through backward."""
-    hidden = model[1](model[0](rows))  # type: ignore[index]
-    hidden.register_hook(run_out)
-    step.backward(mse_loss(model[2](hidden), rows.sum(1, keepdim=True)))  # type: ignore[index]
+def test_the_last_step_without_fold_is_refused_too(refused: Refused) -> None:
+    refused(2, forget_the_last_fold, kind="RuntimeError", said="Step 4 was left without it", by=1)
 
 
-def run_out(gradient: torch.Tensor) -> None:
-    raise MemoryError("out of memory in backward")
-
-
-@pytest.mark.parametrize("culprit", [ALL, 0, 1])
-@pytest.mark.parametrize("shards", [None, 6])
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("continue", r"step\.backward must be called for every shard. Step 3 left out \[.*\] of its . shards"),
-        ("break", r"step\.backward must be called for every shard. Step 3 left out"),
-        ("caught", r"step\.backward must be called for every shard. Step 3 left out"),
-        ("always more", r"step\.backward must be called for every shard. Step 3 left out"),
-        ("no pass", r"fold\(\) must come after a pass over the shards. Step 3 had none"),
-        ("twice", r"step\.backward must be called once for each shard. It was called a second time. Pass more_losses="),
-        ("backward outside", r"step\.backward must be called once for each shard. It was called outside of"),
-        ("pass twice", r"Each pass over the shards must end with fold\(\). Step 3 was iterated again"),
-        ("no fold", r"Every step must end with step\.fold\(\), before the next one begins. Step 3 was left without"),
-        ("fold twice", r"fold\(\) must come after a pass over the shards. Step 3 had none since its last fold"),
-    ],
-)
-@pytest.mark.quick_on_gpus
-def test_a_step_that_is_iterated_wrongly_is_refused_on_every_rank(
-    how: str, said: str, culprit: int, shards: int | None, refused: Refused
-) -> None:
-    refused(2, misuse, how, culprit, shards, kind="RuntimeError", said=said, by=culprit)
-
-
-@pytest.mark.parametrize("culprit", [ALL, 1])
-def test_a_break_after_the_first_of_several_shards_is_refused(culprit: int, refused: Refused) -> None:
-    refused(2, misuse, "break after", culprit, 6, kind="RuntimeError", said="Step 3 left out", by=culprit)
-
-
-@pytest.mark.parametrize("culprit", [ALL, 0, 1])
-def test_an_error_of_backward_that_is_caught_is_refused(culprit: int, refused: Refused) -> None:
-    said = "Step 3 left out"
-    refused(2, misuse, "caught in backward", culprit, None, kind="RuntimeError", said=said, by=culprit)
-
-
-def leave_the_last_step(world: dl.World, folder: str, culprit: int) -> None:
+def leave_early(world: dl.World, folder: str, culprit: int, then: str, at: int, act: Act = usual) -> None:
     for step in loop_over(world, folder, model := network()):
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        if not (does_it(world, culprit) and step.iteration == 4):
-            step.fold()
-
-
-@pytest.mark.parametrize("culprit", [ALL, 0, 1])
-def test_the_last_step_without_fold_is_refused_too(culprit: int, refused: Refused) -> None:
-    refused(2, leave_the_last_step, culprit, kind="RuntimeError", said="Step 4 was left without it", by=culprit)
-
-
-def leave_the_loop_early(world: dl.World, folder: str, culprit: int, then: str) -> None:
-    for step in loop_over(world, folder, model := network()):
-        if does_it(world, culprit) and step.iteration == 3:
+        if does_it(world, culprit) and step.iteration == at:
             break
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+        act(step, model)
     if then == "evaluate":
         dl.evaluate(model, dl.Batches(samples(6), 3, world), mean=mean_of)
+
+
+def leave_held(world: dl.World, folder: str, at: int) -> None:
+    leave_early(world, folder, 1, "", at, holding)
 
 
 @pytest.mark.covers("D10")
@@ -168,14 +363,25 @@ def leave_the_loop_early(world: dl.World, folder: str, culprit: int, then: str) 
 def test_one_rank_that_leaves_the_loop_alone_ends_all_with_an_error(
     culprit: int, then: str, on_ranks: OnRanks, tmp_path: Path
 ) -> None:
-    results = on_ranks(2, on_this_rank, leave_the_loop_early, str(tmp_path / "run"), (culprit, then))
+    results = on_ranks(2, on_this_rank, leave_early, str(tmp_path / "run"), (culprit, then, 3))
     assert results[1 - culprit].kind == "PeerFailed", results
     assert max(result.took_s for result in results) < MOST_S
 
 
+@pytest.mark.covers("D10", "D13")
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.slow
+def test_a_rank_that_leaves_where_others_gather_is_named(at: int, on_ranks: OnRanks, tmp_path: Path) -> None:
+    first, second, third = on_ranks(3, on_this_rank, leave_held, str(tmp_path / "run"), (at,))
+    assert second.kind == ""  # a break is no error where it is made
+    for result in (first, third):
+        assert (result.kind, f"it left the loop in step {at}" in result.text) == ("PeerFailed", True), result
+        assert result.took_s < MOST_S
+
+
 @pytest.mark.parametrize("then", ["evaluate", "end"])
 def test_all_ranks_may_leave_the_loop_early_together(then: str, on_ranks: OnRanks, tmp_path: Path) -> None:
-    results = on_ranks(2, on_this_rank, leave_the_loop_early, str(tmp_path / "run"), (ALL, then))
+    results = on_ranks(2, on_this_rank, leave_early, str(tmp_path / "run"), (ALL, then, 3))
     assert [result.kind for result in results] == ["", ""], results
     assert len((tmp_path / "run" / "rows.jsonl").read_text().splitlines()) == 2
 
@@ -183,15 +389,12 @@ def test_all_ranks_may_leave_the_loop_early_together(then: str, on_ranks: OnRank
 def evaluate_inside(world: dl.World, folder: str, where: str) -> None:
     model = network()
     test = dl.Batches(samples(5), 2, world, shuffle=False)
-    # every layer a bucket of its own: the sums of this step begin while backward goes on
     for step in loop_over(world, folder, model, count=19, bucket_cap_mib=1e-5):
         for rows in step:
             if where == "in the shard":
                 dl.evaluate(model, test, mean=mean_of)
-            step.backward(loss_of(model, rows))
-        if where == "before fold":
-            dl.evaluate(model, test, mean=mean_of)
-        step.fold()
+            backward(step, model, rows)
+        dl.evaluate(model, test, mean=mean_of)
 
 
 @pytest.mark.parametrize("where", ["in the shard", "before fold"])
@@ -201,202 +404,18 @@ def test_evaluation_inside_of_an_unfolded_step_is_refused_where_ranks_could_be_a
     refused(3, evaluate_inside, where, kind="RuntimeError", said="fold")
 
 
-BAD_CALLS: dict[str, tuple[Callable[[dl.Step, nn.Module, torch.Tensor], None], str, str]] = {
-    "a loss per sample": (
-        lambda step, model, rows: step.backward(model(rows).squeeze(1)),
-        "ValueError",
-        r"A loss must be a tensor of shape \(\).* Got shape \(\d,\). Take its mean",
-    ),
-    "a loss of shape (1,)": (lambda s, m, r: s.backward(loss_of(m, r).reshape(1)), "ValueError", r"Got shape \(1,\)"),
-    "a number as loss": (lambda s, m, r: s.backward(loss_of(m, r).item()), "ValueError", "Got float"),  # type: ignore[arg-type]
-    "no loss": (lambda s, m, r: s.backward(None), "ValueError", "Got NoneType"),  # type: ignore[arg-type]
-    "a detached loss": (lambda s, m, r: s.backward(loss_of(m, r).detach()), "ValueError", "must need a gradient"),
-    "an integer loss": (lambda s, m, r: s.backward(torch.tensor(3)), "ValueError", "must need a gradient"),
-    "a negative weight": (lambda s, m, r: s.backward(loss_of(m, r), weight=-1.0), "ValueError", r"or more. Got -1\.0"),
-    "a nan weight": (lambda s, m, r: s.backward(loss_of(m, r), weight=float("nan")), "ValueError", "Got nan"),
-    "an infinite weight": (lambda s, m, r: s.backward(loss_of(m, r), weight=float("inf")), "ValueError", "Got inf"),
-    "a negative weight in a tensor": (
-        lambda s, m, r: s.backward(loss_of(m, r), weight=torch.tensor(-2.0)),
-        "ValueError",
-        "weight must be a finite number, 0 or more. Got",
-    ),
-    "a nan weight in a tensor": (
-        lambda s, m, r: s.backward(loss_of(m, r), weight=torch.tensor(float("nan"))),
-        "ValueError",
-        "weight must be a finite number, 0 or more. Got",
-    ),
-    "another weight in a tensor": (
-        lambda s, m, r: (
-            s.backward(loss_of(m, r), weight=torch.tensor(2.0), more_losses=True),  # type: ignore[func-returns-value]
-            s.backward(loss_of(m, r), weight=torch.tensor(3.0)),  # type: ignore[func-returns-value]
-        )[0],
-        "ValueError",
-        "All losses of a shard must have the same weight. Got 3.* after 2",
-    ),
-    "a weight per sample": (
-        lambda s, m, r: s.backward(loss_of(m, r), weight=torch.ones(len(r))),
-        "ValueError",
-        r"weight must be one value. Got shape \(\d,\)",
-    ),
-    "a word as weight": (
-        lambda s, m, r: s.backward(loss_of(m, r), weight="2"),  # type: ignore[arg-type]
-        "ValueError|TypeError",
-        "weight must be",
-    ),
-    "another reduction": (
-        lambda s, m, r: s.backward(loss_of(m, r), reduction="none"),  # type: ignore[arg-type]
-        "ValueError",
-        '"mean" or "sum". Got \'none\'',
-    ),
-    "a metric of a wrong shape": (
-        lambda s, m, r: s.backward(loss_of(m, r), error=m(r)),
-        "ValueError",
-        r"A metric must be one value.*error has shape \(\d, 1\)",
-    ),
-    "a metric for more samples": (
-        lambda s, m, r: s.backward(loss_of(m, r), error=torch.ones(len(r) + 1)),
-        "ValueError",
-        r"error has shape",
-    ),
-    "a word as metric": (lambda s, m, r: s.backward(loss_of(m, r), error="big"), "ValueError|TypeError", "error"),  # type: ignore[arg-type]
-    "no metric": (lambda s, m, r: s.backward(loss_of(m, r), error=None), "ValueError|TypeError", "error"),  # type: ignore[arg-type]
-    "torch's own keyword": (lambda s, m, r: s.backward(loss_of(m, r), retain_graph=True), "ValueError", "retain_graph"),
-    "a metric with a row's name": (lambda s, m, r: s.backward(loss_of(m, r), epoch=3.0), "ValueError", "epoch"),
-    "two weights of one shard": (
-        lambda s, m, r: (
-            s.backward(loss_of(m, r), weight=2.0, more_losses=True),  # type: ignore[func-returns-value]
-            s.backward(loss_of(m, r), weight=3.0),  # type: ignore[func-returns-value]
-        )[0],
-        "ValueError",
-        "weight",
-    ),
-}
+@pytest.mark.parametrize("where", ["before the shards", "in forward", "after the fold"])
+def test_other_errors_of_a_script_get_no_remedy(where: str, refused: Refused) -> None:
+    assert "A Loop yields" not in refused(1, fail, where, kind="TypeError", said="the script's own$", by=ALL)[0].text
 
 
-def weigh_two_losses() -> list[torch.Tensor]:
-    """Two losses of each shard, with equal weights in two tensors."""
-    with dl.join_world() as world:
-        model = network()
-        for step in loop_over(world, "", model, run_dir=None):
-            for rows in step:
-                step.backward(loss_of(model, rows) / 4, weight=torch.tensor(float(len(rows))), more_losses=True)
-                step.backward(loss_of(model, rows) * 3 / 4, weight=torch.tensor(float(len(rows))))
-            step.fold()
-        return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+def fail(world: dl.World, folder: str, where: str) -> None:
+    def fail_now(*_: object) -> None:
+        raise TypeError("the script's own")
 
-
-def test_two_losses_of_a_shard_with_equal_weights_in_tensors_add_up(on_ranks: OnRanks) -> None:
-    model = network()
-    loss_of(model, samples(24)[18:]).backward()
-    for found in on_ranks(2, weigh_two_losses):
-        for one, expected in zip(found, model.parameters(), strict=True):
-            assert torch.allclose(one, expected.grad, rtol=1e-12, atol=1e-14)  # type: ignore[arg-type]
-
-
-def call_badly(world: dl.World, folder: str, how: str, culprit: int) -> None:
-    model, has_weights = network(), how.endswith("weight in a tensor")
-    for step in loop_over(world, folder, model):
-        for rows in step:
-            if does_it(world, culprit) and step.iteration == 3:
-                BAD_CALLS[how][0](step, model, rows)
-            else:
-                step.backward(loss_of(model, rows), weight=len(rows) if has_weights else None)
-        step.fold()
-
-
-@pytest.mark.parametrize("culprit", [ALL, 1])
-@pytest.mark.parametrize("how", BAD_CALLS)
-def test_a_backward_with_wrong_things_is_refused(how: str, culprit: int, late: bool, refused: Refused) -> None:
-    _, kind, said = BAD_CALLS[how]
-    by = culprit
-    if late and how.endswith("weight in a tensor"):  # its value is seen in the next step, and by all ranks
-        by, kind, said = ALL, "FloatingPointError", r"The loss of step 3 is nan\. Look at the weights: each"
-    refused(2, call_badly, how, culprit, kind=kind, said=said, by=by)
-
-
-def name_metrics(world: dl.World, folder: str, differing: str, at: int) -> None:
-    model = network()
-    for step in loop_over(world, folder, model, shards=4):
-        for number, rows in enumerate(step):
-            odd = step.iteration == at and (world.rank == 1 if differing == "ranks" else number == 1)
-            metrics: dict[str, Any] = {"extra": 1.0} if odd else {"usual": 1.0}
-            step.backward(loss_of(model, rows), **metrics)
-        step.fold()
-
-
-@pytest.mark.parametrize("at", [1, 3])
-@pytest.mark.parametrize(("differing", "by"), [("shards", ALL), ("ranks", None)])
-def test_metric_names_that_differ_are_refused(differing: str, by: int | None, at: int, refused: Refused) -> None:
-    said = r"Every shard must come with the same metrics. .*\['usual'\].*\['extra'\]"
-    refused(2, name_metrics, differing, at, kind="ValueError", said=said, by=by)
-
-
-def give_weights(world: dl.World, folder: str, differing: str, at: int, shards: int | None) -> None:
-    model = network()
-    for step in loop_over(world, folder, model, shards=shards):
-        for number, rows in enumerate(step):
-            odd = step.iteration == at and (world.rank == 1 if "rank" in differing else number == 1)
-            has_weight = odd != differing.endswith("without")
-            step.backward(loss_of(model, rows), weight=torch.tensor(5.0) if has_weight else None)
-        step.fold()
-
-
-@pytest.mark.parametrize("shards", [None, 6])
-@pytest.mark.parametrize("at", [1, 3])
-@pytest.mark.parametrize("differing", ["a rank with", "a rank without", "a shard with", "a shard without"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_weight_of_some_shards_alone_is_refused(
-    ranks: int, differing: str, at: int, shards: int | None, refused: Refused
-) -> None:
-    if "shard" in differing and shards is None:
-        shards = 6  # a rank has a single one otherwise
-    said = (
-        r"Every shard of a mini-batch must come with a weight, or none\. .* has one, .* has none\. Give step.backward"
-    )
-    refused(ranks, give_weights, differing, at, shards, kind="ValueError", said=said)
-
-
-@pytest.mark.both_exchanges
-@pytest.mark.one_device(CPU, "GPUs have an exchange of their own")
-def test_either_exchange_refuses_a_weight_of_a_single_rank(refused: Refused) -> None:
-    refused(2, give_weights, "a rank with", 3, None, kind="ValueError", said="rank 1 has one, rank 0 has none")
-
-
-def change_weights() -> list[float]:
-    """All ranks alike give weights in some steps alone; of a mini-batch of two samples one of three ranks has none."""
-    with dl.join_world() as world:
-        model, found = network(), []
-        batches = dl.Batches(samples(14), 6, world, shuffle=False)
-        for step in dl.Loop(batches, 2, state={"model": model}, progress=False):
-            for rows in step:
-                weight = float(rows[0, 0].square()) if step.iteration in (2, 3, 5) else None
-                step.backward(loss_of(model, rows), weight=weight)
-            found.append(float(step.fold().weight))
-        return found
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_weights_may_come_and_go_from_step_to_step(ranks: int, on_ranks: OnRanks) -> None:
-    def weight(first: int, count: int) -> float:
-        sizes = dl.split_sizes(count, ranks)
-        starts = [first + sum(sizes[:rank]) for rank in range(ranks) if sizes[rank]]
-        return sum(float(samples(14)[start, 0].square()) for start in starts)
-
-    expected = [6.0, weight(6, 6), weight(12, 2), 6.0, weight(6, 6), 2.0]
-    for found in on_ranks(ranks, change_weights):
-        assert found == pytest.approx(expected, rel=1e-12)
-
-
-def order_metrics(world: dl.World, folder: str) -> None:
-    model = network()
-    for step in loop_over(world, folder, model):
-        for rows in step:
-            metrics: dict[str, Any] = {"one": 1.0, "two": 2.0} if world.rank else {"two": 2.0, "one": 1.0}
-            step.backward(loss_of(model, rows), **metrics)
-        found = {name: value.item() for name, value in step.fold().metrics.items()}
-        assert found == {"one": 1.0, "two": 2.0}
-
-
-def test_metrics_in_another_order_are_the_same_metrics(on_ranks: OnRanks, tmp_path: Path) -> None:
-    for result in on_ranks(2, on_this_rank, order_metrics, str(tmp_path), ()):
-        assert result.kind == "", result
+    acts = {
+        "before the shards": fail_now,
+        "in forward": each(fail_now),
+        "after the fold": each(backward, lambda step, model: fail_now(step.fold())),
+    }
+    go_wrong(world, folder, acts[where], usual, ALL, {})

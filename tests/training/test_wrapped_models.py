@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
 import ddp_loop as dl
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, network, samples
+from tests.support.refusals import ALL, Refused, loop_over, loss_of, mean_of, network, samples
 
 
 def wrapped(kind: str) -> nn.Module:
@@ -18,35 +17,29 @@ def wrapped(kind: str) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model)
     if kind == "DataParallel":
         return nn.DataParallel(model)
-    if kind == "FSDPModule":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        return model
+    if kind == "SyncBatchNorm":
+        return nn.SyncBatchNorm(1).double()
     if kind == "DDP":
         from torch.distributed._composable.replicate import replicate
 
         replicate(model)
         return model
-    return nn.Sequential(model, nn.SyncBatchNorm(1).double())
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
 
 
-class Attribute(nn.Module):
-    """A wrapper below a module of the user's own."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.inner(rows)  # type: ignore[no-any-return]
-
-
-def loop_over_wrapped(world: dl.World, folder: str, kind: str, below: bool) -> None:
+def use_wrapped(world: dl.World, folder: str, kind: str, use: str) -> None:
     model = wrapped(kind)
-    state = {"model": Attribute(model) if below else model}
-    dl.Loop(dl.Batches(samples(8), 8, world), 1, state=state, progress=False)
+    batches = dl.Batches(samples(9), 3, world, shuffle=False)
+    if use == "predict":
+        dl.predict(model, batches)
+    elif use == "evaluate":
+        dl.evaluate(model, batches, loss=mean_of)
+    else:
+        loop_over(world, folder, model if use == "train" else nn.ModuleDict({"inner": model}))
 
 
 REMEDIES = {
@@ -56,38 +49,31 @@ REMEDIES = {
     "DDP": r"Leave replicate\(model\) out",
     "SyncBatchNorm": r"dl.sync_batch_norm\(model, world\)",
 }
+WRAPPER = next(iter(REMEDIES))
 
 
 @pytest.mark.covers("J3")
-@pytest.mark.parametrize("below", [False, True])
-@pytest.mark.parametrize("kind", REMEDIES)
-def test_a_model_that_torch_shares_between_ranks_is_refused(kind: str, below: bool, refused: Refused) -> None:
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [
+        *((kind, "train what has it") for kind in REMEDIES),
+        *((WRAPPER, use) for use in ("train", "evaluate", "predict")),
+    ],
+)
+def test_a_model_that_torch_shares_between_ranks_is_refused(kind: str, use: str, refused: Refused) -> None:
     said = rf"share a model between ranks themselves.* torch's {kind}, which runs collectives too. .*{REMEDIES[kind]}"
-    refused(2, loop_over_wrapped, kind, below, kind="ValueError", said=said, by=ALL)
+    refused(2, use_wrapped, kind, use, kind="ValueError", said=said, by=ALL)
 
 
-def evaluate_wrapped(world: dl.World, folder: str, predicts: bool) -> None:
-    model, batches = wrapped("DistributedDataParallel"), dl.Batches(samples(9), 3, world, shuffle=False)
-    if predicts:
-        dl.predict(model, batches)
-    else:
-        dl.evaluate(model, batches, loss=lambda output, rows: output.mean())
-
-
-@pytest.mark.parametrize("predicts", [False, True])
-def test_a_wrapped_model_is_not_evaluated_either(predicts: bool, refused: Refused) -> None:
-    refused(2, evaluate_wrapped, predicts, kind="ValueError", said="DistributedDataParallel", by=ALL)
-
-
-def train_the_wrapped_one() -> float:
+def train_the_wrapped_one() -> int:
     with dl.join_world() as world:
         wrapper = nn.parallel.DistributedDataParallel(network())
-        for step in dl.Loop(dl.Batches(samples(8), 8, world), 1, state={"model": wrapper.module}, progress=False):
+        for step in loop_over(world, "", wrapper.module, run_dir=None):
             for rows in step:
-                step.backward(wrapper.module(rows).mean())
+                step.backward(loss_of(wrapper.module, rows))
             step.fold()
-        return float(step.iteration)
+        return step.iteration
 
 
 def test_the_remedy_that_the_error_names_works(on_ranks: OnRanks) -> None:
-    assert on_ranks(2, train_the_wrapped_one) == [1.0, 1.0]
+    assert on_ranks(2, train_the_wrapped_one) == [4, 4]
