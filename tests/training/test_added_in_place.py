@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,12 +19,15 @@ from torch.utils.checkpoint import checkpoint
 import ddp_loop as dl
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks
+from tests.support.training import train
 
 pytestmark = pytest.mark.on_gpus_too
 
-SHARDS = 11
-ROWS = 44
-Loss = Callable[[nn.ModuleDict, torch.Tensor, torch.Tensor, int], torch.Tensor]
+SHARDS, ROWS = 11, 44
+NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # dtypes of losses
+LEFT_OUT = {"without a layer": (3, 4, 5, 8), "used once": tuple(range(SHARDS - 1))}  # shards that do not use it
+KINDS = ["plain", "reentrant", "signed zeros", *NARROW, *LEFT_OUT]
+Gradients = list[torch.Tensor | None]
 
 
 def make_model(width: int = 16) -> nn.ModuleDict:
@@ -30,126 +36,103 @@ def make_model(width: int = 16) -> nn.ModuleDict:
     return nn.ModuleDict({**layers, "last": nn.Linear(width, 3)})
 
 
-def forward(
-    model: nn.ModuleDict, rows: torch.Tensor, *, at_times: bool = True, checkpointed: bool = False
+def data() -> tuple[torch.Tensor, ...]:
+    """Inputs, labels, and the number of each sample's shard."""
+    inputs, labels = make_data((6,), ROWS)
+    return inputs.float(), labels, torch.arange(ROWS) * SHARDS // ROWS
+
+
+def loss_of(
+    kind: str, model: nn.ModuleDict, rows: torch.Tensor, labels: torch.Tensor, shards: torch.Tensor
 ) -> torch.Tensor:
+    """Of a shard. A weight that is used twice gets its gradient in two parts if the layer is reentrant."""
+    if kind == "signed zeros":  # which a sum that starts from 0.0 would lose
+        return torch.stack([(one * torch.ones_like(one)).sum() for one in model.parameters()]).sum() * -0.0
     hidden = torch.tanh(model["first"](rows))
     for _ in range(2):
-        if checkpointed:
-            hidden = checkpoint(lambda x: torch.tanh(model["shared"](x)), hidden, use_reentrant=True)
+        if kind == "reentrant":
+            hidden = checkpoint(lambda values: torch.tanh(model["shared"](values)), hidden, use_reentrant=True)
         else:
             hidden = torch.tanh(model["shared"](hidden))
-    hidden = hidden + model["at_times"](hidden) if at_times else hidden
-    return model["last"](hidden)  # type: ignore[no-any-return]
+    if int(shards[0]) not in LEFT_OUT.get(kind, ()):
+        hidden = hidden + model["at_times"](hidden)
+    return cross_entropy(model["last"](hidden), labels).to(NARROW.get(kind, torch.float32))
 
 
-def plain(model: nn.ModuleDict, rows: torch.Tensor, labels: torch.Tensor, shard: int) -> torch.Tensor:
-    return cross_entropy(forward(model, rows), labels)
+@dataclass(frozen=True)
+class Job:
+    """A mini-batch."""
+
+    kind: str
+    losses: int  # of each shard
+    width: int
+    weights: tuple[float, ...] | None  # of the shards
+    as_tensors: bool
 
 
-def without_a_layer(model: nn.ModuleDict, rows: torch.Tensor, labels: torch.Tensor, shard: int) -> torch.Tensor:
-    """Left and right halves of the tree that do not use a layer, which other shards use."""
-    return cross_entropy(forward(model, rows, at_times=shard not in (3, 4, 5, 8)), labels)
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    some = st.tuples(*[st.sampled_from((4.0, 4.0, 0.0, 1e6))] * SHARDS).filter(any)
+    losses = draw(st.integers(1, 2))
+    return Job(draw(st.sampled_from(KINDS)), losses, draw(st.sampled_from((16, 256))), draw(st.none() | some),
+               draw(st.booleans()))  # fmt: skip
 
 
-def used_once(model: nn.ModuleDict, rows: torch.Tensor, labels: torch.Tensor, shard: int) -> torch.Tensor:
-    """A layer that the last shard alone uses."""
-    return cross_entropy(forward(model, rows, at_times=shard == SHARDS - 1), labels)
-
-
-def reentrant(model: nn.ModuleDict, rows: torch.Tensor, labels: torch.Tensor, shard: int) -> torch.Tensor:
-    """A weight that gets its gradient in two parts."""
-    return cross_entropy(forward(model, rows, checkpointed=True), labels)
-
-
-def in_bfloat16(model: nn.ModuleDict, rows: torch.Tensor, labels: torch.Tensor, shard: int) -> torch.Tensor:
-    return cross_entropy(forward(model, rows), labels).to(torch.bfloat16)
-
-
-def losing_zeros(model: nn.ModuleDict, rows: torch.Tensor, labels: torch.Tensor, shard: int) -> torch.Tensor:
-    """Gradients of -0.0, whose sign a sum that starts from 0.0 would lose."""
-    return torch.stack([(one * torch.ones_like(one)).sum() for one in model.parameters()]).sum() * -0.0
-
-
-LOSSES: dict[str, Loss] = {
-    "plain": plain,
-    "without a layer": without_a_layer,
-    "used once": used_once,
-    "reentrant": reentrant,
-    "bfloat16": in_bfloat16,
-    "signed zeros": losing_zeros,
-}
-
-
-def tree_sum(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+def tree_sum(parts: Gradients) -> torch.Tensor | None:
     """The sum in the tree's order; None where no shard has a gradient."""
     if len(parts) == 1:
         return parts[0]
     middle = (len(parts) + 1) // 2
-    left, right = tree_sum(parts[:middle]), tree_sum(parts[middle:])
+    left = tree_sum(parts[:middle])
+    right = tree_sum(parts[middle:])
     return right if left is None else left if right is None else left + right
 
 
-def by_hand(name: str, *, losses: int = 1, width: int = 16) -> list[torch.Tensor | None]:
-    """The gradients of one mini-batch: each shard's own from torch, added up in the tree's order."""
-    model, (inputs, labels) = make_model(width), make_data((6,), ROWS)
-    inputs = inputs.float()
-    size, shards = ROWS // SHARDS, []
-    for shard in range(SHARDS):
-        rows = slice(shard * size, (shard + 1) * size)
+def by_hand(job: Job) -> Gradients:
+    """The gradients: each shard's own from torch, added up in the tree's order, and divided once."""
+    model = make_model(job.width)
+    weights = job.weights or (4.0,) * SHARDS
+    shards: list[Gradients] = []
+    for weight, *shard in zip(weights, *(one.split(ROWS // SHARDS) for one in data()), strict=True):
         model.zero_grad()
-        for _ in range(losses):
-            loss = LOSSES[name](model, inputs[rows], labels[rows], shard)
-            low = loss.dtype == torch.bfloat16
-            loss.backward(torch.ones_like(loss) if low else torch.tensor(size / ROWS))
-            if low:
-                for one in model.parameters():
-                    one.grad.mul_(size / ROWS)  # type: ignore[union-attr]
-        shards.append([one.grad for one in model.parameters()])
-    return [tree_sum(list(parts)) for parts in zip(*shards, strict=True)]
+        for _ in range(job.losses if weight else 0):
+            loss = loss_of(job.kind, model, *shard)
+            loss.backward(torch.ones_like(loss) if job.kind in NARROW else torch.tensor(weight / ROWS))
+        found = [one.grad for one in model.parameters()]
+        narrow = weight / ROWS if job.kind in NARROW else 1  # a product that is made in float32
+        shards.append([None if one is None else one * narrow for one in found])
+    sums = [tree_sum(list(parts)) for parts in zip(*shards, strict=True)]
+    return [None if one is None else one * (ROWS / torch.tensor(sum(weights))) for one in sums]
 
 
-def by_loop(
-    name: str, *, losses: int = 1, bucket_cap_mib: float = 8.0, steps: int = 1, width: int = 16
-) -> list[torch.Tensor | None]:
-    """The same gradients of a Loop, in the last of its steps, in which no parameter moves."""
-    with dl.join_world(seed=0) as world:
-        model, (inputs, labels) = make_model(width).to(world.device), make_data((6,), ROWS)
-        batches = dl.Batches((inputs.float(), labels), ROWS, world, shards=SHARDS, shuffle=False)
-        loop = dl.Loop(batches, steps, state={"model": model}, progress=False, bucket_cap_mib=bucket_cap_mib)
+def by_loop(job: Job, bucket_cap_mib: float) -> Gradients:
+    """The same in the second of two steps, in which no parameter moves."""
+    with dl.join_world() as world:
+        model = make_model(job.width)
+        batches = dl.Batches(data(), ROWS, world, shards=SHARDS, shuffle=False)
+        loop = dl.Loop(batches, 2, state={"model": model}, progress=False, bucket_cap_mib=bucket_cap_mib)
         for step in loop:
-            for shard, (rows, targets) in enumerate(step, dl.split_range(SHARDS, world.size, world.rank).start):
-                for left in range(losses, 0, -1):
-                    step.backward(LOSSES[name](model, rows, targets, shard), more_losses=left > 1)
+            for shard in step:
+                weight: Any = job.weights and job.weights[int(shard[2][0])]
+                if weight is not None and job.as_tensors:
+                    weight = torch.tensor(weight)
+                for left in reversed(range(job.losses)):
+                    step.backward(loss_of(job.kind, model, *shard), weight=weight, more_losses=left > 0)
             step.fold()
         return [None if one.grad is None else one.grad.cpu().clone() for one in model.parameters()]
 
 
-def assert_same_bits(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+def bits(gradients: Gradients) -> list[bytes | None]:
+    return [None if one is None else one.numpy().tobytes() for one in gradients]
 
 
-@pytest.mark.covers("H7")
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_sum_is_that_of_the_tree_to_the_bit(name: str, ranks: int, on_ranks: OnRanks) -> None:
-    for found in on_ranks(ranks, by_loop, name, steps=2):
-        assert_same_bits(found, by_hand(name))
-
-
-@pytest.mark.parametrize("bucket_cap_mib", [8.0, 0.0005])
-@pytest.mark.parametrize("losses", [1, 2])
+@pytest.mark.covers("H7", "B10")
 @pytest.mark.quick_on_gpus
-def test_several_buckets_and_losses_have_the_same_order(losses: int, bucket_cap_mib: float, on_ranks: OnRanks) -> None:
-    found = on_ranks(2, by_loop, "without a layer", losses=losses, bucket_cap_mib=bucket_cap_mib)[1]
-    assert_same_bits(found, by_hand("without a layer", losses=losses))
-
-
-def test_a_bucket_above_the_size_for_sums_from_zero_has_the_same_order(on_ranks: OnRanks) -> None:
-    assert_same_bits(on_ranks(2, by_loop, "plain", width=256)[0], by_hand("plain", width=256))
+@settings(max_examples=40)
+@given(job=jobs(), ranks=st.integers(1, 3), bucket_cap_mib=st.sampled_from((8.0, 0.0005)))
+def test_the_sum_is_that_of_the_tree_to_the_bit(on_ranks: OnRanks, job: Job, ranks: int, bucket_cap_mib: float) -> None:
+    room = 8.0 if job.kind == "reentrant" else bucket_cap_mib
+    assert {tuple(bits(found)) for found in on_ranks(ranks, by_loop, job, room)} == {tuple(bits(by_hand(job)))}
 
 
 class Counts(TorchDispatchMode):
@@ -166,58 +149,51 @@ class Counts(TorchDispatchMode):
 
 def copies_of(shards: int) -> int:
     """The fused copies and additions of gradients in one step."""
-    with dl.join_world(seed=0) as world:
-        model, (inputs, labels) = make_model().to(world.device), make_data((6,), ROWS)
-        batches = dl.Batches((inputs.float(), labels), ROWS, world, shards=shards, shuffle=False)
-        counts = Counts()
-        for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
-            with counts:
-                for rows, targets in step:
-                    step.backward(plain(model, rows, targets, 0))
-            step.fold()
-        assert counts.found["addmm"] >= 4 * shards  # the mode has seen the forwards
-        return counts.found["_foreach_copy_"] + counts.found["_foreach_add_"]
+    model = make_model()
+    with Counts() as counts:
+        train(model, partial(loss_of, "plain"), data(), ROWS, shards=shards)
+    assert counts.found["addmm"] >= 4 * shards  # the mode has seen the forwards
+    copies: int = counts.found["_foreach_copy_"] + counts.found["_foreach_add_"]
+    return copies
 
 
 @pytest.mark.one_device("cpu", "a GPU adds all gradients of a shard in one kernel")
 def test_a_further_shard_copies_no_gradients(on_ranks: OnRanks) -> None:
-    assert on_ranks(1, copies_of, 4) == on_ranks(1, copies_of, 44) == [1]
+    assert on_ranks(1, copies_of, 4) == on_ranks(1, copies_of, 44)
 
 
 def tampering(how: str, at: int) -> None:
-    with dl.join_world(seed=0) as world:
-        model, (inputs, labels) = make_model().to(world.device), make_data((6,), ROWS)
-        batches = dl.Batches((inputs.float(), labels), ROWS, world, shards=SHARDS, shuffle=False)
+    with dl.join_world() as world:
+        model = make_model()
+        batches = dl.Batches(data(), ROWS, world, shards=SHARDS, shuffle=False)
         part = torch.optim.SGD(model["shared"].parameters(), lr=0.1)
         for step in dl.Loop(batches, 1, state={"model": model}, progress=False):
-            for shard, (rows, targets) in enumerate(step):
-                loss = plain(model, rows, targets, shard)
-                if shard == at and how == "zero_grad":
+            for number, shard in enumerate(step):
+                loss = loss_of("reentrant" if (how, at) == ("twice", number) else "plain", model, *shard)
+                if number == at and how == "zero_grad":
                     part.zero_grad()
-                elif shard == at and how == "clip":
-                    torch.nn.utils.clip_grad_norm_(model["shared"].parameters(), 1e-3)
-                elif shard == at and how == "another backward":
-                    cross_entropy(forward(model, rows), targets).backward()
-                elif shard == at and how == "another tensor":
-                    model["last"].bias.grad = torch.zeros(3, device=world.device)
-                elif shard == at and how == "twice":
-                    loss = cross_entropy(forward(model, rows, checkpointed=True), targets)
+                elif number == at and how == "clip":
+                    nn.utils.clip_grad_norm_(part.param_groups[0]["params"], 1e-3)
+                elif number == at and how == "another backward":
+                    loss_of("plain", model, *shard).backward()
+                elif number == at and how == "another tensor":
+                    model["last"].bias.grad = torch.zeros(3)
                 step.backward(loss)
-            if at == SHARDS and how == "zero_grad":
+            if at == SHARDS:
                 part.zero_grad()
             step.fold()
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4, SHARDS])
-def test_a_gradient_taken_away_between_two_shards_is_refused(at: int, on_ranks: OnRanks) -> None:
-    with pytest.raises(dl.RankFailed, match=r"must stay as they are until its fold\. That of model\.shared"):
-        on_ranks(1, tampering, "zero_grad", at)
-
-
-@pytest.mark.parametrize("at", [3, 4])
-@pytest.mark.parametrize("how", ["clip", "another backward", "another tensor"])
+@pytest.mark.parametrize(
+    ("how", "at"),
+    [
+        *(("zero_grad", at) for at in (1, 2, 3, 4, SHARDS)),
+        *((how, at) for how in ("clip", "another backward", "another tensor") for at in (3, 4)),
+    ],
+)
 def test_a_gradient_changed_between_two_shards_is_refused(how: str, at: int, on_ranks: OnRanks) -> None:
-    with pytest.raises(dl.RankFailed, match=r"must stay as they are until its fold"):
+    of = r"\. That of model\.shared" if how == "zero_grad" else ""
+    with pytest.raises(dl.RankFailed, match="must stay as they are until its fold" + of):
         on_ranks(1, tampering, how, at)
 
 
@@ -226,34 +202,3 @@ def test_a_gradient_in_two_parts_in_a_later_shard_alone_is_refused(on_ranks: OnR
     with pytest.raises(dl.RankFailed, match=r"written as often in each shard's backward[\s\S]*use_reentrant=False"):
         on_ranks(1, tampering, "twice", 5)
     on_ranks(1, tampering, "twice", 0)  # each bucket then takes gradients apart
-
-
-def without_shards(left_out: tuple[int, ...]) -> list[torch.Tensor | None]:
-    """The gradients of a mini-batch whose shards `left_out` have weight 0."""
-    with dl.join_world(seed=0) as world:
-        model, (inputs, labels) = make_model().to(world.device), make_data((6,), ROWS)
-        batches = dl.Batches((inputs.float(), labels), ROWS, world, shards=SHARDS, shuffle=False)
-        for step in dl.Loop(batches, 2, state={"model": model}, progress=False):
-            for shard, (rows, targets) in enumerate(step, dl.split_range(SHARDS, world.size, world.rank).start):
-                weight = 0 if shard in left_out else len(rows)
-                step.backward(plain(model, rows, targets, shard), weight=weight)
-            step.fold()
-        return [None if one.grad is None else one.grad.cpu().clone() for one in model.parameters()]
-
-
-@pytest.mark.parametrize("left_out", [(2,), (3,), (4, 5), (0, 8)])
-def test_shards_of_weight_0_leave_the_order_of_the_others(left_out: tuple[int, ...], on_ranks: OnRanks) -> None:
-    model, (inputs, labels) = make_model(), make_data((6,), ROWS)
-    size, shards = ROWS // SHARDS, []
-    for shard in range(SHARDS):
-        rows = slice(shard * size, (shard + 1) * size)
-        model.zero_grad()
-        if shard not in left_out:
-            plain(model, inputs[rows].float(), labels[rows], shard).backward(torch.tensor(size / ROWS))
-        shards.append([one.grad for one in model.parameters()])
-    scale = ROWS / torch.tensor(float(ROWS - size * len(left_out)))
-    sums = [tree_sum(list(parts)) for parts in zip(*shards, strict=True)]
-    expected = [None if one is None else one * scale for one in sums]
-    for ranks in (1, 2):
-        for found in on_ranks(ranks, without_shards, left_out):
-            assert_same_bits(found, expected)
