@@ -12,7 +12,6 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import ddp_loop as dl
@@ -152,78 +151,13 @@ def test_a_layer_is_that_of_one_process_on_a_gpu(
     assert_equal(on_ranks(len(case.rows), train_on_ranks, case, device="gpu"), case, bound)
 
 
-# -- networks ----------------------------------------------------------------------------------------------------------
-
-
-class Network(nn.Module):
-    """A layer that is used twice, one that is frozen, and a first one, whose inputs need no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.BatchNorm2d(2)
-        self.twice = nn.BatchNorm2d(4)
-        self.frozen = nn.BatchNorm1d(4).eval()
-        self.one = nn.Conv2d(2, 4, 3, padding=1)
-        self.other = nn.Conv2d(4, 4, 3, padding=1)
-        self.last = nn.Linear(4, 3)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        hidden = self.twice(self.one(self.first(images))).relu_()
-        hidden = self.twice(self.other(hidden)).relu_().mean((2, 3))
-        return torch.as_tensor(self.last(self.frozen(hidden)))
-
-
-ROWS = (3, 0, 2, 1)
-
-
-def train_network(reduced: bool = False) -> tuple[Tensors, Tensors]:
-    """Two steps of one process, or of ranks: the gradients of the second, summed over the ranks, and the statistics."""
-    generator = torch.Generator().manual_seed(6)
-    pictures = torch.randn(sum(ROWS), 2, 4, 4, generator=generator, dtype=torch.float64)
-    labels = torch.randint(0, 3, (sum(ROWS),), generator=generator)
-    torch.manual_seed(4)
-    dtype = torch.float32 if reduced else torch.float64
-    with dl.join_world() as world:
-        model = sync_batch_norm(Network().double(), world).to(dtype)
-        before = sum(ROWS[: world.rank])
-        own = slice(before, sum(ROWS) if world.rank == world.size - 1 else before + ROWS[world.rank])
-        for _ in range(2):
-            model.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=reduced):
-                losses = cross_entropy(model(pictures[own].to(dtype)).to(dtype), labels[own], reduction="sum")
-            (losses / sum(ROWS)).backward()
-        gradients = [world.sum(gradient) for gradient in gradients_of(model)]
-        return gradients, [buffer.clone() for buffer in model.buffers() if buffer.is_floating_point()]
-
-
-def deviation(found: Tensors, expected: Tensors) -> float:
-    """Of the largest element of all: a bias before batch norm has no gradient but rounding."""
-    largest = max(float(one.abs().max()) for one in expected)
-    return max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)) / largest
-
-
-@pytest.mark.both_exchanges
-@pytest.mark.quick_on_gpus
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_network_trains_as_in_one_process_with_the_same_bits_each_time(ranks: int, on_ranks: OnRanks) -> None:
-    results = [*on_ranks(ranks, train_network), *on_ranks(ranks, train_network)]
-    for found, expected in zip(zip(*results, strict=True), train_network(), strict=True):
-        assert deviation(same_on_all([*found]), expected) < BOUND
-
-
-def test_bfloat16_autocast_trains_as_in_one_process_up_to_its_rounding(on_ranks: OnRanks) -> None:
-    found = on_ranks(3, train_network, reduced=True)[0]
-    # bfloat16 has 8 bits: 0.4 % a product, over the four layers of the network some per cent.
-    for one, expected, bound in zip(found, train_network(), (0.05, 0.02), strict=True):
-        assert deviation(one, expected) < bound
-
-
 # -- bits and digits ---------------------------------------------------------------------------------------------------
 
 FLOAT32 = Case((300, 0, 500), (6, 6), mean=1000.0, dtype=torch.float32, options={"momentum": 1.0})
 
 
 @pytest.mark.covers("J13")
+@pytest.mark.quick_on_gpus
 @pytest.mark.parametrize(
     ("case", "bound"),
     [
