@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
 import ddp_loop as dl
@@ -125,13 +124,8 @@ def check_folder(folder: Path) -> None:
     texts = [{"epoch": n, "iteration": at, "name": "words", "text": f"epoch {n}"} for n, at in ENDS]
     assert lines_of(run / "texts.jsonl") == texts
     images = lines_of(run / "images.jsonl")
-    assert [(one["epoch"], one["iteration"], one["width"], one["height"]) for one in images] == [
-        (*end, 3, 2) for end in ENDS
-    ]
+    assert [(one["epoch"], one["iteration"]) for one in images] == ENDS
     assert {one.name for one in (run / "images").iterdir()} == {Path(one["file"]).name for one in images}
-    for (number, _), one in zip(ENDS, images, strict=True):
-        with Image.open(run / one["file"]) as picture:
-            assert picture.getpixel((0, 0)) == (round(255 * number / 4),) * 3
 
 
 def tables_in(folder: Path) -> list[tuple[Any, ...]]:
@@ -374,16 +368,11 @@ def test_very_many_values_are_written_in_lines_that_readers_take(tmp_path: Path)
     assert [one for line in lines for name, one in line.items() if name not in PLACE] == list(range(15_000))
 
 
-def test_10_mb_of_text_are_cut_and_half_a_letter_is_written_so_that_others_can_encode_it(tmp_path: Path) -> None:
-    texts = {
-        "é" * 10_000_000: "é" * 65_536 + "\n[cut: 10,000,000 characters]",
-        "a\ud800b": r"a\ud800b",  # half of a pair of UTF-16, as a decoder of bytes may give it
-    }
+def test_half_a_letter_is_written_so_that_others_can_encode_it(tmp_path: Path) -> None:
     with loop_alone(tmp_path / "run", on_row=[Taken(str(tmp_path))]) as loop:
-        for text in texts:
-            loop.log_text("a text", text)
-    assert [line["text"] for line in lines_of(tmp_path / "run" / "texts.jsonl")] == list(texts.values())
-    assert taken(tmp_path, "log_text")[1] == ["a text", r"a\ud800b", 0]
+        loop.log_text("half", "a\ud800b")  # of a pair of UTF-16, as a decoder of bytes may give it
+    assert [line["text"] for line in lines_of(tmp_path / "run" / "texts.jsonl")] == [r"a\ud800b"]
+    assert taken(tmp_path, "log_text") == [["half", r"a\ud800b", 0]]
 
 
 @pytest.mark.parametrize("has_folder", [False, True])
