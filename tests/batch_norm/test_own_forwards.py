@@ -50,20 +50,6 @@ class Reading(nn.BatchNorm1d):
         return output
 
 
-class Moving(nn.Module):
-    """A norm layer of the user's own, whose statistics have names of their own."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.register_buffer("moving_mean", torch.zeros(channels))
-        self.register_buffer("moving_var", torch.ones(channels))
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        flat = rows.flatten(0, 1)
-        statistics = (self.get_buffer("moving_mean"), self.get_buffer("moving_var"))
-        return F.batch_norm(flat, *statistics, training=self.training).view_as(rows)
-
-
 class ByName(nn.Module):
     """Gives a batch norm its input by name."""
 
@@ -131,7 +117,7 @@ def train_on_ranks(kind: type[nn.Module], shards: int | None) -> list[tuple[Tens
     )
 
 
-@pytest.mark.parametrize("kind", [Transposing, Frozen, Reading, Moving, ByName, Untracked, UntrackedAtFirst])
+@pytest.mark.parametrize("kind", [Transposing, Frozen, Reading, ByName, Untracked, UntrackedAtFirst])
 @pytest.mark.parametrize("ranks", [2, 3, 1])
 @pytest.mark.quick_on_gpus
 def test_statistics_are_those_of_the_values_that_the_norm_sees(

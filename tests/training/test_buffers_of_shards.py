@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import ddp_loop as dl
-from ddp_loop.training import Buffers, find_buffers
 from tests.support.comparing import Tensors, same_on_all
 from tests.support.devices import GPU
 from tests.support.harness import OnRanks
@@ -31,77 +30,69 @@ Make = Callable[[], nn.Module]
 
 
 class Layer(nn.Module):
-    """Hands its rows on, and writes its buffers."""
+    """Hands its rows on, and has its buffers written."""
 
-    def __init__(self, **buffers: torch.Tensor) -> None:
+    def __init__(self, write: Callable[[Any, torch.Tensor], object], **buffers: torch.Tensor) -> None:
         super().__init__()
+        self.write = write
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.write(rows, **dict(self._buffers))
+            self.write(self, rows)
         return rows
-
-    def write(self, rows: torch.Tensor, **buffers: Any) -> None:
-        raise NotImplementedError
-
-    def move_between(self) -> None:
-        """What the script does after each step."""
 
 
 # -- refused -----------------------------------------------------------------------------------------------
 
 
-class Codebook(Layer):
+def write_codes(layer: Any, rows: torch.Tensor) -> None:
     """Moving averages of counts and sums, and the codes as their quotient, as many scripts write it."""
-
-    def __init__(self) -> None:
-        super().__init__(codes=samples(3), counts=torch.ones(3, dtype=torch.float64), sums=samples(3))
-
-    def write(self, rows: torch.Tensor, **buffers: Any) -> None:
-        picked = F.one_hot(torch.cdist(rows, buffers["codes"]).argmin(1), 3).to(rows)
-        buffers["counts"].mul_(0.9).add_(picked.sum(0), alpha=0.1)
-        buffers["sums"].mul_(0.9).add_(picked.T @ rows, alpha=0.1)
-        buffers["codes"].copy_(buffers["sums"] / buffers["counts"].unsqueeze(1))
+    picked = F.one_hot(torch.cdist(rows, layer.codes).argmin(1), 3).to(rows)
+    layer.counts.mul_(0.9).add_(picked.sum(0), alpha=0.1)
+    layer.sums.mul_(0.9).add_(picked.T @ rows, alpha=0.1)
+    layer.codes.copy_(layer.sums / layer.counts.unsqueeze(1))
 
 
-class Maximum(Layer):
-    def __init__(self) -> None:
-        super().__init__(largest=torch.zeros(4, dtype=torch.float64))
-
-    def write(self, rows: torch.Tensor, **buffers: Any) -> None:
-        buffers["largest"].copy_(torch.maximum(buffers["largest"], rows.amax(0)))
+def codebook() -> nn.Module:
+    return Layer(write_codes, codes=samples(3), counts=torch.ones(3, dtype=torch.float64), sums=samples(3))
 
 
-class Rotary(Layer):
-    """Computes its table again for the longest row of the shard, in a new tensor."""
-
-    def __init__(self) -> None:
-        super().__init__(inv_freq=torch.ones(2))
-
-    def write(self, rows: torch.Tensor, **buffers: Any) -> None:
-        base = 1e4 * float(rows.abs().max())
-        self.inv_freq = 1.0 / base ** torch.tensor([0.0, 0.5])
+def write_maximum(layer: Any, rows: torch.Tensor) -> None:
+    layer.largest.copy_(torch.maximum(layer.largest, rows.amax(0)))
 
 
-class OwnStatistics(Layer):
+def maximum() -> nn.Module:
+    return Layer(write_maximum, largest=torch.zeros(4, dtype=torch.float64))
+
+
+def write_table(layer: Any, rows: torch.Tensor) -> None:
+    """Of rotary embeddings: computed again for the longest row of the shard, in a new tensor."""
+    base = 1e4 * float(rows.abs().max())
+    layer.inv_freq = 1.0 / base ** torch.tensor([0.0, 0.5])
+
+
+def rotary() -> nn.Module:
+    return Layer(write_table, inv_freq=torch.ones(2))
+
+
+def write_statistics(layer: Any, rows: torch.Tensor) -> None:
     """Batch norm's running statistics by arithmetic of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(running_mean=torch.zeros(4, dtype=torch.float64), running_var=torch.ones(4).double())
-
-    def write(self, rows: torch.Tensor, **buffers: Any) -> None:
-        buffers["running_mean"].lerp_(rows.mean(0), 0.1)
-        buffers["running_var"].lerp_(rows.var(0, correction=0), 0.1)
+    layer.running_mean.lerp_(rows.mean(0), 0.1)
+    layer.running_var.lerp_(rows.var(0, correction=0), 0.1)
 
 
-class Phase(Layer):
-    def __init__(self) -> None:
-        super().__init__(phase=torch.ones(2, dtype=torch.complex64))
+def own_statistics() -> nn.Module:
+    return Layer(write_statistics, running_mean=torch.zeros(4).double(), running_var=torch.ones(4).double())
 
-    def write(self, rows: torch.Tensor, **buffers: Any) -> None:
-        buffers["phase"][1] *= torch.complex(rows.mean(), rows.max())
+
+def write_phase(layer: Any, rows: torch.Tensor) -> None:
+    layer.phase[1] *= torch.complex(rows.mean(), rows.max())
+
+
+def phase() -> nn.Module:
+    return Layer(write_phase, phase=torch.ones(2, dtype=torch.complex64))
 
 
 def scripted_norm() -> nn.Module:
@@ -109,11 +100,11 @@ def scripted_norm() -> nn.Module:
 
 
 WRONG: dict[Make, str] = {
-    Codebook: r"Element 0 of model\.0\.codes \(torch\.float64\) became \S+ in shard 0 and \S+ in shard 1",
-    Maximum: r"model\.0\.largest .* after step\.gather .* is a mean over the samples, .* \"min\", \"max\"",
-    Rotary: r"Element 1 of model\.0\.inv_freq",
-    OwnStatistics: r"model\.0\.running_mean .* Call F\.batch_norm .* less than the variance of all",
-    Phase: r"Element 1 of model\.0\.phase \(torch\.complex64\) became \(\S+j\) in shard 0 .* rule: \"first\"",
+    codebook: r"Element 0 of model\.0\.codes \(torch\.float64\) became \S+ in shard 0 and \S+ in shard 1",
+    maximum: r"model\.0\.largest .* after step\.gather .* is a mean over the samples, .* \"min\", \"max\"",
+    rotary: r"Element 1 of model\.0\.inv_freq",
+    own_statistics: r"model\.0\.running_mean .* Call F\.batch_norm .* less than the variance of all",
+    phase: r"Element 1 of model\.0\.phase \(torch\.complex64\) became \(\S+j\) in shard 0 .* rule: \"first\"",
     scripted_norm: r"of model\.0\.running_mean .* Call F\.batch_norm .* 'model\.0\.running_var': 'mean'",
 }
 
@@ -141,11 +132,11 @@ def test_a_buffer_that_depends_on_the_shard_is_refused_by_name(
 
 @pytest.mark.one_device(GPU, "elsewhere the first fold raises")
 def test_a_new_fold_does_not_forget_what_the_former_one_had_to_find_out(refused: Refused) -> None:
-    refused(2, differ, Maximum, None, 4, True, kind="ValueError", said=r"model\.0\.largest", by=ALL)
+    refused(2, differ, maximum, None, 4, True, kind="ValueError", said=r"model\.0\.largest", by=ALL)
 
 
 def give_a_complex_buffer(world: dl.World, folder: str) -> None:
-    loop_over(world, folder, nn.Sequential(Phase(), *network()), buffer_reduction={"model.0.phase": "max"})
+    loop_over(world, folder, nn.Sequential(phase(), *network()), buffer_reduction={"model.0.phase": "max"})
 
 
 def test_values_without_an_order_are_refused(refused: Refused) -> None:
@@ -155,65 +146,59 @@ def test_values_without_an_order_are_refused(refused: Refused) -> None:
 # -- as one device leaves them -----------------------------------------------------------------------------
 
 
-class Alike(Layer):
+def write_alike(layer: Any, rows: torch.Tensor) -> None:
     """Functions of the step alone: a decaying rate, powers of a float32, NaN, and -0.0 beside 0.0."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            rate=torch.tensor(0.1, dtype=torch.float64),
-            power=torch.full((3,), 5 / 3),
-            nothing=torch.full((2,), math.nan),
-            zero=torch.ones(1, dtype=torch.bfloat16),
-        )
-
-    def write(self, rows: torch.Tensor, **buffers: Any) -> None:
-        buffers["rate"].mul_(0.999)
-        buffers["power"].mul_(1 / 3)
-        buffers["nothing"].fill_(math.nan)
-        buffers["zero"].fill_(-0.0 if float(rows[0, 0]) < 0 else 0.0)
+    layer.rate.mul_(0.999)
+    layer.power.mul_(1 / 3)
+    layer.nothing.fill_(math.nan)
+    layer.zero.fill_(-0.0 if float(rows[0, 0]) < 0 else 0.0)
 
 
-class Silent(Layer):
-    """Written through .data, as moving averages of codebooks are; also between the steps."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            level=torch.full((2,), 4.0, dtype=torch.float64),
-            begun=torch.zeros((), dtype=torch.bool),
-            constant=torch.tensor([math.nan, 0.1]),
-        )
-
-    def write(self, rows: torch.Tensor, **buffers: Any) -> None:
-        buffers["level"].data.mul_(0.5).add_(rows.mean())
-        buffers["begun"].data.fill_(True)
-
-    def move_between(self) -> None:
-        self.get_buffer("level").data.add_(1.0)
+def alike() -> nn.Module:
+    return Layer(
+        write_alike,
+        rate=torch.tensor(0.1, dtype=torch.float64),
+        power=torch.full((3,), 5 / 3),
+        nothing=torch.full((2,), math.nan),
+        zero=torch.ones(1, dtype=torch.bfloat16),
+    )
 
 
-class Observer(Layer):
-    """Keeps the extremes of all values it saw, as torch's MinMaxObserver does, and of ten times them as integers."""
+def write_silently(layer: Any, rows: torch.Tensor) -> None:
+    """Through .data, as moving averages of codebooks are."""
+    layer.level.data.mul_(0.5).add_(rows.mean())
+    layer.begun.data.fill_(True)
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-        super().__init__(least=torch.full((4,), info.max, dtype=dtype), largest=torch.full((4,), info.min, dtype=dtype))
 
-    def write(self, rows: torch.Tensor, **buffers: Any) -> None:
-        dtype = buffers["least"].dtype
-        seen = (rows if dtype.is_floating_point else rows * 10).to(dtype)
-        buffers["least"].copy_(torch.minimum(buffers["least"], seen.amin(0)))
-        buffers["largest"].copy_(torch.maximum(buffers["largest"], seen.amax(0)))
+def silent() -> nn.Module:
+    level = torch.full((2,), 4.0, dtype=torch.float64)
+    begun = torch.zeros((), dtype=torch.bool)
+    return Layer(write_silently, level=level, begun=begun, constant=torch.tensor([math.nan, 0.1]))
+
+
+def write_extremes(layer: Any, rows: torch.Tensor) -> None:
+    """Of all values, as torch's MinMaxObserver does, and of ten times them as integers."""
+    dtype = layer.least.dtype
+    seen = (rows if dtype.is_floating_point else rows * 10).to(dtype)
+    layer.least.copy_(torch.minimum(layer.least, seen.amin(0)))
+    layer.largest.copy_(torch.maximum(layer.largest, seen.amax(0)))
+
+
+def observer(dtype: torch.dtype) -> nn.Module:
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    least = torch.full((4,), info.max, dtype=dtype)
+    return Layer(write_extremes, least=least, largest=torch.full((4,), info.min, dtype=dtype))
 
 
 class OwnNorm(nn.Module):
     """Batch norm as many write it; its momentum has a name of its own, and is given by place or by name."""
 
-    def __init__(self, call: str) -> None:
+    def __init__(self, call: str, mean: str, var: str) -> None:
         super().__init__()
         self.call = call
         self.decay = 0.3
-        self.register_buffer("running_mean", torch.zeros(4, dtype=torch.float64))
-        self.register_buffer("running_var", torch.ones(4, dtype=torch.float64))
+        self.register_buffer(mean, torch.zeros(4, dtype=torch.float64))
+        self.register_buffer(var, torch.ones(4, dtype=torch.float64))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         mean, var = self.buffers()
@@ -236,22 +221,25 @@ def instance_norm() -> nn.Module:
 
 EXTREMES = {"least": "min", "largest": "max"}
 RIGHT: dict[str, tuple[Make, dict[str, str]]] = {
-    "alike in all shards": (Alike, {}),
+    "alike in all shards": (alike, {}),
     "spectral norm": (spectral_norm, {}),
     "instance norm": (instance_norm, {}),
-    "silent": (Silent, {"level": "mean"}),
+    "silent": (silent, {"level": "mean"}),
     "scripted norm": (scripted_norm, {"running_mean": "mean", "running_var": "mean"}),
-    **{f"own norm by {call}": (partial(OwnNorm, call), {}) for call in ("names", "places", "torch")},
+    "own norm by names": (partial(OwnNorm, "names", "running_mean", "running_var"), {}),
+    "own norm by places": (partial(OwnNorm, "places", "moving_mean", "moving_variance"), {}),
+    "own norm by torch": (partial(OwnNorm, "torch", "mean", "var"), {}),
     **{
-        f"extremes in {dtype}": (partial(Observer, dtype), EXTREMES)
+        f"extremes in {dtype}": (partial(observer, dtype), EXTREMES)
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8)
     },
 }
 
 
 def move_between(model: nn.Module) -> None:
-    if isinstance(layer := model.get_submodule("0"), Layer):
-        layer.move_between()
+    """What a script may do after a step."""
+    if "0.level" in dict(model.named_buffers()):
+        model.get_buffer("0.level").data.add_(1.0)
 
 
 def buffers_on_ranks(make: Make, rules: dict[str, str], shards: int | None) -> Tensors:
@@ -291,12 +279,3 @@ def test_other_buffers_are_those_of_one_device(what: str, ranks: int, shards: in
         assert one.dtype == wanted.dtype
         if (what, number) != ("scripted norm", 1):  # a mean of variances
             assert torch.allclose(one.double(), wanted.double(), rtol=1e-12, atol=1e-14)
-
-
-def test_shards_without_samples_have_no_say() -> None:
-    layer = Maximum()
-    buffers = Buffers(find_buffers({"model": layer}, set(), {}))
-    rows = torch.tensor([[1.0] * 4, [2.0] * 4, [1.0] * 4], dtype=torch.float64)
-    buffers.apply(rows, frozenset({"model.largest"}), torch.tensor([0.5, 0.0, 0.5]), [0, 2])
-    buffers.settle()
-    assert layer.get_buffer("largest").tolist() == [1.0] * 4
