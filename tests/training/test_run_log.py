@@ -46,7 +46,7 @@ class Taken:
             setattr(self, method, partial(self._take, method))
 
     def __call__(self, row: Line) -> None:
-        self._take("row", row["iteration"])
+        self._take("__call__", row["iteration"])
 
     def _take(self, method: str, *values: Any) -> None:
         with self._path.open("a") as file:
@@ -141,9 +141,9 @@ def test_what_is_logged_is_in_the_run_folder_and_in_a_sink_once(on_ranks: OnRank
     check_folder(tmp_path)
     calls = taken(tmp_path)
     assert taken(tmp_path, "begin") == [[[0, {"rate": 0.01}, "run"]]]
-    assert taken(tmp_path, "row") == [[number] for number in range(1, EPOCHS * STEPS + 1)]
-    assert [line["iteration"] for line, in taken(tmp_path, "evaluated")] == [at for _, at in ENDS]  # fmt: skip
-    assert values_of([line for line, in taken(tmp_path, "logged")]) == expected()  # fmt: skip
+    assert taken(tmp_path, "__call__") == [[number] for number in range(1, EPOCHS * STEPS + 1)]
+    assert [values[0]["iteration"] for values in taken(tmp_path, "evaluated")] == [at for _, at in ENDS]
+    assert values_of([values[0] for values in taken(tmp_path, "logged")]) == expected()
     assert taken(tmp_path, "log_text") == [["words", f"epoch {n}", at] for n, at in ENDS]
     assert taken(tmp_path, "log_image") == [["picture", [2, 3, 3], at] for _, at in ENDS]
     assert tables_in(tmp_path) == TABLES
@@ -182,15 +182,15 @@ def test_a_run_that_is_killed_and_resumes_has_each_value_once(kill_at: int, tmp_
     check_folder(tmp_path)
 
 
-@pytest.mark.parametrize("fails_in", [*METHODS, "row"])
-def test_a_sink_that_fails_is_named_once_and_training_goes_on(
-    fails_in: str, on_ranks: OnRanks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("fails_in", [*METHODS, "__call__"])
+def test_a_sink_that_fails_is_named_once_and_training_goes_on(fails_in: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     on_ranks(2, train, str(tmp_path), None, None, fails_in)
     check_folder(tmp_path)
     calls = taken(tmp_path)
     assert calls.count(fails_in) == 1
     assert calls[calls.index(fails_in) + 1 :] in (["close"], [])
+    said = (tmp_path / "run" / "console" / "rank-0.log").read_text()
+    assert said.count("Taken gets nothing more") == 1
 
 
 def test_a_folder_in_the_place_of_a_file_is_a_warning(on_ranks: OnRanks, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_folder_in_the_place_of_a_file_is_a_warning(on_ranks: OnRanks, tmp_pat
         (tmp_path / "run" / name).mkdir(parents=True)
     (tmp_path / "run" / "images").touch()
     on_ranks(2, train, str(tmp_path))
-    assert taken(tmp_path, "row") == [[number] for number in range(1, EPOCHS * STEPS + 1)]
+    assert taken(tmp_path, "__call__") == [[number] for number in range(1, EPOCHS * STEPS + 1)]
     assert len(taken(tmp_path, "log_text")) == EPOCHS
 
 
