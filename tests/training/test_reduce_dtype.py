@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import Parameter
 
 import ddp_loop as dl
-from tests.support.comparing import Tensors
+from tests.support.comparing import Tensors, is_same, same_on_all, values_of
 from tests.support.harness import OnRanks
-from tests.support.refusals import Refused
+from tests.support.refusals import Refused, loop_over
+from tests.support.training import train
 
 pytestmark = pytest.mark.covers("B10")
 
 SHARDS, BATCH = 6, 17  # which 6 does not divide
+SIZES = dl.split_sizes(BATCH, SHARDS)
 KINDS = {"bfloat16": (torch.bfloat16, 7), "float16": (torch.float16, 10)}  # and the bits after the leading one
 WEIGHTS = (3.0, 1.0, 0.0, 2.0, 5.0, 23.0)  # one of them is more than the mini-batch has samples
 MIB = 1e-4  # a bucket for each parameter but the small ones
@@ -40,12 +40,15 @@ class Mixed(nn.Module):
         outputs: torch.Tensor = self.last(hidden.tanh())
         return outputs
 
+    def used(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters() if parameter is not self.unused]
+
 
 def rows_of(kind: torch.dtype) -> torch.Tensor:
     return torch.randn(BATCH, 12, generator=torch.Generator().manual_seed(1)).to(kind)
 
 
-def loss_of(model: nn.Module, rows: torch.Tensor, is_low: bool) -> torch.Tensor:
+def loss_of(model: nn.Module, rows: torch.Tensor, is_low: bool = False) -> torch.Tensor:
     outputs = model(rows)
     loss: torch.Tensor = ((outputs if is_low else outputs.float()) - 1).square().mean()
     return loss
@@ -58,48 +61,31 @@ def gradients_by_loop(
     kind, _ = KINDS[name]
     with dl.join_world(seed=0) as world:
         model = Mixed(kind)
-        shard_of = torch.arange(SHARDS).repeat_interleave(torch.tensor(dl.split_sizes(BATCH, SHARDS)))
+        shard_of = torch.arange(SHARDS).repeat_interleave(torch.tensor(SIZES))
         batches = dl.Batches((rows_of(kind), shard_of), BATCH, world, shards=SHARDS, shuffle=False)
-        loop = dl.Loop(
-            batches,
-            steps=1,
-            state={"model": model},
-            progress=False,
-            bucket_cap_mib=MIB,
-            reduce_dtype=reduce_dtype,
-            **options,
-        )
-        for step in loop:
+        options = {"reduce_dtype": reduce_dtype, "bucket_cap_mib": MIB, "progress": False, **options}
+        for step in dl.Loop(batches, 1, state={"model": model}, **options):
             for rows, shards in step:
                 step.backward(loss_of(model, rows, is_low), weight=WEIGHTS[shards[0]] if weighted else None)
             step.fold()
         assert model.unused.grad is None
-        return [given(parameter) for parameter in model.parameters() if parameter is not model.unused]
-
-
-def given(parameter: Parameter) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.clone()
+        return [parameter.grad.clone() for parameter in model.used() if parameter.grad is not None]
 
 
 def gradients_in_float64(name: str, *, is_low: bool, weighted: bool) -> Tensors:
     """The same, of the gradients that autograd makes for each shard."""
     kind, _ = KINDS[name]
     model = Mixed(kind)
-    used = [parameter for parameter in model.parameters() if parameter is not model.unused]
-    sums = [torch.zeros(parameter.shape, dtype=torch.float64) for parameter in used]
-    sizes = dl.split_sizes(BATCH, SHARDS)
-    for number, rows in enumerate(rows_of(kind).split(sizes)):
-        weight = WEIGHTS[number] if weighted else len(rows)
-        if weight == 0:
-            continue
-        loss = loss_of(model, rows, is_low)
-        factor = weight / BATCH
-        made = torch.autograd.grad(loss, used, torch.full((), 1.0 if is_low else factor, dtype=loss.dtype))
-        for total, gradient in zip(sums, made, strict=True):
-            total += gradient.double() * (factor if is_low else 1.0)
-    whole = sum(WEIGHTS) if weighted else BATCH
-    return [total * (BATCH / whole) for total in sums]
+    weights = WEIGHTS if weighted else tuple(map(float, SIZES))
+    sums = [torch.zeros(parameter.shape, dtype=torch.float64) for parameter in model.used()]
+    for weight, rows in zip(weights, rows_of(kind).split(SIZES), strict=True):
+        if weight:
+            loss = loss_of(model, rows, is_low)
+            factor = weight / BATCH
+            made = torch.autograd.grad(loss, model.used(), torch.full_like(loss, 1.0 if is_low else factor))
+            for total, gradient in zip(sums, made, strict=True):
+                total += gradient.double() * (factor if is_low else 1.0)
+    return [total * (BATCH / sum(weights)) for total in sums]
 
 
 def ulps(found: Tensors, expected: Tensors, name: str) -> float:
@@ -125,77 +111,49 @@ def test_a_sum_in_float32_is_rounded_once(
 ) -> None:
     how: dict[str, Any] = {"is_low": is_low, "weighted": weighted}
     expected = gradients_in_float64(name, **how)
-    found = on_ranks(ranks, gradients_by_loop, name, torch.float32, **how)
-    for one in found:
-        assert all(map(torch.equal, one, found[0]))
-        assert ulps(one, expected, name) <= 1
+    for dtype, ordered in ((torch.float32, None), (torch.float32, False), (torch.float64, None)):
+        found = same_on_all(on_ranks(ranks, gradients_by_loop, name, dtype, ordered=ordered, **how))
+        assert ulps(found, expected, name) <= 1
     assert ulps(on_ranks(ranks, gradients_by_loop, name, None, **how)[0], expected, name) > 1
-    wider = on_ranks(ranks, gradients_by_loop, name, torch.float64, **how)[0]
-    assert ulps(wider, expected, name) <= 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_so_is_a_sum_in_any_order(ranks: int, on_ranks: OnRanks) -> None:
-    how: dict[str, Any] = {"is_low": False, "weighted": False}
-    expected = gradients_in_float64("bfloat16", **how)
-    found = on_ranks(ranks, gradients_by_loop, "bfloat16", torch.float32, ordered=False, **how)
-    assert ulps(found[0], expected, "bfloat16") <= 1
+def weights_of_steps(steps: int, folder: str | None = None) -> list[Tensors]:
+    """The weights after each step; a parameter is unfrozen in the third one, and gradients are kept."""
+    model = Mixed(torch.bfloat16)
+    model.last.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        assert all(torch.equal(one, copy) for one, copy in kept)
+        return loss_of(model, rows)
 
-def digests(folder: str, steps: int, *, shards: int | None = SHARDS) -> list[str]:
-    """SHA-256 of the weights after each step; a parameter is unfrozen in the third one, and gradients are kept."""
-    found = []
-    with dl.join_world(seed=0) as world:
-        model = Mixed(torch.bfloat16)
-        model.last.bias.requires_grad_(False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-        batches = dl.Batches(rows_of(torch.bfloat16), 6, world, shards=shards)
-        state = {"model": model, "optimizer": optimizer}
-        loop = dl.Loop(
-            batches,
-            steps=steps,
-            state=state,
-            progress=False,
-            bucket_cap_mib=MIB,
-            reduce_dtype=torch.float32,
-            run_dir=folder or None,
-        )
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for step in loop:
-            model.last.bias.requires_grad_(step.iteration > 2)
-            for rows in step:
-                step.backward(loss_of(model, rows, is_low=False))
-            step.fold()
-            optimizer.step()
-            assert (model.last.bias.grad is not None) == (step.iteration > 2)
-            assert all(torch.equal(one, copy) for one, copy in kept)
-            kept = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
-            sha = hashlib.sha256()
-            for parameter in model.parameters():
-                sha.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-            found.append(sha.hexdigest())
-    return found
+    def after_fold(step: dl.Step, result: dl.StepResult) -> Tensors:
+        assert (model.last.bias.grad is not None) == model.last.bias.requires_grad
+        model.last.bias.requires_grad_(step.iteration > 1)  # of the next one
+        kept[:] = [(one.grad, one.grad.clone()) for one in model.parameters() if one.grad is not None]
+        return values_of(model)
+
+    options: dict[str, Any] = {"epochs": None, "steps": steps, "run_dir": folder, "bucket_cap_mib": MIB}
+    return train(model, loss, rows_of(torch.bfloat16), optimizer=optimizer, shards=SHARDS, after_fold=after_fold,
+                 reduce_dtype=torch.float32, **options)  # fmt: skip
 
 
 @pytest.mark.both_exchanges
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_bits_are_the_same_on_any_number_of_ranks(ranks: int, on_ranks: OnRanks) -> None:
-    expected = on_ranks(1, digests, "", 5)[0]
-    assert len(set(expected)) == 5
-    assert on_ranks(ranks, digests, "", 5) == [expected] * ranks
-
-
-def test_a_run_resumes_on_another_number_of_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
-    expected = on_ranks(1, digests, "", 6)[0]
-    folder = str(tmp_path / "run")
-    assert on_ranks(3, digests, folder, 4)[0] == expected[:4]
-    assert on_ranks(2, digests, folder, 6)[0] == expected[4:]
+def test_the_bits_are_the_same_on_any_number_of_ranks_and_where_a_run_resumes(
+    ranks: int, on_ranks: OnRanks, tmp_path: Path
+) -> None:
+    (expected,) = on_ranks(1, weights_of_steps, 6)
+    assert not any(is_same(one, other) for one, other in zip(expected[1:], expected, strict=False))
+    for found in on_ranks(ranks, weights_of_steps, 4, str(tmp_path)):
+        assert list(map(is_same, found, expected[:4])) == [True] * 4
+    for found in on_ranks(5 - ranks, weights_of_steps, 6, str(tmp_path)):
+        assert list(map(is_same, found, expected[4:])) == [True] * 2
 
 
 def begin(world: dl.World, folder: str, dtype: Any, other: Any) -> None:
-    batches = dl.Batches(rows_of(torch.bfloat16), 6, world)
-    chosen = dtype if world.rank == 0 else other
-    dl.Loop(batches, 1, state={"model": Mixed(torch.bfloat16)}, progress=False, reduce_dtype=chosen)
+    loop_over(world, folder, Mixed(torch.bfloat16), reduce_dtype=other if world.rank else dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, "float32", 32])
