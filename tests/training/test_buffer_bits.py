@@ -129,16 +129,17 @@ def with_bits(dtype: torch.dtype, raw: list[int]) -> torch.Tensor:
     raw=st.lists(st.integers(0, 255), min_size=16, max_size=64),
     column=st.sampled_from((torch.float32, torch.float64)),
     before=st.integers(0, 3),
+    after=st.integers(0, 3),
 )
 def test_every_dtype_travels_with_its_bits_from_any_place_of_a_row(
-    dtype: torch.dtype, raw: list[int], column: torch.dtype, before: int
+    dtype: torch.dtype, raw: list[int], column: torch.dtype, before: int, after: int
 ) -> None:
     value = with_bits(dtype, raw)
     encoded = encode(value, column)
     assert len(encoded) == columns(value, column)
-    whole = torch.cat([torch.zeros(before, dtype=column), encoded])
+    whole = nn.functional.pad(encoded, (before, after))
     rows = torch.stack([torch.full_like(whole, -0.0), whole]) + -0.0  # as a sum over ranks brings it
-    back = assemble(decode(rows[:, before:], dtype)[1], value)
+    back = assemble(decode(rows[:, before : before + len(encoded)], dtype)[1], value)
     assert back.dtype == dtype
     assert torch.equal(back.view(torch.uint8), value.view(torch.uint8))
 
