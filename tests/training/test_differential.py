@@ -1,7 +1,8 @@
 """Drawn jobs by ddp_loop on ranks, and by a plain loop in one process with no line of ddp_loop's arithmetic.
 
-All is float64, and gradients, values and buffers may differ by 1e-12 of the largest element of each tensor: only the
-order of sums differs. `python -m pytest tests/training/test_differential.py --hypothesis-profile=search` draws others.
+All is float64 but a layer of one network, and gradients, values, buffers and what the optimizer keeps may differ by
+1e-12 of a pass's largest number: only the order of sums differs. With one shard nothing may differ.
+`python -m pytest tests/training/test_differential.py --hypothesis-profile=search` draws others.
 """
 
 from __future__ import annotations
