@@ -1,227 +1,246 @@
-"""A loop that cannot be made is refused, on every rank alike."""
+"""A loop that cannot be made is refused, on every rank alike, whether one rank or all make it so."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ddp_loop as dl
-from tests.support.harness import OnRanks, open_files
-from tests.support.refusals import (
-    ALL,
-    MOST_S,
-    Caught,
-    Refused,
-    loop_over,
-    loss_of,
-    network,
-    samples,
-)
+from tests.support.harness import OnRanks, caught, open_files
+from tests.support.refusals import ALL, MOST_S, Refused, does_it, loop_over, loss_of, mean_of, network, samples
+
+Make = Callable[[dl.World, str], object]
+COUNT = 26  # samples: the last mini-batch has 2
+pytestmark = pytest.mark.covers("D10")
 
 
-def make_loop(world: dl.World, folder: str, keywords: dict[str, Any]) -> None:
-    loop_over(world, folder, network(), **keywords)
+def over(make_model: Callable[[], nn.Module] = network, **keywords: Any) -> Make:
+    return lambda world, folder: loop_over(world, folder, make_model(), **{"count": COUNT, **keywords})
 
 
-@pytest.mark.parametrize(
-    ("keywords", "said"),
-    [
-        ({"epochs": 0}, "epochs must be a whole number, 1 or more. Got 0"),
-        ({"epochs": -3}, "Got -3"),
-        ({"epochs": 1.5}, r"Got 1\.5"),
-        ({"epochs": None, "steps": 0}, "steps must be a whole number, 1 or more. Got 0"),
-        ({"epochs": None}, "A Loop needs an end. Pass epochs or steps"),
-        ({"bucket_cap_mib": 0.0}, "bucket_cap_mib"),
-        ({"bucket_cap_mib": -1.0}, "bucket_cap_mib"),
-        ({"bucket_cap_mib": float("nan")}, "bucket_cap_mib"),
-        ({"buffer_reduction": {"model.0.nothing": "mean"}}, r"Got 'model\.0\.nothing': 'mean'. The buffers are \[\]"),
-    ],
-)
-def test_a_loop_that_makes_no_sense_is_refused(keywords: dict[str, Any], said: str, refused: Refused) -> None:
-    refused(2, make_loop, keywords, kind="ValueError", said=said, by=ALL)
+def over_state(make_state: Callable[[dl.World], Any]) -> Make:
+    def make(world: dl.World, folder: str) -> None:
+        dl.Loop(dl.Batches(samples(COUNT), 6, world, shuffle=False), 1, state=make_state(world), progress=False)
+
+    return make
 
 
-class Remembering(nn.Linear):
-    """A layer with a buffer of an unusual kind."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        super().__init__(4, 1)
-        self.register_buffer("memory", memory)
+def over_loader(world: dl.World, folder: str) -> None:
+    loader: Any = DataLoader(TensorDataset(samples(COUNT)), batch_size=6)
+    dl.Loop(loader, 1, state={"model": network()}, progress=False)
 
 
-def make_loop_with_buffer(world: dl.World, folder: str, kind: str) -> None:
-    kinds = {
-        "sparse": torch.eye(3).to_sparse(),
-        "expanded": torch.zeros(1).expand(3, 2),
-        "meta": torch.empty(3, device="meta"),
-    }
-    loop_over(world, folder, Remembering(kinds[kind]))
+def with_memory(make_memory: Callable[[], torch.Tensor]) -> Make:
+    def make_model() -> nn.Module:
+        model = network()
+        model.register_buffer("memory", make_memory())
+        return model
+
+    return over(make_model)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("sparse", r"model\.memory is torch\.sparse_coo\. Keep it as a plain attribute"),
-        ("expanded", r"model\.memory is expanded\. Register it as tensor\.clone"),
-        ("meta", r"model\.memory is on the meta device\. Give it values first"),
-    ],
-)
-def test_a_buffer_that_is_no_dense_tensor_is_refused_by_name(
-    ranks: int, kind: str, said: str, refused: Refused
-) -> None:
-    refused(ranks, make_loop_with_buffer, kind, kind="ValueError", said=said, by=ALL)
+def zero_redundancy(world: dl.World) -> dict[str, object]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = network()
+    return {"model": model, "optimizer": ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)}
 
 
-def make_loop_of(world: dl.World, folder: str, state: dict[str, Any]) -> None:
-    dl.Loop(dl.Batches(samples(8), 4, world), 1, state=state, run_dir=folder, progress=False)
+def local_sgd(world: dl.World) -> dict[str, object]:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return {"model": model, "optimizer": PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period=4))}
 
 
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        ({}, "state must hold a module or an optimizer with parameters to train"),
-        ({"model": nn.Tanh()}, r"Got \['model'\] without any"),
-        ({"model": nn.Linear(2, 2).requires_grad_(False)}, "parameters to train"),
-        ({"model": nn.LazyLinear(2)}, "needs a shape before the Loop is made. model.weight has none. Run the model"),
-    ],
-)
-def test_state_without_parameters_to_train_is_refused(state: dict[str, Any], said: str, refused: Refused) -> None:
-    refused(2, make_loop_of, state, kind="ValueError", said=said, by=ALL)
+def parted_parameter(world: dl.World) -> dict[str, object]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world.size,))
+    part = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    return {"model": network(), "optimizer": torch.optim.SGD([part], 0.1)}
 
 
-@pytest.mark.parametrize("state", [None, nn.Linear(2, 2), [nn.Linear(2, 2)]])
-def test_state_that_is_no_dict_is_refused_with_the_remedy(state: Any, refused: Refused) -> None:
-    refused(2, make_loop_of, state, kind="ValueError|TypeError", said="state=dict", by=ALL)
+def single_samples() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "usual": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)),
-    "another shape": lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1)),
-    "another dtype": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double(),
-    "a layer less": lambda: nn.Sequential(nn.Linear(4, 4)),
-    "a buffer more": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1), nn.BatchNorm2d(1, affine=False)),
-    "another order": lambda: two_names("b", "a"),
-    "usual order": lambda: two_names("a", "b"),
-    "usual layout": lambda: nn.Conv2d(4, 4, 3),
-    "another layout": lambda: nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
-    "tied": lambda: tied(True),
-    "not tied": lambda: tied(False),
+WHOLE = "must be a whole number, 1 or more. Got "
+SIZE = "bucket_cap_mib must be a size in MiB, more than 0"
+NO_RULE = r"to one of .* Got 'memory': 'sum'. The buffers are \[\]"
+NOT_TRAINED = "state must hold a module or an optimizer with parameters to train"
+NO_DICT = r"state must be a dict .* Pass state=dict\(model="
+INSIDE = r"Pass the optimizer inside it, such as"
+REFUSED: dict[str, tuple[Make, str]] = {
+    "no epochs": (over(epochs=0), f"epochs {WHOLE}0"),
+    "half an epoch": (over(epochs=1.5), rf"{WHOLE}1\.5"),
+    "epochs that are a bool": (over(epochs=True), WHOLE),
+    "no steps": (over(epochs=None, steps=0), f"steps {WHOLE}0"),
+    "steps in a word": (over(steps="3"), WHOLE),
+    "no end": (over(epochs=None), "A Loop needs an end. Pass epochs or steps"),
+    "buckets without room": (over(bucket_cap_mib=0.0), SIZE),
+    "buckets of nan": (over(bucket_cap_mib=nan), SIZE),
+    "a rule that is none": (over(on_nonfinite="ignore"), "on_nonfinite must be one of .* Got 'ignore'"),
+    "an unknown buffer": (over(buffer_reduction={"memory": "sum"}), NO_RULE),
+    "a sparse buffer": (
+        with_memory(lambda: torch.eye(3).to_sparse()),
+        r"model\.memory is torch\.sparse_coo\. Keep it as a plain attribute",
+    ),
+    "an expanded buffer": (
+        with_memory(lambda: torch.zeros(1).expand(3, 2)),
+        r"model\.memory is expanded\. Register it as tensor\.clone",
+    ),
+    "a buffer without values": (
+        with_memory(lambda: torch.empty(3, device="meta")),
+        r"model\.memory is on the meta device\. Give it values first",
+    ),
+    "an empty state": (over_state(lambda world: {}), NOT_TRAINED),
+    "nothing to train": (over(nn.Tanh), r"Got \['model'\] without any"),
+    "a frozen model": (over(lambda: network().requires_grad_(False)), NOT_TRAINED),
+    "a lazy model": (over(lambda: nn.LazyLinear(2)), "needs a shape before the Loop is made. model.weight has none"),
+    "a model as state": (over_state(lambda world: network()), NO_DICT),
+    "single samples under batch norm": (
+        over(single_samples, shards=2),
+        "Mini-batch 5 of an epoch has 2 samples over 2 shards.*model.1 is BatchNorm1d. Change batch_size",
+    ),
+    "a data loader": (over_loader, r"Got DataLoader\. Pass dl\.Batches\(loader\.dataset, loader\.batch_size, world\)"),
+}
+DIVIDED: dict[str, tuple[Make, str]] = {
+    "ZeRO": (over_state(zero_redundancy), f"'optimizer' is torch's ZeroRedundancyOptimizer, .* {INSIDE}"),
+    "local SGD": (over_state(local_sgd), f"'optimizer' is torch's PostLocalSGDOptimizer, .* {INSIDE}"),
+    "a part of a parameter": (
+        over_state(parted_parameter),
+        r"optimizer\.0\.0 is a DTensor, a part of one\. Build .* torchtitan",
+    ),
 }
 
 
-def two_names(one: str, other: str) -> nn.Module:
-    return nn.ModuleDict({one: nn.Linear(3, 3), other: nn.Linear(3, 3)})
+def make_wrongly(world: dl.World, folder: str, how: str, culprit: int) -> None:
+    make = (REFUSED | DIVIDED)[how][0] if does_it(world, culprit) else over()
+    make(world, folder)
 
 
-def tied(tie: bool) -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    if tie:
-        model[1].weight = model[0].weight
-    return model
+@pytest.mark.parametrize(("ranks", "culprit"), [(1, ALL), (2, 1)])
+@pytest.mark.parametrize("how", REFUSED)
+def test_a_loop_that_makes_no_sense_is_refused(how: str, ranks: int, culprit: int, refused: Refused) -> None:
+    refused(ranks, make_wrongly, how, culprit, kind="ValueError|TypeError", said=REFUSED[how][1], by=culprit)
 
 
-def differ(world: dl.World, folder: str, usual: str, other: str, odd_rank: int) -> None:
-    model = MODELS[other if world.rank == odd_rank else usual]()
-    dl.Loop(dl.Batches(samples(8), 4, world), 1, state={"model": model}, run_dir=folder, progress=False)
+@pytest.mark.slow  # the first import of these parts of torch takes seconds
+@pytest.mark.parametrize("how", DIVIDED)
+def test_optimizers_that_are_divided_over_the_ranks_are_refused(how: str, refused: Refused) -> None:
+    refused(2, make_wrongly, how, ALL, kind="ValueError", said=DIVIDED[how][1], by=ALL)
 
 
-@pytest.mark.parametrize("odd_rank", [0, 2])
-@pytest.mark.parametrize(
-    ("usual", "other"),
-    [
-        ("usual", "another shape"),
-        ("usual", "another dtype"),
-        ("usual", "a layer less"),
-        ("usual", "a buffer more"),
-        ("usual order", "another order"),
-        ("usual layout", "another layout"),
-        ("not tied", "tied"),
-    ],
-)
-def test_models_of_another_structure_on_one_rank_are_refused_on_all(
-    usual: str, other: str, odd_rank: int, refused: Refused
-) -> None:
-    said = "state must have the same structure on every rank"
-    refused(3, differ, usual, other, odd_rank, kind="ValueError", said=said, by=ALL)
+# -- what differs between ranks ------------------------------------------------------------------------------------
 
 
-def ask_differently(world: dl.World, folder: str, usual: dict[str, Any], other: dict[str, Any]) -> None:
-    for step in loop_over(world, folder, model := network(), **(usual if world.rank else other)):
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+def by_name(*names: str) -> Make:
+    return over(lambda: nn.ModuleDict({name: nn.Linear(3, 3) for name in names}))
 
 
-@pytest.mark.parametrize(
-    ("usual", "other"),
-    [({"epochs": 1}, {"epochs": 2}), ({"steps": 2}, {"steps": 3}), ({"bucket_cap_mib": 8.0}, {"bucket_cap_mib": 1e-4})],
-)
-def test_loops_that_differ_between_ranks_are_refused(
-    usual: dict[str, Any], other: dict[str, Any], refused: Refused
-) -> None:
-    refused(2, ask_differently, usual, other, kind="ValueError", said="must be the same on every rank")
+def over_tied(tie: bool) -> Make:
+    def make_model() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if tie:
+            model[1].weight = model[0].weight
+        return model
+
+    return over(make_model)
 
 
-def train_only_on_some(world: dl.World, folder: str) -> None:
-    model = network()
-    model[0].requires_grad_(world.rank != 1)
-    for step in loop_over(world, folder, model):
-        for rows in step:
-            step.backward(loss_of(model, rows))
-        step.fold()
+def over_names(*names: str) -> Make:
+    return over_state(lambda world: {name: network() for name in names})
 
 
-def test_a_layer_frozen_on_one_rank_from_the_start_is_refused(refused: Refused) -> None:
-    refused(3, train_only_on_some, kind="ValueError", said="same parameters must want a gradient on every rank")
+def evaluate(*names: str) -> Make:
+    functions: dict[str, Any] = dict.fromkeys(names, mean_of)
+    return lambda world, folder: dl.evaluate(network(), dl.Batches(samples(24), 6, world), **functions)
 
 
-def use_single_samples(world: dl.World, folder: str, count: int, keywords: dict[str, Any]) -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
-    loop_over(world, folder, model, count=count, **keywords)
+STRUCTURE = "state must have the same structure on every rank"
+SAME = "must be the same on every rank"
+two = over(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+convolution = over(lambda: nn.Conv2d(4, 4, 3))
+DIFFERENCES: dict[str, tuple[Make, Make, str]] = {
+    "a shape": (two, over(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))), STRUCTURE),
+    "a dtype": (over(lambda: nn.Linear(4, 1)), over(lambda: nn.Linear(4, 1).double()), STRUCTURE),
+    "a layer": (two, over(lambda: nn.Sequential(nn.Linear(4, 4))), STRUCTURE),
+    "a buffer": (over(), with_memory(lambda: torch.ones(1)), STRUCTURE),
+    "an order": (by_name("a", "b"), by_name("b", "a"), STRUCTURE),
+    "a layout": (
+        convolution,
+        over(lambda: nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)),  # type: ignore[call-overload]
+        STRUCTURE,
+    ),
+    "a tie": (over_tied(False), over_tied(True), STRUCTURE),
+    "names": (
+        over_names("a", "b"),
+        over_names("b", "a"),
+        r"another order: number 1 is [ab]\.0\.weight on rank \d and [ab]\.0\.weight on rank \d\. Sort them",
+    ),
+    "metrics": (
+        evaluate("a", "b"),
+        evaluate("b", "a"),
+        r"Rank 0 has \['a', 'b'\], rank 2 has \['b', 'a'\]\. Pass the same, in the same order",
+    ),
+    "epochs": (over(), over(epochs=2), SAME),
+    "steps": (over(steps=2), over(steps=3), SAME),
+    "bucket_cap_mib": (over(), over(bucket_cap_mib=1e-4), SAME),
+    "on_nonfinite": (over(), over(on_nonfinite="allow"), SAME),
+}
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(24 + 2, 2), (24 + 3, 2), (24 + 1, 1)])
-def test_a_shard_of_one_sample_under_batch_norm_is_refused_when_the_loop_is_made(
-    count: int, ranks: int, refused: Refused
-) -> None:
-    said = "Mini-batch 5 of an epoch has .* samples over .*model.1 is BatchNorm1d. Change batch_size"
-    refused(ranks, use_single_samples, count, {}, kind="ValueError", said=said, by=ALL)
+def make_differently(world: dl.World, folder: str, what: str) -> None:
+    usual, other, _ = DIFFERENCES[what]
+    make = other if world.rank == 2 else usual
+    make(world, folder)
 
 
-def put_a_file_in_the_way(world: dl.World, folder: str, what: str) -> None:
-    with world.rank_zero_first():
-        if what == "a file" and world.rank == 0:
-            Path(folder).write_text("in the way")
-        elif world.rank == 0:
-            Path(folder, "rows.jsonl").mkdir(parents=True)
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_loops_that_differ_between_ranks_are_refused_on_all(what: str, refused: Refused) -> None:
+    refused(3, make_differently, what, kind="ValueError", said=DIFFERENCES[what][2], by=ALL)
+
+
+# -- the run folder, iterators, devices ----------------------------------------------------------------------------
+
+
+def put_something_in_the_way(world: dl.World, folder: str, what: str) -> None:
+    if world.rank == 0 and what == "a file":
+        Path(folder).write_text("in the way")
+    elif world.rank == 0:
+        Path(folder, "rows.jsonl").mkdir(parents=True)
     loop_over(world, folder, network())
 
 
-@pytest.mark.parametrize("what", ["a file", "a folder named rows.jsonl"])
-def test_a_run_folder_that_cannot_be_made_is_refused_on_all(what: str, refused: Refused) -> None:
-    kind = "FileExistsError" if what == "a file" else "IsADirectoryError"
-    refused(3, put_a_file_in_the_way, what, kind=kind, said=r"run", by=0)
+@pytest.mark.parametrize(("what", "kind"), [("a file", "FileExistsError"), ("rows.jsonl", "IsADirectoryError")])
+def test_a_run_folder_that_cannot_be_made_is_refused_on_all(what: str, kind: str, refused: Refused) -> None:
+    refused(3, put_something_in_the_way, what, kind=kind, said="run", by=0)
 
 
-def open_rows(folder: str) -> list[str]:
-    """The files of the run folder that this rank holds open after a Loop was refused."""
-    try:
-        with dl.join_world() as world:
-            loop_over(world, folder, network() if world.rank == 0 else nn.Tanh())
-    except (ValueError, dl.PeerFailed):
-        return [path for path in open_files(Path(folder)) if path.endswith("rows.jsonl")]
-    raise AssertionError("it was not refused")
+def refuse_on_rank_1(folder: str) -> None:
+    with dl.join_world() as world:
+        loop_over(world, folder, network() if world.rank == 0 else nn.Tanh())
+
+
+def open_rows(folder: str) -> tuple[str, list[str]]:
+    """What was raised, and the files of the run folder that this rank holds open after that."""
+    kind, _, _ = caught(refuse_on_rank_1, folder)
+    return kind, [path for path in open_files(Path(folder)) if path.endswith("rows.jsonl")]
 
 
 def test_rank_0_holds_no_file_open_when_another_rank_refuses_the_loop(on_ranks: OnRanks, tmp_path: Path) -> None:
-    assert on_ranks(2, open_rows, str(tmp_path)) == [[], []]
+    assert on_ranks(2, open_rows, str(tmp_path)) == [("PeerFailed", []), ("ValueError", [])]
 
 
 def iterate_twice(world: dl.World, folder: str) -> None:
@@ -237,19 +256,15 @@ def test_a_loop_is_iterated_once(refused: Refused) -> None:
     refused(2, iterate_twice, kind="RuntimeError", said="A Loop can be iterated once, .* Create a new Loop", by=ALL)
 
 
-def want_a_gpu() -> Caught:
-    began = time.monotonic()
-    try:
-        with dl.join_world(device="gpu"):
-            pass
-    except ValueError as error:
-        return Caught(type(error).__name__, str(error), time.monotonic() - began)
-    raise AssertionError("it was not refused")
+def want_a_gpu() -> None:
+    with dl.join_world(device="gpu"):
+        pass
 
 
 @pytest.mark.covers("B7")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused_on_every_rank(on_ranks: OnRanks) -> None:
-    for result in on_ranks(3, want_a_gpu):
-        assert 'device="gpu" needs a GPU' in result.text
-        assert result.took_s < MOST_S
+    for kind, text, took_s in on_ranks(3, caught, want_a_gpu):
+        assert kind == "ValueError"
+        assert 'device="gpu" needs a GPU' in text
+        assert took_s < MOST_S
