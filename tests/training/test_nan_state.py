@@ -19,8 +19,9 @@ from torch.optim.swa_utils import AveragedModel
 import ddp_loop as dl
 from ddp_loop.training.validation import OnNonFinite
 from tests.support.devices import CPU
-from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Caught, Refused, samples
+from tests.support.harness import OnRanks, caught
+from tests.support.refusals import ALL, Refused, does_it, samples
+from tests.support.training import train as train_model
 
 pytestmark = [pytest.mark.covers("D10"), pytest.mark.on_gpus_too]
 
@@ -79,8 +80,13 @@ NAMES = {
 }
 
 
+def square(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(rows).square().mean()
+    return loss
+
+
 def train(
-    world: dl.World, folder: str | None, what: str = "", *, at: int = HARMED, value: float = NAN, ranks: int = ALL,
+    world: dl.World, folder: str | None, what: str = "", *, at: int = HARMED, value: float = NAN, on: int = ALL,
     rule: OnNonFinite = "raise", steps: int = STEPS, shards: int | None = None, bad: int = -1,
     synced: bool = False, **keywords: Any,
 ) -> Job:  # fmt: skip
@@ -93,7 +99,7 @@ def train(
         data[bad] = NAN
 
     def harm(now: int) -> None:
-        if what and now == at and ranks in (ALL, world.rank):
+        if what and now == at and does_it(world, on):
             with torch.no_grad():
                 HARMS[what](job).reshape(-1)[0] = value
 
@@ -102,9 +108,10 @@ def train(
     batches = dl.Batches(data, SIZE, world, shards=shards, shuffle=False)
     keywords = {"check_replicas_every": 0, "progress": False, "run_dir": folder, **keywords}
     loop = dl.Loop(batches, steps=steps, state=state, on_nonfinite=rule, **keywords)
+    harm(loop.iteration)  # of a resumed one
     for step in loop:
         for rows in step:
-            step.backward((job.model(rows) ** 2).mean())
+            step.backward(square(job.model, rows))
         step.fold()
         job.optimizer.step()
         with torch.no_grad():
@@ -113,50 +120,52 @@ def train(
     return job
 
 
-def assert_no_sample_is_blamed(results: list[Caught]) -> None:
+def refuse(refused: Refused, said: str, ranks: int = 2, job: Callable[..., Any] = train, by: int = ALL, **how: Any) -> str:
+    """The error of all ranks, which blames no sample."""
+    results = refused(ranks, partial(job, **how), kind="FloatingPointError", said=said, by=by)
     assert not [result.text for result in results if "samples" in result.text or "shard" in result.text]
+    return results[0].text
 
 
 # -- the loss tells ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "shards"), [(2, None), (1, 2), (1, None)])
-def test_a_parameter_is_named_and_no_sample(ranks: int, shards: int | None, late: bool, refused: Refused) -> None:
-    for value in (NAN, INF):
-        job = partial(train, what="weight", value=value, shards=shards)
-        name = r"Not finite by now, and perhaps before: parameter model\.0\.weight" if late else NAMES["weight"]
-        said = rf"The loss of step {HARMED + 1} is (nan|inf).*{name}"
-        results = refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
-        if not late:
-            assert "not finite before the step's data came in" in results[0].text
-        if (
-            ranks > 1 or shards or not late
-        ):  # the update of the step has made all parameters NaN; an only shard may have done it
-            assert_no_sample_is_blamed(results)
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize(("ranks", "shards"), [(2, None), (1, 2)])
+def test_a_parameter_is_named_and_no_sample(
+    ranks: int, shards: int | None, value: float, late: bool, refused: Refused
+) -> None:
+    # On a GPU the update of the step has made all parameters NaN.
+    named = f": {NAMES['weight']} was not finite before the step's data came in"
+    if late:
+        named = r"\. Not finite by now, and perhaps before: parameter model\.0\.weight"
+    said = f"The loss of step {HARMED + 1} is (nan|inf){named}"
+    refuse(refused, said, ranks, what="weight", value=value, shards=shards)
+
+
+@pytest.mark.one_device(CPU, "on a GPU an only shard may have done it")
+def test_a_parameter_is_named_where_there_is_an_only_shard(refused: Refused) -> None:
+    refuse(refused, f"{NAMES['weight']} was not finite before the step's data came in", 1, what="weight")
 
 
 def test_an_optimizers_state_is_named_beside_the_parameter_that_it_spoiled(late: bool, refused: Refused) -> None:
-    said = f": {NAMES['weight']} and {NAMES['momentum']} were not finite before"
+    named = f": {NAMES['weight']} and {NAMES['momentum']} were not finite before"
     if late:
-        said = r"\. Not finite by now, and perhaps before: parameter .* and optimizer, exp_avg of .*\. Look"
-    said = f"The loss of step {HARMED + 2} is nan{said}"
-    results = refused(2, partial(train, what="momentum"), kind="FloatingPointError", said=said, by=ALL)
-    assert_no_sample_is_blamed(results)
+        named = r"\. Not finite by now, and perhaps before: parameter .* and optimizer, exp_avg of .*\. Look"
+    refuse(refused, f"The loss of step {HARMED + 2} is nan{named}", what="momentum")
 
 
 @pytest.mark.one_device(CPU, "the bad step's update has made the parameters NaN on all ranks")
 def test_the_rank_is_named_that_alone_has_it(refused: Refused) -> None:
     said = rf"The loss of step {HARMED + 1} is nan: {NAMES['weight']} \(on rank 1 of 2\) was not finite before"
-    results = refused(2, partial(train, what="weight", ranks=1), kind="FloatingPointError", said=said, by=ALL)
-    assert_no_sample_is_blamed(results)
+    refuse(refused, said, what="weight", on=1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.quick_on_gpus
 def test_a_sample_is_still_blamed_whatever_legitimate_nan_there_is(ranks: int, refused: Refused) -> None:
-    job = partial(train, bad=5)
     said = "The loss of step 2 is nan, from shard 0 of .*, samples 4, 5"
-    refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
+    refused(ranks, partial(train, bad=5), kind="FloatingPointError", said=said, by=ALL)
 
 
 def test_statistics_that_a_samples_forward_moved_are_not_blamed(refused: Refused) -> None:
@@ -174,128 +183,109 @@ class Masked(nn.Linear):
         self.mask = nn.Parameter(torch.tensor([0.0, 0.0, -INF], dtype=torch.float64))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(super().forward(rows) + self.mask, 1)
+        return torch.softmax(super().forward(rows) + self.mask, 1)[:, 0]
 
 
-def train_masked(world: dl.World, folder: str) -> None:
+def train_masked() -> None:
     torch.manual_seed(0)
-    model, data = Masked(), samples(12)
+    model = Masked()
+    data = samples(12)
     data[5] = NAN
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    batches = dl.Batches(data, SIZE, world, shuffle=False)
-    loop = dl.Loop(batches, 1, state={"model": model, "optimizer": optimizer}, progress=False)
-    for step in loop:
-        for rows in step:
-            step.backward((model(rows)[:, 0] ** 2).mean())
-        step.fold()
-        optimizer.step()
+    train_model(model, square, data, SIZE, optimizer=torch.optim.SGD(model.parameters(), 0.1))
 
 
-def test_a_mask_that_a_step_could_bear_is_not_blamed_for_a_sample(refused: Refused) -> None:
-    said = "The loss of step 2 is nan, from shard 0 of 2, samples 4, 5"
-    for result in refused(2, train_masked, kind="FloatingPointError", said=said, by=ALL):
-        assert "before the step's data" not in result.text
+def test_a_mask_that_a_step_could_bear_is_not_blamed_for_a_sample(on_ranks: OnRanks) -> None:
+    for kind, said, _ in on_ranks(2, caught, train_masked):
+        assert kind == "FloatingPointError"
+        assert "The loss of step 2 is nan, from shard 0 of 2, samples 4, 5" in said
+        assert "before the step's data" not in said
 
 
 def test_a_network_that_is_nan_from_the_start_is_named(late: bool, refused: Refused) -> None:
-    name = NAMES["weight"]
-    said = f": {name} was not finite before the step's data came in"
+    said = f": {NAMES['weight']} was not finite before the step's data came in"
     if late:  # the step's update has made all parameters NaN
         said = r"\. Not finite by now, and perhaps before: parameter model\.0\.weight and optimizer, exp_avg of "
-    said = f"The loss of step 1 is nan{said}"
-    job = partial(train, what="weight", at=0)
-    assert_no_sample_is_blamed(refused(2, job, kind="FloatingPointError", said=said, by=ALL))
+    refuse(refused, f"The loss of step 1 is nan{said}", what="weight", at=0)
 
 
 def resume_with_nan(world: dl.World, folder: str) -> None:
     """The script damages a weight between the checkpoint that is loaded and the first step."""
     train(world, folder, steps=2)
-    job = make()
-    state = {"model": job.model, "optimizer": job.optimizer, "average": job.average}
-    batches = dl.Batches(samples(STEPS * SIZE), SIZE, world, shuffle=False)
-    loop = dl.Loop(batches, steps=4, state=state, check_replicas_every=0, progress=False, run_dir=folder, resume=True)
-    with torch.no_grad():
-        weight(job)[0, 0] = NAN
-    for step in loop:
-        for rows in step:
-            step.backward((job.model(rows) ** 2).mean())
-        step.fold()
+    train(world, folder, "weight", at=2, steps=4, resume=True)
 
 
 @pytest.mark.one_device(CPU, "a GPU reads the loss after the update, which makes more NaN")
 def test_a_network_that_is_nan_when_a_run_resumes_is_named(refused: Refused) -> None:
     said = f"The loss of step 3 is nan: {NAMES['weight']} was not finite before the step's data came in"
-    assert_no_sample_is_blamed(refused(2, resume_with_nan, kind="FloatingPointError", said=said, by=ALL))
+    refuse(refused, said, job=resume_with_nan)
 
 
 # -- the loss does not tell --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("ranks", "steps", "found"), [(1, STEPS, 10), (2, 6, 6)])
 @pytest.mark.parametrize("what", ["variance", "average", "averaged weight"])
-def test_what_the_loss_does_not_show_is_found_at_intervals_and_at_the_end(what: str, refused: Refused) -> None:
-    for ranks in (1, 2):
-        for steps, found in ((STEPS, 10), (6, 6)):
-            job = partial(train, what=what, steps=steps, run_dir=None)
-            said = f"must not become NaN. After step {found} {NAMES[what]} is"
-            results = refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
-            assert_no_sample_is_blamed(results)
+def test_what_the_loss_does_not_show_is_found_at_intervals_and_at_the_end(
+    what: str, ranks: int, steps: int, found: int, refused: Refused
+) -> None:
+    said = f"must not become NaN. After step {found} {NAMES[what]} is"
+    refuse(refused, said, ranks, what=what, steps=steps, run_dir=None)
 
 
 def test_a_statistic_of_batch_norm_that_is_nan_from_the_start_is_no_placeholder(refused: Refused) -> None:
-    said = f"After step 1 {NAMES['variance']} is"
-    refused(2, partial(train, what="variance", at=0), kind="FloatingPointError", said=said, by=ALL)
+    refuse(refused, f"After step 1 {NAMES['variance']} is", what="variance", at=0)
 
 
 def test_one_ranks_own_reaches_all(refused: Refused) -> None:
-    job = partial(train, what="averaged weight", ranks=1, steps=6, run_dir=None)
-    refused(2, job, kind="FloatingPointError", said=f"After step 6 {NAMES['averaged weight']} is", by=1)
+    said = f"After step 6 {NAMES['averaged weight']} is"
+    refuse(refused, said, by=1, what="averaged weight", on=1, steps=6, run_dir=None)
 
 
 WAITS = (
     'ddp_loop: With on_nonfinite="skip" the host waits for the device in each step. Adam is not fused. Pass fused=True '
-    "where the optimizer has it."
+    "where the optimizer has it.\n"
 )
 
 
-def go_on(folder: str | None, rule: OnNonFinite, what: str, **keywords: Any) -> tuple[str, bool]:
+def go_on(folder: str, rule: OnNonFinite, what: str, **keywords: Any) -> tuple[str, bool]:
     """What rank 0 printed; whether what was harmed is NaN at the end."""
     said = io.StringIO()
     with redirect_stdout(said), dl.join_world() as world:
-        job = train(world, folder, what, rule=rule, **keywords)
+        job = train(world, folder, what, rule=rule, save_every=5, **keywords)
     return said.getvalue(), bool(what) and bool(HARMS[what](job).isnan().any())
 
 
 @pytest.mark.parametrize("rule", ["skip", "allow"])
 def test_a_loop_that_bears_it_says_it_once_and_goes_on(rule: OnNonFinite, on_ranks: OnRanks, tmp_path: Path) -> None:
-    run = str(tmp_path / "run")
-    (said, is_there), _ = on_ranks(2, go_on, run, rule, "average", save_every=5)
+    run = tmp_path / "run"
+    (said, is_there), _ = on_ranks(2, go_on, str(run), rule, "average")
     assert is_there
     assert said.count("buffer model.2.average is NaN after step 5") == 1
     assert said.count("NaN") == 1
-    assert (tmp_path / "run" / "checkpoints" / "step-00000014").is_dir()
+    assert (run / "checkpoints" / "step-00000014").is_dir()
 
 
 @pytest.mark.parametrize("rule", ["raise", "skip", "allow"])
 def test_what_is_legitimate_is_not_refused(rule: OnNonFinite, late: bool, on_ranks: OnRanks, tmp_path: Path) -> None:
     run = str(tmp_path / "run")
-    waits = f"{WAITS}\n" if late and rule == "skip" else ""
-    assert on_ranks(2, go_on, run, rule, "", save_every=4, steps=6)[0] == (waits, False)
-    said, _ = on_ranks(2, go_on, run, rule, "", save_every=4, resume=True)[0]  # and goes on
+    waits = WAITS if late and rule == "skip" else ""
+    assert on_ranks(2, go_on, run, rule, "", steps=6)[0] == (waits, False)
+    said, _ = on_ranks(2, go_on, run, rule, "", resume=True)[0]  # and goes on
     assert said == f"ddp_loop: {run} continues with changes: steps: was 6, is 14.\n{waits}"
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("ranks", "steps"), [(1, STEPS), (2, 6)])
 @pytest.mark.parametrize("what", NAMES)
-def test_no_checkpoint_is_written_of_what_became_nan(what: str, refused: Refused, tmp_path: Path) -> None:
-    for ranks, steps in ((1, STEPS), (2, STEPS), (2, 6)):
-        job = partial(train, what=what, at=6, save_every=2, steps=steps, resume=False)
-        said = rf"After step 6 {NAMES[what]} is\. .* No checkpoint of it is written"
-        results = refused(ranks, job, kind="FloatingPointError", said=said, by=ALL)
-        assert_no_sample_is_blamed(results)
-        there = sorted(one.name for one in (tmp_path / "run" / "checkpoints").iterdir())
-        assert there == ["step-00000002", "step-00000004"]
+def test_no_checkpoint_is_written_of_what_became_nan(
+    what: str, ranks: int, steps: int, refused: Refused, tmp_path: Path
+) -> None:
+    said = rf"After step 6 {NAMES[what]} is\. .* No checkpoint of it is written"
+    refuse(refused, said, ranks, what=what, at=6, save_every=2, steps=steps)
+    there = sorted(one.name for one in (tmp_path / "run" / "checkpoints").iterdir())
+    assert there == ["step-00000002", "step-00000004"]
 
 
 def told_of(folder: str) -> tuple[str, str]:
