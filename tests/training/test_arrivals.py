@@ -13,11 +13,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp_loop as dl
+from tests.support.comparing import gradients_of, is_close
 from tests.support.harness import OnRanks
+from tests.support.refusals import ALL, Refused
+from tests.support.training import train
 
 pytestmark = [pytest.mark.covers("D3"), pytest.mark.on_gpus_too]
 
-BUCKETS, WIDTH, ROWS = 4, 2, 4
+BUCKETS, WIDTH, BATCH = 4, 2, 8
+DATA = torch.arange(6.0 * BATCH * WIDTH, dtype=torch.float64).view(-1, WIDTH).cos()  # of 6 steps
 PACKAGE = str(Path(dl.__file__).parent)
 
 
@@ -28,43 +32,37 @@ class Chain(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.weights = nn.ParameterList(torch.rand(WIDTH, dtype=torch.float64) + 0.5 for _ in range(length))
-        self.reentrant = False
+        self.way = ""
 
-    def forward(self, rows: torch.Tensor, *, reverse: bool = False) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
         weights = list(self.weights)
-        if self.reentrant:  # the last weight's gradient comes first, and once more at the end
+        if self.way == "reentrant":  # the last weight's gradient comes first, and once more at the end
             rows = checkpoint(lambda given: given * weights[-1], rows.requires_grad_(), use_reentrant=True)
-        for weight in reversed(weights) if reverse else weights:
+        for weight in reversed(weights) if self.way == "reversed" else weights:
             rows = torch.tanh(rows * weight)
-        return rows
+        return rows.mean()
 
 
-def loop_of(model: Chain, world: dl.World, steps: int) -> dl.Loop:
-    data = torch.arange(steps * ROWS * world.size * WIDTH, dtype=torch.float64).view(-1, WIDTH).cos()
-    batches = dl.Batches(data, ROWS * world.size, world, shuffle=False)
+def loop_of(model: Chain, world: dl.World) -> dl.Loop:
+    batches = dl.Batches(DATA, BATCH, world, shuffle=False)
     size = len(model.weights) // BUCKETS * WIDTH * 8 / 2**20
     return dl.Loop(batches, 1, state={"model": model}, progress=False, bucket_cap_mib=size)
 
 
-def begin_early(reversed_steps: tuple[int, ...]) -> tuple[list[int], bool]:
-    """How many sums began in each step's backward, and whether the gradients were the plain loop's."""
-    with dl.join_world(seed=0) as world:
-        model, is_right, started = Chain(12), True, []
-        loop = loop_of(model, world, 6)
+def begin_early(reversed_steps: tuple[int, ...]) -> tuple[list[int], list[list[torch.Tensor]]]:
+    """How many sums began in each step's backward, and the gradients."""
+    started = []
+    gradients = []
+    with dl.join_world() as world:
+        loop = loop_of(model := Chain(12), world)
         for step in loop:
-            reverse = step.iteration in reversed_steps
+            model.way = "reversed" if step.iteration in reversed_steps else ""
             for rows in step:
-                step.backward(model(rows, reverse=reverse).mean())
+                step.backward(model(rows))
                 started.append(loop.fold.gradients.current.next)
             step.fold()
-            start = (step.iteration - 1) * ROWS * world.size
-            whole = torch.arange(start * WIDTH, (start + ROWS * world.size) * WIDTH, dtype=torch.float64)
-            expected = torch.autograd.grad(model(whole.view(-1, WIDTH).cos(), reverse=reverse).mean(), [*model.weights])
-            found = [weight.grad for weight in model.weights]
-            is_right &= all(
-                torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, expected, strict=True) if a is not None
-            )
-        return started, is_right
+            gradients.append(gradients_of(model))
+    return started, gradients
 
 
 @pytest.mark.parametrize(
@@ -78,22 +76,29 @@ def begin_early(reversed_steps: tuple[int, ...]) -> tuple[list[int], bool]:
 def test_sums_begin_in_backward_and_a_change_of_order_costs_one_step(
     reversed_steps: tuple[int, ...], expected: list[int], on_ranks: OnRanks
 ) -> None:
-    assert on_ranks(2, begin_early, reversed_steps) == [(expected, True)] * 2
+    model = Chain(12)
+    for started, gradients in on_ranks(2, begin_early, reversed_steps):
+        assert started == expected
+        for iteration, (rows, found) in enumerate(zip(DATA.split(BATCH), gradients, strict=True), 1):
+            model.zero_grad()
+            model.way = "reversed" if iteration in reversed_steps else ""
+            model(rows).backward()
+            assert is_close(found, gradients_of(model))
 
 
 def count_calls(length: int) -> int:
     """The calls of the package's functions in a step's last backward."""
-    with dl.join_world(seed=0) as world:
-        model, count = Chain(length), 0
+    count = 0
 
-        def note(frame: FrameType, event: str, argument: Any) -> None:
-            nonlocal count
-            count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
-        loop = loop_of(model, world, 6)
+    with dl.join_world() as world:
+        loop = loop_of(model := Chain(length), world)
         for step in loop:
             for rows in step:
-                loss = model(rows).mean()
+                loss = model(rows)
                 if step.iteration == 5:
                     sys.setprofile(note)
                 try:
@@ -102,7 +107,7 @@ def count_calls(length: int) -> int:
                     sys.setprofile(None)
             step.fold()
             assert len(loop.fold.gradients.buckets) == BUCKETS
-        return count
+    return count
 
 
 @pytest.mark.quick_on_gpus
@@ -112,36 +117,31 @@ def test_a_backward_makes_no_more_python_calls_for_more_parameters(on_ranks: OnR
     assert many == few
 
 
-def come_again(how: str) -> None:
-    with dl.join_world(seed=0) as world:
-        model = Chain(12)
-        for step in loop_of(model, world, 6):
-            is_late = step.iteration == 5
-            model.reentrant = is_late and how == "reentrant"
-            for rows in step:
-                loss = model(rows).mean()
-                step.backward(loss)
-            if is_late and how == "own":
-                (model.weights[-2] * 2).sum().backward()
-            step.fold()
+def come_again(world: dl.World, folder: str) -> None:
+    model = Chain(12)
+    for step in loop_of(model, world):
+        model.way = "reentrant" if step.iteration == 5 else ""
+        for rows in step:
+            step.backward(model(rows))
+        step.fold()
 
 
-@pytest.mark.parametrize(("how", "said"), [("own", "got one from another backward"), ("reentrant", "got a second one")])
-def test_a_gradient_that_comes_after_its_sum_has_begun_is_refused(how: str, said: str, on_ranks: OnRanks) -> None:
-    with pytest.raises(dl.RankFailed, match=rf"weights\.\d+ {said}"):
-        on_ranks(2, come_again, how)
+def test_a_gradient_that_comes_after_its_sum_has_begun_is_refused(refused: Refused) -> None:
+    refused(2, come_again, kind="RuntimeError", said=r"weights\.\d+ got a second one", by=ALL)
+
+
+def freeze_after_the_first_step() -> list[bool]:
+    """Whether the last layer had no gradient."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+    def freeze(step: dl.Step, result: dl.StepResult) -> bool:
+        model[1].requires_grad_(False)
+        return model[1].weight.grad is None
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"optimizer": optimizer, "bucket_cap_mib": 1e-6, "after_fold": freeze}
+    return train(model, lambda model, rows: model(rows).sum(), torch.ones(8, 4), 2, **options)
 
 
 def test_a_parameter_that_is_frozen_after_the_first_step_needs_no_hook() -> None:
-    with dl.join_world() as world:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        state = {"model": model, "optimizer": optimizer}
-        loop = dl.Loop(dl.Batches(torch.ones(8, 4), 4, world), steps=4, state=state, bucket_cap_mib=1e-6)
-        for step in loop:
-            for rows in step:
-                step.backward(model(rows).sum())
-            step.fold()
-            assert (model[2].weight.grad is None) == (step.iteration > 1)
-            optimizer.step()
-            model[2].requires_grad_(False)
+    assert freeze_after_the_first_step() == [False, True, True, True]

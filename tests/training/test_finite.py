@@ -96,7 +96,8 @@ def what_is_said_of(values: list[float], dtype: torch.dtype) -> str:
     unused = nn.ParameterList([torch.full((2,), nan, dtype=dtype)])
 
     def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-        return sum((parameter.real.sum() for parameter in model.parameters()), 0 * rows.sum())
+        total: torch.Tensor = sum((parameter.real.sum() for parameter in model.parameters()), 0 * rows.sum())
+        return total
 
     _, said, _ = caught(lambda: train(model, loss, torch.ones(4), 4, state={"unused": unused}, bucket_cap_mib=4e-6))
     return said

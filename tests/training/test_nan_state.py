@@ -120,7 +120,9 @@ def train(
     return job
 
 
-def refuse(refused: Refused, said: str, ranks: int = 2, job: Callable[..., Any] = train, by: int = ALL, **how: Any) -> str:
+def refuse(
+    refused: Refused, said: str, ranks: int = 2, job: Callable[..., Any] = train, by: int = ALL, **how: Any
+) -> str:
     """The error of all ranks, which blames no sample."""
     results = refused(ranks, partial(job, **how), kind="FloatingPointError", said=said, by=by)
     assert not [result.text for result in results if "samples" in result.text or "shard" in result.text]
