@@ -122,45 +122,51 @@ def train(
 
 def refuse(
     refused: Refused, said: str, ranks: int = 2, job: Callable[..., Any] = train, by: int = ALL, **how: Any
-) -> str:
-    """The error of all ranks, which blames no sample."""
+) -> None:
+    """All ranks raise it, and blame no sample."""
     results = refused(ranks, partial(job, **how), kind="FloatingPointError", said=said, by=by)
     assert not [result.text for result in results if "samples" in result.text or "shard" in result.text]
-    return results[0].text
 
 
 # -- the loss tells ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize(("ranks", "shards"), [(2, None), (1, 2)])
-def test_a_parameter_is_named_and_no_sample(
-    ranks: int, shards: int | None, value: float, late: bool, refused: Refused
+BEFORE = f"{NAMES['weight']} was not finite before the step's data came in"
+BY_NOW = r"Not finite by now, and perhaps before: parameter model\.0\.weight"  # the step's update made them NaN
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "said", "said_late"),
+    [
+        ({"what": "weight"}, 2, f"step 4 is nan: {BEFORE}", rf"step 4 is nan\. {BY_NOW}"),
+        ({"what": "weight", "value": INF, "shards": 2}, 1, f"step 4 is (nan|inf): {BEFORE}", BY_NOW),
+        ({"what": "weight", "at": 0}, 2, f"step 1 is nan: {BEFORE}", rf"step 1 is nan\. {BY_NOW}"),
+        (
+            {"what": "momentum"},
+            2,
+            f"step 5 is nan: {NAMES['weight']} and {NAMES['momentum']} were not finite before",
+            r"step 5 is nan\. Not finite by now, and perhaps before: parameter .* and optimizer, exp_avg of .*\. Look",
+        ),
+    ],
+)
+def test_what_is_not_finite_is_named_and_no_sample(
+    how: dict[str, Any], ranks: int, said: str, said_late: str, late: bool, refused: Refused
 ) -> None:
-    # On a GPU the update of the step has made all parameters NaN.
-    named = f": {NAMES['weight']} was not finite before the step's data came in"
-    if late:
-        named = r"\. Not finite by now, and perhaps before: parameter model\.0\.weight"
-    said = f"The loss of step {HARMED + 1} is (nan|inf){named}"
-    refuse(refused, said, ranks, what="weight", value=value, shards=shards)
-
-
-@pytest.mark.one_device(CPU, "on a GPU an only shard may have done it")
-def test_a_parameter_is_named_where_there_is_an_only_shard(refused: Refused) -> None:
-    refuse(refused, f"{NAMES['weight']} was not finite before the step's data came in", 1, what="weight")
-
-
-def test_an_optimizers_state_is_named_beside_the_parameter_that_it_spoiled(late: bool, refused: Refused) -> None:
-    named = f": {NAMES['weight']} and {NAMES['momentum']} were not finite before"
-    if late:
-        named = r"\. Not finite by now, and perhaps before: parameter .* and optimizer, exp_avg of .*\. Look"
-    refuse(refused, f"The loss of step {HARMED + 2} is nan{named}", what="momentum")
+    refuse(refused, said_late if late else said, ranks, **how)
 
 
 @pytest.mark.one_device(CPU, "the bad step's update has made the parameters NaN on all ranks")
-def test_the_rank_is_named_that_alone_has_it(refused: Refused) -> None:
-    said = rf"The loss of step {HARMED + 1} is nan: {NAMES['weight']} \(on rank 1 of 2\) was not finite before"
-    refuse(refused, said, what="weight", on=1)
+@pytest.mark.parametrize(
+    ("ranks", "on", "said"),
+    [
+        (1, ALL, f"step 4 is nan: {BEFORE}"),
+        (2, 1, rf"step 4 is nan: {NAMES['weight']} \(on rank 1 of 2\) was not finite before"),
+    ],
+)
+def test_an_only_shard_is_not_blamed_and_a_rank_that_alone_has_it_is_named(
+    ranks: int, on: int, said: str, refused: Refused
+) -> None:
+    refuse(refused, said, ranks, what="weight", on=on)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -203,13 +209,6 @@ def test_a_mask_that_a_step_could_bear_is_not_blamed_for_a_sample(on_ranks: OnRa
         assert "before the step's data" not in said
 
 
-def test_a_network_that_is_nan_from_the_start_is_named(late: bool, refused: Refused) -> None:
-    said = f": {NAMES['weight']} was not finite before the step's data came in"
-    if late:  # the step's update has made all parameters NaN
-        said = r"\. Not finite by now, and perhaps before: parameter model\.0\.weight and optimizer, exp_avg of "
-    refuse(refused, f"The loss of step 1 is nan{said}", what="weight", at=0)
-
-
 def resume_with_nan(world: dl.World, folder: str) -> None:
     """The script damages a weight between the checkpoint that is loaded and the first step."""
     train(world, folder, steps=2)
@@ -218,8 +217,7 @@ def resume_with_nan(world: dl.World, folder: str) -> None:
 
 @pytest.mark.one_device(CPU, "a GPU reads the loss after the update, which makes more NaN")
 def test_a_network_that_is_nan_when_a_run_resumes_is_named(refused: Refused) -> None:
-    said = f"The loss of step 3 is nan: {NAMES['weight']} was not finite before the step's data came in"
-    refuse(refused, said, job=resume_with_nan)
+    refuse(refused, f"The loss of step 3 is nan: {BEFORE}", job=resume_with_nan)
 
 
 # -- the loss does not tell --------------------------------------------------------------------------------------
