@@ -89,7 +89,7 @@ def hold_rank_1_before_one_fold(signs: list[str]) -> list[bool]:
 
 @pytest.mark.covers("J13")
 @pytest.mark.one_device(GPU, "on the CPU the word rides in the sum of the gradients")
-def test_a_fold_returns_before_another_ranks_but_the_next_one_does_not(signs: list[str], on_ranks: OnRanks) -> None:
+def test_a_fold_returns_though_another_rank_has_not_come_to_it(signs: list[str], on_ranks: OnRanks) -> None:
     assert on_ranks(2, hold_rank_1_before_one_fold, signs)[1] == [True, True, False, True]
 
 
