@@ -207,7 +207,7 @@ def test_held_graphs_keep_the_buffers_they_used_and_recomputation_leaves_them_al
     assert distance(same_on_all(on_ranks(3, train, scene, build, SHARDS)), alone) < BOUND
 
 
-def test_what_is_drawn_behind_a_gather_does_not_depend_on_the_ranks(on_ranks: OnRanks) -> None:
+def test_what_is_drawn_after_a_gather_does_not_depend_on_the_ranks(on_ranks: OnRanks) -> None:
     alone = on_ranks(1, train, draw_behind, encoder, SHARDS)[0]
     assert distance(same_on_all(on_ranks(2, train, draw_behind, encoder, SHARDS)), alone) < BOUND
     assert distance(train_plainly(only_hold, encoder), alone) > 0.01

@@ -257,7 +257,7 @@ def do_wrong(world: dl.World, folder: str, how: str, culprit: int, options: dict
 @pytest.mark.parametrize(("culprit", "shards", "bucket_cap_mib"), [(1, None, 8.0), (ALL, 6, 1e-5)])
 @pytest.mark.parametrize("how", WRONGS)
 @pytest.mark.quick_on_gpus
-def test_a_step_that_is_gone_through_wrongly_is_refused_on_every_rank(
+def test_a_step_that_is_used_wrongly_is_refused_on_every_rank(
     how: str, culprit: int, shards: int | None, bucket_cap_mib: float, refused: Refused
 ) -> None:
     wrong = WRONGS[how]
