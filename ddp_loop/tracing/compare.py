@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -55,7 +56,13 @@ def compare_runs(one: Path, other: Path) -> tuple[bool, list[str]]:
     before = [step for step, _ in found if step < first.step]
     if before:
         lines.append(f"The same bits from step {before[0]} to step {before[-1]}.")
-    lines += [describe(first, alike), *_afterwards(found, first.step)]
+    lines.append(describe(first, alike))
+    last = max(step for step, difference in found if difference is not None)
+    after = [step for step, _ in found if step > last]
+    if after:
+        lines.append(f"The same bits again from step {after[0]} on.")
+    elif last > first.step:
+        lines.append(f"They differ to the end, step {last}.")
     return False, lines
 
 
@@ -91,15 +98,6 @@ def _meaning(difference: Difference, same_shards: bool) -> str:
     return MEANING[difference.stage]
 
 
-def _afterwards(found: list[tuple[int, Difference | None]], first: int) -> list[str]:
-    """The step from which on all bits are the same again, if there is one."""
-    later = [(step, difference) for step, difference in found if step > first]
-    for place, (step, _) in enumerate(later):
-        if all(difference is None for _, difference in later[place:]):
-            return [f"The same bits again from step {step} on."]
-    return [f"They differ to the end, step {later[-1][0]}."] if later else []
-
-
 _TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
 _NARROW = 2e-2
 _FLOOR = 1e-2
@@ -109,34 +107,26 @@ KINDS = ("row", "gradient", "parameter", "buffer", "state")
 
 
 @dataclass(frozen=True)
-class MaxDifference:
-    """The largest difference of one kind of values.
+class Mismatch:
+    """The difference of a value between two runs.
 
     Attributes:
+        name: of the tensor.
+        step, stage: in which it occurs.
         tolerances: the difference in units of the tolerance.
         bits: the difference as a number of last bits.
-        name: of the tensor.
-        step: in which it occurs.
     """
 
-    tolerances: float
-    bits: float
     name: str
-    step: int
-
-
-@dataclass(frozen=True)
-class FirstMismatch:
-    """The worst value in the first step and stage with a difference above the tolerance."""
-
     step: int
     stage: str
-    name: str
-    tolerances: float
+    tolerances: float = math.inf
+    bits: float = math.inf
 
-    def is_worse(self, step: int, stage: str, tolerances: float) -> bool:
-        """Whether another value is of the same stage and has a larger difference."""
-        return (step, stage) == (self.step, self.stage) and tolerances > self.tolerances
+    @property
+    def place(self) -> tuple[int, int]:
+        """The step, and the number of the stage in it."""
+        return self.step, STAGES.index(self.stage)
 
 
 def rounding_of(trace: Trace) -> float:
@@ -148,35 +138,32 @@ def rounding_of(trace: Trace) -> float:
 
 def compare_values(
     one: Trace, other: Trace, tolerance: float | None = None
-) -> tuple[FirstMismatch | None, dict[str, MaxDifference]]:
-    """The first value with a difference above its tolerance, and the largest difference of each kind of values.
+) -> tuple[Mismatch | None, dict[str, Mismatch]]:
+    """The worst value in the first step and stage with a difference above the tolerance, and that of each kind.
 
     Args:
         one: a trace with values.
         other: another.
         tolerance: for all values; by default the larger one of a value's dtype and of the parameters' dtypes.
     """
-    measure = _DifferenceMeter(tolerance or rounding_of(one), tolerance is not None)
-    first: FirstMismatch | None = None
-    largest = {kind: MaxDifference(0.0, 0.0, "", 0) for kind in KINDS}
+    meter = _DifferenceMeter(tolerance or rounding_of(one), tolerance is not None)
+    found: list[Mismatch] = []
     for step in one.numbers:
         here = one.values(step)
         there = other.values(step)
         words = one.common(step), other.common(step)
-        measure.compare(here, there)
-        for stage in STAGES:
-            for name in dict.fromkeys(name for entries in words for at, name in entries if at == stage):
-                key = (stage, name)
-                kind = kind_of(name)
-                if key in here or key in there:
-                    tolerances, bits = measure(name, here.get(key), there.get(key))
-                else:
-                    tolerances, bits = (0.0, 0.0) if words[0].get(key) == words[1].get(key) else (math.inf, math.inf)
-                if tolerances > largest[kind].tolerances:
-                    largest[kind] = MaxDifference(tolerances, bits, name, step)
-                if tolerances > 1 and (first is None or first.is_worse(step, stage, tolerances)):
-                    first = FirstMismatch(step, stage, name, tolerances)
-    return first, {kind: one for kind, one in largest.items() if one.name}
+        meter.add(here, there)
+        for key in words[0] | words[1]:
+            if key in here or key in there:
+                tolerances, bits = meter.measure(key[1], here.get(key), there.get(key))
+            else:
+                tolerances, bits = (0.0, 0.0) if words[0].get(key) == words[1].get(key) else (math.inf, math.inf)
+            if tolerances:
+                found.append(Mismatch(key[1], step, key[0], tolerances, bits))
+    above = [each for each in found if each.tolerances > 1]
+    first = min(above, key=lambda each: (*each.place, -each.tolerances), default=None)
+    kinds = {kind: [each for each in found if kind_of(each.name) == kind] for kind in KINDS}
+    return first, {kind: max(same, key=lambda each: each.tolerances) for kind, same in kinds.items() if same}
 
 
 def is_close(one: float, other: float, tolerance: float) -> bool:
@@ -196,39 +183,37 @@ class _DifferenceMeter:
         self._companions: dict[str, float] = {}
         self._untouched: dict[str, torch.Tensor] = {}  # by the parameter's name
 
-    def compare(self, here: Values, there: Values) -> None:
+    def add(self, here: Values, there: Values) -> None:
         """Add the values of a step."""
-        for values in (here, there):
-            for (_, name), tensor in values.items():
-                if not _is_whole(tensor):
-                    self._largest[name] = max(self._largest.get(name, 0.0), largest_of(tensor))
-                    key = _companions(name, tensor)
-                    self._companions[key] = max(self._companions.get(key, 0.0), self._largest[name])
+        for (_, name), tensor in [*here.items(), *there.items()]:
+            if not _is_whole(tensor):
+                self._largest[name] = max(self._largest.get(name, 0.0), largest_of(tensor))
+                key = _companions(name, tensor)
+                self._companions[key] = max(self._companions.get(key, 0.0), self._largest[name])
         sizes = [largest for name, largest in self._largest.items() if kind_of(name) == "parameter"]
-        all_sizes = torch.tensor(sizes, dtype=torch.float64, device="cpu")
-        self._companions["parameter"] = float(all_sizes.quantile(0.5)) if sizes else 0.0
+        self._companions["parameter"] = median(sizes) if sizes else 0.0
         for (stage, name), gradient in here.items():
             if kind_of(name) == "gradient" and stage == "fold" and (stage, name) in there:
                 owner = name.partition("gradient of ")[2]
                 untouched = (gradient == 0) & (there[stage, name] == 0)
                 self._untouched[owner] = untouched & self._untouched.get(owner, torch.ones_like(untouched))
 
-    def _tolerance(self, dtype: torch.dtype) -> float:
-        return self._rounding if self._is_given else max(self._rounding, _tolerance_of(dtype))
+    def _tolerance(self, tensor: torch.Tensor) -> float:
+        own = _tolerance_of(tensor.dtype)
+        return own and (self._rounding if self._is_given else max(self._rounding, own))
 
-    def __call__(self, name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, float]:
+    def measure(self, name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, float]:
         """The difference of two values in tolerances and in bits."""
+        if one is None or other is None:
+            return math.inf, math.inf
         kind = kind_of(name)
-        if kind in ("gradient", "parameter", "buffer", "state") and one is not None:
-            scale = _FLOOR * self._companions.get(_companions(name, one), 0.0)
-        else:
-            scale = max(self._largest.get(name, 0.0), _SMALL)
-        if kind == "state":
-            scale = max(scale, self._largest.get(name, 0.0))
+        scale = _FLOOR * self._companions.get(_companions(name, one), 0.0)
+        if kind in ("row", "state"):
+            scale = max(scale, self._largest.get(name, 0.0), _SMALL if kind == "row" else 0.0)
         relative, bits = apart(one, other, scale)
-        tolerance = 0.0 if one is None or _is_whole(one) else self._tolerance(one.dtype)
+        tolerance = self._tolerance(one)
         tolerances = relative / tolerance if tolerance else (math.inf if relative else 0.0)
-        if kind == "parameter" and one is not None and other is not None and 0 < relative < math.inf:
+        if kind == "parameter" and 0 < relative < math.inf:
             tolerances = max(tolerances, self._of_untouched(name.removeprefix("parameter "), one, other))
         return tolerances, bits
 
@@ -237,7 +222,7 @@ class _DifferenceMeter:
         if self._is_given or untouched is None or untouched.shape != one.shape or not bool(untouched.any()):
             return 0.0
         relative, _ = apart(one[untouched], other[untouched], largest_of(one))
-        return relative / min(_UNTOUCHED * torch.finfo(one.dtype).eps, self._tolerance(one.dtype))
+        return relative / min(_UNTOUCHED * torch.finfo(one.dtype).eps, self._tolerance(one))
 
 
 def _companions(name: str, tensor: torch.Tensor) -> str:
@@ -253,9 +238,9 @@ def _companions(name: str, tensor: torch.Tensor) -> str:
 def kind_of(name: str) -> str:
     """The kind of an entry, one of KINDS."""
     name = name.partition(", ")[2] if name.startswith("pass ") else name
-    for kind, beginning in (("gradient", "gradient of "), ("parameter", "parameter "), ("buffer", "buffer ")):
+    for beginning in ("gradient of ", "parameter ", "buffer "):
         if name.startswith(beginning):
-            return kind
+            return beginning.split()[0]
     return "state" if "." in name or ", " in name else "row"
 
 

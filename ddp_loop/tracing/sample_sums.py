@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-SUM, WEIGHTED, SIZE, COUNT, ROUNDING, WHOLE = range(6)  # the columns of a sample's sums
+from ddp_loop.data import tensors_in
+
+SIZE, COUNT, ROUNDING, WHOLE = range(2, 6)  # columns of a sample's sums, after the sum and the weighted sum
 _ULPS = 64  # the rounding of a transform on other shards
 _MOST = 2e-2  # the bound for types narrower than float32
 _LEAST = 1e-12  # the rounding of a sum of integers
@@ -27,8 +29,8 @@ def sums_of_samples(data: Any, count: int) -> dict[str, torch.Tensor]:
 
 
 def _parts(name: str, data: Any, count: int) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(data, torch.Tensor):
-        if data.dim() and len(data) == count and data.layout == torch.strided:
+    if _is_strided(data):
+        if data.dim() and len(data) == count:
             yield name, _of_rows(data)
     elif isinstance(data, Mapping):
         for key, value in data.items():
@@ -41,21 +43,14 @@ def _parts(name: str, data: Any, count: int) -> Iterator[tuple[str, torch.Tensor
 
 
 def _of_samples(name: str, samples: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    leaves = [list(_leaves(sample)) for sample in samples]
+    leaves = [[leaf for leaf in tensors_in(sample) if _is_strided(leaf)] for sample in samples]
     if len({len(each) for each in leaves}) == 1:
         for number, values in enumerate(zip(*leaves, strict=True)):
             yield f"{name}, {number} of each sample", torch.cat([_of_rows(value[None]) for value in values])
 
 
-def _leaves(sample: Any) -> Iterator[torch.Tensor]:
-    if isinstance(sample, torch.Tensor) and sample.layout == torch.strided:
-        yield sample
-    elif isinstance(sample, Mapping):
-        for value in sample.values():
-            yield from _leaves(value)
-    elif isinstance(sample, tuple | list):
-        for value in sample:
-            yield from _leaves(value)
+def _is_strided(data: Any) -> bool:
+    return isinstance(data, torch.Tensor) and data.layout == torch.strided
 
 
 def _of_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,14 +60,9 @@ def _of_rows(tensor: torch.Tensor) -> torch.Tensor:
     there = torch.view_as_real(there.to(torch.complex128)) if there.is_complex() else there.to(torch.float64)
     rows = there.reshape(len(there), -1)
     weights = torch.cos(torch.arange(1, rows.shape[1] + 1, dtype=torch.float64, device="cpu"))
-    sums = torch.empty(len(rows), 6, dtype=torch.float64, device="cpu")
-    sums[:, SUM] = rows.sum(1)
-    sums[:, WEIGHTED] = (rows * weights).sum(1)
-    sums[:, SIZE] = rows.abs().sum(1)
-    sums[:, COUNT] = rows.shape[1]
-    sums[:, ROUNDING] = max(rounding, _LEAST)
-    sums[:, WHOLE] = whole
-    return sums
+    sums = torch.stack([rows.sum(1), (rows * weights).sum(1), rows.abs().sum(1)], 1)
+    same = sums.new_tensor([rows.shape[1], max(rounding, _LEAST), whole])  # in all rows
+    return torch.cat([sums, same.expand(len(rows), 3)], 1)
 
 
 def first_other(one: torch.Tensor, other: torch.Tensor) -> int | None:
@@ -82,9 +72,8 @@ def first_other(one: torch.Tensor, other: torch.Tensor) -> int | None:
     """
     if one.shape != other.shape or not torch.equal(one[:, COUNT], other[:, COUNT]):
         return None
-    sums = [SUM, WEIGHTED, SIZE]
-    here = one[:, sums]
-    there = other[:, sums]
+    here = one[:, :COUNT]
+    there = other[:, :COUNT]
     same = (here == there) | (here.isnan() & there.isnan())
     size = torch.minimum(one[:, SIZE], other[:, SIZE])  # finite if one of the two is
     bound = (size * one[:, ROUNDING]).unsqueeze(1)

@@ -44,7 +44,7 @@ class Trace:
     Attributes:
         folder: from which it was read.
         head: the first line of rank 0, with the numbers of ranks and shards, the tensors and so on.
-        steps: for each rank a dict, step -> (stage, name) -> digest, in the order of the stages.
+        steps: for each rank a dict, step -> (stage, name) -> digest.
         forms: the numbers of ranks and shards in each step, which a resumed run may change.
     """
 
@@ -69,16 +69,13 @@ class Trace:
 
     def values(self, step: int) -> Values:
         """The values of the whole mini-batch, by (stage, name), of a trace with values."""
-        return {
-            (key.partition(": ")[0], key.partition(": ")[2]): value
-            for key, value in _load(self.folder / f"step-{step}.safetensors").items()
-        }
+        return load_values(self.folder / f"step-{step}.safetensors")
 
-    def of_shards(self, step: int) -> dict[str, torch.Tensor]:
-        """The values of all ranks' shards, by `stage: name`, of a trace with values."""
-        kept: dict[str, torch.Tensor] = {}
+    def of_shards(self, step: int) -> Values:
+        """The values of all ranks' shards, by (stage, name), of a trace with values."""
+        kept: Values = {}
         for rank in range(len(self.steps)):
-            kept.update(_load(self.folder / f"shards-{rank}-{step}.safetensors"))
+            kept.update(load_values(self.folder / f"shards-{rank}-{step}.safetensors"))
         return kept
 
     def evaluations(self) -> list[dict[str, float]]:
@@ -90,12 +87,13 @@ class Trace:
         """The entries of all ranks for a step."""
         merged: Entries = {}
         for rank in self._ranks(step):
-            merged.update({key: one for key, one in rank[step].items() if key not in merged})
-        return in_order(merged)
+            for key, one in rank[step].items():
+                merged.setdefault(key, one)
+        return merged
 
     def common(self, step: int, rank: int = 0) -> Entries:
         """The entries of one rank that concern the whole mini-batch."""
-        return {key: one for key, one in self.steps[rank][step].items() if not is_of_a_shard(key[1])}
+        return {key: one for key, one in self.steps[rank][step].items() if not _is_of_a_shard(key[1])}
 
 
 @dataclass(frozen=True)
@@ -117,20 +115,16 @@ class Difference:
     is_missing: bool = False
 
 
-def _load(path: Path) -> dict[str, torch.Tensor]:
+def load_values(path: Path) -> Values:
+    """The values in a file, by (stage, name)."""
     from safetensors.torch import load_file
 
-    return load_file(path)
+    return {tuple(key.split(": ", 1)): value for key, value in load_file(path).items()}  # type: ignore[misc]
 
 
-def is_of_a_shard(name: str) -> bool:
+def _is_of_a_shard(name: str) -> bool:
     """Whether an entry concerns one shard, not the whole mini-batch."""
     return name.startswith("shard ") or ", shard " in name.partition(", gradient")[0]
-
-
-def in_order(entries: Entries) -> Entries:
-    """The entries in the order of their stages."""
-    return {key: entries[key] for stage in STAGES for key in entries if key[0] == stage}
 
 
 def read_trace(run: Path) -> Trace:
@@ -176,7 +170,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[int, Entries], dict[int, tup
         for line in rest:
             found.setdefault(line["step"], {}).update({(stage, name): one for stage, name, one in line["entries"]})
             forms.setdefault(line["step"], (line["ranks"], line["shards"]))  # of the step, before a resume after it
-        return head, {step: in_order(entries) for step, entries in found.items()}, forms
+        return head, found, forms
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a trace of version {VERSION} ({error}). Run the script again with Loop(trace=True)."
@@ -187,11 +181,11 @@ def first_difference(step: int, one: Entries, other: Entries) -> Difference | No
     """The first entry, in the order of the stages, that differs."""
     one, other = _resumed_like(one, other), _resumed_like(other, one)
     for stage in STAGES:
-        keys = dict.fromkeys(key for entries in (one, other) for key in entries if key[0] == stage)
-        differing = [name for _, name in (key for key in keys if one.get(key) != other.get(key))]
-        if differing:
-            key = (stage, differing[0])
-            return Difference(step, stage, differing[0], tuple(differing[1:]), (key in one) != (key in other))
+        keys = [key for key in one | other if key[0] == stage and one.get(key) != other.get(key)]
+        if keys:
+            names = [name for _, name in keys]
+            is_missing = (keys[0] in one) != (keys[0] in other)
+            return Difference(step, stage, names[0], tuple(names[1:]), is_missing)
     return None
 
 
@@ -210,10 +204,8 @@ def differences(one: Trace, other: Trace) -> Iterator[tuple[int, Difference | No
     there = set(other.numbers)
     for step in one.numbers:
         if step in there:
-            if one.forms[step][1] == other.forms[step][1]:
-                yield step, first_difference(step, one.whole(step), other.whole(step))
-            else:
-                yield step, first_difference(step, one.common(step), other.common(step))
+            entries = Trace.whole if one.forms[step][1] == other.forms[step][1] else Trace.common
+            yield step, first_difference(step, entries(one, step), entries(other, step))
 
 
 def check_comparable(one: Trace, other: Trace) -> None:

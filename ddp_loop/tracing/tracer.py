@@ -19,7 +19,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,9 @@ from ddp_loop.distributed import find_parameters, find_tensors, kept_by
 from ddp_loop.tracing.compare import gradient_scale, largest_of
 from ddp_loop.tracing.diagnosis import sparse_part
 from ddp_loop.tracing.sample_sums import sums_of_samples
-from ddp_loop.tracing.trace import EVALUATIONS, VERSION, lines_up_to
+from ddp_loop.tracing.trace import EVALUATIONS, VERSION, lines_up_to, load_values
 
+_OF_WHOLE = ("start", "fold", "optimizer")  # stages with values of the whole mini-batch
 _AMPLE = 10  # tolerances within which an element of a gradient is replaced
 
 
@@ -53,7 +54,7 @@ class TraceRequest:
         traces: the folder of Chrome traces, which a profile writes; None for none.
         cut: "halves" for each shard cut into two, "whole" for mini-batches in one shard, "singles" for shards of one
             sample, each where that is possible; None for the script's shards. See [Note: Halved shards] in
-            `halved_shards`.
+            `diagnosis`.
         loops: the number of Loops so far.
     """
 
@@ -64,7 +65,7 @@ class TraceRequest:
     profile: int | None = None
     traces: Path | None = None
     cut: Cut | None = None
-    loops: int = field(default=0)
+    loops: int = 0
 
 
 _REQUEST: ContextVar[TraceRequest | None] = ContextVar("trace request", default=None)
@@ -86,11 +87,6 @@ def trace_request_of(batches: Batches) -> TraceRequest | None:
     if request is not None and request.cut is not None and batches.can_cut_otherwise:
         batches.cut_otherwise(request.cut)
     return request
-
-
-def _is_long(value: torch.Tensor | float) -> bool:
-    """Whether an integer does not fit a tensor; only its digest is compared."""
-    return isinstance(value, int) and abs(value) >= 2**63
 
 
 class Tracer:
@@ -119,9 +115,8 @@ class Tracer:
         self._indices = batches.indices
         request = _REQUEST.get() if values else None
         self._world = world
-        self._rank = world.rank
-        self._of_shards = folder if values else None
-        self._values = folder if values and world.rank == 0 else None
+        self._folder = folder
+        self._has_values = values
         self._followed = None if request is None or request.followed is None else request.followed / folder.name
         self._rounding = 0.0 if request is None else request.rounding
         self._step = 0
@@ -131,7 +126,7 @@ class Tracer:
         self._dtype = torch.float64 if set(floating) == {torch.float64} else torch.float32
         self._kept: dict[str, torch.Tensor] = {}
         self._entries: list[tuple[str, str, str]] = []
-        self._mini_batch: MiniBatch | None = None
+        self._mini_batch: MiniBatch
         self._pass = ""
         self.is_new = True  # nothing is written yet
         self._path = folder / f"rank-{world.rank}.jsonl"
@@ -163,12 +158,23 @@ class Tracer:
         temporary.replace(self._path)
         self._file = self._path.open("ab")
 
-    def _record(self, stage: str, name: str, value: Leaf, *, keep: bool = False) -> None:
+    def _record(self, stage: str, name: str, value: Leaf) -> None:
         self._entries.append((stage, f"{self._pass}{name}", digest(value)))
-        if keep and self._values is not None and not isinstance(value, str | bytes | None) and not _is_long(value):
-            dtype = self._dtype if isinstance(value, float) else torch.int64  # a float is as precise as the parameters
-            here = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype, device="cpu")
-            self._kept[f"{stage}: {self._pass}{name}"] = here.to("cpu").contiguous().clone()
+        if stage not in _OF_WHOLE or not self._has_values or self._world.rank or isinstance(value, str | bytes | None):
+            return
+        if isinstance(value, torch.Tensor):
+            here = value.detach()
+        elif isinstance(value, float):  # as precise as the parameters
+            here = torch.tensor(value, dtype=self._dtype, device="cpu")
+        elif abs(value) < 2**63:
+            here = torch.tensor(value, dtype=torch.int64, device="cpu")
+        else:
+            return  # only its digest is compared
+        self._kept[f"{stage}: {self._pass}{name}"] = here.to("cpu").contiguous().clone()
+
+    def _keep(self, stage: str, shard: int, name: str, value: torch.Tensor) -> None:
+        if self._has_values:
+            self._kept_of_shards[f"{stage}: {self._pass}shard {shard}, {name}"] = value
 
     # -- stages --------------------------------------------------------------------------------------------
 
@@ -176,8 +182,8 @@ class Tracer:
         """Record the initial state of the loop, after `iteration` steps."""
         self.is_new = False
         self._step = iteration
-        if self._values is not None:
-            self._record_evaluations(self._values / EVALUATIONS)
+        if self._has_values and self._world.rank == 0:
+            self._record_evaluations(self._folder / EVALUATIONS)
         self._record_state("start")
         self._write(iteration)
 
@@ -192,63 +198,57 @@ class Tracer:
         """Record a shard's data."""
         for number, tensor in enumerate(tensors_in(data)):
             self._record("data", f"shard {shard}, part {number}", tensor)
-        if self._of_shards is not None and self._mini_batch is not None:
-            count = {one.number: one.samples for one in self._mini_batch.shards}[shard]
-            samples = f"forward: {self._pass}shard {shard}, samples"
-            self._kept_of_shards[samples] = torch.tensor(count, device="cpu")
+        if self._has_values:
+            count = next(one.samples for one in self._mini_batch.shards if one.number == shard)
+            self._keep("forward", shard, "samples", torch.tensor(count, device="cpu"))
             for name, rows in sums_of_samples(data, count).items():
-                self._kept_of_shards[f"data: {self._pass}shard {shard}, {name}"] = rows
+                self._keep("data", shard, name, rows)
 
     def forward(self, shard: int, values: Mapping[str, Leaf], sums: Collection[str] = ()) -> None:
         """Record a shard's loss, metrics, weight or outputs; `sums` are those that add up over the shards."""
         for name, value in values.items():
             self._record("forward", f"shard {shard}, {name}", value)
-        if self._of_shards is not None and isinstance(weight := values.get("weight"), float):
-            begin = f"forward: {self._pass}shard {shard}, "
-            self._kept_of_shards[f"{begin}weight"] = torch.tensor(weight, device="cpu")
+        if isinstance(weight := values.get("weight"), float):
+            self._keep("forward", shard, "weight", torch.tensor(weight, device="cpu"))
             for name, value in values.items():
                 if isinstance(value, torch.Tensor):
-                    key = f"{begin}{'sum' if name in sums else 'mean'} of {name}"
+                    of = f"{'sum' if name in sums else 'mean'} of {name}"
                     number = value.detach().to("cpu", torch.float64, copy=True)
-                    former = self._kept_of_shards.get(key) if name == "loss" else None  # with more_losses=
-                    self._kept_of_shards[key] = number if former is None else former + number
+                    if name == "loss":  # several with more_losses=
+                        number += self._kept_of_shards.get(f"forward: {self._pass}shard {shard}, {of}", 0.0)
+                    self._keep("forward", shard, of, number)
 
     def backward(self, number: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Record the gradients of this rank's shard number `number`, counted from 0."""
-        if self._mini_batch is not None:
-            shard = self._mini_batch.shards[number].number
-            for name, gradient in gradients.items():
-                self._record("backward", f"shard {shard}, gradient of {name}", gradient)
-                if self._of_shards is not None:
-                    key = f"backward: {self._pass}shard {shard}, gradient of {name}"
-                    self._kept_of_shards[key] = sparse_part(gradient)
+        shard = self._mini_batch.shards[number].number
+        for name, gradient in gradients.items():
+            self._record("backward", f"shard {shard}, gradient of {name}", gradient)
+            if self._has_values:
+                self._keep("backward", shard, f"gradient of {name}", sparse_part(gradient))
 
     def folded(self, metrics: Sequence[str], values: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
         """Record the mini-batch's loss and metrics, (1 + metrics,), its gradients, and the buffers."""
         for name, value in zip(("loss", *metrics), values, strict=True):
-            self._record("fold", name, value, keep=True)
+            self._record("fold", name, value)
         for name, gradient in gradients.items():
-            self._record("fold", f"gradient of {name}", gradient, keep=True)
-        for name, buffer in self._buffers():
-            self._record("fold", f"buffer {name}", buffer, keep=True)
+            self._record("fold", f"gradient of {name}", gradient)
+        self._record_buffers("fold")
         if self._followed is not None:
             self._follow(self._followed / f"step-{self._step}.safetensors", gradients)
 
     def _follow(self, path: Path, gradients: Mapping[str, torch.Tensor]) -> None:
         """Use the other run's gradients where they are equal up to rounding. See [Note: Followed gradients]."""
-        from safetensors import safe_open
-
         if not path.exists():
             return
         self._largest = max([self._largest, *map(largest_of, gradients.values())])
-        with torch.no_grad(), safe_open(path, "pt", device="cpu") as others:
-            there = set(others.keys())
+        others = load_values(path)
+        with torch.no_grad():
             for name, gradient in gradients.items():
-                if (key := f"fold: {self._pass}gradient of {name}") in there:
-                    other = others.get_tensor(key).to(gradient.device)
+                other = others.get(("fold", f"{self._pass}gradient of {name}"))
+                if other is not None and other.shape == gradient.shape and other.dtype == gradient.dtype:
+                    other = other.to(gradient.device)
                     bound = _AMPLE * self._rounding * gradient_scale(gradient, self._largest)
-                    if other.shape == gradient.shape and other.dtype == gradient.dtype:
-                        gradient.copy_(torch.where((gradient - other).abs() <= bound, other, gradient))
+                    gradient.copy_(torch.where((gradient - other).abs() <= bound, other, gradient))
 
     def _record_evaluations(self, path: Path) -> None:
         before = self._world.on_evaluated
@@ -268,20 +268,20 @@ class Tracer:
 
     # -- the state -----------------------------------------------------------------------------------------
 
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _record_buffers(self, stage: str) -> None:
         for prefix, value in self._state.items():
             if isinstance(value, nn.Module):
-                yield from value.named_buffers(prefix=prefix)
+                for name, buffer in value.named_buffers(prefix=prefix):
+                    self._record(stage, f"buffer {name}", buffer)
 
     def _record_state(self, stage: str) -> None:
         names: dict[torch.Tensor, str] = {one: name for name, one in find_parameters(self._state).items()}
         for prefix, value in self._state.items():  # before the parameters, which depend on it
             for name, leaf in kept_by(prefix, value, names):
-                self._record(stage, name, leaf, keep=True)
+                self._record(stage, name, leaf)
         for parameter, name in names.items():
-            self._record(stage, f"parameter {name}", parameter, keep=True)
-        for name, buffer in self._buffers():
-            self._record(stage, f"buffer {name}", buffer, keep=True)
+            self._record(stage, f"parameter {name}", parameter)
+        self._record_buffers(stage)
 
     # -- files ---------------------------------------------------------------------------------------------
 
@@ -291,12 +291,12 @@ class Tracer:
             self._file.write(json.dumps({"step": iteration, **form, "entries": self._entries}).encode() + b"\n")
             self._file.flush()  # a killed run has its last step
         self._entries = []
-        if self._of_shards is not None:
+        if self._has_values:
             from safetensors.torch import save_file
 
-            if self._values is not None:
-                save_file(self._kept, self._values / f"step-{iteration}.safetensors")
-            save_file(self._kept_of_shards, self._of_shards / f"shards-{self._rank}-{iteration}.safetensors")
+            if self._world.rank == 0:
+                save_file(self._kept, self._folder / f"step-{iteration}.safetensors")
+            save_file(self._kept_of_shards, self._folder / f"shards-{self._world.rank}-{iteration}.safetensors")
             self._kept = {}
             self._kept_of_shards = {}
 

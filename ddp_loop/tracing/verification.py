@@ -14,22 +14,22 @@ from pathlib import Path
 from ddp_loop.data import Cut
 from ddp_loop.distributed import RankFailed, launch, run_script, sharing_gpus
 from ddp_loop.tracing.compare import (
-    FirstMismatch,
-    MaxDifference,
+    Mismatch,
     compare_values,
     counted,
     describe,
     is_close,
     rounding_of,
 )
-from ddp_loop.tracing.diagnosis import explain_loss, other_sample
-from ddp_loop.tracing.halved_shards import (
+from ddp_loop.tracing.diagnosis import (
     difference_of_halves,
     explain_halves,
+    explain_loss,
     explain_singles,
     is_given_as_sum,
     is_judged_whole,
     is_small,
+    other_sample,
 )
 from ddp_loop.tracing.trace import MEANING, STAGES, Trace, check_comparable, differences, first_difference, read_trace
 from ddp_loop.tracing.tracer import TraceRequest, tracing
@@ -86,16 +86,17 @@ def run_on(ranks: int, job: VerifyJob, request: TraceRequest) -> list[Trace]:
         CannotVerify: the script failed, or made no step.
     """
     folder = request.folder
+    where = counted(ranks, "rank")
     folder.mkdir(parents=True)
     try:
         job.start(run_requested, ranks, str(job.script), list(job.arguments), request, timeout_s=job.timeout_s)
     except RankFailed as error:
-        raise CannotVerify(f"{job.script} fails on {_ranks(ranks)}:\n{error}\n{last_output(folder)}") from error
+        raise CannotVerify(f"{job.script} fails on {where}:\n{error}\n{last_output(folder)}") from error
     traces = [read_trace(loop) for loop in sorted(folder.glob("loop-*"))]
     traces = [trace for trace in traces if trace.numbers]  # without Loops that were never iterated over
     if not any(trace.numbers[1:] for trace in traces):
         raise CannotVerify(
-            f"verify compares the steps of a Loop. {job.script} made none on {_ranks(ranks)}. Pass the arguments that "
+            f"verify compares the steps of a Loop. {job.script} made none on {where}. Pass the arguments that "
             "it needs (verify SCRIPT -- ARGUMENTS), train with dl.Loop, and leave out dl.launch, since verify starts "
             f"the ranks itself.\n{last_output(folder)}"
         )
@@ -109,8 +110,8 @@ def last_output(folder: Path, lines: int = 12) -> str:
     return "\n".join(["The last output of rank 0:", *(f"  {line}" for line in last)]) if last else ""
 
 
-def _ranks(ranks: int) -> str:
-    return counted(ranks, "rank")
+def _ranks(trace: Trace) -> str:
+    return counted(trace.head["ranks"], "rank")
 
 
 # -- verdicts ----------------------------------------------------------------------------------------------
@@ -139,19 +140,19 @@ def verify(job: VerifyJob, ranks: Sequence[int], say: Callable[[str], None]) -> 
         for number in ranks:
             found = run_on(number, job, TraceRequest(Path(folder) / str(number), job.steps))
             steps = max(len(trace.numbers) - 1 for trace in found)
-            heading = f"{_ranks(number)}, {counted(found[0].head['shards'], 'shard')}, {counted(steps, 'step')}"
+            heading = f"{_ranks(found[0])}, {counted(found[0].head['shards'], 'shard')}, {counted(steps, 'step')}"
             verdict = _Verdict(next(filter(None, map(_replicas, found)), None))
             if verdict.problem is None and reference:
-                verdict = _compare((ranks[0], reference), (number, found), job, Path(folder))
+                verdict = _compare(reference, found, job, Path(folder))
                 same_bits = same_bits and verdict.same_bits
-                heading += f", against {_ranks(ranks[0])}" + (": the same bits" if verdict.same_bits else "")
+                heading += f", against {_ranks(reference[0])}" + (": the same bits" if verdict.same_bits else "")
             say("\n  ".join([heading, *verdict.lines]))
             if verdict.problem is not None:
-                say(f"\nUNEQUAL on {_ranks(number)}. {verdict.problem}\n")
+                say(f"\nUNEQUAL on {_ranks(found[0])}. {verdict.problem}\n")
                 equal = False
             reference = reference or found
         if equal:
-            equal = _try_halves(reference, ranks[0], job, Path(folder), say)
+            equal = _try_halves(reference, job, Path(folder), say)
     if equal:
         what = "the same bits" if same_bits else "the same numbers, up to rounding"
         say(
@@ -193,72 +194,59 @@ def _replicas(trace: Trace) -> str | None:
     return None
 
 
-_Run = tuple[int, list[Trace]]  # the ranks, and the trace of each Loop
-
-
-def _compare(reference: _Run, run: _Run, job: VerifyJob, folder: Path) -> _Verdict:
+def _compare(reference: list[Trace], found: list[Trace], job: VerifyJob, folder: Path) -> _Verdict:
     """Compare a run with the reference, and run the script again where its traces leave a question."""
-    first, expected = reference
-    ranks, found = run
-    verdict = _against(expected, found, first, job.tolerance)
+    verdict = _against(reference, found, job.tolerance)
     if verdict.may_be_rounding:
-        return _following(expected, found, first, job, folder / f"following-{ranks}")
+        return _following(reference, found, job, folder / f"following-{found[0].head['ranks']}")
     if verdict.where is not None:
-        of_most = run if _shards(found) > _shards(expected) else reference
-        reason = _first_reason(explain_halves, _cut_if_possible("halves", *of_most, job, folder))
+        of_most = max(reference, found, key=lambda traces: max(int(trace.head["shards"]) for trace in traces))
+        reason = _first_reason(explain_halves, _cut("halves", of_most, job, folder)[0])
         if reason is not None:
             return replace(verdict, problem=f"{verdict.where} With each shard cut into two: {reason}")
     return verdict
 
 
-def _shards(traces: list[Trace]) -> int:
-    return max(int(trace.head["shards"]) for trace in traces)
-
-
-def _cut(cut: Cut, ranks: int, traces: list[Trace], job: VerifyJob, folder: Path) -> list[tuple[Trace, Trace]]:
+def _cut(cut: Cut, traces: list[Trace], job: VerifyJob, folder: Path) -> tuple[list[tuple[Trace, Trace]], str]:
     """Loops that can be cut otherwise, each with its trace in a run that cuts it so and takes its gradients.
 
-    See [Note: Halved shards] in `halved_shards`.
-
-    Raises:
-        CannotVerify: the script fails in this cut.
+    The second part is the failure if the script fails in this cut, such as by BatchNorm1d with one sample, or by too
+    little memory. See [Note: Halved shards] in `diagnosis`.
     """
     if not any(trace.head["can_cut_otherwise"] for trace in traces):
-        return []
+        return [], ""
+    ranks = traces[0].head["ranks"]
     steps = min(job.steps, _STEPS_IN_HALVES)
     request = TraceRequest(folder / f"{cut}-{ranks}", steps, traces[0].folder.parent, inf, cut=cut)
-    found = {trace.folder.name: trace for trace in run_on(ranks, job, request)}
+    try:
+        found = {trace.folder.name: trace for trace in run_on(ranks, job, request)}
+    except CannotVerify as error:
+        return [], str(error.__cause__ or error).partition("\n")[0]
     pairs = [(trace, found[trace.folder.name]) for trace in traces if trace.folder.name in found]
-    return [(trace, other) for trace, other in pairs if other.head["shards"] != trace.head["shards"]]
+    return [(trace, other) for trace, other in pairs if other.head["shards"] != trace.head["shards"]], ""
 
 
 def _first_reason(explain: Callable[..., str | None], traces: Iterable[Sequence[Trace]]) -> str | None:
     return next(filter(None, starmap(explain, traces)), None)
 
 
-def _try_halves(traces: list[Trace], ranks: int, job: VerifyJob, folder: Path, say: Callable[[str], None]) -> bool:
+def _try_halves(traces: list[Trace], job: VerifyJob, folder: Path, say: Callable[[str], None]) -> bool:
     """Report what follows the cut into fixed shards, and return whether no loss does that should not."""
     fixed = [trace for trace in traces if trace.head["fixed"]]
-    failed = ""
     how = "each shard cut into two"
-    pairs = []
-    try:
-        pairs = _cut("halves", ranks, fixed, job, folder)
-    except CannotVerify as error:
-        failed = str(error.__cause__ or error).partition("\n")[0]
+    pairs, failed = _cut("halves", fixed, job, folder)
     reason = _first_reason(explain_halves, pairs)
     difference = max(starmap(difference_of_halves, pairs), default=0.0)
     if reason is None and (failed or difference):
-        wholes = _cut_if_possible("whole", ranks, [trace for trace in fixed if is_judged_whole(trace)], job, folder)
+        wholes, _ = _cut("whole", [trace for trace in fixed if is_judged_whole(trace)], job, folder)
         reason = _first_reason(explain_halves, [(whole, trace) for trace, whole in wholes])
         if wholes and (reason is not None or failed):
             how = "each mini-batch in one shard"
             failed = "" if len(wholes) == len(fixed) else failed
             difference = max(starmap(difference_of_halves, wholes), default=0.0)
     if reason is None and pairs and difference:
-        small = [trace for trace, _ in pairs if is_small(trace)]
         halves = {trace.folder: halved for trace, halved in pairs}
-        singles = _cut_if_possible("singles", ranks, small, job, folder)
+        singles, _ = _cut("singles", [trace for trace, _ in pairs if is_small(trace)], job, folder)
         reason = _first_reason(explain_singles, [(trace, halves[trace.folder], single) for trace, single in singles])
         how = "shards of one sample" if reason is not None else how
     if reason is not None:
@@ -282,25 +270,15 @@ def _try_halves(traces: list[Trace], ranks: int, job: VerifyJob, folder: Path, s
     return True
 
 
-def _cut_if_possible(
-    cut: Cut, ranks: int, traces: list[Trace], job: VerifyJob, folder: Path
-) -> list[tuple[Trace, Trace]]:
-    """As `_cut`, but none if the script fails so."""
-    try:
-        return _cut(cut, ranks, traces, job, folder)
-    except CannotVerify:  # such as BatchNorm1d with one sample, or too little memory
-        return []
-
-
-def _against(reference: list[Trace], found: list[Trace], first: int, tolerance: float | None) -> _Verdict:
-    """Compare a run with the reference, on `first` ranks."""
+def _against(reference: list[Trace], found: list[Trace], tolerance: float | None) -> _Verdict:
+    """Compare a run with the reference."""
     if len(reference) != len(found):
         made = counted(len(reference), "Loop")
-        return _Verdict(f"The script runs {made} on {_ranks(first)}, and {len(found)} here.")
+        return _Verdict(f"The script runs {made} on {_ranks(reference[0])}, and {len(found)} here.")
     lines: list[str] = []
     same = True
     for number, (one, other) in enumerate(zip(reference, found, strict=True), 1):
-        verdict = _of_loop(one, other, first, tolerance)
+        verdict = _of_loop(one, other, tolerance)
         which = f"Loop {number}, " if len(found) > 1 else ""
         lines += [f"{which}{line}" for line in verdict.lines]
         same = same and verdict.same_bits
@@ -309,56 +287,56 @@ def _against(reference: list[Trace], found: list[Trace], first: int, tolerance: 
     return _Verdict(None, tuple(lines), same)
 
 
-def _following(reference: list[Trace], found: list[Trace], first: int, job: VerifyJob, folder: Path) -> _Verdict:
-    """Compare a run with another on `first` ranks that uses its gradients, where they are equal up to rounding.
+def _following(reference: list[Trace], found: list[Trace], job: VerifyJob, folder: Path) -> _Verdict:
+    """Compare a run with the reference's ranks once more, which use its gradients where they are equal up to rounding.
 
     See [Note: Followed gradients] in `tracer`.
     """
     rounding = job.tolerance or max(map(rounding_of, reference))
-    again = run_on(first, job, TraceRequest(folder, job.steps, found[0].folder.parent, rounding))
-    verdict = _against(again, found, first, job.tolerance)
-    line = f"against {_ranks(first)} with these gradients, equal up to rounding, in the optimizer's step:"
+    request = TraceRequest(folder, job.steps, found[0].folder.parent, rounding)
+    again = run_on(reference[0].head["ranks"], job, request)
+    verdict = _against(again, found, job.tolerance)
+    line = f"against {_ranks(again[0])} with these gradients, equal up to rounding, in the optimizer's step:"
     return replace(verdict, lines=(line, *verdict.lines), same_bits=False)
 
 
-def _of_loop(one: Trace, other: Trace, first: int, tolerance: float | None) -> _Verdict:
+def _of_loop(one: Trace, other: Trace, tolerance: float | None) -> _Verdict:
     """Compare the traces of one Loop on two numbers of ranks."""
     try:
         check_comparable(one, other)
     except ValueError as error:
-        return _Verdict(str(error).replace(str(one.folder), _ranks(first)).replace(str(other.folder), "here"))
+        return _Verdict(str(error).replace(str(one.folder), _ranks(one)).replace(str(other.folder), "here"))
     if one.numbers != other.numbers:
         made = counted(len(one.numbers) - 1, "step")
-        return _Verdict(f"The Loop makes {made} on {_ranks(first)}, and {len(other.numbers) - 1} here.")
+        return _Verdict(f"The Loop makes {made} on {_ranks(one)}, and {len(other.numbers) - 1} here.")
     parting = next((each for _, each in differences(one, other) if each is not None), None)
-    evaluated = _evaluations(one, other, first, tolerance or rounding_of(one))
+    evaluated = _evaluations(one, other, tolerance or rounding_of(one))
     if parting is None:
         return _Verdict(evaluated, (), evaluated is None)
     unequal, largest = compare_values(one, other, tolerance)
-    lines = tuple(f"{kind}: {_measured(each)}" for kind, each in largest.items())
-    if one.head["shards"] == other.head["shards"] and one.head["ordered"] and other.head["ordered"]:
+    lines = tuple(
+        f"{kind}: {each.tolerances:.3g} of the tolerance, {each.bits:.0f} bits (`{each.name}`, step {each.step})"
+        for kind, each in largest.items()
+    )
+    same_shards = one.head["shards"] == other.head["shards"]
+    if same_shards and one.head["ordered"] and other.head["ordered"]:
         rule = "With fixed shards, in an ordered fold, every number of ranks must give the same bits."
         return _Verdict(f"{rule} {describe(parting)}", lines)
-    late = unequal is not None and _place(unequal) >= (one.numbers[1], STAGES.index("optimizer"))
-    sample = other_sample(one, other)
-    if sample is not None and sample.is_whole and (unequal is None or _explained(one, other, unequal) is not None):
+    late = unequal is not None and unequal.place >= (one.numbers[1], STAGES.index("optimizer"))
+    sample, is_whole = other_sample(one, other)
+    if is_whole and (unequal is None or _explained(one, other, unequal) is not None):
         sample = None  # such as the position in the shard, on which nothing depends
     if sample is not None:
-        sampled = FirstMismatch(sample.step, "data", sample.name, inf)
-        late = late and sample.is_whole
-        unequal = min(sampled, unequal or sampled, key=_place)
-    if unequal is not None:
-        is_open = unequal.stage == "fold" and is_given_as_sum(one, unequal.step)
-        where = f"{_where(unequal)}{_AGREES}" if is_open and one.head["shards"] != other.head["shards"] else None
-        return _Verdict(_why(one, other, unequal), lines, may_be_rounding=late, where=where)
-    return _Verdict(evaluated, lines, may_be_rounding=evaluated is not None)
+        late = late and is_whole
+        unequal = min(sample, unequal or sample, key=lambda each: each.place)
+    if unequal is None:
+        return _Verdict(evaluated, lines, may_be_rounding=evaluated is not None)
+    is_open = unequal.stage == "fold" and not same_shards and is_given_as_sum(one, unequal.step)
+    where = f"{_where(unequal)}{_AGREES}" if is_open else None
+    return _Verdict(_why(one, other, unequal), lines, may_be_rounding=late, where=where)
 
 
-def _place(unequal: FirstMismatch) -> tuple[int, int]:
-    return unequal.step, STAGES.index(unequal.stage)
-
-
-def _explained(one: Trace, other: Trace, unequal: FirstMismatch) -> str | None:
+def _explained(one: Trace, other: Trace, unequal: Mismatch) -> str | None:
     """The reason for a difference in a fold; None if unknown."""
     if unequal.stage != "fold":
         return None
@@ -366,25 +344,25 @@ def _explained(one: Trace, other: Trace, unequal: FirstMismatch) -> str | None:
     return explain_loss(one, other, unequal.step, f"{turn}, " if rest and turn.startswith("pass ") else "")
 
 
-def _evaluations(one: Trace, other: Trace, first: int, tolerance: float) -> str | None:
+def _evaluations(one: Trace, other: Trace, tolerance: float) -> str | None:
     """The problem if results of `dl.evaluate` differ."""
     here = one.evaluations()
     there = other.evaluations()
     if len(here) != len(there):
-        return f"The script makes {counted(len(here), 'evaluation')} on {_ranks(first)}, and {len(there)} here."
+        return f"The script makes {counted(len(here), 'evaluation')} on {_ranks(one)}, and {len(there)} here."
     for number, (result, others) in enumerate(zip(here, there, strict=True), 1):
         for name in dict.fromkeys([*result, *others]):
             values = result.get(name, nan), others.get(name, nan)
             if not is_close(*values, tolerance):
                 return (
-                    f"In evaluation {number}: `{name}` is {values[0]:.6g} on {_ranks(first)}, and {values[1]:.6g} "
+                    f"In evaluation {number}: `{name}` is {values[0]:.6g} on {_ranks(one)}, and {values[1]:.6g} "
                     "here, though the whole state agrees. Is the metric one value per sample, or their mean, and the "
                     "same on every rank? Does the batch size of this evaluation depend on the ranks?"
                 )
     return None
 
 
-def _why(one: Trace, other: Trace, unequal: FirstMismatch) -> str:
+def _why(one: Trace, other: Trace, unequal: Mismatch) -> str:
     """The first difference above the tolerance, its stage and its probable cause, as text."""
     step = unequal.step
     shards = (one.head["shards"], other.head["shards"])
@@ -420,14 +398,6 @@ def _why(one: Trace, other: Trace, unequal: FirstMismatch) -> str:
     )
 
 
-def _where(unequal: FirstMismatch) -> str:
+def _where(unequal: Mismatch) -> str:
     times = "" if isinf(unequal.tolerances) else f" by {unequal.tolerances:.3g} times the tolerance"
     return f"Step {unequal.step}, {unequal.stage}: `{unequal.name}` is off{times}"
-
-
-def _measured(largest: MaxDifference) -> str:
-    return (
-        f"{largest.tolerances:.3g} of the tolerance, {largest.bits:.0f} bits (`{largest.name}`, step {largest.step})"
-        if largest.tolerances
-        else "the same bits"
-    )
