@@ -1,7 +1,7 @@
 """The order of the samples, their division into shards over the ranks, and the readers."""
 
-from ddp_loop.data.agreement import check_end, check_first
 from ddp_loop.data.batches import Batches, LoadedBatch, ReadAhead
+from ddp_loop.data.fingerprints import check_end, check_first
 from ddp_loop.data.partition import Unused
 from ddp_loop.data.placement import EncodedTensors, tensors_in
 from ddp_loop.data.position import LoopPosition

@@ -5,24 +5,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, repeat
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
-from ddp_loop.data.agreement import ALIKE, StreamPass, check_data, check_epoch, check_epoch_number, require_alike
-from ddp_loop.data.fingerprints import Fingerprint
-from ddp_loop.data.own_streams import OwnStreamBatcher, OwnStreams
+from ddp_loop.accelerators import sent
+from ddp_loop.data.fingerprints import Fingerprint, StreamPass, check_data, require_alike
+from ddp_loop.data.own_streams import ANNOUNCED, OwnStreams
 from ddp_loop.data.partition import OwnPieces, Parts, Unused, check_partition
-from ddp_loop.data.placement import Places, gpu_in, parse_devices, without_rows
+from ddp_loop.data.placement import Places, parse_devices, without_rows
 from ddp_loop.data.readers import LoaderReader, Request, TensorReader, is_stream, make_reader
 from ddp_loop.data.shards import EVALUATED, Cut, Division, MiniBatch, Shard, split_sizes
-from ddp_loop.data.streams import StreamBatcher, StreamReader
+from ddp_loop.data.streams import StreamReader
 from ddp_loop.data.transforms import Draws, Transform
 from ddp_loop.determinism import check_count, next_key, permutation
 from ddp_loop.distributed import World
+
+_ALIKE = (  # of all ranks' Batches, in the order of `Batches._check_same`
+    "the data's length, batch_size, shards, drop_last, shuffle, seed, partition, until, parts, kind, check_data and "
+    "shares"
+)
 
 
 @dataclass(slots=True)
@@ -31,8 +36,7 @@ class LoadedBatch:
 
     mini_batch: MiniBatch
     _stream: Iterator[Any]
-    _change: Callable[[MiniBatch, Shard, Any], Any] | None
-    _read_nothing: Callable[[MiniBatch], Any]
+    _batches: Batches
     _data: list[Any] = field(default_factory=list)
     _error: Exception | None = None
 
@@ -40,15 +44,17 @@ class LoadedBatch:
         """The data of this rank's shard number `shard`, counted from 0 on each rank."""
         if self._error is not None:
             raise self._error
+        batches = self._batches
         while len(self._data) <= shard:
             following = self.mini_batch.shards[len(self._data)]
             data = next(self._stream)
-            self._data.append(data if self._change is None else self._change(self.mini_batch, following, data))
+            changed = data if batches._transform is None else batches._changed(self.mini_batch, following, data)
+            self._data.append(changed)
         return self._data[shard]
 
     def nothing(self) -> Any:
         """The data of an empty shard: tensors without rows, (0, ...)."""
-        return self._read_nothing(self.mini_batch)
+        return self._batches._nothing(self.mini_batch)
 
     def read_ahead(self) -> None:
         """Read the first shard's data now; an error is raised when the data are used."""
@@ -201,15 +207,23 @@ class Batches:
             self.length = sum(sizes)
             taken = None if self._takes_all else self.batch_size
             self._parts = Parts(sizes, taken, self.until, drop_last=self.drop_last)
-        check_epoch(self.length, self.steps, self.batch_size, shuffles=self.shuffle and not self._has_length)
+        if self.length is not None and self.length < 1:
+            raise ValueError("The data must have at least one sample. They have none. Check where they come from.")
+        if self.shuffle and not self._has_length:
+            raise ValueError("shuffle needs data with a length. These have none. Pass shuffle=False.")
+        if self.steps == 0:
+            raise ValueError(
+                f"An epoch must have a mini-batch. {self.length} samples with batch_size={self.batch_size} and "
+                "drop_last=True give none. Use a smaller batch_size or drop_last=False."
+            )
 
     def _check_same(self) -> None:
         """Raise ValueError on every rank unless all have the same mini-batches of the same data."""
         facts = *(self.facts | {"shards": self.shards}).values(), self.announced, self._check_data, self.division.asked
-        gathered = self.world.gather(facts, ALIKE)
+        gathered = self.world.gather(facts, _ALIKE)
         if any(other != gathered[0] for other in gathered):
             require_alike([{"the length": (f"{other[0]} samples", "")} for other in gathered])
-            self.world.require_equal(ALIKE, facts)
+            self.world.require_equal(_ALIKE, facts)
         if self._check_data and self.world.size > 1 and (fingerprint := self._fingerprint) is not None:
             check_data(fingerprint, self.world)
 
@@ -220,7 +234,10 @@ class Batches:
 
     def check_stream(self) -> None:
         """Raise ValueError unless all ranks read the same in the pass that ended. Every rank must call this."""
-        (self._own or self._passed).check(self.world)
+        if self._own is None:
+            self._passed.check(self.world)
+        else:
+            self._own.check(self._passed.samples)
 
     def _open(self, data: Any, length: int | None, places: Places, loader: dict[str, Any]) -> None:
         if is_stream(data):
@@ -246,12 +263,14 @@ class Batches:
                 "Remove them."
             )
         collate = loader.get("collate_fn") or default_collate
-        more = self.drop_last, self.division, collate, 0, gpu_in(places)
-        if self.partition == "global":
-            return StreamReader(StreamBatcher(data, self.batch_size, *more, self._check_data), self.seed, places)
-        self._own = OwnStreams(self.world.size if self._takes_all else self.batch_size, self.until, self.world)
-        own = OwnStreamBatcher(data, self._own.piece, *more)
-        return StreamReader(own, next_key(self.seed, self.world.rank), places)
+        size = self.batch_size
+        seed = self.seed
+        if self.partition != "global":
+            self._own = OwnStreams(self.world.size if self._takes_all else size, self.until, self.world)
+            size = self._own.piece
+            seed = next_key(seed, self.world.rank)
+        compares = self._check_data and self._own is None
+        return StreamReader(data, size, self.drop_last, self.division, collate, seed, places, compares)
 
     @property
     def facts(self) -> dict[str, object]:
@@ -322,36 +341,31 @@ class Batches:
         return self.steps
 
     def sizes(self, position: int) -> tuple[int, ...]:
-        """The number of samples in each of the S shards of a mini-batch.
+        """The number of samples in each of the S shards of a mini-batch; of sequences, in the first epoch.
 
         Args:
             position: of the mini-batch in its epoch, counted from 0.
         """
-        if self._parts is not None:
-            return self._parts.sizes_at(position)
-        start = position * self.batch_size
-        return self.division.sizes(
-            self.batch_size if self.length is None else min(self.batch_size, self.length - start)
-        )
+        return self.mini_batch(1, position).sizes
 
     @property
     def positions_of_sizes(self) -> list[int]:
         """The positions of mini-batches that together have all sizes of shards of an epoch, as far as known."""
-        ends = [0] if self.steps is None else sorted({0, self.steps - 1})
-        return ends if self._parts is None else self._parts.positions_of_sizes
+        if isinstance(self._parts, Parts):
+            return self._parts.positions_of_sizes
+        return [0] if self.steps is None else sorted({0, self.steps - 1})
 
     @property
     def unused(self) -> Unused | None:
-        """The samples of an epoch that no mini-batch has, None if unknown; of own streams those of the last epoch."""
-        if self.steps is None or self.length is None:
-            return None if self._own is None else self._own.unused
-        used = self.steps * self.batch_size if self._parts is None else self._parts.samples
-        return Unused(max(0, self.length - used))
+        """The samples of parts that no mini-batch has; of own streams those of the last epoch, None if unknown."""
+        if self._parts is not None:
+            return Unused(sum(self._parts.sizes) - self._parts.samples)
+        return None if self._own is None else self._own.sizes.unused
 
     @property
     def announced(self) -> int:
         """The number of values that each rank announces in a step; see `Announcement`."""
-        return 0 if self._own is None else self._own.announced
+        return 0 if self._own is None else self.world.size + ANNOUNCED
 
     @property
     def waits(self) -> bool:
@@ -398,27 +412,25 @@ class Batches:
         Raises:
             ValueError: the epoch is 0 or less.
         """
-        at = self._positions(check_epoch_number(epoch), start, number)
+        at = self._positions(_checked(epoch), start, number)
         return torch.arange(at.start, at.stop, device="cpu") if isinstance(at, range) else at
 
     def _positions(self, epoch: int, start: int, number: int) -> torch.Tensor | range:
         """What `indices` returns; a range where nothing is shuffled."""
-        if self.length is not None and (self.shuffle or self._parts is not None):
-            if self._order is None or self._order[0] != epoch:
-                self._order = epoch, self._make_order(epoch - 1, self.length)
-            order = self._order[1]
-            reader = self._reader
-            if isinstance(reader, TensorReader) and order.device != reader.place:
-                order = reader.on_place(order)
-                self._order = epoch, order
-            return order[start : start + number]
-        start += 0 if self._has_length else (epoch - 1) * (self.length or 0)
-        return range(start, start + number)
-
-    def _make_order(self, epoch: int, length: int) -> torch.Tensor:
-        if self._parts is None:
-            return permutation(self.seed, epoch, length)
-        return self._parts.order(self.seed, epoch, shuffle=self.shuffle) + (0 if self._has_length else epoch * length)
+        before = 0 if self._has_length else (epoch - 1) * (self.length or 0)
+        if not self.shuffle and self._parts is None:
+            return range(before + start, before + start + number)
+        if self._order is None or self._order[0] != epoch:
+            if self._parts is None:
+                order = permutation(self.seed, epoch - 1, self.length or 0)
+            else:
+                order = self._parts.order(self.seed, epoch - 1, shuffle=self.shuffle) + before
+            self._order = epoch, order
+        order = self._order[1]
+        if isinstance(self._reader, TensorReader) and order.device != self._reader.place:
+            order = sent(order, self._reader.place)  # the host does not wait
+            self._order = epoch, order
+        return order[start : start + number]
 
     def epoch(
         self, epoch: int, start: int = 0, *, held: bool = True, agrees: bool = False
@@ -435,27 +447,26 @@ class Batches:
         Raises:
             ValueError: the epoch is not a whole number of 1 or more, or own streams give it no mini-batch.
         """
-        return self._loaded(check_epoch_number(epoch), start, held=held, agrees=agrees)
+        return self._loaded(_checked(epoch), start, held=held, agrees=agrees)
 
     def _loaded(self, epoch: int, start: int, *, held: bool, agrees: bool) -> Generator[LoadedBatch, None, None]:
         """The generator of `epoch`."""
         if isinstance(self._reader, StreamReader):
-            yield from self._stream_epoch(self._reader, epoch, start, agrees=agrees)
+            yield from self._streamed(self._reader, epoch, start, agrees=agrees)
             return
-        change = None if self._transform is None else self._changed
         if isinstance(self._reader, TensorReader):
             if held and self._reader.has_served:
                 self._reader.move()
             for mini_batch in self._plan(epoch, start):
                 rows = map(self._reader.one, self._requests(mini_batch))
-                yield LoadedBatch(mini_batch, rows, change, self._nothing)
+                yield LoadedBatch(mini_batch, rows, self)
                 self._reader.has_served |= held
             return
         # Two plans: a reader may run ahead, and on a rank without shards it never starts.
         stream = self._reader(chain.from_iterable(map(self._requests, self._plan(epoch, start))))
         try:
             for mini_batch in self._plan(epoch, start):
-                loaded = LoadedBatch(mini_batch, stream, change, self._nothing)
+                loaded = LoadedBatch(mini_batch, stream, self)
                 yield loaded
                 loaded.finish_reading()
             held = False
@@ -463,19 +474,19 @@ class Batches:
             if not held:
                 stream.close()  # ends the workers even if the caller still holds a mini-batch
 
-    def _stream_epoch(self, stream: StreamReader, epoch: int, start: int, *, agrees: bool) -> Iterator[LoadedBatch]:
-        change = None if self._transform is None else self._changed
-        if self._own is not None:
-            for mini_batch, data in self._own.epoch(stream(epoch - 1), epoch, start, agrees=agrees):
-                loaded = LoadedBatch(mini_batch, iter(data), change, self._nothing)
-                yield loaded
-                if data and self._own.nothing is None:
-                    self._own.nothing = without_rows(loaded.data(0))
-            return
+    def _streamed(self, stream: StreamReader, epoch: int, start: int, *, agrees: bool) -> Iterator[LoadedBatch]:
+        own = self._own
         self._passed = StreamPass()
-        for mini_batch, data in stream.mini_batches(epoch, start):
+        if own is None:
+            found = stream.mini_batches(epoch, start)
+        else:
+            found = own.epoch(stream, epoch, start, agrees=agrees)
+        for mini_batch, data in found:
             self._passed.add(mini_batch)
-            yield LoadedBatch(mini_batch, iter(data), change, self._nothing)
+            loaded = LoadedBatch(mini_batch, data, self)
+            yield loaded
+            if own is not None and own.nothing is None and mini_batch.shards:
+                own.nothing = without_rows(loaded.data(0))
 
     def for_evaluation(self) -> Batches:
         """These batches with shards that do not depend on the ranks, as `evaluate` reads them; as given with `shards=`.
@@ -503,7 +514,7 @@ class Batches:
             found.division = Division(1, world.size, world.rank)
             found._parts = OwnPieces(self._parts.sizes, piece, world.rank)
         elif isinstance(self._reader, StreamReader):
-            found._reader = self._reader.divided(found.division)
+            found._reader = replace(self._reader, division=found.division)
         found.shards = found.division.shards
         return found
 
@@ -572,8 +583,8 @@ class Batches:
         return requests
 
 
-def _no_batches() -> Generator[LoadedBatch, None, None]:
-    yield from ()
+def _checked(epoch: int) -> int:
+    return check_count("epoch", epoch, remedy="Epochs are counted from 1, as in Step.epoch.")
 
 
 class ReadAhead:
@@ -585,7 +596,7 @@ class ReadAhead:
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
-        self._stream: Generator[LoadedBatch, None, None] = _no_batches()
+        self._stream = batches.epoch(1, held=False, agrees=True)
         self._ahead: list[LoadedBatch | Exception | None] = []  # the next one, once it was read
         self._waits = batches.waits
         self._taken: MiniBatch | None = None  # the one of the step before, while data wait

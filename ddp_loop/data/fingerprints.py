@@ -1,4 +1,4 @@
-"""Fingerprints: short descriptions of data, by which the ranks find out whether theirs are the same.
+"""Fingerprints: short descriptions of data, by which the ranks find out whether theirs are the same, and the errors.
 
 [Note: What is compared] Of tensors all bytes up to 64 MiB, and 256 pieces of 64 KiB of a larger one, which may be
 mapped from a file that is too large to read. Of a data set three samples, read with generators keyed by their
@@ -8,8 +8,8 @@ positions, so that random augmentation is the same on every rank. Of a stream th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,9 @@ import numpy as np
 import torch
 
 from ddp_loop.accelerators import accelerator_of
+from ddp_loop.data.shards import MiniBatch
 from ddp_loop.determinism import checksum
+from ddp_loop.distributed import World
 
 Fingerprint = dict[str, tuple[str, str]]  # the name of a part -> its type (with shape or length), and its bits
 
@@ -28,7 +30,7 @@ _PARTS = 32  # of a list; a sample may be a list of a million words
 _MOST_PARTS = 500
 _QUICK_PARTS = 50  # of a sample; the bound ends cycles
 _QUICK = 4096  # bytes of a part that `quick` reads
-REMEDY = (
+_REMEDY = (
     "Give every rank all data, in the same order; Batches splits them. Pass check_data=False if samples differ by "
     "design (a time, a path of the machine)."
 )
@@ -54,16 +56,12 @@ def quick(value: Any) -> int:
     found = 0
     for name, part in islice(_parts("", value), _QUICK_PARTS):
         found = zlib.crc32(f"{name} {_form(part)}".encode(), found)
-        if isinstance(part, torch.Tensor):
-            there = accelerator_of(part.device).is_host and part.layout == torch.strided and not part.is_nested
-            if there and part.numel():
-                part = part.detach().reshape(-1)[: max(1, _QUICK // part.element_size())]
-                part = part.resolve_conj().resolve_neg().contiguous()
-                found = zlib.crc32(part.view(torch.uint8).numpy().data, found)
-        elif isinstance(part, bytes):
-            found = zlib.crc32(part[:_QUICK], found)
-        elif isinstance(part, float | int | str):
-            found = zlib.crc32(repr(part)[:_QUICK].encode(), found)
+        if not isinstance(part, torch.Tensor):
+            found = zlib.crc32(_text(part)[:_QUICK], found)
+        elif accelerator_of(part.device).is_host and part.layout == torch.strided and not part.is_nested:
+            part = part.detach().reshape(-1)[: max(1, _QUICK // part.element_size())]
+            part = part.resolve_conj().resolve_neg().contiguous()
+            found = zlib.crc32(part.view(torch.uint8).numpy().data, found)
     return found
 
 
@@ -80,11 +78,6 @@ def difference(prints: Sequence[Fingerprint]) -> str | None:
         if others := [rank for rank, other in there.items() if other[1] != bits]:
             return f"{name}, {form}, has different values on {_ranks(others)} than on rank {first}"
     return None
-
-
-def unlike(one: Fingerprint, other: Fingerprint) -> set[str]:
-    """The names of the parts that differ."""
-    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -136,15 +129,20 @@ def _form(value: Any) -> str:
 
 
 def _bits(value: Any) -> str:
-    """A checksum of the bits; "" for a value whose bits cannot be read."""
+    """A checksum of the bits; the same for all values whose bits cannot be read."""
     if isinstance(value, torch.Tensor):
         try:
             return f"{int(checksum(_sampled(value.detach()))):x}"
         except (RuntimeError, NotImplementedError, TypeError):
             return ""  # sparse or quantized; its shape is compared
-    if isinstance(value, bytes | str | float | int):
-        return f"{zlib.crc32(value if isinstance(value, bytes) else repr(value).encode()):x}"
-    return ""
+    return f"{zlib.crc32(_text(value)):x}"
+
+
+def _text(value: Any) -> bytes:
+    """The bytes of a word or a number; none of another value."""
+    if isinstance(value, bytes):
+        return value
+    return repr(value).encode() if isinstance(value, str | float | int) else b""
 
 
 def _spread(length: int, most: int) -> list[int]:
@@ -163,3 +161,76 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([flat[at : at + length] for at in _spread(len(flat) - length + 1, _PIECES)])
     rows = max(3, min(_PIECES, _PIECES * _PIECE * len(tensor) // tensor.nbytes))
     return tensor[torch.tensor(_spread(len(tensor), rows), device=tensor.device)]
+
+
+# -- agreement ---------------------------------------------------------------------------------------------
+
+
+def require_alike(prints: Sequence[Fingerprint]) -> None:
+    """Raise ValueError unless the ranks' fingerprints agree."""
+    if (differs := difference(prints)) is not None:
+        raise ValueError(f"Every rank must be given the same data; {differs}. {_REMEDY}")
+
+
+def _first_sample(mini_batch: MiniBatch) -> Fingerprint:
+    return of(f"the first sample of mini-batch {mini_batch.position + 1}", mini_batch.first)
+
+
+def check_first(mini_batch: MiniBatch, world: World) -> None:
+    """Raise ValueError on every rank unless all read the same first sample of a stream. Every rank must call this."""
+    require_alike(world.gather(_first_sample(mini_batch), "the samples of a stream"))
+
+
+def check_end(ranks: int, mini_batch: MiniBatch, world: World) -> None:
+    """Raise ValueError on every rank unless a stream ended at the same sample on all. Every rank must call this.
+
+    Args:
+        ranks: the number of ranks whose stream ended in this mini-batch.
+        mini_batch: the last of the stream.
+        world: the ranks.
+    """
+    if ranks != world.size:
+        raise ValueError(
+            f"A stream must give every rank the same samples. In mini-batch {mini_batch.position + 1} of "
+            f"epoch {mini_batch.epoch} it ended on {ranks} of {world.size} ranks. Give every rank the whole "
+            "stream, since Batches makes the shards."
+        )
+    world.require_equal("the samples of a stream's last mini-batch", mini_batch.samples)
+
+
+@dataclass(slots=True)
+class StreamPass:
+    """The samples of a pass over a stream so far: their number, a digest, and the first mini-batch."""
+
+    samples: int = 0
+    digest: int = 0
+    first: MiniBatch | None = None
+
+    def add(self, mini_batch: MiniBatch) -> None:
+        self.first = self.first or mini_batch
+        self.samples += mini_batch.samples
+        self.digest = zlib.crc32(b"%d %d" % (self.digest, mini_batch.digest))
+
+    def check(self, world: World) -> None:
+        """Raise ValueError unless all ranks read the same in the pass that ended. Every rank must call this."""
+        whole: Fingerprint = {"the stream": (f"{self.samples} samples", str(self.digest))}
+        if difference(world.gather(whole, "the samples of a stream")) is not None:
+            found = {} if self.first is None else _first_sample(self.first)
+            require_alike(world.gather(found | whole, "the samples of a stream"))
+
+
+def check_data(read: Callable[[], Fingerprint], world: World) -> None:
+    """Raise ValueError on every rank unless all were given the same data. Every rank must call this.
+
+    Args:
+        read: the fingerprint of this rank's data; it is called again if ranks differ.
+        world: the ranks.
+    """
+    found = read()
+    if difference(world.gather(found, "what the data are")) is not None:
+        # A part that changes when it is read again (a time, say) cannot be compared with other ranks.
+        again = read()
+        changed = {name for name in found.keys() | again.keys() if found.get(name) != again.get(name)}
+        unsteady = set().union(*world.gather(changed, "what the data are, read again"))
+        steady = {name: one for name, one in found.items() if name not in unsteady}
+        require_alike(world.gather(steady, "what the data are"))

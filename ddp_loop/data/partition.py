@@ -9,12 +9,11 @@ shards: a fixed number of them gives the same mini-batches on any number of rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from ddp_loop.data.shards import MiniBatch, cut, split_sizes
+from ddp_loop.data.shards import MiniBatch, Shard, cut, split_sizes
 from ddp_loop.determinism import next_key, permutation
 
 PARTITIONS = ("global", "local", "own")
@@ -145,8 +144,7 @@ class Parts:
         pairs = zip(self._used, self._pieces, strict=True)
         return tuple([max(0, min(piece, used - position * piece)) for used, piece in pairs])
 
-    def before(self, position: int) -> int:
-        """The number of samples of an epoch before that mini-batch."""
+    def _before(self, position: int) -> int:
         if position <= self._full:
             return position * sum(self._pieces)
         return sum(min(used, position * piece) for used, piece in zip(self._used, self._pieces, strict=True))
@@ -154,7 +152,7 @@ class Parts:
     def mini_batch(self, epoch: int, position: int, mine: range) -> MiniBatch:
         """That mini-batch of an epoch, counted from 1, with the shards whose numbers are in `mine`."""
         sizes = self.sizes_at(position)
-        place = epoch, position, self.before(position), sum(sizes), sizes
+        place = epoch, position, self._before(position), sum(sizes), sizes
         return MiniBatch(*place, cut(sizes, mine), is_last=position + 1 == self.steps)
 
     @property
@@ -171,17 +169,15 @@ class Parts:
             epoch: counted from 0.
             shuffle: whether a part's samples come in another order in each epoch.
         """
-        found = torch.empty(self.samples, dtype=torch.int64, device="cpu")
-        position = torch.arange(self.steps, device="cpu")
-        pairs = list(zip(self._used, self._pieces, strict=True))
-        begin = torch.stack([(position * piece).clamp(max=used) for used, piece in pairs]).sum(0)  # of each mini-batch
-        for part, ((used, piece), offset) in enumerate(zip(pairs, accumulate(self.sizes, initial=0), strict=False)):
-            number = (used - position * piece).clamp(0, piece)
-            count = torch.arange(used, device="cpu")
-            taken = permutation(next_key(seed, part), epoch, self.sizes[part])[:used] if shuffle else count
-            found[begin.repeat_interleave(number) + count % piece] = taken + offset
-            begin = begin + number
-        return found
+        offset = 0
+        taken = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        position = [taken[0]]  # of the mini-batch of each sample
+        for part, (size, used, piece) in enumerate(zip(self.sizes, self._used, self._pieces, strict=True)):
+            place = torch.arange(used, device="cpu")
+            taken.append((permutation(next_key(seed, part), epoch, size)[:used] if shuffle else place) + offset)
+            position.append(place // piece)
+            offset += size
+        return torch.cat(taken)[torch.cat(position).argsort(stable=True)]
 
 
 class OwnPieces:
@@ -210,21 +206,12 @@ class OwnPieces:
         self.steps = pieces[rank]
         self.samples = sum(sizes)
 
-    def sizes_at(self, position: int) -> tuple[int, ...]:
-        """The number of samples in this rank's piece number `position`, counted from 0."""
-        return (min(self._piece, self.sizes[self._rank] - position * self._piece),)
-
     def mini_batch(self, epoch: int, position: int, mine: range) -> MiniBatch:
-        """This rank's piece number `position`; an epoch is counted from 1."""
-        sizes = self.sizes_at(position)
-        start = sum(self.sizes[: self._rank]) + position * self._piece
-        place = epoch, self._before + position, start, sizes[0], sizes
-        return MiniBatch(*place, cut(sizes, range(1)), is_last=position + 1 == self.steps)
-
-    @property
-    def positions_of_sizes(self) -> list[int]:
-        """The positions of mini-batches that together have all sizes of shards of an epoch."""
-        return sorted({0, self.steps - 1}) if self.steps else []
+        """This rank's piece number `position`, counted from 0; an epoch is counted from 1."""
+        before = position * self._piece
+        samples = min(self._piece, self.sizes[self._rank] - before)
+        place = epoch, self._before + position, sum(self.sizes[: self._rank]) + before, samples
+        return MiniBatch(*place, (samples,), (Shard(0, 0, samples),), is_last=position + 1 == self.steps)
 
     def order(self, seed: int, epoch: int, *, shuffle: bool) -> torch.Tensor:
         """The positions in the data of an epoch's samples, (samples,) int64 on the CPU: in the order of the data."""

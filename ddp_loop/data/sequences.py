@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ddp_loop.accelerators import accelerator_of
+from ddp_loop.accelerators import sent
 from ddp_loop.data.batches import Batches, LoadedBatch
 from ddp_loop.data.carried_state import CarriedState, Place
-from ddp_loop.data.fingerprints import Fingerprint
 from ddp_loop.data.lanes import LanePlan, Lanes, Numbers, Rows
-from ddp_loop.data.partition import Unused
 from ddp_loop.data.placement import Places
 from ddp_loop.data.sequence_reader import SequenceReader
 from ddp_loop.data.shards import EVALUATED, Division, MiniBatch, cut, split_range, split_sizes
@@ -45,20 +43,13 @@ class SequenceChunk:
         self.samples = int(rows.lengths.sum())
         self.lengths = torch.from_numpy(rows.lengths)
         self.sequences = torch.from_numpy(rows.sequences)
-        self.starts = self._on_device(rows.starts == 0)
-        self.ends = self._on_device(rows.left == 0)
+        self.starts = sent(torch.from_numpy(rows.starts == 0), device)
+        self.ends = sent(torch.from_numpy(rows.left == 0), device)
         self._longest = int(rows.lengths.max())
         self._index: torch.Tensor | None = None
         if self.samples < len(self.lengths) * self._longest:
             counts = np.arange(self._longest) < rows.lengths[:, None]
-            self._index = self._on_device(np.flatnonzero(counts))
-
-    def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        there = torch.from_numpy(array)
-        accelerator = accelerator_of(self._device)
-        if accelerator.is_host:
-            return there
-        return accelerator.empty_on_host(there).copy_(there).to(self._device, non_blocking=True)
+            self._index = sent(torch.from_numpy(np.flatnonzero(counts)), device)
 
     @property
     def tensors(self) -> tuple[Any, torch.Tensor]:
@@ -152,6 +143,7 @@ class SequenceBatches(Batches):
     """
 
     _ROWS = "lanes"
+    _reader: SequenceReader  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -180,12 +172,12 @@ class SequenceBatches(Batches):
     def _open(self, data: Any, length: int | None, places: Places, loader: dict[str, Any]) -> None:
         check_count("length", self._chunk)
         check_count("batch_dim", self.batch_dim, least=0)
-        self._sequences = SequenceReader(data, self._lengths, self.seed, places)
+        self._reader = SequenceReader(data, self._lengths, self.seed, places)
         self.num_workers = None
         self._has_length = True
-        self._lanes = Lanes(self._sequences.lengths, self.batch_size, self._chunk)
+        self._lanes = Lanes(self._reader.lengths, self.batch_size, self._chunk)
         self._bounds = self._lanes_of_shards()
-        self.length = int(self._sequences.lengths.sum())
+        self.length = int(self._reader.lengths.sum())
 
     def _lanes_of_shards(self) -> Numbers:
         """The lanes before each shard, and after the last."""
@@ -204,10 +196,6 @@ class SequenceBatches(Batches):
     def _check_same(self) -> None:
         self.world.require_equal("lanes, length and batch_dim", (self.batch_size, self._chunk, self.batch_dim))
         super()._check_same()
-
-    @property
-    def _fingerprint(self) -> Callable[[], Fingerprint]:
-        return self._sequences.fingerprint
 
     @property
     def facts(self) -> dict[str, object]:
@@ -233,19 +221,6 @@ class SequenceBatches(Batches):
     def steps(self) -> int:
         """The number of mini-batches in an epoch."""
         return self._lanes.steps
-
-    @property
-    def unused(self) -> Unused:
-        """No samples: an epoch has every time step."""
-        return Unused(0)
-
-    def sizes(self, position: int) -> tuple[int, ...]:
-        """The number of time steps in each of the S shards of a mini-batch of the first epoch.
-
-        Args:
-            position: of the mini-batch in its epoch, counted from 0.
-        """
-        return self.mini_batch(1, position).sizes
 
     def mini_batch(self, epoch: int, position: int) -> MiniBatch:
         """A mini-batch, with this rank's shards.
@@ -291,24 +266,19 @@ class SequenceBatches(Batches):
             position = position + 1
         return torch.from_numpy(np.concatenate(found)[skipped : skipped + number])
 
-    @property
-    def waits(self) -> bool:
-        """Whether data wait on the host to be moved; each chunk is copied when it is read."""
-        return False
-
     def _loaded(self, epoch: int, start: int, *, held: bool, agrees: bool) -> Generator[LoadedBatch, None, None]:
         """The generator of `epoch`; there are no workers to keep, and all ranks know every mini-batch."""
         for position in range(start, self.steps):
             mini_batch, rows = self._planned(epoch, position)
             self._carried.begin()
-            yield LoadedBatch(mini_batch, self._chunks(mini_batch, rows), None, self._nothing)
+            yield LoadedBatch(mini_batch, self._chunks(mini_batch, rows), self)
         self._carried.end()
 
     def _chunks(self, mini_batch: MiniBatch, rows: Rows) -> Iterator[SequenceChunk]:
         place = mini_batch.epoch, mini_batch.position
         for shard in mini_batch.shards:
             own = rows.between(*self._bounds[shard.number : shard.number + 2].tolist())
-            data = self._sequences.chunk(mini_batch.epoch - 1, own)
+            data = self._reader.chunk(mini_batch.epoch - 1, own)
             yield SequenceChunk(data, own, shard.number, place, self._carried, self.world.device)
 
     def _nothing(self, mini_batch: MiniBatch) -> Any:

@@ -17,12 +17,12 @@ next ones give another rank the 2, so that the ranks are equally busy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
 from operator import index
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 Cut = Literal["halves", "whole", "singles"]  # of the shards, of a mini-batch: one shard, or one for each sample
 MEASURED = "measured"
@@ -90,22 +90,19 @@ class Shard:
     samples: int
 
 
-class Announcement(Protocol):
+@dataclass(frozen=True, slots=True)
+class Announcement:
     """Numbers that each rank announces in a step, in the control word, where ranks have streams of their own.
 
     Attributes:
         values: this rank's, as many on every rank; 1 on rank 0 and 0 on the others is nothing new.
         is_new: whether one of them is another.
+        learn: takes the sums of the values over all ranks.
     """
 
-    @property
-    def values(self) -> tuple[int, ...]: ...
-
-    @property
-    def is_new(self) -> bool: ...
-
-    def learn(self, sums: Sequence[float]) -> None:
-        """Take the sums of the values over all ranks."""
+    values: tuple[int, ...]
+    is_new: bool
+    learn: Callable[[Sequence[float]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,16 +269,6 @@ class Division:
         self.shards = shards
         self.give(self.shares)
 
-    def _halves(self, samples: int) -> tuple[int, ...]:
-        """The sizes of the halves of all shards; as elsewhere, only the last ones may be empty."""
-        if self.shares is None or self._is_fixed:
-            sizes = split_sizes(samples, self.shards // 2)
-        else:
-            sizes = split_by_shares(samples, self.shares)
-        if 1 in sizes:
-            return split_sizes(samples, self.shards)
-        return tuple(half for size in sizes for half in split_sizes(size, 2))
-
     @property
     def is_unmeasured(self) -> bool:
         """Whether the shares are to be measured, and were not yet."""
@@ -289,11 +276,16 @@ class Division:
 
     def sizes(self, samples: int) -> tuple[int, ...]:
         """The number of samples in each of the S shards of a mini-batch of so many `samples`."""
-        if self._is_halved:
-            return self._halves(samples)
+        shards = self.shards // 2 if self._is_halved else self.shards
         if self.shares is None or self._is_fixed:
+            sizes = split_sizes(samples, shards)
+        else:
+            sizes = split_by_shares(samples, self.shares)
+        if not self._is_halved:
+            return sizes
+        if 1 in sizes:  # as elsewhere, only the last ones may be empty
             return split_sizes(samples, self.shards)
-        return split_by_shares(samples, self.shares)
+        return tuple(half for size in sizes for half in split_sizes(size, 2))
 
     def cut(self, samples: int, position: int) -> tuple[tuple[int, ...], tuple[Shard, ...]]:
         """The sizes of all shards of a mini-batch, and this rank's shards that are not empty.
@@ -302,23 +294,20 @@ class Division:
             samples: the number of its samples.
             position: of the mini-batch in its epoch, counted from 0.
         """
-        if self._deals:
-            sizes = self.sizes(samples)
-            return sizes, cut(sizes, self._dealt(min(samples, self.shards), position))
         sizes = self.sizes(samples)
+        if self._deals:
+            return sizes, cut(sizes, self._dealt(min(samples, self.shards), position))
         found = self.cuts[samples] = sizes, cut(sizes, self.mine)
         return found
 
     def _dealt(self, filled: int, position: int) -> range:
-        """The numbers of this rank's shards in a mini-batch whose first `filled` shards are not empty."""
-        ends = [self._end(rank, filled, position) for rank in (self._rank - 1, self._rank)]
-        return range(*ends)
+        """The numbers of this rank's shards in a mini-batch whose first `filled` shards are not empty.
 
-    def _end(self, rank: int, filled: int, position: int) -> int:
-        """The number after the last shard of a rank: of their share, rounded up in some mini-batches."""
-        if rank < 0 or rank == self._ranks - 1:
-            return 0 if rank < 0 else filled
+        Each rank has its share of them, rounded up in some mini-batches.
+        """
         if self.shares is None:
-            return (filled * (rank + 1) + filled * position % self._ranks) // self._ranks
-        share = sum(self.shares[: rank + 1]) / sum(self.shares)
-        return math.floor(filled * share + position * _GOLDEN % 1)
+            ends = [(filled * rank + filled * position % self._ranks) // self._ranks for rank in range(1, self._ranks)]
+        else:
+            parts = [part / sum(self.shares) for part in accumulate(self.shares[:-1])]
+            ends = [math.floor(filled * part + position * _GOLDEN % 1) for part in parts]
+        return range(*[0, *ends, filled][self._rank : self._rank + 2])
