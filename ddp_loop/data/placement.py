@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ddp_loop.accelerators import accelerator_of
+from ddp_loop.accelerators import Accelerator, accelerator_of
 
 Places = Any  # a torch.device, or a tuple or dict of Places
 
@@ -126,6 +126,13 @@ def to_devices(data: Any, places: Places) -> Any:
 
 def _all_on(data: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), data)
+
+
+def pinned(tensor: torch.Tensor, gpu: Accelerator | None) -> torch.Tensor:
+    """A tensor of the host in pinned memory of the GPU, if there is one; a tensor elsewhere as it is."""
+    if gpu is None or not accelerator_of(tensor.device).is_host:
+        return tensor
+    return gpu.empty_on_host(tensor).copy_(tensor)
 
 
 def is_limited(device: torch.device) -> bool:

@@ -32,6 +32,7 @@ from ddp_loop.data.placement import (
     is_limited,
     map_tensors,
     move_if_fits,
+    pinned,
     tensors_in,
     to_devices,
 )
@@ -186,10 +187,10 @@ class TensorReader:
 
         at_places(look, self._parts, self._places)
         self._elsewhere = None if all(stay) else self._places
-        parts = self._parts if type(self._parts) is tuple and all(stay) and len(self._homes) == 1 else ()
-        if self._pins is not None and any(accelerator_of(home).is_host for home in self._homes):
-            parts = ()
-        self._tensors = parts if all(isinstance(part, torch.Tensor) and _is_plain(part) for part in parts) else ()
+        is_pinned = self._pins is not None and any(accelerator_of(home).is_host for home in self._homes)
+        is_usual = type(self._parts) is tuple and all(stay) and len(self._homes) == 1 and not is_pinned
+        is_usual = is_usual and all(isinstance(part, torch.Tensor) and _is_plain(part) for part in self._parts)
+        self._tensors = self._parts if is_usual else ()
 
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the tensors."""
@@ -205,22 +206,12 @@ class TensorReader:
         return rows if self._decode is None else self._decode(rows)
 
     def _rows(self, indices: torch.Tensor | range) -> Any:
-        at = {home: _on(home, indices) for home in self._homes}
+        at = {home: indices if isinstance(indices, range) else sent(indices, home) for home in self._homes}
         taken = map_tensors(lambda tensor: self._pinned(_rows(tensor, at[tensor.device])), self._parts)
         return taken if self._elsewhere is None else to_devices(taken, self._elsewhere)
 
-    def on_place(self, indices: torch.Tensor) -> torch.Tensor:
-        """Indices on `place`; the host does not wait for the copy."""
-        return sent(indices, self.place)
-
     def _pinned(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._pins is None or not (accelerator_of(rows.device).is_host and rows.is_contiguous()):
-            return rows
-        return self._pins.empty_on_host(rows).copy_(rows)
-
-
-def _on(device: torch.device, indices: torch.Tensor | range) -> torch.Tensor | range:
-    return indices if isinstance(indices, range) else sent(indices, device)
+        return pinned(rows, self._pins) if rows.is_contiguous() else rows
 
 
 def _rows(tensor: torch.Tensor, at: torch.Tensor | range) -> torch.Tensor:

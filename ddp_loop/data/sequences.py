@@ -1,23 +1,459 @@
-"""Mini-batches of sequences cut into chunks, whose hidden state is carried from chunk to chunk."""
+"""Mini-batches of sequences cut into chunks, whose hidden state is carried from chunk to chunk.
+
+[Note: Lanes] A lane is a row of the mini-batch that reads one sequence after the other, chunk by chunk. Sequences are
+assigned to lanes longest first, each to the lane with the fewest chunks so far (Graham: Bounds on multiprocessing
+timing anomalies, 1969). Which lane gets a number of chunks depends on the lengths alone, so every epoch has equally
+many mini-batches. Which sequence of that many chunks it is, and the order within the lane, depend on the epoch's order.
+
+[Note: Carried state] The state belongs to the lane, so it stays with its shard and never enters a sum. What a chunk
+leaves is kept until the chunk after the next one, since a step may pass over its chunks several times. A checkpoint
+has the rows of all lanes: each rank writes its own rows into zeros, and a sum of bytes brings them together.
+
+[Note: Rows that are not finite] A loop that skips steps which are not finite would skip all further steps of a sequence
+whose state became NaN. There such a row keeps the state before the chunk, as if its sequence had not had the chunk. The
+device decides, so the host does not wait.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from ddp_loop.accelerators import sent
+from ddp_loop.accelerators import accelerator_of, sent
+from ddp_loop.data import fingerprints
 from ddp_loop.data.batches import Batches, LoadedBatch
-from ddp_loop.data.carried_state import CarriedState, Place
-from ddp_loop.data.lanes import LanePlan, Lanes, Numbers, Rows
-from ddp_loop.data.placement import Places
-from ddp_loop.data.sequence_reader import SequenceReader
+from ddp_loop.data.placement import Places, gpu_in, map_tensors, pinned, tensors_in, to_devices
+from ddp_loop.data.readers import as_parts, common_length
+from ddp_loop.data.seeded_dataset import SeededDataset
 from ddp_loop.data.shards import EVALUATED, Division, MiniBatch, cut, split_range, split_sizes
-from ddp_loop.determinism import check_count, permutation
+from ddp_loop.determinism import check_count, permutation, preserved_streams
 from ddp_loop.distributed import World
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Place = tuple[int, int]  # the epoch, counted from 1, and the position of the mini-batch, counted from 0
+_COMPARED = 10_000  # sequences in memory, of each of which the ranks compare some KiB
+
+
+# -- lanes -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The chunks of n lanes in a mini-batch; each array is (n,) int64.
+
+    Attributes:
+        lanes: the lanes' numbers, ascending.
+        sequences: the number of each lane's sequence.
+        starts: the number of time steps of the sequence before the chunk.
+        lengths: the number of time steps of the chunk, never 0.
+        left: the number of time steps of the sequence after the chunk.
+    """
+
+    lanes: Numbers
+    sequences: Numbers
+    starts: Numbers
+    lengths: Numbers
+    left: Numbers
+
+    def between(self, first: int, last: int) -> Rows:
+        """The rows of the lanes `first` .. `last - 1`."""
+        here = slice(*np.searchsorted(self.lanes, (first, last)).tolist())
+        parts = (self.lanes, self.sequences, self.starts, self.lengths, self.left)
+        return Rows(*(part[here] for part in parts))
+
+
+class Lanes:
+    """The assignment of sequences to lanes. See [Note: Lanes].
+
+    Args:
+        lengths: the time steps of each sequence, (N,) int64, each 1 or more.
+        lanes: the number of lanes.
+        length: the most time steps of a chunk.
+
+    Attributes:
+        lengths, lanes, length: as given.
+        steps: the number of mini-batches in an epoch.
+    """
+
+    def __init__(self, lengths: Numbers, lanes: int, length: int) -> None:
+        self.lengths = lengths
+        self.lanes = lanes
+        self.length = length
+        self._chunks = -(-lengths // length)
+        loads = [(0, lane) for lane in range(lanes)]
+        heapify(loads)
+        slots = []
+        for chunks in np.sort(self._chunks)[::-1].tolist():
+            load, lane = loads[0]
+            slots.append(lane)
+            heapreplace(loads, (load + chunks, lane))
+        self._lane_of_slot: Numbers = np.array(slots, dtype=np.int64)  # of the k-th longest sequence
+        self._loads: Numbers = np.zeros(lanes, dtype=np.int64)
+        for load, lane in loads:
+            self._loads[lane] = load
+        self.steps = int(self._loads.max())
+
+    def plan(self, order: Numbers) -> LanePlan:
+        """The plan of an epoch that has the sequences in this order, (N,) int64."""
+        lane_of = np.empty_like(self._lane_of_slot)
+        lane_of[order[np.argsort(-self._chunks[order], kind="stable")]] = self._lane_of_slot
+        sequences = order[np.argsort(lane_of[order], kind="stable")]
+        lanes = lane_of[sequences]
+        chunks = self._chunks[sequences]
+        first = np.cumsum(chunks) - chunks - (np.cumsum(self._loads) - self._loads)[lanes]
+        missing = chunks * self.length - self.lengths[sequences]  # of a sequence's last chunk
+        running = self.lanes - np.searchsorted(np.sort(self._loads), np.arange(self.steps), side="right")
+        sizes = self.length * running - np.bincount(first + chunks - 1, missing, self.steps).astype(np.int64)
+        return LanePlan(self, sequences, lanes, first, np.concatenate([[0], np.cumsum(sizes)]))
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlan:
+    """The chunks of an epoch.
+
+    Attributes:
+        of: the lanes.
+        sequences: the sequences' numbers, lane by lane and in the order in which each lane reads them; (N,) int64.
+        lanes: the lane of each.
+        first: the position of the mini-batch with its first chunk.
+        before: the number of time steps before each mini-batch, and at last of the whole epoch; (steps + 1,) int64.
+    """
+
+    of: Lanes
+    sequences: Numbers
+    lanes: Numbers
+    first: Numbers
+    before: Numbers
+
+    def rows(self, position: int) -> Rows:
+        """The chunks of the lanes that are not done before the mini-batch at `position`, counted from 0."""
+        lanes = np.flatnonzero(self.of._loads > position)
+        keys = self.lanes * self.of.steps + self.first  # ascending
+        at = np.searchsorted(keys, lanes * self.of.steps + position, side="right") - 1
+        sequences = self.sequences[at]
+        starts = (position - self.first[at]) * self.of.length
+        lengths = np.minimum(self.of.lengths[sequences] - starts, self.of.length)
+        return Rows(lanes, sequences, starts, lengths, self.of.lengths[sequences] - starts - lengths)
+
+
+# -- the hidden state --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the chunks of some lanes left: a state with a row for each lane, and its form."""
+
+    place: Place
+    lanes: Numbers
+    state: Any
+    form: Any
+
+
+class CarriedState:
+    """The states that this rank's chunks left. See [Note: Carried state].
+
+    Args:
+        world: the ranks.
+        batch_dim: the dimension of each tensor in which the rows are.
+
+    Attributes:
+        stays_finite: whether rows that are not finite keep their former state. See [Note: Rows that are not finite].
+    """
+
+    def __init__(self, world: World, batch_dim: int) -> None:
+        self._world = world
+        self._batch_dim = batch_dim
+        self.stays_finite = False
+        self._kept: dict[int, list[_Kept]] = {}  # by shard, the oldest first
+        self._whole: dict[str, Any] | None = {}  # what a checkpoint has, where no rank has to be asked
+        self._resumed: _Kept | None = None
+
+    # -- chunk by chunk ------------------------------------------------------------------------------------
+
+    def before(self, shard: int, place: Place, rows: Rows, device: torch.device) -> Any:
+        """The state before a shard's chunk: zeros in the rows that begin a sequence; None if all rows do.
+
+        Raises:
+            RuntimeError: the chunk before left none.
+        """
+        begins = rows.starts == 0
+        if begins.all():
+            return None
+        epoch, position = place
+        kept = self._find(shard, (epoch, position - 1), rows.lanes[~begins])
+        if kept is None:
+            raise RuntimeError(self._missing(shard, place))
+        at = np.searchsorted(kept.lanes, rows.lanes).clip(max=len(kept.lanes) - 1)
+        index = None if np.array_equal(kept.lanes, rows.lanes) else torch.from_numpy(at).to(device)
+        fresh = torch.from_numpy(begins).to(device) if begins.any() else None
+
+        def taken(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.to(device)
+            if index is not None:
+                tensor = tensor.index_select(self._batch_dim, index)
+            if fresh is not None:
+                tensor = tensor.masked_fill(fresh.view(-1, *[1] * (tensor.dim() - self._batch_dim - 1)), 0)
+            return tensor
+
+        return map_tensors(taken, kept.state)
+
+    def _find(self, shard: int, place: Place, lanes: Numbers) -> _Kept | None:
+        for kept in (*self._kept.get(shard, []), self._resumed):
+            if kept is not None and kept.place == place and np.isin(lanes, kept.lanes).all():
+                return kept
+        return None
+
+    def _missing(self, shard: int, place: Place) -> str:
+        epoch, position = place
+        found = "none was"
+        if kept := self._kept.get(shard):
+            newest = kept[-1].place
+            found = f"the last one is that after mini-batch {newest[1] + 1} of epoch {newest[0]}"
+        return (
+            f"Chunks must be used in their order, and each must leave its hidden state. Mini-batch {position + 1} of "
+            f"epoch {epoch} continues sequences, and the state after the mini-batch before it was not assigned "
+            f"({found}). Assign chunk.hidden in every chunk, and resume from a checkpoint of the Loop."
+        )
+
+    def keep(self, shard: int, place: Place, rows: Rows, state: Any) -> None:
+        """Keep the state that a shard's chunk left, detached.
+
+        Raises:
+            TypeError: it is not made of tensors.
+            ValueError: a tensor has not a row for each row of the chunk, or another shape than in the chunk before.
+            RuntimeError: a later chunk left its state before.
+        """
+        form = self._form_of(state, len(rows.lanes))
+        kept = self._kept.get(shard, [])
+        if kept and place < kept[-1].place and place[1] > 0:
+            raise RuntimeError(self._missing(shard, place))
+        former = self._find(shard, (place[0], place[1] - 1), rows.lanes)
+        if former is not None and former.form != form:
+            raise ValueError(
+                "The hidden state must keep its structure, shapes and dtypes from chunk to chunk. Without the "
+                f"dimension of the rows they were {former.form}. Got {form}. Assign the state that the next chunk "
+                "needs."
+            )
+        state = map_tensors(torch.Tensor.detach, state)
+        if self.stays_finite:
+            state = self._finite(state, self.before(shard, place, rows, self._world.device))
+        self._kept[shard] = [one for one in kept if one is former] + [_Kept(place, rows.lanes, state, form)]
+
+    def _finite(self, state: Any, before: Any) -> Any:
+        """The state with the rows of `before`, zeros for None, where a row is not finite in one of its tensors."""
+        dim = self._batch_dim
+        tensors = tensors_in(state)
+        finite = [one.isfinite().movedim(dim, 0).reshape(one.shape[dim], -1).all(1) for one in tensors]  # by row
+        former: Iterator[torch.Tensor] = map(torch.zeros_like, tensors) if before is None else iter(tensors_in(before))
+
+        def chosen(tensor: torch.Tensor) -> torch.Tensor:
+            is_kept = torch.stack([one.to(tensor.device) for one in finite]).all(0)
+            return torch.where(is_kept.view(-1, *[1] * (tensor.dim() - dim - 1)), tensor, next(former).to(tensor))
+
+        return map_tensors(chosen, state)
+
+    def _form_of(self, state: Any, rows: int) -> Any:
+        """The containers, and in place of each tensor its dtype and its shape without the dimension of the rows."""
+        if isinstance(state, torch.Tensor):
+            shape = list(state.shape)
+            if len(shape) <= self._batch_dim or shape[self._batch_dim] != rows:
+                raise ValueError(
+                    f"A hidden state must have a row for each row of the chunk, in dimension {self._batch_dim}. Got "
+                    f"shape {tuple(shape)} for {rows} rows. Assign what the network returned for this chunk, or pass "
+                    "SequenceBatches the batch_dim of its state (1 for LSTM and GRU, 0 for their cells)."
+                )
+            del shape[self._batch_dim]
+            return str(state.dtype).removeprefix("torch."), shape
+        if type(state) is dict:
+            return {key: self._form_of(one, rows) for key, one in state.items()}
+        if type(state) in (tuple, list):
+            return [type(state).__name__, *(self._form_of(one, rows) for one in state)]
+        raise TypeError(
+            f"A hidden state must be a tensor, or tensors in tuples, lists and dicts. Got {type(state).__name__}. "
+            "Take out what is not a tensor."
+        )
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Note that a mini-batch is handed out, which may change the state. Every rank must call this."""
+        self._whole = None
+
+    def end(self) -> None:
+        """Note that an epoch's last mini-batch is handed out: nothing is carried on. Every rank must call this."""
+        self._whole = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all lanes after the newest mini-batch. Every rank must call this.
+
+        Raises:
+            ValueError: the shards' states have different forms.
+        """
+        return self._gather() if self._whole is None else self._whole
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the state of all lanes, each rank with its own, whatever their number."""
+        self._whole = dict(state)
+        self._kept = {}
+        self._resumed = None
+        if state:
+            place = (state["epoch"], state["position"])
+            lanes = state["lanes"].numpy()
+            kept = state["state"]
+            self._resumed = _Kept(place, lanes, kept, self._form_of(kept, len(lanes)))
+
+    def _gather(self) -> dict[str, Any]:
+        newest = sorted((own[-1] for own in self._kept.values()), key=lambda kept: kept.place, reverse=True)
+        if not newest and self._resumed is not None and self._world.rank == 0:  # no chunk was used since
+            newest = [self._resumed]
+        facts = [(*kept.place, kept.lanes.tolist(), kept.form) for kept in newest]
+        row = map_tensors(lambda tensor: tensor.narrow(self._batch_dim, 0, 1), newest[0].state) if newest else None
+        gathered = self._world.gather((facts, row), "the hidden states")
+        every = [fact for facts, _ in gathered for fact in facts]
+        if not every:
+            return {}
+        place = max((epoch, position) for epoch, position, *_ in every)
+        every = [fact for fact in every if fact[:2] == place]
+        if any(fact[-1] != every[0][-1] for fact in every):
+            raise ValueError(
+                "The hidden states of all shards must have the same structure, shapes and dtypes. Without the "
+                f"dimension of the rows they have {[fact[-1] for fact in every]}. Assign the same kind on every rank."
+            )
+        lanes = np.array(sorted(lane for *_, own, _ in every for lane in own))
+        row = next(row for facts, row in gathered if facts and facts[0][-1] == every[0][-1])
+
+        def zeros(tensor: torch.Tensor) -> torch.Tensor:
+            like = torch.zeros_like(tensor, device=self._world.device)
+            return like.repeat_interleave(len(lanes), self._batch_dim)
+
+        state = map_tensors(zeros, row)
+        for number, whole in enumerate(tensors_in(state)):
+            for kept in newest:
+                if kept.place == place:
+                    at = torch.from_numpy(np.searchsorted(lanes, kept.lanes)).to(whole.device)
+                    whole.index_copy_(self._batch_dim, at, tensors_in(kept.state)[number].to(whole.device))
+            self._world.sum(whole.view(-1).view(torch.uint8))
+        return {"epoch": place[0], "position": place[1], "lanes": torch.from_numpy(lanes), "state": state}
+
+
+# -- the sequences -----------------------------------------------------------------------------------------
+
+
+class SequenceReader:
+    """Reads sequences by number, and cuts chunks from them.
+
+    Args:
+        sequences: each a tensor or array with a row per time step, or a tuple or dict of them.
+        lengths: their time steps; None reads all sequences once to find them.
+        seed: of what is drawn while a sequence is read.
+        places: where the chunks go.
+
+    Attributes:
+        lengths: the time steps of each sequence, (N,) int64.
+
+    Raises:
+        TypeError: there is no index, or a sequence is not made of tensors.
+        ValueError: there are no sequences, or one is empty, has parts of unequal lengths, or has another length.
+    """
+
+    def __init__(self, sequences: Any, lengths: Sequence[int] | None, seed: int, places: Places) -> None:
+        has_index = hasattr(sequences, "__getitem__") and hasattr(sequences, "__len__")
+        if isinstance(sequences, str | bytes) or not has_index:
+            raise TypeError(
+                "sequences must be a list of tensors with a row per time step (or of tuples or dicts of them), or a "
+                f"data set with a length that returns them. Got {type(sequences).__name__}."
+            )
+        self._places = places
+        self._gpu = gpu_in(places)
+        self._pins = None if self._gpu is None else accelerator_of(self._gpu)
+        self._is_list = isinstance(sequences, list | tuple)
+        self._keyed = SeededDataset(sequences, seed, list, self._gpu, fingerprints.of)
+        self._open: dict[int, tuple[Any, ...]] = {}  # by lane: epoch, number and parts of its sequence
+        if len(sequences) == 0:
+            raise ValueError("There must be at least one sequence. Got none. Check where the sequences come from.")
+        if lengths is None:
+            found = [common_length(self._read(0, number)) for number in range(len(sequences))]
+            self.lengths: Numbers = np.array(found, dtype=np.int64)
+        else:
+            self.lengths = np.array([int(one) for one in lengths], dtype=np.int64)
+            if len(self.lengths) != len(sequences):
+                raise ValueError(
+                    f"lengths must have a number for each sequence. Got {len(self.lengths)} for {len(sequences)} "
+                    "sequences. Pass one each, or leave lengths= out to have all sequences read once."
+                )
+        least = int(self.lengths.argmin())
+        if self.lengths[least] < 1:
+            raise ValueError(
+                f"Every sequence must have a time step. Sequence {least} has {self.lengths[least]}. Remove empty ones."
+            )
+
+    def _read(self, epoch: int, number: int) -> Any:
+        """The parts of a sequence, as drawn for an epoch counted from 0."""
+        if self._is_list:
+            sequence = self._keyed.source[number]
+        else:
+            with preserved_streams(self._gpu):
+                sequence = self._keyed.samples(epoch, [number])[0]
+        parts = as_parts(sequence)
+        if parts is None:
+            raise TypeError(
+                "A sequence must be a tensor or array with a row per time step, or a tuple or dict of them. Sequence "
+                f"{number} is a {type(sequence).__name__}. Convert it by torch.as_tensor(...)."
+            )
+        try:
+            common_length(parts)
+        except ValueError as error:
+            error.add_note(f"in sequence {number}, whose rows are its time steps")
+            raise
+        return parts
+
+    def fingerprint(self) -> fingerprints.Fingerprint:
+        """The fingerprint of the lengths and of three sequences; in memory, of the first KiB of each."""
+        found = fingerprints.of_numbers("the lengths of the sequences", self.lengths.tolist())
+        count = len(self.lengths)
+        if self._is_list:
+            every = max(1, count // _COMPARED)
+            sums = [fingerprints.quick(self._keyed.source[number]) for number in range(0, count, every)]
+            found |= fingerprints.of_numbers("the values of the sequences", sums)
+        with preserved_streams(self._gpu):
+            return found | self._keyed.probe(0, sorted({0, count // 2, count - 1}))
+
+    def chunk(self, epoch: int, rows: Rows) -> Any:
+        """The padded chunks, (n, T, ...), with T the most time steps of a row.
+
+        Args:
+            epoch: counted from 0.
+            rows: of a shard.
+        """
+        wanted = (part.tolist() for part in (rows.lanes, rows.sequences, rows.starts, rows.lengths))
+        every = [self._cut(epoch, *one) for one in zip(*wanted, strict=True)]
+        flat = [tensors_in(one) for one in every]
+        padded = iter([pinned(_stacked(list(same)), self._pins) for same in zip(*flat, strict=True)])
+        return to_devices(map_tensors(lambda _: next(padded), every[0]), self._places)
+
+    def _cut(self, epoch: int, lane: int, number: int, start: int, length: int) -> Any:
+        if self._open.get(lane, ())[:2] != (epoch, number):
+            parts = self._read(epoch, number)
+            if (steps := common_length(parts)) != self.lengths[number]:
+                raise ValueError(
+                    f"A sequence must have its length in every epoch. Sequence {number} has {steps} time steps, and "
+                    f"had {self.lengths[number]}. Pass the right lengths, and change no length where it is read."
+                )
+            self._open[lane] = epoch, number, parts
+        return map_tensors(lambda tensor: tensor[start : start + length], self._open[lane][2])
+
+
+def _stacked(rows: list[torch.Tensor]) -> torch.Tensor:
+    if all(len(row) == len(rows[0]) for row in rows):
+        return torch.stack(rows)
+    return pad_sequence(rows, batch_first=True)
 
 
 class SequenceChunk:
