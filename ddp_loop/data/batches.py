@@ -358,9 +358,9 @@ class Batches:
     @property
     def unused(self) -> Unused | None:
         """The samples of parts that no mini-batch has; of own streams those of the last epoch, None if unknown."""
-        if self._parts is not None:
+        if isinstance(self._parts, Parts):
             return Unused(sum(self._parts.sizes) - self._parts.samples)
-        return None if self._own is None else self._own.sizes.unused
+        return None if self._own is None else self._own.unused
 
     @property
     def announced(self) -> int:
@@ -418,13 +418,13 @@ class Batches:
     def _positions(self, epoch: int, start: int, number: int) -> torch.Tensor | range:
         """What `indices` returns; a range where nothing is shuffled."""
         before = 0 if self._has_length else (epoch - 1) * (self.length or 0)
-        if not self.shuffle and self._parts is None:
+        if not self.shuffle and not isinstance(self._parts, Parts):
             return range(before + start, before + start + number)
         if self._order is None or self._order[0] != epoch:
-            if self._parts is None:
-                order = permutation(self.seed, epoch - 1, self.length or 0)
-            else:
+            if isinstance(self._parts, Parts):
                 order = self._parts.order(self.seed, epoch - 1, shuffle=self.shuffle) + before
+            else:
+                order = permutation(self.seed, epoch - 1, self.length or 0)
             self._order = epoch, order
         order = self._order[1]
         if isinstance(self._reader, TensorReader) and order.device != self._reader.place:
@@ -513,6 +513,7 @@ class Batches:
             piece = -(-self.batch_size // EVALUATED)
             found.division = Division(1, world.size, world.rank)
             found._parts = OwnPieces(self._parts.sizes, piece, world.rank)
+            found.shuffle = False
         elif isinstance(self._reader, StreamReader):
             found._reader = replace(self._reader, division=found.division)
         found.shards = found.division.shards
@@ -574,7 +575,9 @@ class Batches:
         start = mini_batch.start
         first = shards[0].start
         at = self._positions(epoch, start + first, shards[-1].start + shards[-1].samples - first)
-        if self._offset and isinstance(at, torch.Tensor):
+        if isinstance(at, range):
+            at = range(at.start - self._offset, at.stop - self._offset)
+        elif self._offset:
             at = at - self._offset
         requests = []
         for shard in shards:

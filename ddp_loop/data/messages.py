@@ -37,6 +37,10 @@ class _Copied:
     dtype: torch.dtype
     shape: torch.Size
 
+    def tensor(self) -> torch.Tensor:
+        """The tensor, in memory of this process."""
+        return torch.from_numpy(self.memory).view(self.dtype).view(self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -59,17 +63,7 @@ class Message:
 
     def received(self) -> Any:
         """The data, in memory of this process."""
-        return _received(self.data)
-
-
-def _received(data: Any) -> Any:
-    if isinstance(data, _Copied):
-        return torch.from_numpy(data.memory).view(data.dtype).view(data.shape)
-    if isinstance(data, dict):
-        return {key: _received(value) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*map(_received, data))
-    return type(data)(map(_received, data)) if isinstance(data, tuple | list) else data
+        return map_tensors(lambda one: one.tensor() if isinstance(one, _Copied) else one, self.data, _Copied)
 
 
 def _can_be_copied(tensor: Any) -> bool:

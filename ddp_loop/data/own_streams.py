@@ -10,7 +10,7 @@ as for the gradients that a word lists, so that a GPU's host reads only the word
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -60,66 +60,6 @@ def pieces_ahead(stream: StreamReader, rank: int) -> Iterator[tuple[OwnPiece, li
             return
 
 
-class SizesAhead:
-    """The sizes of the ranks' pieces in an epoch, as far as all ranks know them. See [Note: Sizes ahead].
-
-    Args:
-        world: from `join_world`.
-        until: whether the epoch ends when "all" streams have ended, or the "first".
-
-    Attributes:
-        known: the sizes of the shards, by position.
-        unused: the samples that are in no mini-batch; None before the epoch's last step.
-    """
-
-    def __init__(self, world: World, until: str) -> None:
-        self._world = world
-        self._ends = any if until == "first" else all
-        self.known: dict[int, tuple[int, ...]] = {}
-        self.unused: Unused | None = None
-
-    def begin(self, position: int, own: Sequence[int]) -> None:
-        """Exchange the sizes of the first `AHEAD` pieces from `position` on. Every rank must call this.
-
-        Raises:
-            ValueError: the epoch has no mini-batch.
-        """
-        sizes = self._world.gather(tuple(own), "the sizes of the ranks' own streams")
-        self.known = dict(enumerate(zip(*sizes, strict=True), position))
-        if position == 0 and self.is_over(0):
-            empty = [rank for rank, one in enumerate(self.known[0]) if not one]
-            said = "None of them does" if len(empty) == self._world.size else f"That of rank {empty[0]} does not"
-            raise ValueError(
-                f"The ranks' own streams must give an epoch a mini-batch. {said}. Pass objects whose __iter__ restarts"
-                + ("." if len(empty) == self._world.size else ', or until="all".')
-            )
-
-    def is_over(self, position: int) -> bool:
-        """Whether the epoch has no mini-batch at this position."""
-        return self._ends(not size for size in self.known[position])
-
-    def announce(self, position: int, piece: OwnPiece) -> Announcement:
-        """This rank's news in the step at `position`, whose shard is `piece`."""
-        base = 1 if self._world.rank == 0 else 0
-        values = [base] * (self._world.size + ANNOUNCED)
-        values[self._world.rank] += piece.sizes[-2] - piece.sizes[-1]
-        if self.is_over(position + 1):
-            values[-2] += piece.beyond
-            values[-1] += not piece.is_all
-        return Announcement(tuple(values), any(value != base for value in values), partial(self._learn, position))
-
-    def _learn(self, position: int, sums: Sequence[float]) -> None:
-        """Take the sums of all ranks' news in the step at `position`; those of a further pass are left out."""
-        if position + AHEAD in self.known:
-            return
-        fallen = (int(one) - 1 for one in sums[:-ANNOUNCED])
-        before = self.known[position + AHEAD - 1]
-        self.known[position + AHEAD] = tuple(size - less for size, less in zip(before, fallen, strict=True))
-        self.known.pop(position - 1, None)
-        if self.is_over(position + 1):
-            self.unused = Unused(int(sums[-2]) - 1, int(sums[-1]) == 1)
-
-
 class OwnStreams:
     """The mini-batches of which each rank reads its shard from a stream of its own.
 
@@ -129,7 +69,7 @@ class OwnStreams:
     Attributes:
         piece: the number of samples that this rank's stream gives a mini-batch.
         nothing: the data of an empty shard, once a piece was read; None before.
-        sizes: those of the last epoch in which all ranks iterated together.
+        unused: the samples of the last epoch that are in no mini-batch; None before its last step is folded.
     """
 
     def __init__(self, batch_size: int, until: str, world: World) -> None:
@@ -138,7 +78,7 @@ class OwnStreams:
         self._world = world
         self.piece = piece_sizes(batch_size, world.size)[world.rank]
         self.nothing: Any = None
-        self.sizes = SizesAhead(world, until)
+        self.unused: Unused | None = None
 
     def epoch(
         self, stream: StreamReader, epoch: int, start: int, *, agrees: bool
@@ -164,23 +104,59 @@ class OwnStreams:
         self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], epoch: int, start: int
     ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
         world = self._world
-        sizes = SizesAhead(world, self._until)
-        self.sizes = sizes
+        ends = any if self._until == "first" else all
         found = next(pieces)
         for _ in range(start):
             found = next(pieces, found)
-        sizes.begin(start, found[0].sizes[:AHEAD])
-        for position in count(start):
-            if sizes.is_over(position):
+        sizes = world.gather(found[0].sizes[:AHEAD], "the sizes of the ranks' own streams")
+        known = dict(enumerate(zip(*sizes, strict=True), start))  # the sizes of the shards, by position
+        self.unused = None
+
+        def is_over(position: int) -> bool:
+            return ends(not size for size in known[position])
+
+        def learn(position: int, sums: Sequence[float]) -> None:
+            if position + AHEAD in known:  # in a further pass
                 return
-            here = sizes.known[position]
+            fallen = (int(one) - 1 for one in sums[:-ANNOUNCED])
+            before = known[position + AHEAD - 1]
+            known[position + AHEAD] = tuple(size - less for size, less in zip(before, fallen, strict=True))
+            known.pop(position - 1, None)
+            if is_over(position + 1):
+                self.unused = Unused(int(sums[-2]) - 1, int(sums[-1]) == 1)
+
+        for position in count(start):
+            if is_over(position):
+                if position == 0:
+                    raise self._has_no_mini_batch(known[0])
+                return
+            here = known[position]
+            is_last = is_over(position + 1)
+            piece, data = found
+            news = self._news(piece, is_last, partial(learn, position))
             place = epoch, position, position * self._batch_size, sum(here), here
             shards = cut(here, range(world.rank, world.rank + 1))
-            is_last = sizes.is_over(position + 1)
-            piece, data = found
-            yield MiniBatch(*place, shards, is_last=is_last, announcement=sizes.announce(position, piece)), data
+            yield MiniBatch(*place, shards, is_last=is_last, announcement=news), data
             if not is_last:
                 found = next(pieces, found)
+
+    def _news(self, piece: OwnPiece, is_last: bool, learn: Callable[[Sequence[float]], None]) -> Announcement:
+        """What this rank announces in the step with a piece."""
+        base = 1 if self._world.rank == 0 else 0
+        values = [base] * (self._world.size + ANNOUNCED)
+        values[self._world.rank] += piece.sizes[-2] - piece.sizes[-1]
+        if is_last:
+            values[-2] += piece.beyond
+            values[-1] += not piece.is_all
+        return Announcement(tuple(values), any(value != base for value in values), learn)
+
+    def _has_no_mini_batch(self, sizes: tuple[int, ...]) -> ValueError:
+        empty = [rank for rank, one in enumerate(sizes) if not one]
+        said = "None of them does" if len(empty) == len(sizes) else f"That of rank {empty[0]} does not"
+        return ValueError(
+            f"The ranks' own streams must give an epoch a mini-batch. {said}. Pass objects whose __iter__ restarts"
+            + ("." if len(empty) == len(sizes) else ', or until="all".')
+        )
 
     def _alone(
         self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], epoch: int

@@ -120,9 +120,11 @@ class Parts:
     """
 
     def __init__(self, sizes: Sequence[int], batch_size: int | None, until: str, *, drop_last: bool) -> None:
-        whole = tuple([max(1, size) for size in sizes])
         self.sizes = tuple(sizes)
-        self._pieces = whole if batch_size is None else piece_sizes(batch_size, len(sizes))
+        if batch_size is None:
+            self._pieces = tuple([max(1, size) for size in sizes])
+        else:
+            self._pieces = piece_sizes(batch_size, len(sizes))
         pairs = list(zip(self.sizes, self._pieces, strict=True))
         numbers = [size // piece if drop_last else -(-size // piece) for size, piece in pairs]
         self.steps = min(numbers) if until == "first" else max(numbers)
@@ -132,8 +134,9 @@ class Parts:
                 f'drop_last={drop_last} and until="{until}" give none. Use a smaller batch_size, drop_last=False or '
                 'until="all".'
             )
-        made = [min(number, self.steps) for number in numbers]
-        self._used = tuple(min(size, n * piece) for (size, piece), n in zip(pairs, made, strict=True))
+        self._used = tuple(
+            [min(size, self.steps * piece, n * piece) for (size, piece), n in zip(pairs, numbers, strict=True)]
+        )
         self.samples = sum(self._used)
         self._full = min(used // piece for used, piece in zip(self._used, self._pieces, strict=True))  # mini-batches
 
@@ -194,7 +197,6 @@ class OwnPieces:
     Attributes:
         sizes: as given.
         steps: the number of this rank's pieces.
-        samples: the number of all samples.
     """
 
     def __init__(self, sizes: Sequence[int], piece: int, rank: int) -> None:
@@ -204,7 +206,6 @@ class OwnPieces:
         pieces = [-(-size // piece) for size in sizes]
         self._before = sum(pieces[:rank])
         self.steps = pieces[rank]
-        self.samples = sum(sizes)
 
     def mini_batch(self, epoch: int, position: int, mine: range) -> MiniBatch:
         """This rank's piece number `position`, counted from 0; an epoch is counted from 1."""
@@ -212,7 +213,3 @@ class OwnPieces:
         samples = min(self._piece, self.sizes[self._rank] - before)
         place = epoch, self._before + position, sum(self.sizes[: self._rank]) + before, samples
         return MiniBatch(*place, (samples,), (Shard(0, 0, samples),), is_last=position + 1 == self.steps)
-
-    def order(self, seed: int, epoch: int, *, shuffle: bool) -> torch.Tensor:
-        """The positions in the data of an epoch's samples, (samples,) int64 on the CPU: in the order of the data."""
-        return torch.arange(self.samples, device="cpu")

@@ -37,19 +37,18 @@ class EncodedTensors:
     decode: Callable[[Any], Any]
 
 
-def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:
+def map_tensors(change: Callable[[Any], Any], data: Any, kind: type = torch.Tensor) -> Any:
     """Apply `change` to every tensor in nested tuples (named ones too), lists and dicts.
 
-    An object with a method `to`, such as a `PackedSequence`, counts as one tensor.
+    An object with a method `to`, such as a `PackedSequence`, counts as one tensor, and so does one of another `kind`.
     """
-    if hasattr(data, "to"):
+    if hasattr(data, "to") or isinstance(data, kind):
         return change(data)
     if isinstance(data, Mapping):
-        return {key: map_tensors(change, value) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_tensors(change, value) for value in data))
+        return {key: map_tensors(change, value, kind) for key, value in data.items()}
     if isinstance(data, tuple | list):
-        return type(data)(map_tensors(change, value) for value in data)
+        parts = [map_tensors(change, value, kind) for value in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
     return data
 
 

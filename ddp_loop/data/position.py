@@ -38,9 +38,10 @@ class LoopPosition:
     @property
     def length(self) -> int | None:
         """The number of steps of the whole run; None if it is unknown."""
-        if self._most_epochs is None or self._steps is None:
-            return self.most_steps
-        return min(self._most_epochs * self._steps, self.most_steps or self._most_epochs * self._steps)
+        bounds = [] if self.most_steps is None else [self.most_steps]
+        if self._most_epochs is not None and self._steps is not None:
+            bounds.append(self._most_epochs * self._steps)
+        return min(bounds, default=None)
 
     def known_length(self) -> int:
         """`length`; raises TypeError if it is unknown."""
@@ -57,7 +58,7 @@ class LoopPosition:
 
     def end_epoch(self) -> None:
         """Count the current epoch as completed."""
-        self.epochs = self.epochs + 1
+        self.epochs += 1
         self.at = 0
 
     def is_last_of_epoch(self, mini_batch: MiniBatch) -> bool:
@@ -101,7 +102,21 @@ class LoopPosition:
             return RuntimeError(
                 "A Loop's position must be loaded before its first step. This one has begun. Create a new Loop."
             )
-        return None if (why := self._validate(state)) is None else ValueError(why)
+        if set(state) != set(_NAMES):
+            return ValueError(
+                "The state of a Loop has iteration, epoch and position, as its state_dict() returns. Got "
+                f"{sorted(state)}. Pass that dict."
+            )
+        iteration, epoch, position = (state[name] for name in _NAMES)
+        whole = all(isinstance(number, int) and number >= 0 for number in state.values())
+        steps = self._steps
+        if not whole or (steps is not None and (position > steps or epoch * steps + position != iteration)):
+            extent = "never ends" if steps is None else f"has {steps} mini-batches"
+            return ValueError(
+                "iteration must be the mini-batches of the completed epochs plus position, those of the current epoch. "
+                f"Got {dict(state)} where an epoch {extent}. Use the data and the batch_size of the other loop."
+            )
+        return None
 
     def out_of_turn(self, begun: str | None, *, is_over: bool) -> RuntimeError:
         """The error of a loop that is iterated again, or in another order.
@@ -115,22 +130,3 @@ class LoopPosition:
             "A Loop can be iterated once, and each epoch must run to its end. This one "
             f"{f'stopped {begun}' if begun else made}. Create a new Loop."
         )
-
-    def _validate(self, state: Mapping[str, int]) -> str | None:
-        """The reason why `state` is not a position in these batches; None if it is."""
-        if set(state) != set(_NAMES):
-            return (
-                "The state of a Loop has iteration, epoch and position, as its state_dict() returns. Got "
-                f"{sorted(state)}. Pass that dict."
-            )
-        steps = self._steps
-        numbers = [state[name] for name in _NAMES]
-        whole = all(isinstance(number, int) and number >= 0 for number in numbers)
-        iteration, epoch, position = numbers
-        if not whole or (steps is not None and (position > steps or epoch * steps + position != iteration)):
-            extent = "never ends" if steps is None else f"has {steps} mini-batches"
-            return (
-                "iteration must be the mini-batches of the completed epochs plus position, those of the current epoch. "
-                f"Got {dict(state)} where an epoch {extent}. Use the data and the batch_size of the other loop."
-            )
-        return None

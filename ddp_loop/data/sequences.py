@@ -177,7 +177,7 @@ class CarriedState:
 
     # -- chunk by chunk ------------------------------------------------------------------------------------
 
-    def before(self, shard: int, place: Place, rows: Rows, device: torch.device) -> Any:
+    def before(self, shard: int, place: Place, rows: Rows) -> Any:
         """The state before a shard's chunk: zeros in the rows that begin a sequence; None if all rows do.
 
         Raises:
@@ -190,6 +190,7 @@ class CarriedState:
         kept = self._find(shard, (epoch, position - 1), rows.lanes[~begins])
         if kept is None:
             raise RuntimeError(self._missing(shard, place))
+        device = self._world.device
         at = np.searchsorted(kept.lanes, rows.lanes).clip(max=len(kept.lanes) - 1)
         index = None if np.array_equal(kept.lanes, rows.lanes) else torch.from_numpy(at).to(device)
         fresh = torch.from_numpy(begins).to(device) if begins.any() else None
@@ -243,7 +244,7 @@ class CarriedState:
             )
         state = map_tensors(torch.Tensor.detach, state)
         if self.stays_finite:
-            state = self._finite(state, self.before(shard, place, rows, self._world.device))
+            state = self._finite(state, self.before(shard, place, rows))
         self._kept[shard] = [one for one in kept if one is former] + [_Kept(place, rows.lanes, state, form)]
 
     def _finite(self, state: Any, before: Any) -> Any:
@@ -474,7 +475,6 @@ class SequenceChunk:
         self._shard = shard
         self._place = place
         self._carried = carried
-        self._device = device
         self.data = data
         self.samples = int(rows.lengths.sum())
         self.lengths = torch.from_numpy(rows.lengths)
@@ -505,7 +505,7 @@ class SequenceChunk:
             TypeError: the assigned state is not made of tensors.
             ValueError: it has not n rows, or another shape, dtype or structure than in the chunk before.
         """
-        return self._carried.before(self._shard, self._place, self._rows, self._device)
+        return self._carried.before(self._shard, self._place, self._rows)
 
     @hidden.setter
     def hidden(self, state: Any) -> None:
@@ -689,17 +689,15 @@ class SequenceBatches(Batches):
     def _positions(self, epoch: int, start: int, number: int) -> torch.Tensor:
         """The places of time steps in the sequences, one after the other; see `indices`."""
         plan = self._plan_of(epoch)
-        found = [np.empty(0, dtype=np.int64)]
-        have = 0
+        first = int(np.searchsorted(plan.before, start, side="right")) - 1
+        last = min(int(np.searchsorted(plan.before, start + number)), self.steps)
         offsets = np.cumsum(self._lanes.lengths) - self._lanes.lengths
-        position = int(np.searchsorted(plan.before, start, side="right")) - 1
-        skipped = start - int(plan.before[position])
-        while have < skipped + number and position < self.steps:
+        found = [np.empty(0, dtype=np.int64)]
+        for position in range(first, last):
             rows = plan.rows(position)
-            first = (offsets[rows.sequences] + rows.starts).tolist()
-            found += [np.arange(at, at + count) for at, count in zip(first, rows.lengths.tolist(), strict=True)]
-            have = have + int(rows.lengths.sum())
-            position = position + 1
+            begins = offsets[rows.sequences] + rows.starts
+            found += map(np.arange, begins, begins + rows.lengths)
+        skipped = start - int(plan.before[first])
         return torch.from_numpy(np.concatenate(found)[skipped : skipped + number])
 
     def _loaded(self, epoch: int, start: int, *, held: bool, agrees: bool) -> Generator[LoadedBatch, None, None]:
