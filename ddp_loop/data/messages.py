@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data._utils import collate
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from ddp_loop.accelerators import accelerator_of
-from ddp_loop.data.placement import map_tensors
+from ddp_loop.data.placement import map_tensors, tensors_in
 
 BY_VALUE = 2**19  # bytes
 _PIPE = 2**20  # bytes, the most that Linux allows every user; 64 KiB by default
@@ -44,13 +45,19 @@ class _Copied:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A shard's data as a worker sends them. See [Note: By value]."""
+    """A shard's data as a DataLoader gives them, from a worker or in the process itself.
+
+    Attributes:
+        data: of the shard.
+        has_copies: whether tensors are sent by value. See [Note: By value].
+    """
 
     data: Any
+    has_copies: bool = False
 
     @classmethod
     def of(cls, data: Any) -> Message:
-        """The message with these data."""
+        """The message with copies of the small tensors in these data."""
         memories: dict[int, np.ndarray[Any, Any]] = {}
 
         def copied(tensor: Any) -> Any:
@@ -59,10 +66,17 @@ class Message:
             memory = memories.setdefault(tensor.data_ptr(), tensor.view(-1).view(torch.uint8).numpy())
             return _Copied(memory, tensor.dtype, tensor.shape)
 
-        return cls(map_tensors(copied, data))
+        return cls(map_tensors(copied, data), has_copies=True)
+
+    def pin_memory(self) -> Message:
+        """The message in pinned memory, which torch asks for. It would refuse data that a data set keeps on a GPU."""
+        is_here = all(accelerator_of(tensor.device).is_host for tensor in tensors_in(self.data))
+        return Message(pin_memory(self.data)) if is_here else self
 
     def received(self) -> Any:
         """The data, in memory of this process."""
+        if not self.has_copies:
+            return self.data
         return map_tensors(lambda one: one.tensor() if isinstance(one, _Copied) else one, self.data, _Copied)
 
 

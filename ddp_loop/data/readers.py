@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import signal_handling
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from ddp_loop.accelerators import Accelerator, accelerator_of, sent
 from ddp_loop.data import fingerprints, messages
 from ddp_loop.data.fingerprints import Fingerprint
+from ddp_loop.data.messages import Message
 from ddp_loop.data.placement import (
     EncodedTensors,
     Places,
@@ -114,13 +114,6 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing writes to it
         return torch.from_numpy(array)
-
-
-def _is_mixed(data: Any) -> bool:
-    """Whether `data`, which `as_parts` refused, is a dict, or a tuple with some tensors or arrays."""
-    return isinstance(data, dict) or (
-        isinstance(data, tuple) and any(isinstance(part, torch.Tensor | np.ndarray) for part in data)
-    )
 
 
 def common_length(parts: Any) -> int:
@@ -249,22 +242,6 @@ def _wanted(request: Request) -> Wanted:
     return request.epoch, request.start, list(at) if isinstance(at, range) else at.tolist()
 
 
-def _as_it_is(shard: Any) -> Any:
-    return shard
-
-
-class _Pinnable:
-    """A shard that torch's DataLoader is to pin. It would refuse one whose data set keeps samples on a GPU."""
-
-    def __init__(self, shard: Any) -> None:
-        self.shard = shard
-
-    def pin_memory(self) -> _Pinnable:
-        if all(accelerator_of(tensor.device).is_host for tensor in tensors_in(self.shard)):
-            self.shard = pin_memory(self.shard)
-        return self
-
-
 class LoaderReader:
     """Reads shards through torch's `DataLoader`: an item of the loader is a shard of this rank."""
 
@@ -278,7 +255,7 @@ class LoaderReader:
         collate = keywords.pop("collate_fn", None)
         by_value = not keywords.get("pin_memory") and threading.current_thread() is threading.main_thread()
         collate = collate or (messages.default_collate if by_value else default_collate)
-        self._keyed = SeededDataset(source, seed, collate, self._gpu, fingerprints.of, by_value)
+        self._keyed = SeededDataset(source, seed, collate, self._gpu, fingerprints.of)
         started = keywords.pop("worker_init_fn", None)
         self._signals = WorkerSignals(started) if keywords.get("num_workers") else None
         make: Any = DataLoader
@@ -287,7 +264,7 @@ class LoaderReader:
             self._keyed,
             sampler=self._sampler,
             batch_size=None,  # shards are made in SeededDataset
-            collate_fn=_Pinnable if keywords.get("pin_memory") else _as_it_is,
+            collate_fn=Message.of if by_value and keywords.get("num_workers") else Message,
             worker_init_fn=self._signals,
             # Else each pass draws from the global generator.
             generator=torch.Generator("cpu").manual_seed(stream_key(seed)),
@@ -330,7 +307,7 @@ class LoaderReader:
             with preserved_streams():
                 loaded = iter(loader)
             workers = children_except(before)
-            return dict(_unpacked(next(loaded)))
+            return dict(next(loaded).received())
         except Exception:  # reading a shard raises it again
             return {}
         finally:
@@ -357,12 +334,12 @@ class LoaderReader:
                         "Iterate over one after the other, make separate Batches, or remove persistent_workers."
                     )
                 with keep():
-                    data = next(loaded, self)
-                if data is self:
+                    data = next(loaded, None)
+                if data is None:
                     self._release()
                     _end_workers(loaded, workers)  # torch waits 5 s for each, and leaves one that takes longer
                     return
-                yield to_devices(_unpacked(data), self._places)
+                yield to_devices(data.received(), self._places)
         except GeneratorExit:
             self._release()
             _end_workers(loaded, workers)
@@ -391,12 +368,6 @@ class LoaderReader:
     def _release(self, *, persistent: bool = False) -> None:
         if self._signals is not None and (persistent or not self._loader.persistent_workers):
             self._signals.release()
-
-
-def _unpacked(data: Any) -> Any:
-    if isinstance(data, _Pinnable):
-        return data.shard
-    return data.received() if isinstance(data, messages.Message) else data
 
 
 def _drawn_on_cpu() -> AbstractContextManager[Any]:
@@ -445,21 +416,22 @@ def make_reader(
         raise TypeError(
             f"data must be samples, not text. Got {data[:40]!r}. Read the file first, or pass a data set of its lines."
         )
-    encoded = None if options else getattr(data, "encoded", None)
-    if isinstance(encoded, EncodedTensors):
-        parts = as_parts(encoded.tensors)
-        return TensorReader(parts, places, accelerator, encoded.decode), common_length(parts)
+    decode = None
+    encoded = getattr(data, "encoded", None)
+    if isinstance(encoded, EncodedTensors) and not options:
+        data = encoded.tensors
+        decode = encoded.decode
     parts = as_parts(data)
     if parts is not None:
         length: int | None = common_length(parts)
         if not options:
-            return TensorReader(parts, places, accelerator), length
+            return TensorReader(parts, places, accelerator, decode), length
         data = _TensorRows(parts)
-    if parts is None and _is_mixed(data):
-        kinds = [type(part).__name__ for part in (data.values() if isinstance(data, dict) else data)]
+    members = data.values() if isinstance(data, dict) else data if isinstance(data, tuple) else ()
+    if isinstance(data, dict) or any(isinstance(part, torch.Tensor | np.ndarray) for part in members):
         raise TypeError(
-            f"The parts of a tuple or dict of data must all be tensors or arrays. Got {kinds}. Convert lists by "
-            "torch.as_tensor(...)."
+            "The parts of a tuple or dict of data must all be tensors or arrays. Got "
+            f"{[type(part).__name__ for part in members]}. Convert lists by torch.as_tensor(...)."
         )
     if isinstance(data, DataLoader) or not (hasattr(data, "__getitem__") or callable(data)):
         raise TypeError(

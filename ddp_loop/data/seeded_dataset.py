@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
 
-from ddp_loop.data.messages import Message
 from ddp_loop.determinism import COLLATE, SAMPLE, next_keys, seed_streams, stream_key
 
 Wanted = tuple[int, int, list[int]]  # the epoch, the shard's first sample in it, and its samples' positions in the data
@@ -32,7 +30,6 @@ class SeededDataset:
         collate: makes a shard's data from its samples, with generators keyed by (seed, epoch, first sample).
         device: whose generator is seeded, beside the CPU's.
         describe: `describe(name, sample)` returns the fingerprint of a sample, for `probe`.
-        by_value: whether a worker sends small tensors by value, in a `Message`.
     """
 
     source: Any
@@ -40,7 +37,6 @@ class SeededDataset:
     collate: Callable[[list[Any]], Any]
     device: torch.device | None = None
     describe: Callable[[str, Any], Mapping[str, Any]] = lambda name, sample: {}
-    by_value: bool = False
 
     def __getitem__(self, wanted: Wanted) -> Any:
         epoch, start, indices = wanted
@@ -48,8 +44,7 @@ class SeededDataset:
             return self.probe(epoch, indices)
         samples = self.samples(epoch, indices)
         seed_streams(stream_key(self.seed, COLLATE, epoch, start), self.device)
-        data = collated(self.collate, samples)
-        return Message.of(data) if self.by_value and get_worker_info() is not None else data
+        return collated(self.collate, samples)
 
     def samples(self, epoch: int, indices: list[int]) -> list[Any]:
         """The samples at these positions of the data, as drawn for that epoch."""
