@@ -14,12 +14,11 @@ from torch.utils.data import default_collate
 
 from ddp_loop.accelerators import sent
 from ddp_loop.data.fingerprints import Fingerprint, StreamPass, check_data, require_alike
-from ddp_loop.data.own_streams import ANNOUNCED, OwnStreams
 from ddp_loop.data.partition import OwnPieces, Parts, Unused, check_partition
 from ddp_loop.data.placement import Places, parse_devices, without_rows
 from ddp_loop.data.readers import LoaderReader, Request, TensorReader, is_stream, make_reader
 from ddp_loop.data.shards import EVALUATED, Cut, Division, MiniBatch, Shard, split_sizes
-from ddp_loop.data.streams import StreamReader
+from ddp_loop.data.streams import ANNOUNCED, OwnStreams, StreamReader
 from ddp_loop.data.transforms import Draws, Transform
 from ddp_loop.determinism import check_count, next_key, permutation
 from ddp_loop.distributed import World

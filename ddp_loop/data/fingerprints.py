@@ -88,14 +88,11 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The parts of nested containers, each container before its parts; arrays and the like as tensors."""
     if isinstance(value, torch.Tensor | str | bytes | float | int) or value is None:
         yield name, value
-    elif isinstance(value, Mapping):
+    elif isinstance(value, Mapping | list | tuple):
         yield name, value
-        for key, one in islice(value.items(), _PARTS):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, one in islice(items, _PARTS):
             yield from _parts(f"{name}[{key!r}]", one)
-    elif isinstance(value, list | tuple):
-        yield name, value
-        for key, one in enumerate(value[:_PARTS]):
-            yield from _parts(f"{name}[{key}]", one)
     elif is_dataclass(value) and not isinstance(value, type):
         yield name, value
         for field in fields(value):

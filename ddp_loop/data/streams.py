@@ -1,24 +1,36 @@
-"""Streams: data that can only be iterated over, cut into mini-batches as they arrive.
+"""Streams: data that can only be iterated over, which all ranks read, or of which each rank reads its own.
 
 [Note: Every rank reads the whole stream] The length of a stream is unknown, so the size of a mini-batch is known only
 when its samples have arrived. Each rank reads all samples and keeps those of its own shards. So all ranks know the
 sizes, and the mini-batches do not depend on the ranks. Costly work, such as decoding, belongs in `collate_fn` or
 `transform`, which run for a rank's own shards only.
+
+[Note: Sizes ahead] A rank reads `AHEAD` pieces ahead, and announces the size of the last of them in the control word of
+each step. So at the start of a step all ranks know the sizes of all its shards, and whether the epoch ends with it,
+without a collective of their own. A step's next mini-batch is made while its word is on the way, from the words before
+it: this is why one piece ahead is not enough. An announced value that says nothing new is 1 in the sum over the ranks,
+as for the gradients that a word lists, so that a GPU's host reads only the words that say something.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ddp_loop.data.fingerprints import quick
+from ddp_loop.data.partition import Unused, piece_sizes
 from ddp_loop.data.placement import Places, gpu_in, to_devices
 from ddp_loop.data.seeded_dataset import collated
-from ddp_loop.data.shards import Division, MiniBatch, Shard
+from ddp_loop.data.shards import Announcement, Division, MiniBatch, Shard, cut, split_range
 from ddp_loop.determinism import SAMPLE, next_key, preserved_streams, restore_streams, seed_streams, stream_key, streams
+from ddp_loop.distributed import World
 
+AHEAD = 3  # pieces
+ANNOUNCED = 2  # values beside the ranks' sizes: the samples that are not used, and the ranks that have more of them
 Piece = TypeVar("Piece")
 
 
@@ -125,3 +137,160 @@ def _chunks(source: Iterator[Any], size: int, drop_last: bool) -> Iterator[tuple
         if len(following) < ahead:
             return
         chunk = following + list(islice(source, size - len(following)))
+
+
+# -- own streams -------------------------------------------------------------------------------------------
+
+
+class OwnPiece(NamedTuple):
+    """A rank's shard of a mini-batch, and what the rank has read of its stream beyond it.
+
+    Attributes:
+        sizes: of the piece and the next ones; 0 after the last one.
+        beyond: the number of samples after the piece, with those that `drop_last` leaves out.
+        is_all: whether the stream has ended.
+    """
+
+    sizes: tuple[int, ...]
+    beyond: int
+    is_all: bool
+
+
+def pieces_ahead(stream: StreamReader, rank: int) -> Iterator[tuple[OwnPiece, list[Any], tuple[Shard, ...]]]:
+    """The pieces of a rank's own stream, each with its samples and its shard; at the end once an empty one."""
+    source = iter(stream.source)
+    waiting: deque[list[Any]] = deque()
+    left = 0
+    is_all = False
+    while True:
+        while len(waiting) <= AHEAD and not is_all:
+            piece = list(islice(source, stream.size))
+            is_all = len(piece) < stream.size
+            if piece and not (is_all and stream.drop_last):
+                waiting.append(piece)
+            else:
+                left = len(piece)
+        piece = waiting.popleft() if waiting else []
+        sizes = *map(len, waiting), *(0,) * (AHEAD - len(waiting))
+        own = OwnPiece((len(piece), *sizes), sum(sizes) + left, is_all)
+        yield own, piece, (Shard(rank, 0, len(piece)),) if piece else ()
+        if not piece:
+            return
+
+
+class OwnStreams:
+    """The mini-batches of which each rank reads its shard from a stream of its own.
+
+    Args:
+        batch_size, until, world: of the batches.
+
+    Attributes:
+        piece: the number of samples that this rank's stream gives a mini-batch.
+        nothing: the data of an empty shard, once a piece was read; None before.
+        unused: the samples of the last epoch that are in no mini-batch; None before its last step is folded.
+    """
+
+    def __init__(self, batch_size: int, until: str, world: World) -> None:
+        self._batch_size = batch_size
+        self._until = until
+        self._world = world
+        self.piece = piece_sizes(batch_size, world.size)[world.rank]
+        self.nothing: Any = None
+        self.unused: Unused | None = None
+
+    def epoch(
+        self, stream: StreamReader, epoch: int, start: int, *, agrees: bool
+    ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
+        """The mini-batches of an epoch from position `start` on, with this rank's data.
+
+        Args:
+            stream: this rank's.
+            epoch: counted from 1.
+            start: counted from 0.
+            agrees: whether all ranks iterate together. Otherwise the mini-batches have this rank's part alone.
+        """
+        pieces = stream.read(epoch - 1, pieces_ahead(stream, self._world.rank))
+        if agrees:
+            return self._together(pieces, epoch, start)
+        if self._until == "first":
+            raise ValueError(
+                'An evaluation reads each rank\'s own stream to its end. Got until="first". Pass until="all".'
+            )
+        return self._alone(pieces, epoch)
+
+    def _together(
+        self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], epoch: int, start: int
+    ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
+        world = self._world
+        ends = any if self._until == "first" else all
+        found = next(pieces)
+        for _ in range(start):
+            found = next(pieces, found)
+        sizes = world.gather(found[0].sizes[:AHEAD], "the sizes of the ranks' own streams")
+        known = dict(enumerate(zip(*sizes, strict=True), start))  # the sizes of the shards, by position
+        self.unused = None
+
+        def is_over(position: int) -> bool:
+            return ends(not size for size in known[position])
+
+        def learn(position: int, sums: Sequence[float]) -> None:
+            if position + AHEAD in known:  # in a further pass
+                return
+            fallen = (int(one) - 1 for one in sums[:-ANNOUNCED])
+            before = known[position + AHEAD - 1]
+            known[position + AHEAD] = tuple(size - less for size, less in zip(before, fallen, strict=True))
+            known.pop(position - 1, None)
+            if is_over(position + 1):
+                self.unused = Unused(int(sums[-2]) - 1, int(sums[-1]) == 1)
+
+        for position in count(start):
+            if is_over(position):
+                if position == 0:
+                    raise self._has_no_mini_batch(known[0])
+                return
+            here = known[position]
+            is_last = is_over(position + 1)
+            piece, data = found
+            news = self._news(piece, is_last, partial(learn, position))
+            place = epoch, position, position * self._batch_size, sum(here), here
+            shards = cut(here, range(world.rank, world.rank + 1))
+            yield MiniBatch(*place, shards, is_last=is_last, announcement=news), data
+            if not is_last:
+                found = next(pieces, found)
+
+    def _news(self, piece: OwnPiece, is_last: bool, learn: Callable[[Sequence[float]], None]) -> Announcement:
+        """What this rank announces in the step with a piece."""
+        base = 1 if self._world.rank == 0 else 0
+        values = [base] * (self._world.size + ANNOUNCED)
+        values[self._world.rank] += piece.sizes[-2] - piece.sizes[-1]
+        if is_last:
+            values[-2] += piece.beyond
+            values[-1] += not piece.is_all
+        return Announcement(tuple(values), any(value != base for value in values), learn)
+
+    def _has_no_mini_batch(self, sizes: tuple[int, ...]) -> ValueError:
+        empty = [rank for rank, one in enumerate(sizes) if not one]
+        said = "None of them does" if len(empty) == len(sizes) else f"That of rank {empty[0]} does not"
+        return ValueError(
+            f"The ranks' own streams must give an epoch a mini-batch. {said}. Pass objects whose __iter__ restarts"
+            + ("." if len(empty) == len(sizes) else ', or until="all".')
+        )
+
+    def _alone(
+        self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], epoch: int
+    ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
+        rank = self._world.rank
+        before = split_range(self._batch_size, self._world.size, rank).start  # draws are by sample
+        for position, (piece, data) in enumerate(pieces):
+            if samples := piece.sizes[0]:
+                here = tuple(samples if other == rank else 0 for other in range(self._world.size))
+                place = epoch, position, position * self._batch_size, samples, here
+                yield MiniBatch(*place, (Shard(rank, before, samples),)), data
+
+    def check(self, samples: int) -> None:
+        """Raise ValueError unless a rank had samples in an epoch iterated alone. Every rank must call this."""
+        if not any(self._world.gather(samples, "the samples of the ranks' own streams")):
+            raise ValueError(
+                "One of the ranks' own streams must have a sample. None of them has. Pass objects whose __iter__ "
+                "restarts."
+            )

@@ -136,15 +136,18 @@ class Transform:
     def __post_init__(self) -> None:
         if not callable(self.change):
             raise TypeError(f"transform must be a function, transform(data, draws). Got {self.change!r}.")
-        form = _form_of(self.change)
         try:
-            if form is not None:
-                form.bind(None, None)
+            form = inspect.signature(self.change.forward if isinstance(self.change, nn.Module) else self.change)
+        except ValueError:  # of a compiled function
+            return
+        try:
+            form.bind(None, None)
         except TypeError:
+            parameters = [one.replace(annotation=one.empty) for one in form.parameters.values()]
             raise TypeError(
                 "transform takes a shard's data, as the loop gets them, and the random draws: transform(data, draws). "
-                f"Got one of the form {form}. Write lambda data, draws: ..., and apply transforms of a single sample "
-                "in the data set."
+                f"Got one of the form {inspect.Signature(parameters)}. Write lambda data, draws: ..., and apply "
+                "transforms of a single sample in the data set."
             ) from None
 
     def __call__(self, epoch: int, start: int, samples: torch.Tensor, data: Any) -> Any:
@@ -174,16 +177,6 @@ class Transform:
                     "data."
                 )
         return changed
-
-
-def _form_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """The arguments that a function, or a module's forward, takes, without types. None if unknown."""
-    try:
-        form = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-    except ValueError:  # of a compiled function
-        return None
-    parameters = [one.replace(annotation=inspect.Parameter.empty) for one in form.parameters.values()]
-    return inspect.Signature(parameters)
 
 
 def _lengths(data: Any) -> list[int | None]:

@@ -502,11 +502,16 @@ def _has_penalty(pairs: list[_Pair], floor: float) -> bool:
     own = torch.stack([pair.gradients[0] for pair in pairs])
     size = gradients.mean(0).norm()
     largest = max(float(pair.gradients.norm(dim=1).max()) for pair in pairs)
-    are_same = bool(((gradients - gradients.mean(0)).norm(dim=1) <= _SAME * size).all())
-    differ = bool(((own - own.mean(0)).norm(dim=1) > _SAME * own.mean(0).norm()).any())
     rounding = max(floor, 1e-12) * max(float(pair.losses.abs().max()) for pair in pairs)
-    have_same = bool(((losses - losses.mean()).abs() <= _SAME * losses.mean().abs() + rounding).all())
+    are_same = _are_alike(gradients)
+    differ = not _are_alike(own)
+    have_same = _are_alike(losses.unsqueeze(1), rounding)
     return are_same and differ and have_same and float(size) > floor * largest
+
+
+def _are_alike(rows: torch.Tensor, rounding: float = 0.0) -> bool:
+    mean = rows.mean(0)
+    return bool(((rows - mean).norm(dim=1) <= _SAME * mean.norm() + rounding).all())
 
 
 def _have_ratio(pairs: list[_Pair], *, adds: bool) -> bool:
@@ -524,10 +529,10 @@ def _have_ratio(pairs: list[_Pair], *, adds: bool) -> bool:
 def _of_metrics(shards: _Cut, halves: _Cut) -> str | None:
     """The first metric that is given as a mean and adds up in every shard, in two shards of more than zeros."""
     names = dict.fromkeys(name for shard in shards.values() for reduction, name in shard.values if reduction == "mean")
+    cut = [pieces for _, pieces in _cut_shards(shards, halves) if len(pieces) == 3]
     for name in names:
-        cut = [pieces for _, pieces in _cut_shards(shards, halves) if len(pieces) == 3]
-        values = [[piece.values.get(("mean", name)) for piece in pieces] for pieces in cut]
-        found = [[one for one in three if one is not None] for three in values]
+        mean = ("mean", name)
+        found = [[piece.values[mean] for piece in pieces if mean in piece.values] for pieces in cut]
         if name == "loss" or any(len(three) < 3 for three in found):
             continue
         adds = all(abs(whole - one - two) <= _EXACT * abs(whole) for whole, one, two in found)

@@ -194,8 +194,7 @@ def _resumed_like(entries: Entries, other: Entries) -> Entries:
     stages = {stage for stage, _ in entries}
     others = {stage for stage, _ in other}
     if "start" in others and "start" not in stages:
-        end = {("start", name): one for (stage, name), one in entries.items() if stage == "optimizer"}
-        return end if others == {"start"} else {**end, **entries}
+        entries = {("start", name): one for (stage, name), one in entries.items() if stage == "optimizer"} | entries
     return {key: one for key, one in entries.items() if key[0] == "start"} if others == {"start"} else entries
 
 
