@@ -311,35 +311,34 @@ class CarriedState:
             self._resumed = _Kept(place, lanes, kept, self._form_of(kept, len(lanes)))
 
     def _gather(self) -> dict[str, Any]:
-        newest = sorted((own[-1] for own in self._kept.values()), key=lambda kept: kept.place, reverse=True)
+        dim = self._batch_dim
+        newest = [own[-1] for own in self._kept.values()]
         if not newest and self._resumed is not None and self._world.rank == 0:  # no chunk was used since
             newest = [self._resumed]
-        facts = [(*kept.place, kept.lanes.tolist(), kept.form) for kept in newest]
-        row = map_tensors(lambda tensor: tensor.narrow(self._batch_dim, 0, 1), newest[0].state) if newest else None
-        gathered = self._world.gather((facts, row), "the hidden states")
-        every = [fact for facts, _ in gathered for fact in facts]
+        own = [(one.place, one.lanes.tolist(), map_tensors(lambda t: t.narrow(dim, 0, 0), one.state)) for one in newest]
+        every = [fact for facts in self._world.gather(own, "the hidden states") for fact in facts]
         if not every:
             return {}
-        place = max((epoch, position) for epoch, position, *_ in every)
-        every = [fact for fact in every if fact[:2] == place]
-        if any(fact[-1] != every[0][-1] for fact in every):
+        place = max(fact[0] for fact in every)
+        every = [fact for fact in every if fact[0] == place]
+        forms = [self._form_of(blank, 0) for _, _, blank in every]
+        if any(form != forms[0] for form in forms):
             raise ValueError(
                 "The hidden states of all shards must have the same structure, shapes and dtypes. Without the "
-                f"dimension of the rows they have {[fact[-1] for fact in every]}. Assign the same kind on every rank."
+                f"dimension of the rows they have {forms}. Assign the same kind on every rank."
             )
-        lanes = np.array(sorted(lane for *_, own, _ in every for lane in own))
-        row = next(row for facts, row in gathered if facts and facts[0][-1] == every[0][-1])
+        lanes = np.array(sorted(lane for _, of_shard, _ in every for lane in of_shard))
 
-        def zeros(tensor: torch.Tensor) -> torch.Tensor:
-            like = torch.zeros_like(tensor, device=self._world.device)
-            return like.repeat_interleave(len(lanes), self._batch_dim)
+        def zeros(blank: torch.Tensor) -> torch.Tensor:
+            shape = *blank.shape[:dim], len(lanes), *blank.shape[dim + 1 :]
+            return torch.zeros(shape, dtype=blank.dtype, device=self._world.device)
 
-        state = map_tensors(zeros, row)
+        state = map_tensors(zeros, every[0][2])
         for number, whole in enumerate(tensors_in(state)):
             for kept in newest:
                 if kept.place == place:
                     at = torch.from_numpy(np.searchsorted(lanes, kept.lanes)).to(whole.device)
-                    whole.index_copy_(self._batch_dim, at, tensors_in(kept.state)[number].to(whole.device))
+                    whole.index_copy_(dim, at, tensors_in(kept.state)[number].to(whole.device))
             self._world.sum(whole.view(-1).view(torch.uint8))
         return {"epoch": place[0], "position": place[1], "lanes": torch.from_numpy(lanes), "state": state}
 

@@ -122,8 +122,8 @@ class Tracer:
         self._step = 0
         self._largest = 0.0
         self._kept_of_shards: dict[str, torch.Tensor] = {}
-        floating = [one.dtype for one in find_parameters(state).values()]
-        self._dtype = torch.float64 if set(floating) == {torch.float64} else torch.float32
+        dtypes = {one.dtype for one in find_parameters(state).values()}
+        self._dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
         self._kept: dict[str, torch.Tensor] = {}
         self._entries: list[tuple[str, str, str]] = []
         self._mini_batch: MiniBatch
