@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from ddp_loop.accelerators import sent
 from ddp_loop.data.fingerprints import Fingerprint, StreamPass, check_data, require_alike
-from ddp_loop.data.partition import OwnPieces, Parts, Unused, check_partition
+from ddp_loop.data.partition import OwnPieces, Parts, Unused, check_partition, piece_sizes
 from ddp_loop.data.placement import Places, parse_devices, without_rows
 from ddp_loop.data.readers import LoaderReader, Request, TensorReader, is_stream, make_reader
 from ddp_loop.data.shards import EVALUATED, Cut, Division, MiniBatch, Shard, split_sizes
@@ -265,8 +265,9 @@ class Batches:
         size = self.batch_size
         seed = self.seed
         if self.partition != "global":
-            self._own = OwnStreams(self.world.size if self._takes_all else size, self.until, self.world)
-            size = self._own.piece
+            size = self.world.size if self._takes_all else size
+            self._own = OwnStreams(size, self.until, self.world)
+            size = piece_sizes(size, self.world.size)[self.world.rank]
             seed = next_key(seed, self.world.rank)
         compares = self._check_data and self._own is None
         return StreamReader(data, size, self.drop_last, self.division, collate, seed, places, compares)

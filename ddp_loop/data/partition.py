@@ -9,6 +9,7 @@ shards: a fixed number of them gives the same mini-batches on any number of rank
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -183,6 +184,7 @@ class Parts:
         return torch.cat(taken)[torch.cat(position).argsort(stable=True)]
 
 
+@dataclass(frozen=True)
 class OwnPieces:
     """The mini-batches of an evaluation of data of which each rank has its own: a rank's pieces, of one shard each.
 
@@ -193,23 +195,21 @@ class OwnPieces:
         sizes: the number of samples of each rank.
         piece: the number of samples of a piece.
         rank: of this process.
-
-    Attributes:
-        sizes: as given.
-        steps: the number of this rank's pieces.
     """
 
-    def __init__(self, sizes: Sequence[int], piece: int, rank: int) -> None:
-        self.sizes = tuple(sizes)
-        self._piece = piece
-        self._rank = rank
-        pieces = [-(-size // piece) for size in sizes]
-        self._before = sum(pieces[:rank])
-        self.steps = pieces[rank]
+    sizes: tuple[int, ...]
+    piece: int
+    rank: int
+
+    @property
+    def steps(self) -> int:
+        """The number of this rank's pieces."""
+        return -(-self.sizes[self.rank] // self.piece)
 
     def mini_batch(self, epoch: int, position: int, mine: range) -> MiniBatch:
         """This rank's piece number `position`, counted from 0; an epoch is counted from 1."""
-        before = position * self._piece
-        samples = min(self._piece, self.sizes[self._rank] - before)
-        place = epoch, self._before + position, sum(self.sizes[: self._rank]) + before, samples
+        others = self.sizes[: self.rank]
+        start = position * self.piece
+        samples = min(self.piece, self.sizes[self.rank] - start)
+        place = epoch, sum(-(-size // self.piece) for size in others) + position, sum(others) + start, samples
         return MiniBatch(*place, (samples,), (Shard(0, 0, samples),), is_last=position + 1 == self.steps)

@@ -22,7 +22,7 @@ from itertools import count, islice
 from typing import Any, NamedTuple, TypeVar
 
 from ddp_loop.data.fingerprints import quick
-from ddp_loop.data.partition import Unused, piece_sizes
+from ddp_loop.data.partition import Unused
 from ddp_loop.data.placement import Places, gpu_in, to_devices
 from ddp_loop.data.seeded_dataset import collated
 from ddp_loop.data.shards import Announcement, Division, MiniBatch, Shard, cut, split_range
@@ -178,6 +178,7 @@ def pieces_ahead(stream: StreamReader, rank: int) -> Iterator[tuple[OwnPiece, li
             return
 
 
+@dataclass
 class OwnStreams:
     """The mini-batches of which each rank reads its shard from a stream of its own.
 
@@ -185,18 +186,15 @@ class OwnStreams:
         batch_size, until, world: of the batches.
 
     Attributes:
-        piece: the number of samples that this rank's stream gives a mini-batch.
         nothing: the data of an empty shard, once a piece was read; None before.
         unused: the samples of the last epoch that are in no mini-batch; None before its last step is folded.
     """
 
-    def __init__(self, batch_size: int, until: str, world: World) -> None:
-        self._batch_size = batch_size
-        self._until = until
-        self._world = world
-        self.piece = piece_sizes(batch_size, world.size)[world.rank]
-        self.nothing: Any = None
-        self.unused: Unused | None = None
+    batch_size: int
+    until: str
+    world: World
+    nothing: Any = None
+    unused: Unused | None = None
 
     def epoch(
         self, stream: StreamReader, epoch: int, start: int, *, agrees: bool
@@ -209,10 +207,10 @@ class OwnStreams:
             start: counted from 0.
             agrees: whether all ranks iterate together. Otherwise the mini-batches have this rank's part alone.
         """
-        pieces = stream.read(epoch - 1, pieces_ahead(stream, self._world.rank))
+        pieces = stream.read(epoch - 1, pieces_ahead(stream, self.world.rank))
         if agrees:
             return self._together(pieces, epoch, start)
-        if self._until == "first":
+        if self.until == "first":
             raise ValueError(
                 'An evaluation reads each rank\'s own stream to its end. Got until="first". Pass until="all".'
             )
@@ -221,8 +219,8 @@ class OwnStreams:
     def _together(
         self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], epoch: int, start: int
     ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
-        world = self._world
-        ends = any if self._until == "first" else all
+        world = self.world
+        ends = any if self.until == "first" else all
         found = next(pieces)
         for _ in range(start):
             found = next(pieces, found)
@@ -252,7 +250,7 @@ class OwnStreams:
             is_last = is_over(position + 1)
             piece, data = found
             news = self._news(piece, is_last, partial(learn, position))
-            place = epoch, position, position * self._batch_size, sum(here), here
+            place = epoch, position, position * self.batch_size, sum(here), here
             shards = cut(here, range(world.rank, world.rank + 1))
             yield MiniBatch(*place, shards, is_last=is_last, announcement=news), data
             if not is_last:
@@ -260,9 +258,9 @@ class OwnStreams:
 
     def _news(self, piece: OwnPiece, is_last: bool, learn: Callable[[Sequence[float]], None]) -> Announcement:
         """What this rank announces in the step with a piece."""
-        base = 1 if self._world.rank == 0 else 0
-        values = [base] * (self._world.size + ANNOUNCED)
-        values[self._world.rank] += piece.sizes[-2] - piece.sizes[-1]
+        base = 1 if self.world.rank == 0 else 0
+        values = [base] * (self.world.size + ANNOUNCED)
+        values[self.world.rank] += piece.sizes[-2] - piece.sizes[-1]
         if is_last:
             values[-2] += piece.beyond
             values[-1] += not piece.is_all
@@ -279,17 +277,17 @@ class OwnStreams:
     def _alone(
         self, pieces: Iterator[tuple[OwnPiece, Iterator[Any]]], epoch: int
     ) -> Iterator[tuple[MiniBatch, Iterator[Any]]]:
-        rank = self._world.rank
-        before = split_range(self._batch_size, self._world.size, rank).start  # draws are by sample
+        rank = self.world.rank
+        before = split_range(self.batch_size, self.world.size, rank).start  # draws are by sample
         for position, (piece, data) in enumerate(pieces):
             if samples := piece.sizes[0]:
-                here = tuple(samples if other == rank else 0 for other in range(self._world.size))
-                place = epoch, position, position * self._batch_size, samples, here
+                here = tuple(samples if other == rank else 0 for other in range(self.world.size))
+                place = epoch, position, position * self.batch_size, samples, here
                 yield MiniBatch(*place, (Shard(rank, before, samples),)), data
 
     def check(self, samples: int) -> None:
         """Raise ValueError unless a rank had samples in an epoch iterated alone. Every rank must call this."""
-        if not any(self._world.gather(samples, "the samples of the ranks' own streams")):
+        if not any(self.world.gather(samples, "the samples of the ranks' own streams")):
             raise ValueError(
                 "One of the ranks' own streams must have a sample. None of them has. Pass objects whose __iter__ "
                 "restarts."
