@@ -17,10 +17,10 @@ device decides, so the host does not wait.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,8 +44,7 @@ _COMPARED = 10_000  # sequences in memory, of each of which the ranks compare so
 # -- lanes -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """The chunks of n lanes in a mini-batch; each array is (n,) int64.
 
     Attributes:
@@ -65,8 +64,19 @@ class Rows:
     def between(self, first: int, last: int) -> Rows:
         """The rows of the lanes `first` .. `last - 1`."""
         here = slice(*np.searchsorted(self.lanes, (first, last)).tolist())
-        parts = (self.lanes, self.sequences, self.starts, self.lengths, self.left)
-        return Rows(*(part[here] for part in parts))
+        return Rows(*(part[here] for part in self))
+
+
+class LanePlan(NamedTuple):
+    """The chunks of an epoch.
+
+    Attributes:
+        rows: the chunks of the lanes that are not done before a mini-batch, by its position, counted from 0.
+        before: the number of time steps before each mini-batch, and at last of the whole epoch; (steps + 1,) int64.
+    """
+
+    rows: Callable[[int], Rows]
+    before: Numbers
 
 
 class Lanes:
@@ -104,43 +114,25 @@ class Lanes:
         """The plan of an epoch that has the sequences in this order, (N,) int64."""
         lane_of = np.empty_like(self._lane_of_slot)
         lane_of[order[np.argsort(-self._chunks[order], kind="stable")]] = self._lane_of_slot
-        sequences = order[np.argsort(lane_of[order], kind="stable")]
+        sequences = order[np.argsort(lane_of[order], kind="stable")]  # lane by lane, as each lane reads them
         lanes = lane_of[sequences]
         chunks = self._chunks[sequences]
+        # The position of the mini-batch with the first chunk of each.
         first = np.cumsum(chunks) - chunks - (np.cumsum(self._loads) - self._loads)[lanes]
         missing = chunks * self.length - self.lengths[sequences]  # of a sequence's last chunk
         running = self.lanes - np.searchsorted(np.sort(self._loads), np.arange(self.steps), side="right")
         sizes = self.length * running - np.bincount(first + chunks - 1, missing, self.steps).astype(np.int64)
-        return LanePlan(self, sequences, lanes, first, np.concatenate([[0], np.cumsum(sizes)]))
+        keys = lanes * self.steps + first  # ascending
 
+        def rows(position: int) -> Rows:
+            busy = np.flatnonzero(self._loads > position)
+            at = np.searchsorted(keys, busy * self.steps + position, side="right") - 1
+            steps = self.lengths[sequences[at]]
+            starts = (position - first[at]) * self.length
+            chunk = np.minimum(steps - starts, self.length)
+            return Rows(busy, sequences[at], starts, chunk, steps - starts - chunk)
 
-@dataclass(frozen=True, slots=True)
-class LanePlan:
-    """The chunks of an epoch.
-
-    Attributes:
-        of: the lanes.
-        sequences: the sequences' numbers, lane by lane and in the order in which each lane reads them; (N,) int64.
-        lanes: the lane of each.
-        first: the position of the mini-batch with its first chunk.
-        before: the number of time steps before each mini-batch, and at last of the whole epoch; (steps + 1,) int64.
-    """
-
-    of: Lanes
-    sequences: Numbers
-    lanes: Numbers
-    first: Numbers
-    before: Numbers
-
-    def rows(self, position: int) -> Rows:
-        """The chunks of the lanes that are not done before the mini-batch at `position`, counted from 0."""
-        lanes = np.flatnonzero(self.of._loads > position)
-        keys = self.lanes * self.of.steps + self.first  # ascending
-        at = np.searchsorted(keys, lanes * self.of.steps + position, side="right") - 1
-        sequences = self.sequences[at]
-        starts = (position - self.first[at]) * self.of.length
-        lengths = np.minimum(self.of.lengths[sequences] - starts, self.of.length)
-        return Rows(lanes, sequences, starts, lengths, self.of.lengths[sequences] - starts - lengths)
+        return LanePlan(rows, np.concatenate([[0], np.cumsum(sizes)]))
 
 
 # -- the hidden state --------------------------------------------------------------------------------------
@@ -432,7 +424,7 @@ class SequenceReader:
             epoch: counted from 0.
             rows: of a shard.
         """
-        wanted = (part.tolist() for part in (rows.lanes, rows.sequences, rows.starts, rows.lengths))
+        wanted = (part.tolist() for part in rows[:-1])
         every = [self._cut(epoch, *one) for one in zip(*wanted, strict=True)]
         flat = [tensors_in(one) for one in every]
         padded = iter([pinned(_stacked(list(same)), self._pins) for same in zip(*flat, strict=True)])

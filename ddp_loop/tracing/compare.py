@@ -16,7 +16,7 @@ units in the last place. A decay by a wrong factor shows in such elements first.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -173,43 +173,48 @@ def is_close(one: float, other: float, tolerance: float) -> bool:
     return abs(one - other) <= tolerance * max(abs(one), abs(other), _SMALL)
 
 
+@dataclass
 class _DifferenceMeter:
-    """Measures the values of one step after another. See [Note: Units] and [Note: Untouched elements]."""
+    """Measures the values of one step after another. See [Note: Units] and [Note: Untouched elements].
 
-    def __init__(self, rounding: float, is_given: bool) -> None:
-        self._rounding = rounding
-        self._is_given = is_given
-        self._largest: dict[str, float] = {}  # by name
-        self._companions: dict[str, float] = {}
-        self._untouched: dict[str, torch.Tensor] = {}  # by the parameter's name
+    Args:
+        rounding: the tolerance, or the least one.
+        is_given: whether it counts for all values.
+    """
+
+    rounding: float
+    is_given: bool
+    largest: dict[str, float] = field(default_factory=dict)  # by name
+    companions: dict[str, float] = field(default_factory=dict)
+    untouched: dict[str, torch.Tensor] = field(default_factory=dict)  # by the parameter's name
 
     def add(self, here: Values, there: Values) -> None:
         """Add the values of a step."""
         for (_, name), tensor in [*here.items(), *there.items()]:
             if not _is_whole(tensor):
-                self._largest[name] = max(self._largest.get(name, 0.0), largest_of(tensor))
+                self.largest[name] = max(self.largest.get(name, 0.0), largest_of(tensor))
                 key = _companions(name, tensor)
-                self._companions[key] = max(self._companions.get(key, 0.0), self._largest[name])
-        sizes = [largest for name, largest in self._largest.items() if kind_of(name) == "parameter"]
-        self._companions["parameter"] = median(sizes) if sizes else 0.0
+                self.companions[key] = max(self.companions.get(key, 0.0), self.largest[name])
+        sizes = [largest for name, largest in self.largest.items() if kind_of(name) == "parameter"]
+        self.companions["parameter"] = median(sizes) if sizes else 0.0
         for (stage, name), gradient in here.items():
             if kind_of(name) == "gradient" and stage == "fold" and (stage, name) in there:
                 owner = name.partition("gradient of ")[2]
                 untouched = (gradient == 0) & (there[stage, name] == 0)
-                self._untouched[owner] = untouched & self._untouched.get(owner, torch.ones_like(untouched))
+                self.untouched[owner] = untouched & self.untouched.get(owner, torch.ones_like(untouched))
 
     def _tolerance(self, tensor: torch.Tensor) -> float:
         own = _tolerance_of(tensor.dtype)
-        return own and (self._rounding if self._is_given else max(self._rounding, own))
+        return own and (self.rounding if self.is_given else max(self.rounding, own))
 
     def measure(self, name: str, one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[float, float]:
         """The difference of two values in tolerances and in bits."""
         if one is None or other is None:
             return math.inf, math.inf
         kind = kind_of(name)
-        scale = _FLOOR * self._companions.get(_companions(name, one), 0.0)
+        scale = _FLOOR * self.companions.get(_companions(name, one), 0.0)
         if kind in ("row", "state"):
-            scale = max(scale, self._largest.get(name, 0.0), _SMALL if kind == "row" else 0.0)
+            scale = max(scale, self.largest.get(name, 0.0), _SMALL if kind == "row" else 0.0)
         relative, bits = apart(one, other, scale)
         tolerance = self._tolerance(one)
         tolerances = relative / tolerance if tolerance else (math.inf if relative else 0.0)
@@ -218,8 +223,8 @@ class _DifferenceMeter:
         return tolerances, bits
 
     def _of_untouched(self, owner: str, one: torch.Tensor, other: torch.Tensor) -> float:
-        untouched = self._untouched.get(owner)
-        if self._is_given or untouched is None or untouched.shape != one.shape or not bool(untouched.any()):
+        untouched = self.untouched.get(owner)
+        if self.is_given or untouched is None or untouched.shape != one.shape or not bool(untouched.any()):
             return 0.0
         relative, _ = apart(one[untouched], other[untouched], largest_of(one))
         return relative / min(_UNTOUCHED * torch.finfo(one.dtype).eps, self._tolerance(one))
