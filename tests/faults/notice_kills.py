@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import random
-import re
 import signal
 import statistics
 import sys
@@ -45,11 +44,13 @@ class Counts:
         took: seconds from the kill to PeerFailed, of each rank that lived.
         places: where messages said that the killed rank was last seen.
         broken: what is not as it should be.
+        forked: the process ids of all ranks.
     """
 
     took: list[float] = field(default_factory=list)
     places: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
+    forked: list[int] = field(default_factory=list)
 
 
 def holdings() -> tuple[int, int]:
@@ -123,6 +124,7 @@ def kill_once(ranks: int, chance: random.Random, counts: Counts) -> None:
     (begun, begun_end), (seen, seen_end) = os.pipe(), os.pipe()
     port, port_end = os.pipe()
     processes = fork_ranks(ranks, port, begun_end, seen_end)
+    counts.forked += processes
     store = host_store()
     os.write(port_end, store.port.to_bytes(PORT_BYTES) * ranks)
     for _ in processes:
@@ -155,10 +157,11 @@ def judge(found: dict[str, object], victim: int, killed: float, counts: Counts) 
         counts.broken.append(f"rank {own} has more descriptors and threads than before: {found['more']}")
 
 
-def shared_files_of_the_dead() -> list[str]:
-    """The shared memory of torch whose process has ended; other programs have some too."""
-    found = [re.fullmatch(r"torch_(\d+)_.*", name) for name in sorted(os.listdir("/dev/shm"))]
-    return [one.group() for one in found if one is not None and not os.path.exists(f"/proc/{one.group(1)}")]
+def shared_files(processes: list[int]) -> list[str]:
+    """The shared memory of torch that these processes left; other programs may have left some too."""
+    return [
+        name for name in sorted(os.listdir("/dev/shm")) if name.startswith(tuple(f"torch_{one}_" for one in processes))
+    ]
 
 
 def campaign(times: int, ranks: int, seed: int) -> Counts:
@@ -171,7 +174,7 @@ def campaign(times: int, ranks: int, seed: int) -> Counts:
         kill_once(ranks, chance, counts)
     if holdings() != before:
         counts.broken.append(f"descriptors and threads were {before}, are {holdings()}")
-    if new := shared_files_of_the_dead():
+    if new := shared_files(counts.forked):
         counts.broken.append(f"left in /dev/shm: {new}")
     if left := left_below((os.getpid(),)):
         counts.broken.append(f"processes left: {left}")
