@@ -27,7 +27,7 @@ class _CsvFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: FileIO | None = None
-        self._names: tuple[str, ...] = ()
+        self._names: dict[str, None] = {}
         self._lines: list[str] = []
         self._flushed = -math.inf
 
@@ -35,43 +35,35 @@ class _CsvFile:
         """Keep the lines up to an iteration; a file that is not there comes with its first line."""
         self.close()
         if self._path.exists():
-            self._open(after + 1)
+            self._keep_before(after + 1)
 
     def add(self, row: Row) -> None:
-        """Add a line."""
+        """Add a line; new names are added to the header."""
         if self._file is None:
-            self._open(int(row["iteration"]))
-        line = ",".join(map(_cell, row.values())) if tuple(row) == self._names else self._other(row)
-        self._lines.append(line)
+            self._keep_before(int(row["iteration"]))
+        if not self._names.keys() >= row.keys():
+            self.flush()
+            self._rewrite([*dict.fromkeys([*self._names, *row])], read_csv(self._path))
+        self._lines.append(",".join([_cell(row[name]) if name in row else "" for name in self._names]))
         if time.monotonic() - self._flushed > _FLUSH_S:
             self.flush()
 
-    def _open(self, first: int) -> None:
-        """Keep the rows of earlier steps."""
+    def _keep_before(self, first: int) -> None:
         rows = [row for row in read_csv(self._path) if float(row["iteration"]) < first] if first > 1 else []
-        self._rewrite(tuple(rows[0]) if rows else (), rows)
+        self._rewrite(list(rows[0]) if rows else [], rows)
 
-    def _other(self, row: Row) -> str:
-        """Format a row whose names differ from the header's; new names are added to the header."""
-        new = [name for name in row if name not in self._names]
-        if new:
-            self.flush()
-            self._rewrite((*self._names, *new), read_csv(self._path))
-        return ",".join([_cell(row[name]) if name in row else "" for name in self._names])
-
-    def _rewrite(self, names: tuple[str, ...], rows: list[dict[str, str]]) -> None:
+    def _rewrite(self, names: list[str], rows: list[dict[str, str]]) -> None:
         self._close_file()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        whole = io.StringIO()
-        writer = csv.DictWriter(whole, names, restval="", lineterminator="\n")
-        if names:
-            writer.writeheader()
-        writer.writerows(rows)
         temporary = self._path.with_name(f".{self._path.name}-{os.getpid()}")
-        temporary.write_text(whole.getvalue(), encoding="utf-8")
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+            if names:
+                writer.writeheader()
+            writer.writerows(rows)
         temporary.replace(self._path)
         self._file = self._path.open("ab", buffering=0)
-        self._names = names
+        self._names = dict.fromkeys(names)
 
     def flush(self) -> None:
         """Write the rows so far."""

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import posixpath
 import re
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_loop.reporting import RunStart, png
-from ddp_loop.sinks.points import RowMeans, keep, values_of
+from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept
 
 if TYPE_CHECKING:
     import numpy as np
-    from mlflow import MlflowClient
 
-Row = Mapping[str, Any]
 KEPT = "mlflow.json"  # in the run folder: the id of MLflow's run
 _NOT_IN_A_KEY = re.compile(r"[^\w\-. :/]")
 _MOST_LETTERS = 6000
 _MOST_IN_A_KEY = 250
-_MOST_IN_A_BATCH = 1000
-_MOST_PARAMETERS = 100
 
 
 def _key(name: str) -> str:
@@ -45,15 +39,14 @@ class _Mlflow:
         self._experiment = experiment
         self._run_name = run_name
         self._uri = tracking_uri
-        self._client: MlflowClient | None = None
+        self._client: Any = None
         self._run = ""
         self._status = "FINISHED"
         self._sent: dict[str, int] = {}  # the last step of each metric that an earlier process sent
         self._files = Counter[str]()  # how many texts or images have a name
-        self._waiting: list[Any] = []
-        self._points = RowMeans(self._add, every_s)
-        self._every_s = every_s
-        self._flushed = time.monotonic()
+        self._points = PointQueue(self._send, every_s)
+        self.evaluated = self._points.add_evaluation
+        self.logged = self._points.add_logged
 
     def begin(self, run: RunStart) -> None:
         from mlflow import MlflowClient
@@ -61,85 +54,53 @@ class _Mlflow:
 
         self.close()
         client = MlflowClient(tracking_uri=self._uri)
-        known = self._known(client, run)
-        if known is None:
+        if (before := kept(run, KEPT)) is not None:
+            known = client.get_run(before["run"])
+            client.update_run(known.info.run_id, status="RUNNING")
+        else:
             found = client.get_experiment_by_name(self._experiment)
             experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
             known = client.create_run(experiment, run_name=self._run_name or run.name)
             if run.folder is not None:
                 keep(run.folder / KEPT, {"run": known.info.run_id})
-        else:
-            client.update_run(known.info.run_id, status="RUNNING")
         self._client = client
         self._run = known.info.run_id
         # MLflow keeps every point. A resumed run repeats steps, whose points are there. What one process sends is
         # never a repetition: a step may have two evaluations, or a row and a logged value of one name.
-        self._sent = {key: self._last_step(key) for key in known.data.metrics}
+        self._sent = {
+            key: max((one.step for one in client.get_metric_history(self._run, key)), default=-1)
+            for key in known.data.metrics
+        }
         self._files.clear()
         config = {_key(name): str(value)[:_MOST_LETTERS] for name, value in run.config.items()}
         new = [Param(key, value) for key, value in config.items() if key not in known.data.params]
-        for start in range(0, len(new), _MOST_PARAMETERS):
-            client.log_batch(self._run, params=new[start : start + _MOST_PARAMETERS])
+        client.log_batch(self._run, params=new)  # in parts, if they are many
 
-    def _known(self, client: MlflowClient, run: RunStart) -> Any:
-        """The run of MLflow that a resumed run continues; None for a new one."""
-        path = None if run.folder is None or run.iteration == 0 else run.folder / KEPT
-        if path is None or not path.exists():
-            return None
-        return client.get_run(json.loads(path.read_text(encoding="utf-8"))["run"])
-
-    def _last_step(self, key: str) -> int:
-        if self._client is None:
-            return -1
-        return max((one.step for one in self._client.get_metric_history(self._run, key)), default=-1)
-
-    def _add(self, values: Mapping[str, float], iteration: int) -> None:
+    def _send(self, points: list[Point]) -> None:
         from mlflow.entities import Metric
 
-        now = int(1000 * time.time())
-        for name, value in values.items():
-            key = _key(name)
-            if iteration > self._sent.get(key, -1):
-                self._waiting.append(Metric(key, float(value), now, iteration))
-
-    def _send(self) -> None:
-        waiting = self._waiting
-        self._waiting = []
-        self._flushed = time.monotonic()
-        for start in range(0, len(waiting), _MOST_IN_A_BATCH):
-            if self._client is not None:
-                self._client.log_batch(self._run, metrics=waiting[start : start + _MOST_IN_A_BATCH])
-
-    def _send_if_time(self) -> None:
-        if time.monotonic() - self._flushed >= self._every_s:
-            self._send()
+        metrics = [
+            Metric(key, float(value), int(1000 * point.at_s), point.iteration)
+            for point in points
+            for key, value in ((_key(name), value) for name, value in point.values.items())
+            if point.iteration > self._sent.get(key, -1)
+        ]
+        self._client.log_batch(self._run, metrics=metrics)
 
     def __call__(self, row: Row) -> None:
-        self._points.add(row)
-        self._send_if_time()
-
-    def evaluated(self, line: Row) -> None:
-        self._add({f"evaluation/{name}": one for name, one in values_of(line).items()}, int(line["iteration"]))
-        self._send()
-
-    def logged(self, line: Row) -> None:
-        self._add(values_of(line), int(line["iteration"]))
-        self._send_if_time()
+        self._points.add_row(row)
 
     def log_text(self, name: str, text: str, iteration: int) -> None:
-        if self._client is not None:
-            self._client.log_text(self._run, text, f"texts/{self._file(name, iteration, 'txt')}")
+        self._client.log_text(self._run, text, f"texts/{self._file(name, iteration, 'txt')}")
 
     def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
-        if self._client is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / self._file(name, iteration, "png")
-                path.write_bytes(png(pixels))
-                self._client.log_artifact(self._run, str(path), "images")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / self._file(name, iteration, "png")
+            path.write_bytes(png(pixels))
+            self._client.log_artifact(self._run, str(path), "images")
 
     def log_table(self, name: str, table: Mapping[str, Any], iteration: int) -> None:
-        if self._client is not None:
-            self._client.log_dict(self._run, dict(table), f"tables/{_plain(name)}.json")
+        self._client.log_dict(self._run, dict(table), f"tables/{_plain(name)}.json")
 
     def _file(self, name: str, iteration: int, kind: str) -> str:
         """The name of a file; a second one of its name in a step is numbered."""
@@ -151,7 +112,6 @@ class _Mlflow:
     def flush(self) -> None:
         """Send the points so far."""
         self._points.flush()
-        self._send()
 
     def ended(self, error: BaseException | None) -> None:
         """Take how the script ended, which MLflow shows."""

@@ -1,4 +1,4 @@
-"""Points of curves, from rows and other lines: what sinks have in common that draw curves."""
+"""Points of curves on their way to a service: what sinks have in common that draw curves."""
 
 from __future__ import annotations
 
@@ -8,51 +8,92 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ddp_loop.reporting import WeightedMeans, is_averaged
+from ddp_loop.reporting import RunStart, WeightedMeans, is_averaged
 
 Row = Mapping[str, Any]
 BESIDE = ("epoch", "iteration", "samples", "weight", "skipped", "elapsed_s")  # of a line: its place, no values
 
 
-class RowMeans:
-    """Points of curves: each is the mean of the rows since the last point.
+class Point(NamedTuple):
+    """Values of one step.
 
-    Args:
-        write: called with the values of a point, by name, and its iteration.
-        every_s: seconds between two points, at least.
+    Attributes:
+        kind: "row", "evaluation", "logged", or one of the sink's own.
+        values: by name; those of evaluations have names below `evaluation/`.
+        iteration: the step.
+        at_s: when it came, in seconds since 1970.
     """
 
-    def __init__(self, write: Callable[[dict[str, float], int], None], every_s: float) -> None:
-        self._write = write
+    kind: str
+    values: Mapping[str, Any]
+    iteration: int
+    at_s: float
+
+
+class PointQueue:
+    """Points that wait to be sent: of rows the mean since the last one that was sent, of everything else each one.
+
+    Args:
+        send: called with the points that waited, in order.
+        every_s: seconds between two calls, at least, but for evaluations and `flush`.
+    """
+
+    def __init__(self, send: Callable[[list[Point]], None], every_s: float) -> None:
+        self._send = send
         self._every_s = every_s
         self._means = WeightedMeans()
-        self._last = dict[str, float]()
-        self._written = -math.inf  # the clock counts from the machine's start, which may be a moment ago
+        self._last: Row = {}
+        self._waiting: list[Point] = []
+        self._sent = time.monotonic()
+        self._has_row = False
 
-    def add(self, row: Row) -> None:
-        """Add a row, and perhaps write a point."""
+    def add(self, kind: str, values: Mapping[str, Any], iteration: int) -> None:
+        """Add a point."""
+        self._waiting.append(Point(kind, values, iteration, time.time()))
+        self._flush_if_time()
+
+    def add_row(self, row: Row) -> None:
+        """Add a row; the first one is sent at once."""
         self._means.add(int(row["samples"]), row)
         self._last = dict(row)
-        if time.monotonic() - self._written >= self._every_s:
+        if self._has_row:
+            self._flush_if_time()
+        else:
+            self._has_row = True
+            self.flush()
+
+    def add_evaluation(self, line: Row) -> None:
+        """Add the result of an evaluation, and send it; null is NaN."""
+        self.add("evaluation", {f"evaluation/{name}": value for name, value in _values_of(line)}, line["iteration"])
+        self.flush()
+
+    def add_logged(self, line: Row) -> None:
+        """Add logged values; null is NaN."""
+        self.add("logged", dict(_values_of(line)), line["iteration"])
+
+    def _flush_if_time(self) -> None:
+        if time.monotonic() - self._sent >= self._every_s:
             self.flush()
 
     def flush(self) -> None:
-        """Write the point of the rows so far."""
-        if not self._means.rows:
-            return
-        values = {name: value for name, value in self._last.items() if not is_averaged(name)} | self._means.means()
-        for name in BESIDE:
-            values.pop(name, None)
-        self._means = WeightedMeans()
-        self._written = time.monotonic()
-        self._write(values, int(self._last["iteration"]))
+        """Send what waits."""
+        if self._means.rows:
+            values = {name: value for name, value in self._last.items() if not is_averaged(name)} | self._means.means()
+            for name in BESIDE:
+                values.pop(name, None)
+            self._means = WeightedMeans()
+            self._waiting.append(Point("row", values, self._last["iteration"], time.time()))
+        waiting = self._waiting
+        self._waiting = []
+        self._sent = time.monotonic()
+        if waiting:
+            self._send(waiting)
 
 
-def values_of(line: Row) -> dict[str, float]:
-    """The values of an evaluation or of logged values, by name; null is NaN."""
-    return {name: math.nan if one is None else one for name, one in line.items() if name not in BESIDE}
+def _values_of(line: Row) -> list[tuple[str, float]]:
+    return [(name, math.nan if one is None else one) for name, one in line.items() if name not in BESIDE]
 
 
 def keep(path: Path, content: Mapping[str, Any]) -> None:
@@ -60,3 +101,9 @@ def keep(path: Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     temporary.write_text(json.dumps(content), encoding="utf-8")
     temporary.replace(path)
+
+
+def kept(run: RunStart, name: str) -> dict[str, Any] | None:
+    """Read what an earlier process of a resumed run kept; None for a new run."""
+    path = None if run.folder is None or run.iteration == 0 else run.folder / name
+    return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else None

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_loop.reporting import RunStart
-from ddp_loop.sinks.points import RowMeans, values_of
+from ddp_loop.sinks.points import Point, PointQueue, Row
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch.utils.tensorboard import SummaryWriter
-
-Row = Mapping[str, Any]
 
 
 def as_markdown(table: Mapping[str, Any]) -> str:
@@ -36,47 +33,36 @@ class _TensorBoard:
 
     def __init__(self, folder: Path, every_s: float) -> None:
         self._folder = folder
-        self._writer: SummaryWriter | None = None
-        self._points = RowMeans(self._add_all, every_s)
+        self._writer: Any = None
+        self._points = PointQueue(self._send, every_s)
+        self.logged = self._points.add_logged
 
     def begin(self, run: RunStart) -> None:
-        self.close()
-        self._open(run.iteration + 1)
-
-    def _open(self, first: int) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self._folder), purge_step=first)
-        return self._writer
-
-    def _at(self, iteration: int) -> SummaryWriter:
-        return self._open(iteration) if self._writer is None else self._writer
-
-    def _add_all(self, values: Mapping[str, float], iteration: int) -> None:
-        writer = self._at(iteration)
-        for name, value in values.items():
-            writer.add_scalar(name, value, iteration)
+        self.close()
+        self._writer = SummaryWriter(str(self._folder), purge_step=run.iteration + 1)
 
     def __call__(self, row: Row) -> None:
-        self._at(int(row["iteration"]))
-        self._points.add(row)
+        self._points.add_row(row)
+
+    def _send(self, points: list[Point]) -> None:
+        for point in points:
+            for name, value in point.values.items():
+                self._writer.add_scalar(name, value, point.iteration, walltime=point.at_s)
 
     def evaluated(self, line: Row) -> None:
-        values = {f"evaluation/{name}": one for name, one in values_of(line).items()}
-        self._add_all(values, int(line["iteration"]))
-        self.flush()
-
-    def logged(self, line: Row) -> None:
-        self._add_all(values_of(line), int(line["iteration"]))
+        self._points.add_evaluation(line)
+        self._writer.flush()
 
     def log_text(self, name: str, text: str, iteration: int) -> None:
-        self._at(iteration).add_text(name, text, iteration)
+        self._writer.add_text(name, text, iteration)
 
     def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
-        self._at(iteration).add_image(name, pixels, iteration, dataformats="HWC")
+        self._writer.add_image(name, pixels, iteration, dataformats="HWC")
 
     def log_table(self, name: str, table: Mapping[str, Any], iteration: int) -> None:
-        self._at(iteration).add_text(name, as_markdown(table), iteration)
+        self.log_text(name, as_markdown(table), iteration)
 
     def flush(self) -> None:
         """Write the points so far."""

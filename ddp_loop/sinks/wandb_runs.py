@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import secrets
-import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_loop.reporting import RunStart
-from ddp_loop.sinks.points import RowMeans, keep, values_of
+from ddp_loop.sinks.points import Point, PointQueue, Row, keep, kept
 
 if TYPE_CHECKING:
     import numpy as np
 
-Row = Mapping[str, Any]
 KEPT = "wandb.json"  # in the run folder: the id of the run, and the last step of each kind of value that was sent
 STEP = "iteration"
 
@@ -35,12 +31,11 @@ class _Wandb:
         self._run: Any = None
         self._kept: Path | None = None
         self._id = ""
-        self._before = dict[str, int]()
-        self._sent = dict[str, int]()  # before: by earlier processes
-        self._waiting: list[dict[str, Any]] = []
-        self._points = RowMeans(partial(self._log, "row"), every_s)
-        self._every_s = every_s
-        self._flushed = time.monotonic()
+        self._before = dict[str, int]()  # the last step of each kind of value that earlier processes sent
+        self._sent = dict[str, int]()  # and this one too
+        self._points = PointQueue(self._send, every_s)
+        self.evaluated = self._points.add_evaluation
+        self.logged = self._points.add_logged
         self._exit_code = 0
 
     def begin(self, run: RunStart) -> None:
@@ -48,12 +43,9 @@ class _Wandb:
 
         self.close()
         self._kept = None if run.folder is None else run.folder / KEPT
-        self._id = secrets.token_hex(4)
-        self._before = {}
-        if run.iteration > 0 and self._kept is not None and self._kept.exists():
-            found = json.loads(self._kept.read_text(encoding="utf-8"))
-            self._id = found["run"]
-            self._before = found["sent"]
+        before = kept(run, KEPT) or {"run": secrets.token_hex(4), "sent": {}}
+        self._id = before["run"]
+        self._before = before["sent"]
         self._sent = dict(self._before)
         mode: Any = self._mode or wandb.Settings().mode
         if mode == "online" and not wandb.login(prompt=False):
@@ -76,62 +68,42 @@ class _Wandb:
         if self._kept is not None:
             keep(self._kept, {"run": self._id, "sent": self._sent})
 
-    def _log(self, kind: str, values: Mapping[str, Any], iteration: int) -> None:
-        """Take values of a step that no earlier process sent: a resumed run repeats steps.
+    def _send(self, points: list[Point]) -> None:
+        """Send values of steps that no earlier process sent: a resumed run repeats steps.
 
-        What one process sends is never a repetition: a step may have two evaluations of one name, or two texts.
+        What one process sends is never a repetition: a step may have two evaluations of one name, or two texts. All is
+        noted before, so that a killed process has sent nothing that is not noted.
         """
-        keys = {name: f"{kind} {name}" for name in values}
-        new = {_key(name): one for name, one in values.items() if iteration > self._before.get(keys[name], -1)}
-        if new and self._run is not None:
-            self._waiting.append({STEP: iteration, **new})
-            self._sent |= {key: max(iteration, self._sent.get(key, -1)) for key in keys.values()}
-
-    def _send(self) -> None:
-        """Send what waits; noted before, so that a killed process has sent nothing that is not noted."""
-        waiting = self._waiting
-        self._waiting = []
-        self._flushed = time.monotonic()
-        if waiting and self._run is not None:
-            self._keep()
-            for values in waiting:
-                self._run.log(values)
-
-    def _send_if_time(self) -> None:
-        if time.monotonic() - self._flushed >= self._every_s:
-            self._send()
+        lines = []
+        for kind, values, iteration, _ in points:
+            new = {name: one for name, one in values.items() if iteration > self._before.get(f"{kind} {name}", -1)}
+            if new:
+                lines.append({STEP: iteration, **{_key(name): one for name, one in new.items()}})
+                self._sent |= {f"{kind} {name}": iteration for name in new}
+        self._keep()
+        for line in lines:
+            self._run.log(line)
 
     def __call__(self, row: Row) -> None:
-        self._points.add(row)
-        self._send_if_time()
-
-    def evaluated(self, line: Row) -> None:
-        values = {f"evaluation/{name}": one for name, one in values_of(line).items()}
-        self._log("evaluation", values, int(line["iteration"]))
-        self._send()
-
-    def logged(self, line: Row) -> None:
-        self._log("logged", values_of(line), int(line["iteration"]))
-        self._send_if_time()
+        self._points.add_row(row)
 
     def log_text(self, name: str, text: str, iteration: int) -> None:
-        self._log("text", {name: text}, iteration)
+        self._points.add("text", {name: text}, iteration)
 
     def log_image(self, name: str, pixels: np.ndarray[Any, np.dtype[np.uint8]], iteration: int) -> None:
         import wandb
 
-        self._log("image", {name: wandb.Image(pixels)}, iteration)
+        self._points.add("image", {name: wandb.Image(pixels)}, iteration)
 
     def log_table(self, name: str, table: Mapping[str, Any], iteration: int) -> None:
         import wandb
 
         rows = [[label, *row] for label, row in zip(table["rows"], table["values"], strict=True)]
-        self._log("table", {name: wandb.Table(columns=["", *table["columns"]], data=rows)}, iteration)
+        self._points.add("table", {name: wandb.Table(columns=["", *table["columns"]], data=rows)}, iteration)
 
     def flush(self) -> None:
         """Send the points so far, and note what was sent."""
         self._points.flush()
-        self._send()
 
     def ended(self, error: BaseException | None) -> None:
         """Take how the script ended, which Weights & Biases shows."""
