@@ -1,10 +1,9 @@
 """Reports of a run: rows, throughput, the terminal, pictures at the end."""
 
-from ddp_loop.reporting.columns import Columns, columns_of
 from ddp_loop.reporting.exports import PictureStyle, compare, export
 from ddp_loop.reporting.images import as_pixels, png
 from ddp_loop.reporting.jsonl import append_whole
-from ddp_loop.reporting.jsonl_tail import JsonlTail, TailUpdate, object_of
+from ddp_loop.reporting.jsonl_tail import Columns, JsonlTail, TailUpdate, columns_of, object_of
 from ddp_loop.reporting.logged_values import LoggedValues, as_logged
 from ddp_loop.reporting.reporter import Reporter
 from ddp_loop.reporting.rows import NORM, RATE, UNUSED, UNUSED_AT_LEAST, WeightedMeans, is_averaged

@@ -9,21 +9,25 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from math import isfinite
+from math import isclose, isfinite
 from pathlib import Path
 from typing import Any
 
 from ddp_loop.checkpoint import FileSum, is_running
 from ddp_loop.data import LoopPosition
+from ddp_loop.reporting.console import ConsoleLog
 from ddp_loop.reporting.jsonl import JsonlWriter
-from ddp_loop.reporting.jsonl_tail import read_lines
-from ddp_loop.reporting.logged_values import is_same
+from ddp_loop.reporting.jsonl_tail import is_number
 from ddp_loop.reporting.sink_calls import SinkCalls
 
+_REDONE = 1e-6  # the rounding of float32, by which sums on different numbers of ranks differ
 
-def finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Replace values that are not finite by None, for JSON."""
-    return {name: value if isfinite(value) else None for name, value in values.items()}
+
+def is_same(one: object, other: object) -> bool:
+    """Whether two values are the same, up to the rounding on different numbers of ranks; null is not finite."""
+    if is_number(one) and is_number(other):
+        return isclose(one, other, rel_tol=_REDONE, abs_tol=_REDONE**2)
+    return one == other
 
 
 class EvaluationLog:
@@ -43,15 +47,15 @@ class EvaluationLog:
         self, path: Path | None, after: int, warn: Callable[[str], None], sum_before: FileSum | None = None
     ) -> None:
         self.file = None if path is None else JsonlWriter(path, after, warn, "drop", sum_before=sum_before)
-        lines = [] if path is None else read_lines(path)
-        self._known = [line for line in lines if line["iteration"] == after]  # of the last iteration
+        self._known = [] if self.file is None else self.file.known  # of the last iteration
 
     def record(
         self, epoch: int, iteration: int, result: Mapping[str, float], elapsed_s: float
     ) -> dict[str, Any] | None:
         """Record an evaluation that was made after this iteration; returns its line, or None if it was there."""
         place = {"epoch": epoch, "iteration": iteration}
-        line = place | finite(result) | place | {"elapsed_s": round(elapsed_s, 4)}  # metrics cannot replace the place
+        values = {name: value if isfinite(value) else None for name, value in result.items()}
+        line = place | values | place | {"elapsed_s": round(elapsed_s, 4)}  # metrics cannot replace the place
         self._known = [one for one in self._known if one["iteration"] == iteration]
         if any(_is_repeated(one, line) for one in self._known):
             return None
@@ -67,32 +71,31 @@ def _is_repeated(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return tuple(one) == tuple(other) and all(name == "elapsed_s" or is_same(one[name], other[name]) for name in one)
 
 
-class EvaluationRecorder:
-    """Records the evaluations of a loop, also after its end; it keeps the loop's position alive, and not its state.
+def record_evaluation(
+    log: EvaluationLog | None,
+    sinks: SinkCalls,
+    folder: Path | None,
+    where: LoopPosition,
+    began: float,
+    console: ConsoleLog,
+    result: Mapping[str, float],
+) -> None:
+    """Record an evaluation of a loop; after the loop's end only if no other process runs in the folder.
+
+    It needs the loop's position, and not its state, which is free after the loop's end.
 
     Args:
         log: to write to; None on other ranks than 0.
-        sinks: get each evaluation, too.
+        sinks: get the evaluation, too.
         folder: of the run; None without one.
         where: the loop's position.
         began: when the run began, by the monotonic clock.
+        console: which says whether the loop has ended.
+        result: of the evaluation.
     """
-
-    def __init__(
-        self, log: EvaluationLog | None, sinks: SinkCalls, folder: Path | None, where: LoopPosition, began: float
-    ) -> None:
-        self._log = log
-        self._sinks = sinks
-        self._folder = folder
-        self._where = where
-        self._began = began
-        self.has_ended = False
-
-    def __call__(self, result: Mapping[str, float]) -> None:
-        """Record an evaluation; after the loop's end only if no other process runs in the folder."""
-        if self._log is None or (self.has_ended and self._folder is not None and is_running(self._folder)):
-            return
-        elapsed_s = time.monotonic() - self._began
-        line = self._log.record(self._where.epoch, self._where.iteration, result, elapsed_s)
-        if line is not None:
-            self._sinks.call("evaluated", line)
+    if log is None or (console.has_ended and folder is not None and is_running(folder)):
+        return
+    elapsed_s = time.monotonic() - began
+    line = log.record(where.epoch, where.iteration, result, elapsed_s)
+    if line is not None:
+        sinks.call("evaluated", line)

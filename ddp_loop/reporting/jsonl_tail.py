@@ -1,13 +1,17 @@
-"""A JSON Lines file that another process writes, read as it grows. See [Note: Cut back]."""
+"""A JSON Lines file that another process writes, read as it grows, by rows or by columns. See [Note: Cut back]."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
 
 # [Note: Cut back] A resumed run cuts its files back to its checkpoint and appends again, so a file can have the same
 # size and other content. Each poll therefore compares the bytes just before its position: lines have the elapsed time,
@@ -16,6 +20,10 @@ from typing import Any, TypeGuard
 CHUNK = 1 << 20  # bytes that are read at once, and the longest line
 SEEN = 256  # bytes before the position that are compared
 MOST_STEPS = 10**12
+_FEW = 8  # rows, for which columns do not pay
+_NUMBERS = frozenset({float, int, type(None)})
+_WHOLE = float(1 << 63)  # whole numbers below it fit a float well
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -146,13 +154,13 @@ def object_of(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def is_at_an_iteration(row: Mapping[str, Any]) -> bool:
+def is_at_an_iteration(row: Row) -> bool:
     """Whether a row has an iteration."""
     iteration = row.get("iteration")
     return type(iteration) is int and 0 <= iteration <= MOST_STEPS
 
 
-def has_numbers(row: Mapping[str, Any]) -> bool:
+def has_numbers(row: Row) -> bool:
     """Whether a row has an iteration, and otherwise numbers only; None is one that is not finite."""
     return is_at_an_iteration(row) and all(value is None or is_number(value) for value in row.values())
 
@@ -160,3 +168,59 @@ def has_numbers(row: Mapping[str, Any]) -> bool:
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value of JSON is a number that fits a float."""
     return type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
+# -- columns ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Successive rows with the same names and nothing but numbers.
+
+    Attributes:
+        names: of the columns, in order; "iteration" and "epoch" among them.
+        values: shape (rows, columns); NaN for what is not finite.
+    """
+
+    names: tuple[str, ...]
+    values: npt.NDArray[np.float64]
+
+    def column(self, name: str) -> npt.NDArray[np.float64]:
+        """A column, shape (rows,)."""
+        return self.values[:, self.names.index(name)]
+
+
+def columns_of(rows: Sequence[Row]) -> Iterator[tuple[list[Row], Columns | None]]:
+    """Split rows, in their order, into parts with the same names, each with its columns, several times as fast to use.
+
+    A part with anything but numbers has None in their place. The iterations of columns rise, and are whole numbers, as
+    the epochs are.
+
+    Args:
+        rows: parsed lines of a file.
+    """
+    for _, same in groupby(rows, tuple):
+        part = list(same)
+        yield part, _columns(part)
+
+
+def _columns(rows: list[Row]) -> Columns | None:
+    names = tuple(rows[0])
+    if len(rows) < _FEW or "iteration" not in names or "epoch" not in names:
+        return None
+    for key in ("iteration", "epoch"):
+        if set(map(type, (row[key] for row in rows))) != {int}:
+            return None
+    cells = list(chain.from_iterable(row.values() for row in rows))
+    if not _NUMBERS.issuperset(map(type, cells)):
+        return None
+    try:
+        values = np.array(cells, dtype=np.float64).reshape(len(rows), len(names))  # None becomes NaN
+    except OverflowError:
+        return None
+    found = Columns(names, values)
+    steps = found.column("iteration")
+    epochs = found.column("epoch")
+    is_good = steps[0] >= 0 and steps[-1] <= MOST_STEPS and (np.diff(steps) > 0).all()
+    is_good = is_good and epochs.min() >= 0 and epochs.max() <= MOST_STEPS
+    return found if is_good and not (np.abs(values) >= _WHOLE).any() else None

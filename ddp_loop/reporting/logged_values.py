@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from math import isclose, isfinite
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,16 @@ import torch
 
 from ddp_loop.accelerators import HostCopy, is_asynchronous
 from ddp_loop.checkpoint import IMAGE_FOLDER, IMAGES, LOGGED, TEXTS, FileSum
+from ddp_loop.reporting.evaluations import is_same
 from ddp_loop.reporting.images import png
-from ddp_loop.reporting.jsonl import JsonlWriter
-from ddp_loop.reporting.jsonl_tail import CHUNK, JsonlTail
+from ddp_loop.reporting.jsonl import JsonlWriter, line_of
+from ddp_loop.reporting.jsonl_tail import CHUNK
 from ddp_loop.reporting.sink_calls import SinkCalls
 from ddp_loop.reporting.tables import tables_of
 
 MOST_TEXT = 65_536  # letters of a logged text
 _PLACE = ("epoch", "iteration", "elapsed_s")
 _OF_TABLES = ("name", "iteration", "rows", "columns", "values")
-_REDONE = 1e-6  # the rounding of float32, by which sums on different numbers of ranks differ
 Logged = float | HostCopy
 
 
@@ -41,109 +40,22 @@ Logged = float | HostCopy
 class _Line:
     """The values that were logged in one step."""
 
-    epoch: int
-    iteration: int
+    place: dict[str, int]
     elapsed_s: float
     values: dict[str, Logged]
 
     def is_ready(self) -> bool:
         return all(isinstance(one, float) or one.ready() for one in self.values.values())
 
-
-@lru_cache(maxsize=256)
-def _form(names: tuple[str, ...]) -> str:
-    """The format string of a line with these values."""
-    fields = "".join(f"{json.dumps(name).replace('%', '%%')}: %s, " for name in names)
-    return f'{{"epoch": %d, "iteration": %d, {fields}"elapsed_s": %.4f}}\n'
-
-
-def _number(value: float) -> str:
-    return repr(value) if isfinite(value) else "null"
-
-
-def _texts_of(line: _Line, values: dict[str, float]) -> Iterator[str]:
-    """A line of the file; several where it would be longer than readers take."""
-    names = tuple(values)
-    numbers = map(_number, values.values())
-    text = _form(names) % (line.epoch, line.iteration, *numbers, line.elapsed_s)
-    if len(text) <= CHUNK or len(names) == 1:
-        yield text
-        return
-    for half in (names[: len(names) // 2], names[len(names) // 2 :]):
-        yield from _texts_of(line, {name: values[name] for name in half})
-
-
-def is_same(one: float | None, other: float | None) -> bool:
-    """Whether two values are the same, up to the rounding on different numbers of ranks; null is not finite."""
-    if one is None or other is None:
-        return one is other
-    return one == other or isclose(one, other, rel_tol=_REDONE, abs_tol=_REDONE**2)
-
-
-class LazyFile:
-    """A JSON Lines file of a run folder that comes with its first line.
-
-    Args:
-        path: of the file.
-        after: lines of later iterations are cut off.
-        warn: called with a message when lines cannot be written, and when they can again, and about damage.
-        sum_before: the file's sum in the checkpoint; None if that has none.
-
-    Attributes:
-        known: the lines of the iteration from which the run resumes.
-    """
-
-    def __init__(self, path: Path, after: int, warn: Callable[[str], None], sum_before: FileSum | None = None) -> None:
-        self._path = path
-        self._after = after
-        self._warn = warn
-        self._sum_before = sum_before
-        self._file: JsonlWriter | None = None
-        self._has_failed = False
-        self.known: list[dict[str, Any]] = []
-        if path.exists() or (sum_before is not None and sum_before[0] > 0):
-            self._open()
-            self.known = [line for line in _all_lines(path) if line.get("iteration") == after]
-
-    def _open(self) -> None:
-        try:
-            self._file = JsonlWriter(self._path, self._after, self._warn, "keep", sum_before=self._sum_before)
-            if self._file.notice:
-                self._warn(f"{self._path.parent}: {self._file.notice}")
-        except OSError as error:
-            self._has_failed = True
-            self._warn(f"{self._path} cannot be written: {error.strerror or error}. Training continues without it.")
-
-    @property
-    def sum(self) -> FileSum | None:
-        """The number of bytes of the lines in the file, and their SHA-256; None without a file."""
-        return None if self._file is None else self._file.sum
-
-    def add(self, line: str) -> None:
-        """Add a line, which the next `flush` writes."""
-        if self._file is None and not self._has_failed:
-            self._open()
-        if self._file is not None:
-            self._file.add(line)
-
-    def flush(self) -> None:
-        """Write the added lines."""
-        if self._file is not None:
-            self._file.flush()
-
-    def close(self) -> None:
-        """Write the added lines, and close the file."""
-        if self._file is not None:
-            self._file.close()
-
-
-def _all_lines(path: Path) -> Iterator[dict[str, Any]]:
-    tail = JsonlTail(path)
-    more = True
-    while more:
-        update = tail.poll()
-        yield from update.rows
-        more = update.more
+    def texts(self, values: dict[str, float]) -> Iterator[str]:
+        """A line of the file with these values; several where it would be longer than readers take."""
+        text = line_of(self.place, values, self.elapsed_s)
+        if len(text) <= CHUNK or len(values) == 1:
+            yield text
+            return
+        middle = len(values) // 2
+        for half in (slice(middle), slice(middle, None)):
+            yield from self.texts(dict(list(values.items())[half]))
 
 
 class LoggedValues:
@@ -175,45 +87,55 @@ class LoggedValues:
         self._warn = warn
         self._began = began
         self._show = show
-        self._open: _Line | None = None
         self._waiting: deque[_Line] = deque()
-        self._files: dict[str, LazyFile] = {}
+        self._is_open = False  # whether the last one may get more values
+        self._files: dict[str, JsonlWriter] = {}
+        self._tables: list[dict[str, Any]] = []
+        self._known: dict[str, float | None] = {}
         if folder is not None:
-            names = (LOGGED, TEXTS, IMAGES)
-            before = sums or {}
-            self._files = {name: LazyFile(folder / name, after, warn, before.get(name)) for name in names}
+            for name in (LOGGED, TEXTS, IMAGES):
+                self._open_file(folder / name, (sums or {}).get(name))
             _remove_later_images(folder / IMAGE_FOLDER, after)
-        self._tables = [] if folder is None else tables_of(folder, after)
-        known = self._files[LOGGED].known if self._files else []
-        self._known: dict[str, float | None] = {
-            name: one for line in known for name, one in line.items() if name not in _PLACE
-        }
+            self._tables = tables_of(folder, after)
+            for line in self._lines_before(LOGGED):
+                self._known |= {name: one for name, one in line.items() if name not in _PLACE}
+
+    def _open_file(self, path: Path, sum_before: FileSum | None) -> None:
+        try:
+            file = JsonlWriter(path, self._after, self._warn, "keep", sum_before=sum_before)
+        except OSError as error:
+            self._warn(f"{error} Training continues without it.")
+            return
+        self._files[path.name] = file
+        if file.notice:
+            self._warn(f"{path.parent}: {file.notice}")
+
+    def _lines_before(self, name: str) -> list[dict[str, Any]]:
+        """The lines of the checkpoint's step that an earlier process wrote."""
+        return self._files[name].known if name in self._files else []
 
     @property
     def sums(self) -> dict[str, FileSum]:
         """The sums of the files that there are, by name."""
-        return {name: file.sum for name, file in self._files.items() if file.sum is not None}
+        return {name: file.sum for name, file in self._files.items()}
 
     def add(self, epoch: int, iteration: int, values: dict[str, Logged]) -> None:
         """Add values of a step; a later value of the same name and step replaces the earlier one."""
-        line = self._open
-        if line is not None and line.iteration == iteration and line.epoch == epoch:
-            line.values.update(values)
+        place = {"epoch": epoch, "iteration": iteration}
+        if self._is_open and self._waiting[-1].place == place:
+            self._waiting[-1].values.update(values)
             return
-        self.end_line()
-        self._open = _Line(epoch, iteration, time.monotonic() - self._began, values)
+        self._waiting.append(_Line(place, time.monotonic() - self._began, values))
+        self._is_open = True
 
     def end_line(self) -> None:
         """Take the line of the current step as complete."""
-        if self._open is not None:
-            self._waiting.append(self._open)
-            self._open = None
+        self._is_open = False
 
     def flush_ready(self) -> None:
         """Hand on the lines of earlier steps whose values have arrived."""
-        waiting = self._waiting
-        while waiting and waiting[0].is_ready():
-            self._hand_on(waiting.popleft())
+        while len(self._waiting) > self._is_open and self._waiting[0].is_ready():
+            self._hand_on(self._waiting.popleft())
 
     def flush_all(self) -> None:
         """Wait for all values, hand them on and write them."""
@@ -237,23 +159,21 @@ class LoggedValues:
         values = {
             name: one if isinstance(one, float) else float(one.wait().item()) for name, one in line.values.items()
         }
-        if line.iteration == self._after and self._known:  # see [Note: Once]
-            values = {
-                name: one
-                for name, one in values.items()
-                if name not in self._known or not is_same(one if isfinite(one) else None, self._known[name])
-            }
+        if line.place["iteration"] == self._after:  # see [Note: Once]
+            values = {name: one for name, one in values.items() if not self._has(name, one)}
             if not values:
                 return
-        if self._files:
-            for text in _texts_of(line, values):
+        if LOGGED in self._files:
+            for text in line.texts(values):
                 self._files[LOGGED].add(text)
         if self._sinks:
             self.write()  # before a sink has it: what a killed run gave to sinks is known when it resumes
-            place = {"epoch": line.epoch, "iteration": line.iteration}
-            self._sinks.call("logged", place | values | {"elapsed_s": round(line.elapsed_s, 4)})
+            self._sinks.call("logged", line.place | values | {"elapsed_s": round(line.elapsed_s, 4)})
         if self._show is not None:
-            self._show(values, line.epoch)
+            self._show(values, line.place["epoch"])
+
+    def _has(self, name: str, value: float) -> bool:
+        return name in self._known and is_same(value if isfinite(value) else None, self._known[name])
 
     # -- texts, images, tables ---------------------------------------------------------------------------------
 
@@ -299,13 +219,11 @@ class LoggedValues:
 
     def _add_once(self, name: str, line: dict[str, Any], keys: tuple[str, ...]) -> bool:
         """Write a line unless the resumed run wrote it before; returns whether it was new. See [Note: Once]."""
-        file = self._files.get(name)
-        if file is None:
-            return True
-        if any(all(one.get(key) == line[key] for key in ("iteration", *keys)) for one in file.known):
+        if any(all(one.get(key) == line[key] for key in ("iteration", *keys)) for one in self._lines_before(name)):
             return False
-        file.add(json.dumps(line) + "\n")
-        file.flush()
+        if (file := self._files.get(name)) is not None:
+            file.add(json.dumps(line) + "\n")
+            file.flush()
         return True
 
 

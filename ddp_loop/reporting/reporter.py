@@ -6,14 +6,16 @@ import json
 import secrets
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ddp_loop.accelerators import HostCopy
 from ddp_loop.checkpoint import (
     EVALUATIONS,
     PICTURES,
@@ -31,16 +33,19 @@ from ddp_loop.checkpoint import (
 from ddp_loop.data import LoopPosition, MiniBatch
 from ddp_loop.distributed import World
 from ddp_loop.reporting.console import ConsoleLog
-from ddp_loop.reporting.evaluations import EvaluationLog, EvaluationRecorder
+from ddp_loop.reporting.evaluations import EvaluationLog, record_evaluation
 from ddp_loop.reporting.exports import export_if_small
 from ddp_loop.reporting.jsonl import JsonlWriter, OnFull
 from ddp_loop.reporting.logged_values import LoggedValues
 from ddp_loop.reporting.notebook_display import open_notebook
-from ddp_loop.reporting.rows import EpochMeans, RowDispatcher
+from ddp_loop.reporting.rows import EpochMeans, RowMeta, jsonl_line
 from ddp_loop.reporting.sink_calls import OnRow, RunStart, SinkCalls
 from ddp_loop.reporting.terminal import Terminal, open_display
-from ddp_loop.reporting.throughput import RankTimings, TrainingLength
+from ddp_loop.reporting.throughput import RankTimings, Throughput, TrainingLength
 from ddp_loop.reporting.usage import UsageLog
+
+FLUSH_S = 0.5  # between two flushes of rows.jsonl
+BATCH_S = 0.05  # between two dispatches: several rows at once cost less each
 
 
 class FinalPictures:
@@ -111,6 +116,125 @@ def _sums_of(files: Mapping[str, JsonlWriter | None], logged: LoggedValues) -> d
     return {name: file.sum for name, file in files.items() if file is not None} | logged.sums
 
 
+class _Sent(NamedTuple):
+    """A row whose values are on their way from the device."""
+
+    moment: RowMeta
+    names: tuple[str, ...]
+    values: HostCopy
+    known: dict[str, float]
+
+    def row(self) -> tuple[RowMeta, dict[str, float]]:
+        """Wait for the values."""
+        return self.moment, dict(zip(self.names, self.values.wait().tolist(), strict=True)) | self.known
+
+
+class RowDispatcher:
+    """Hands the rows of a run on, in order, on rank 0.
+
+    Args:
+        lines: the writer of rows.jsonl; None writes nothing.
+        sinks: get each row, a dict, soon after its update; see `sinks`.
+        logged: what the script logs beside the rows.
+        terminal: shows the rows; None shows nothing.
+        began: when the run began, on the monotonic clock, less the time of earlier processes.
+
+    Raises:
+        OSError: the file cannot be written; the lines in it are intact.
+    """
+
+    def __init__(
+        self,
+        lines: JsonlWriter | None,
+        sinks: SinkCalls,
+        logged: LoggedValues,
+        terminal: Terminal | None,
+        began: float,
+    ) -> None:
+        self._lines = lines
+        self._sinks = sinks
+        self._logged = logged
+        self._terminal = terminal
+        self._began = began
+        self._sent: deque[_Sent] = deque()
+        self._flushed = self._due = time.monotonic()
+        self._rate = Throughput(self._flushed - began)
+        if terminal is not None:
+            terminal.watch(self._show_arrived)
+
+    def _show_arrived(self) -> None:
+        """Show the values that have arrived, up to an epoch's last row, and leave them here; for another thread."""
+        for sent in list(self._sent):
+            if self._terminal is None or sent.moment.is_last_of_epoch or not sent.values.ready():
+                return
+            self._terminal.take(*sent.row())
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to hand rows on."""
+        return time.monotonic() >= self._due
+
+    def add(self, epoch: int, iteration: int, samples: int, is_last_of_epoch: bool,
+            names: tuple[str, ...], values: torch.Tensor, known: dict[str, float]) -> None:  # fmt: skip
+        """Add the row of an update: `values`, shape (len(names),), on any device, and `known` values of the host."""
+        elapsed_s = round(time.monotonic() - self._began, 4)
+        moment = RowMeta(epoch, iteration, samples, elapsed_s, is_last_of_epoch)
+        self._sent.append(_Sent(moment, names, HostCopy(values), known))
+        if is_last_of_epoch:
+            self._logged.end_line()
+            self.flush_ready()
+
+    def flush_ready(self) -> None:
+        """Hand on the rows that have arrived."""
+        self._due = time.monotonic() + BATCH_S
+        self._logged.flush_ready()
+        self._dispatch(wait=False)
+        if self._terminal is not None:
+            self._terminal.refresh()
+        if time.monotonic() - self._flushed > FLUSH_S:
+            self._flush()
+
+    def flush_all(self) -> None:
+        """Wait for all rows, hand them on and write them, as a checkpoint requires."""
+        self._logged.flush_all()
+        self._dispatch(wait=True)
+        self._flush()
+        self._sinks.flush()
+
+    def close(self, last_words: str | None = None) -> None:
+        """Wait for all rows, hand them on, and close the file, the receivers and the terminal."""
+        with ExitStack() as ending:
+            if self._terminal is not None:
+                ending.callback(self._terminal.close, last_words)
+            ending.callback(self._sinks.end_loop)
+            if self._lines is not None:
+                ending.callback(self._lines.close)
+            self._logged.flush_all()
+            self._dispatch(wait=True)
+
+    def _dispatch(self, *, wait: bool) -> None:
+        """Hand on the rows that have arrived; first all to the file, so that a receiver that raises loses none."""
+        rows = []
+        while self._sent and (wait or self._sent[0].values.ready()):
+            rows.append(self._sent.popleft().row())
+        if self._lines is not None:
+            for moment, values in rows:
+                self._lines.add(jsonl_line(moment, values))
+        for moment, values in rows:
+            if self._sinks:
+                rate = round(self._rate.take(moment.elapsed_s, moment.samples), 1)
+                place = {"epoch": moment.epoch, "iteration": moment.iteration, "samples": moment.samples}
+                self._sinks.row({**place, **values, "samples_per_s": rate, "elapsed_s": moment.elapsed_s})
+            if self._terminal is not None:
+                self._terminal.take(moment, values)
+
+    def _flush(self) -> None:
+        self._flushed = time.monotonic()
+        self._logged.write()
+        if self._lines is not None:
+            self._lines.flush()
+
+
 class Reporter:
     """Reports a loop: opens its files and its terminal, and decides what a row, a timing, an evaluation become.
 
@@ -135,7 +259,6 @@ class Reporter:
         self._terminal: Terminal | None = None
         self._timings: RankTimings | None = None
         self._evaluations: EvaluationLog | None = None
-        self._evaluated: EvaluationRecorder | None = None
         self._ranks: JsonlWriter | None = None
         self._row_file: JsonlWriter | None = None
         self._console = ConsoleLog(world.print)
@@ -196,8 +319,8 @@ class Reporter:
         if key is not None:
             self._timings = RankTimings(world.store, key, world.rank, world.size, world.device)
         folder = None if self._checkpointer is None else self._checkpointer.folder
-        self._evaluated = EvaluationRecorder(self._evaluations, self._sinks, folder, self._where, self._began)
-        world.on_evaluated = self._evaluated
+        record = partial(record_evaluation, self._evaluations, self._sinks, folder, self._where, self._began)
+        world.on_evaluated = partial(record, self._console)
         if folder is not None:
             began = time.monotonic() - world.gather(time.monotonic() - self._began, "the run's time so far")[0]
             where = self._where
@@ -256,9 +379,8 @@ class Reporter:
         if not ranks:
             return
         if self._ranks is not None:
-            elapsed_s = round(time.monotonic() - self._began, 4)
-            line = {"iteration": self._where.iteration, "elapsed_s": elapsed_s, "ranks": ranks}
-            self._ranks.add(json.dumps(line) + "\n")
+            place = {"iteration": self._where.iteration, "elapsed_s": round(time.monotonic() - self._began, 4)}
+            self._ranks.add(json.dumps({**place, "ranks": ranks}) + "\n")
             self._ranks.flush()
         if self._terminal is not None:
             self._terminal.take_ranks(ranks)
@@ -291,5 +413,3 @@ class Reporter:
     def end(self) -> None:
         """Note that the loop has ended; others may run in its folder."""
         self._console.has_ended = True
-        if self._evaluated is not None:
-            self._evaluated.has_ended = True

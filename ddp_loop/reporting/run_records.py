@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddp_loop.checkpoint import EVALUATIONS, NOTE, ROWS, RUN, STATUS, STOP, TITLE, is_running, read_json, read_text
-from ddp_loop.reporting.columns import columns_of
-from ddp_loop.reporting.jsonl_tail import JsonlTail, is_at_an_iteration, is_number
+from ddp_loop.reporting.jsonl_tail import JsonlTail, columns_of, is_at_an_iteration, is_number
 from ddp_loop.reporting.rows import is_averaged
 
 TRIAL = "trial.json"

@@ -229,7 +229,7 @@ class Training:
         self.fault("optimizer")
 
     def run(self) -> None:
-        with mock.patch("ddp_loop.reporting.rows.BATCH_S", 0.0):  # a row in each fold
+        with mock.patch("ddp_loop.reporting.reporter.BATCH_S", 0.0):  # a row in each fold
             self.go_through_all()
 
     def go_through_all(self) -> None:

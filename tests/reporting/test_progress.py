@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_loop as dl
-from ddp_loop.reporting import rows as progress_rows
+from ddp_loop.reporting import reporter as progress_rows
 from ddp_loop.reporting.rows import RowMeta, jsonl_line
 from tests.support.cases import make_data
 from tests.support.harness import OnRanks

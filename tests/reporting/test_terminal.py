@@ -19,7 +19,8 @@ import torch
 import ddp_loop as dl
 from ddp_loop.reporting import WeightedMeans, terminal
 from ddp_loop.reporting.logged_values import LoggedValues
-from ddp_loop.reporting.rows import RowDispatcher, RowMeta
+from ddp_loop.reporting.reporter import RowDispatcher
+from ddp_loop.reporting.rows import RowMeta
 from ddp_loop.reporting.sink_calls import SinkCalls
 from ddp_loop.reporting.terminal import LossCurve, ProgressView, Terminal, flowed, open_display, sparkline
 from ddp_loop.reporting.throughput import TrainingLength
