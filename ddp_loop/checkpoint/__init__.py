@@ -43,7 +43,7 @@ from ddp_loop.checkpoint.run_folder import (
     stop_and_wait,
 )
 from ddp_loop.checkpoint.secrets import hide_secrets, names_of_hidden, with_secrets
-from ddp_loop.checkpoint.starting import Start, lacks_secret, start_command, way_on
+from ddp_loop.checkpoint.starting import Start, lacks_secret, start_command, way_on, words_to_go_on
 from ddp_loop.checkpoint.state import Stateful
 from ddp_loop.checkpoint.storage import CHECKPOINTS, NAME, CheckpointInfo, CheckpointStore, best_of, run_id_of
 from ddp_loop.checkpoint.warm_starts import warm_start
@@ -110,6 +110,7 @@ __all__ = [
     "warm_start",
     "way_on",
     "with_secrets",
+    "words_to_go_on",
     "write_atomic",
     "write_text_atomic",
 ]

@@ -32,10 +32,12 @@ from ddp_loop.checkpoint.config import Config
 from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, on_other_ranks, set_status, write_error
 from ddp_loop.checkpoint.serialization import SerializedState
 from ddp_loop.checkpoint.staging import StagingBuffers
+from ddp_loop.checkpoint.starting import words_to_go_on
 from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, settings_of
 from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
 from ddp_loop.determinism import check_count
 from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error
+from ddp_loop.elastic import leave_advice
 
 OnSaveError = Literal["raise", "warn"]
 _ON_SAVE_ERROR = ("raise", "warn")
@@ -143,6 +145,8 @@ class Checkpointer:
         self._ended = False
         self._is_refused = True  # until it is restored; what its status said then stays
         self.newest = ""
+        self._advice = ""  # on how to go on from there, on rank 0
+        self._has_left_advice = False  # to the launcher
         self.asked = False
         self.sums: Mapping[str, FileSum] = {}
         self.sum_files: Callable[[], Mapping[str, FileSum]] = dict
@@ -385,7 +389,7 @@ class Checkpointer:
             what = f"The rows in {self.folder} could not be flushed before the checkpoint of step {iteration}"
             with explained(what, REPAIR):
                 sync_files(self.folder, (ROWS, EVALUATIONS, RANKS))
-            self.newest = store.write(copied, iteration=iteration, facts=facts, score=score).name
+            self._keep(store.write(copied, iteration=iteration, facts=facts, score=score).name)
             self.missing.pop("checkpoint", None)
             self.write_status("running", iteration=iteration)
             if store.last_warning:
@@ -453,10 +457,17 @@ class Checkpointer:
         self._world.broadcast_all(list(tensors.values()))
         with self._world.failing_together(*_OF_STATE):
             self._job.restore(SerializedState(structure, tensors), facts["checksums"])
-        self.newest = name
+        self._keep(name)
         self.sums = {file: (size, digest) for file, (size, digest) in facts.get("files", {}).items()}
         position: dict[str, int] = facts["position"]
         return position
+
+    def _keep(self, name: str) -> None:
+        """Note the newest durable checkpoint, also for the launcher, which names it if a rank fails."""
+        self.newest = name
+        if self._run is not None:
+            self._advice = f"The checkpoint {name} is in {self.folder}.\n{words_to_go_on()}"
+            self._has_left_advice = leave_advice(self._advice)
 
     def _read(self) -> tuple[str, Any, Mapping[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]] | None:
         """Read the newest valid checkpoint on rank 0; returns all but its tensors."""
@@ -489,6 +500,20 @@ class Checkpointer:
                 self.say(f"The run's status, {status}, could not be written to {self.folder}. {format_error(error)}")
                 self.missing["status"] = f"the status {status!r}"
 
+    def _facts_of(self, error: BaseException) -> dict[str, object]:
+        """Where the run failed, and why; this rank's own error is written into the run folder too."""
+        where = self._world.where
+        rank = self._world.rank
+        stage = where.stage
+        step = where.step
+        if isinstance(error, PeerFailed):
+            rank = -1 if error.rank is None else error.rank
+            stage = error.stage
+            step = error.step
+        elif self.has_folder:
+            write_error(self.folder, rank, error)
+        return {"rank": rank, "stage": stage, "step": step, "why": format_error(error)[:_WHY_LETTERS]}
+
     def end(self, status: str, error: BaseException | None, iteration: int, why: str | None) -> None:
         """Write how the loop ended, and unlock the run folder."""
         if self._ended:
@@ -501,19 +526,11 @@ class Checkpointer:
             self.say(f"No checkpoint was written. {format_error(problem)}")
         facts: dict[str, object] = {"iteration": iteration} | ({"why": why} if why else {})
         if error is not None:
-            where = self._world.where
-            rank = self._world.rank
-            stage = where.stage
-            step = where.step
-            if isinstance(error, PeerFailed):
-                rank = -1 if error.rank is None else error.rank
-                stage = error.stage
-                step = error.step
-            elif self.has_folder:
-                write_error(self.folder, rank, error)
             status = "failed"
-            facts |= {"rank": rank, "stage": stage, "step": step, "why": format_error(error)[:_WHY_LETTERS]}
-            if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
+            facts |= self._facts_of(error)
+            if self._advice and not self._has_left_advice:
+                error.add_note(self._advice)
+            if facts["rank"] == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
                 set_status(self.folder, status, facts)
         if not self._is_refused:
             self.write_status(status, **facts)

@@ -91,6 +91,13 @@ def way_on(status: Mapping[str, Any], here: str | None = None) -> str:
     return change + shlex.join(hide_secrets(words))  # an older version kept secrets
 
 
+def words_to_go_on() -> str:
+    """The lines with the command that resumes this run, without its secrets."""
+    start = start_command(directory=os.getcwd())
+    status = {"start": [*start.words], "directory": start.directory}
+    return "\n".join(filter(None, (f"to go on: {way_on(status, here=os.getcwd())}", lacks_secret(status))))
+
+
 def lacks_secret(status: Mapping[str, Any]) -> str:
     """What to say of a command that had a secret, which no file keeps; empty for any other command."""
     words = status.get("start")

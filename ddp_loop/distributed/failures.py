@@ -5,6 +5,7 @@ A rank that is late, gone, or in another collective is found by a roll call, whi
 
 from __future__ import annotations
 
+import linecache
 import sys
 import traceback
 from collections import Counter
@@ -60,7 +61,8 @@ class PeerFailureHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, PeerFailed):
-            sys.stderr.write(f"{self._start}: {cut_text(error.summary, _SHOWN_LETTERS)}\n")
+            lines = [f"{self._start}: {cut_text(error.summary, _SHOWN_LETTERS)}", *getattr(error, "__notes__", ())]
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
         else:
             self.usual(kind, error, trace)
 
@@ -83,12 +85,36 @@ def shorten(error: PeerFailed) -> PeerFailed:
     """Leave the script's own lines in the traceback of a rank whose peer failed, and nothing that gloo raised."""
     error.__cause__ = None
     error.__suppress_context__ = True
+    _end_at_script(error.__traceback__)
+    return error
+
+
+def shorten_refusal(error: BaseException) -> None:
+    """Leave the script's own lines in the traceback of an error that a `raise` of this package made, with its remedy.
+
+    An error of another kind, as of a bug or of a dataset, keeps all lines.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
-        if trace.tb_next.tb_frame.f_globals.get("__name__", "").startswith("ddp_loop."):
+        trace = trace.tb_next
+    if trace is None or not _is_of_package(trace):
+        return
+    line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+    if line.lstrip().startswith("raise "):
+        _end_at_script(error.__traceback__)
+
+
+def _end_at_script(trace: TracebackType | None) -> None:
+    """End a traceback before the first line of this package."""
+    while trace is not None and trace.tb_next is not None:
+        if _is_of_package(trace.tb_next):
             trace.tb_next = None
         trace = trace.tb_next
-    return error
+
+
+def _is_of_package(trace: TracebackType) -> bool:
+    name = str(trace.tb_frame.f_globals.get("__name__", ""))
+    return name.startswith("ddp_loop.") and not name.startswith("ddp_loop.elastic.")  # which starts the script
 
 
 class Stopped(SystemExit):

@@ -21,7 +21,7 @@ from ddp_loop.distributed.failures import PeerFailed, PeerFailureHook
 from ddp_loop.distributed.process_group import raise_on_all
 from ddp_loop.distributed.processes import follow_launcher
 from ddp_loop.distributed.world import World
-from ddp_loop.elastic import is_reported
+from ddp_loop.elastic import begin_at_script, is_reported
 
 EXCHANGES = ("auto", "memory", "gloo")
 _EXCHANGE = "DDP_LOOP_EXCHANGE"
@@ -120,6 +120,7 @@ def _leave_at_exit(world: World) -> None:
     usual = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        trace = begin_at_script(error)
         if not world.is_left:
             world.__exit__(kind, error, trace)
         if not is_reported(error):

@@ -17,7 +17,7 @@ from ddp_loop.distributed.backend import STEP, FlatSum, PieceOrder, Work
 from ddp_loop.distributed.collectives import Collectives, Operation
 from ddp_loop.distributed.devices import RankEnv
 from ddp_loop.distributed.encoding import check_plain
-from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error, shorten
+from ddp_loop.distributed.failures import PeerFailed, RankStatus, Stopped, format_error, shorten, shorten_refusal
 from ddp_loop.distributed.process_group import ProcessGroups
 from ddp_loop.distributed.processes import report_to_launcher
 from ddp_loop.distributed.stops import Stops
@@ -389,6 +389,7 @@ class World:
             self._watchdog.leaving(failed=error is not None)
         if error is not None and not isinstance(error, PeerFailed):
             self.explain(error)
+            shorten_refusal(error)
             report_to_launcher(error, self.where)
             self._store.set_failure(error, self.where)
         elif error is not None:

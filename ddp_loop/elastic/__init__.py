@@ -3,14 +3,16 @@
 from ddp_loop.elastic.command import add_run, run_command
 from ddp_loop.elastic.loopback import LOOPBACK, host_store, loopback_variables
 from ddp_loop.elastic.process_states import is_stopped, oom_kills
-from ddp_loop.elastic.rank import is_reported, leave_error, show_unless_reported
+from ddp_loop.elastic.rank import begin_at_script, is_reported, leave_advice, leave_error, show_unless_reported
 
 __all__ = [
     "LOOPBACK",
     "add_run",
+    "begin_at_script",
     "host_store",
     "is_reported",
     "is_stopped",
+    "leave_advice",
     "leave_error",
     "loopback_variables",
     "oom_kills",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -93,15 +94,16 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED and self._ranks is not None:
             rest = [one for one in self._ranks.endings() if one.rank in self._left]
-            again = self._restarts() if self._remaining_restarts > 0 else ""
-            sys.stderr.write(describe_rest(rest, again))
+            after = [self._restarts()] if self._remaining_restarts > 0 else self._ranks.advice()
+            sys.stderr.write(describe_rest(rest, after))
             sys.stderr.flush()
         return result
 
     def _describe(self, ranks: RankProcesses) -> None:
         """Describe a failure, while some ranks may still run."""
         self._left = ranks.running()
-        sys.stderr.write(describe(ranks.endings(), self._left, is_coloured=_has_colours()))
+        width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+        sys.stderr.write(describe(ranks.endings(), self._left, is_coloured=_has_colours(), width=width))
         sys.stderr.flush()
 
     def _restarts(self) -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_loop.elastic.loopback import LOOPBACK, loopback_variables
+from ddp_loop.elastic.rank import START
 
-START = "DDP_LOOP_START"  # in the ranks' environment: how the run was started (checkpoint/starting.py reads it)
 _NO_ID = "none"  # torchrun's default
 _USAGE = "%(prog)s [--ranks N|gpu] [torchrun's options] SCRIPT [SCRIPT'S ARGUMENTS]"
 _DESCRIPTION = """\

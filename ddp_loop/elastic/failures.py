@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,32 +79,37 @@ def find_first(endings: Sequence[Ending]) -> Ending:
     return min(failed, key=lambda one: (_was_ended(one), _has_lost_a_peer(one), not one.error, one.at, one.rank))
 
 
-def describe(endings: Sequence[Ending], running: Sequence[int], *, is_coloured: bool) -> str:
+def describe(
+    endings: Sequence[Ending], running: Sequence[int], *, is_coloured: bool = False, width: int | None = None
+) -> str:
     """The lines about a failure.
 
     Args:
         endings: of this host's ranks, of which one failed at least.
         running: the ranks that are still to be ended.
         is_coloured: whether the culprit is red, on a terminal.
+        width: of the terminal, in letters, for the culprit's words; None without one.
     """
     first = find_first(endings)
     head = _of_first(first)
+    if width is not None:
+        head = "\n".join(_wrap(line, width) for line in head.splitlines())
     lines = [f"{_RED}{head}{_PLAIN}" if is_coloured else head]
     others = sorted((one for one in endings if one != first), key=_by_rank)
-    lines += [f"ddp_loop: rank {one.rank} {_of_other(one, explains=first.is_stopped)}" for one in others]
+    lines += [f"ddp_loop: rank {one.rank} {_of_other(one, first)}" for one in others]
     lines += [f"ddp_loop: rank {rank} has not ended by itself, and gets SIGTERM" for rank in running]
     return "\n".join(lines) + "\n"
 
 
-def describe_rest(endings: Sequence[Ending], again: str) -> str:
+def describe_rest(endings: Sequence[Ending], after: Sequence[str]) -> str:
     """The lines that follow: how the ranks ended that still ran, and what comes next.
 
     Args:
         endings: of these ranks.
-        again: what comes next; empty if nothing does.
+        after: what comes next, or what the user can do.
     """
     lines = [f"ddp_loop: rank {one.rank} {_of_other(one)}" for one in sorted(endings, key=_by_rank)]
-    lines += [f"ddp_loop: {again}"] if again else []
+    lines += [f"ddp_loop: {words}" for words in after]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -133,17 +139,26 @@ def _of_first(one: Ending) -> str:
     return f"ddp_loop: rank {one.rank} {said}{one.where}"
 
 
-def _of_other(one: Ending, *, explains: bool = False) -> str:
+def _wrap(line: str, width: int) -> str:
+    """A line of a message over several, between words; lines of source stay as they are."""
+    if line.startswith(" "):
+        return line
+    return "\n".join(textwrap.wrap(line, max(width, 20), break_long_words=False, break_on_hyphens=False))
+
+
+def _of_other(one: Ending, first: Ending | None = None) -> str:
     """What happened to another rank than the culprit.
 
     Args:
         one: its ending.
-        explains: whether the culprit left no word, so that this rank's counts.
+        first: that of the culprit. If it was stopped and left no word, this rank's counts.
     """
     if one.is_peer:
+        explains = first is not None and first.is_stopped
         return f"was ended{one.where}" + (f": {one.line}" if explains and one.line else "")
     if one.line and not one.is_shown and one.error:
-        return f"failed{one.where} too: {one.line.splitlines()[0]}"
+        is_same = first is not None and one.line == first.line
+        return f"failed{one.where} too" + (", with the same error" if is_same else f": {one.line.splitlines()[0]}")
     return _of_code(one) + one.where
 
 

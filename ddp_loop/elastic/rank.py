@@ -20,7 +20,9 @@ from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
+START = "DDP_LOOP_START"  # in the ranks' environment: how the run was started (checkpoint/starting.py reads it)
 _FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for a rank's error
+ADVICE = ".advice"  # added to the name of that file
 _REPORTED = "_ddp_loop_is_reported"  # of an exception
 _LETTERS = 8000
 _OUTSIDE = (__file__, runpy.__file__, "<frozen runpy>", os.path.join(os.path.dirname(__file__), "__main__.py"))
@@ -57,15 +59,22 @@ def run_as_main(words: Sequence[str]) -> None:
 
 def show_unless_reported(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report an uncaught exception to the launcher, or print it if that is not possible; a `sys.excepthook`."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OUTSIDE:
-        trace = trace.tb_next
-    error.__traceback__ = trace
+    trace = begin_at_script(error)
     if not is_reported(error) and isinstance(error, Exception):  # it was raised outside of a world
         is_syntax = isinstance(error, SyntaxError)  # whose last lines show the source
         line = f"{kind.__name__}: {error}" if is_syntax else "".join(traceback.format_exception_only(error)).strip()
         leave_error(error, line, "".join(traceback.format_exception(error)), is_shown=False)
     if not is_reported(error):
         sys.__excepthook__(kind, error, trace)
+
+
+def begin_at_script(error: BaseException) -> TracebackType | None:
+    """The traceback of an uncaught exception from now on: without the lines that started the script."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OUTSIDE:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    return trace
 
 
 def _end_if_reported() -> None:
@@ -108,3 +117,19 @@ def leave_error(
         os.replace(f"{path}.new", path)  # a rank that is killed meanwhile leaves no half
         if not is_shown:
             setattr(error, _REPORTED, True)
+
+
+def leave_advice(advice: str) -> bool:
+    """Leave the launcher `run` what it is to print if a rank fails, such as how to go on; the last one counts.
+
+    Returns:
+        Whether there is such a launcher.
+    """
+    path = os.environ.get(_FILE)
+    if not path or START not in os.environ:
+        return False
+    with suppress(OSError):
+        with open(f"{path}{ADVICE}.new", "w", encoding="utf-8") as file:
+            file.write(advice)
+        os.replace(f"{path}{ADVICE}.new", f"{path}{ADVICE}")
+    return True

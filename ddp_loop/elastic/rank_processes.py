@@ -12,14 +12,17 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddp_loop.elastic.failures import Ending, read_ending
 from ddp_loop.elastic.process_states import is_stopped, oom_kills
+from ddp_loop.elastic.rank import ADVICE
 
 _GRACE_S = 2.0  # a watchdog ends a rank that cannot be interrupted 1.6 s after it has seen a failure
 _LOOK_S = 0.02
@@ -77,6 +80,14 @@ class RankProcesses:
                     lacked_memory=None if oom_now is None or self._oom_kills is None else oom_now > self._oom_kills,
                 )
             )
+        return found
+
+    def advice(self) -> list[str]:
+        """What ranks left to be printed after a failure."""
+        found = []
+        for path in self._context.error_files.values():
+            with suppress(OSError):
+                found.append(Path(f"{path}{ADVICE}").read_text("utf-8"))
         return found
 
     def _failure(self, local: int, code: int) -> ProcessFailure:

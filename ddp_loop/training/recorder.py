@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -21,10 +20,8 @@ from ddp_loop.checkpoint import (
     Snapshot,
     explained,
     is_running,
-    lacks_secret,
-    start_command,
     warm_start,
-    way_on,
+    words_to_go_on,
 )
 from ddp_loop.data import Batches, LoopPosition, MiniBatch
 from ddp_loop.distributed import World, end_unsaved, format_error
@@ -543,9 +540,4 @@ class RunRecorder:
         newest = "" if self.checkpointer is None else self.checkpointer.newest
         kept = f"checkpoint {newest}" if newest else "no checkpoint"
         words = f"stopped after step {self._where.iteration}, {kept}: {self.stopped}"
-        if not newest:
-            return words
-        start = start_command(directory=os.getcwd())
-        status = {"start": [*start.words], "directory": start.directory}
-        command = way_on(status, here=os.getcwd())
-        return "\n".join(filter(None, (words, f"to go on: {command}", lacks_secret(status))))
+        return f"{words}\n{words_to_go_on()}" if newest else words

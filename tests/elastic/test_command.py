@@ -13,7 +13,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from ddp_loop.cli import main
-from ddp_loop.elastic import command
+from ddp_loop.elastic import rank
 from ddp_loop.elastic.agent import Agent
 from ddp_loop.elastic.command import _meet_here, _misplaced_ranks, _parse, _ranks_of
 from tests.support.documents import text_of
@@ -138,7 +138,7 @@ def test_ranks_of_one_machine_meet_on_the_loopback(options: list[str], backend: 
 def test_a_run_ends_with_code_0(tmp_path: Path) -> None:
     """Quick, so that `make matrix` tries it too: each version of torch calls the agent in its own way."""
     script = tmp_path / "train.py"
-    script.write_text("print('made')\n")
+    script.write_text("import sys\nsys.stdout.write('made\\n')\n")
     command = [sys.executable, "-m", "ddp_loop", "run", "--ranks", "2", str(script)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (made.returncode, made.stdout.split(), made.stderr) == (0, ["made", "made"], "")
@@ -162,4 +162,4 @@ def test_an_agent_whose_shutdown_takes_no_timeout_ends(monkeypatch: pytest.Monke
 def test_the_variable_of_the_start_has_one_name() -> None:
     from ddp_loop.checkpoint import starting
 
-    assert command.START == starting._START
+    assert rank.START == starting._START

@@ -27,7 +27,7 @@ def left(folder: Path, **facts: object) -> str:
 
 def test_the_culprit_comes_first_with_its_traceback_and_the_others_have_a_line() -> None:
     endings = [PEER, CULPRIT, Ending(1, -15), Ending(3, 0)]
-    assert describe(endings, [], is_coloured=False).splitlines() == [
+    assert describe(endings, []).splitlines() == [
         "ddp_loop: rank 2 failed in forward of step 3:",
         *TRACE.splitlines(),
         "ddp_loop: rank 0 was ended in fold of step 3",
@@ -44,11 +44,11 @@ def test_the_culprit_is_red_on_a_terminal_and_the_rest_is_not() -> None:
     assert rest == (
         "\nddp_loop: rank 0 was ended in fold of step 3\nddp_loop: rank 4 has not ended by itself, and gets SIGTERM\n"
     )
-    assert describe_rest([Ending(4, -9, is_by_launcher=True)], "the ranks start again (restart 1 of 3)") == (
+    assert describe_rest([Ending(4, -9, is_by_launcher=True)], ["the ranks start again (restart 1 of 3)"]) == (
         "ddp_loop: rank 4 was killed by SIGKILL, which the launcher sent\n"
         "ddp_loop: the ranks start again (restart 1 of 3)\n"
     )
-    assert describe_rest([], "") == ""
+    assert describe_rest([], []) == ""
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,12 @@ def test_the_culprit_is_red_on_a_terminal_and_the_rest_is_not() -> None:
 )
 def test_the_culprit_is_who_failed_by_itself(endings: list[Ending], first: int, words: str) -> None:
     assert find_first(endings).rank == first
-    assert describe(endings, [], is_coloured=False).startswith(f"ddp_loop: {words}")
+    assert describe(endings, []).startswith(f"ddp_loop: {words}")
 
 
 def test_a_second_error_is_one_line() -> None:
     later = Ending(3, 1, 6.0, TRACE, "KeyError: 'x'\nmore", " in data of step 3", is_shown=False)
-    assert describe([CULPRIT, later], [], is_coloured=False).endswith(
-        "ddp_loop: rank 3 failed in data of step 3 too: KeyError: 'x'\n"
-    )
+    assert describe([CULPRIT, later], []).endswith("ddp_loop: rank 3 failed in data of step 3 too: KeyError: 'x'\n")
 
 
 def test_an_ending_is_read_from_the_rank_s_file(tmp_path: Path) -> None:

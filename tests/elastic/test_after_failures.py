@@ -1,0 +1,117 @@
+"""After a failure the user sees the error without lines of the package, and how to go on from the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ddp_loop.distributed.failures import shorten_refusal
+from tests.support.scripts import run
+
+pytestmark = pytest.mark.covers("J6", "E5")
+
+SCRIPT = """
+import os, sys, time
+import torch
+import ddp_loop as dl
+
+how, last = sys.argv[1], int(sys.argv[2])
+world = dl.join_world(device="cpu")
+model = torch.nn.Linear(2, 1)
+state = {"model": model}
+batches = dl.Batches(torch.ones(12, 2), 4, world)
+for step in dl.Loop(batches, 2, state=state, run_dir="run", save_every=1, progress=False):
+    for rows in step:
+        outputs = model(rows)
+        step.backward(outputs.mean() * (float("nan") if how == "nan" and step.iteration == last else 1.0))
+    step.fold()
+    if step.iteration == last and world.rank == world.size - 1:
+        while not os.path.isdir(f"run/checkpoints/step-{last - 1:08d}"):
+            time.sleep(0.01)
+        if how == "raise":
+            raise KeyError("image 7")
+        if how == "kill":
+            os.kill(os.getpid(), 9)
+"""
+RANKS = {
+    "run": ["-m", "ddp_loop", "run", "--ranks=2"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2"],
+}
+
+
+def failed(folder: Path, *words: str) -> list[str]:
+    """The lines of a job that fails."""
+    done = run(*words, folder=folder)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return [re.sub(r"^\[rank\d\]: ", "", line) for line in done.stderr.splitlines()]  # torchrun's
+
+
+def resumed_at(folder: Path, command: str) -> int:
+    """Go on by the command, to the end, and return the step after which the run resumed."""
+    words = shlex.split(command.replace(" 3", " 9"))
+    words[0] = sys.executable
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    iteration: int = json.loads((folder / "run" / "starts.jsonl").read_text().splitlines()[-1])["iteration"]
+    return iteration
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "kill", "nan"])
+@pytest.mark.parametrize("launcher", ["python", "run", "torchrun"])
+def test_the_last_lines_name_the_checkpoint_and_the_command_that_goes_on(
+    tmp_path: Path, launcher: str, how: str
+) -> None:
+    if launcher == "python" and how == "kill":
+        return  # nothing is left that could say it
+    (tmp_path / "train.py").write_text(SCRIPT)
+    lines = failed(tmp_path, *RANKS.get(launcher, []), "train.py", how, "3")
+    place = next(place for place, line in enumerate(lines) if line.startswith("to go on: "))
+    kept = re.search(r"The checkpoint step-0000000([23]) is in .*run\.$", lines[place - 1])
+    assert kept is not None
+    assert sum(line.startswith("to go on: ") for line in lines) == 1
+    assert launcher == "torchrun" or place == len(lines) - 1
+    assert resumed_at(tmp_path, lines[place].removeprefix("to go on: ")) == int(kept[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["python", "run"])
+def test_an_error_of_the_package_shows_the_lines_of_the_script_alone(tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    lines = failed(tmp_path, *RANKS.get(launcher, []), "train.py", "nan", "3")
+    assert sum(line.startswith("  File ") for line in lines) == 1
+    assert sum("The loss of step 3 is nan" in line for line in lines) == 1
+    other = [line for line in lines if line.endswith("failed in fold of step 3 too, with the same error")]
+    assert len(other) == (launcher == "run")
+
+
+@pytest.mark.parametrize("is_refusal", [True, False])
+def test_an_error_that_the_package_did_not_raise_itself_keeps_all_lines(tmp_path: Path, is_refusal: bool) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        textwrap.dedent(f"""
+        def inner():
+            {"raise ValueError('the rule')" if is_refusal else "{}['no such key']"}
+        def outer():
+            inner()
+    """)
+    )
+    package: dict[str, object] = {"__name__": "ddp_loop.some.module"}
+    exec(compile(path.read_text(), str(path), "exec"), package)
+    with pytest.raises((ValueError, KeyError)) as caught:
+        package["outer"]()  # type: ignore[operator]
+    shorten_refusal(caught.value)
+    frames = []
+    trace = caught.value.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    own = ["test_an_error_that_the_package_did_not_raise_itself_keeps_all_lines"]
+    assert frames == own + ([] if is_refusal else ["outer", "inner"])
