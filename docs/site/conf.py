@@ -80,6 +80,7 @@ docs/launching
 docs/cluster
 docs/slurm
 docs/kubernetes
+docs/ray
 docs/hosts
 docs/shares
 docs/sweeps
