@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support.harness import OnRanks
 from tests.support.paths import EXAMPLES
@@ -124,3 +126,44 @@ def test_the_generator_learns_the_same_in_one_process_and_on_two_ranks(tmp_path:
     # The same shards and noise; two competing networks amplify rounding more than one.
     assert abs(float(found[0][1][1]) - float(found[1][1][1])) < 0.1
     assert (tmp_path / "together" / "rows.jsonl").read_text().count("\n") == 10 * 16
+
+
+@pytest.mark.slow
+@pytest.mark.covers("E7")
+@pytest.mark.parametrize(
+    ("script", "arguments", "resumed"),
+    [
+        ("ppo/train.py", ["--updates", "6", "--environments", "10", "--shards", "4"], ["--updates", "3"]),
+        ("diffusion/train.py", ["--epochs", "2", "--points", "1000", "--shards", "4"], ["--epochs", "1"]),
+    ],
+)
+def test_weights_have_the_same_bits_on_any_ranks_and_after_a_resume(
+    tmp_path: Path, script: str, arguments: list[str], resumed: list[str]
+) -> None:
+    """Environments of a shard, averaged weights, and the noise that both draw."""
+
+    def train(ranks: int, folder: str, *more: str) -> dict[str, torch.Tensor]:
+        launcher = ["-m", "ddp_loop", "run", "--ranks", str(ranks)]
+        words = [*launcher, script, "--device", "cpu", *arguments, "--run-dir", str(tmp_path / folder), *more]
+        done = run(*words, folder=EXAMPLES)
+        assert done.returncode == 0, done.stderr
+        [*_, newest] = sorted((tmp_path / folder / "checkpoints").iterdir())
+        return load_file(newest / "tensors.safetensors")
+
+    alone = train(1, "alone")
+    train(3, "resumed", *resumed)
+    for found in (train(2, "together"), train(2, "resumed")):
+        assert found.keys() == alone.keys()
+        assert all(found[name].equal(alone[name]) for name in alone)
+
+
+@pytest.mark.slow
+def test_the_pole_falls_less_often_and_the_spirals_come_nearer(tmp_path: Path) -> None:
+    played = run("ppo/train.py", "--updates", "20", "--device", "cpu", folder=EXAMPLES)
+    falls = [float(number) for number in re.findall(r"Falls in 1,000 steps: (\d+\.\d)", played.stdout)]
+    assert len(falls) == 2, played.stderr
+    assert falls[-1] < 15  # 45 by chance
+    made = run("diffusion/train.py", "--epochs", "20", "--device", "cpu", folder=EXAMPLES)
+    near = [float(number) for number in re.findall(r"averaged weights: (\d+\.\d+)", made.stdout)]
+    assert len(near) == 2, made.stderr
+    assert near[-1] < 0.007  # 0.011 for a cloud of the same spread

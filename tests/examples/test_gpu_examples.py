@@ -29,6 +29,8 @@ SMALL = {
     "by_hand.py": "",
     "gan.py": "--epochs 1 --points 512 --run-dir run",
     "tokens.py": "--epochs 1 --sentences 64 --run-dir run",
+    "diffusion/train.py": "--epochs 1 --points 512 --run-dir run",
+    "ppo/train.py": "--updates 2 --environments 6 --time 8 --passes 2 --run-dir run",
     "autoencoder/train.py": "--epochs 1 --images 400 --batch-size 100 --folder run",
     "finetune/train.py": "--epochs 1 --texts 48 --run-dir run",
     "digits/train.py": "--data images --epochs 1 --batch-size 16 --run-dir run",
