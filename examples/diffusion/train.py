@@ -5,7 +5,7 @@ All your GPUs:    ddp_loop run train.py
 Two CPU ranks:    ddp_loop run --ranks 2 train.py
 
 The averaged weights are torch's `AveragedModel`, updated after each optimizer step as in a script for one device. They
-are part of `state`, so a resumed run goes on with them. Times and noise are drawn inside the step, from the stream of
+are part of `state`, so they are in each checkpoint. Times and noise are drawn inside the step, from the stream of
 the shard: with `--shards 4` a run has the same bits on any number of ranks.
 """
 

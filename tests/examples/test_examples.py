@@ -129,7 +129,7 @@ def test_the_generator_learns_the_same_in_one_process_and_on_two_ranks(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.covers("E7")
+@pytest.mark.covers("H7")
 @pytest.mark.parametrize(
     ("script", "arguments", "resumed"),
     [
