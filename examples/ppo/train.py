@@ -6,7 +6,7 @@ Two CPU ranks:    ddp_loop run --ranks 2 train.py
 
 The data of the loop are the numbers of the environments, and a step takes all of them. So a shard is a group of
 environments: its rank plays them with the policy as it is now, and each further pass over the step learns from the same
-rollouts. Actions are drawn from the stream of the shard: with `--shards 4` the bits are the same on any number of ranks.
+rollouts. Actions are drawn from the stream of the shard, so with `--shards 4` a run has the same bits on any ranks.
 """
 
 from __future__ import annotations
