@@ -27,7 +27,7 @@ def use_bfloat16(world: World) -> bool:
     """
     if all(world.gather(world.accelerator.has_bfloat16())):
         return True
-    world.print("bfloat16 is not used: a rank's device has no instructions for it. Training in fp32.")
+    world.say("bfloat16 is not used: a rank's device has no instructions for it. Training in fp32.")
     return False
 
 

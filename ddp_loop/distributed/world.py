@@ -1,7 +1,13 @@
-"""The world: all ranks as one of them sees them, their collectives, and how one rank's failure ends all of them."""
+"""The world: all ranks as one of them sees them, their collectives, and how one rank's failure ends all of them.
+
+[Note: The package's own lines] What the package says in a run goes to the logger "ddp_loop" of Python's `logging`, on
+rank 0. Its handler prints to the standard output, unless the script gave the logger one before it imported the package.
+What must be read although logging is off goes to the standard error: failures, and what the launcher says.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
@@ -30,6 +36,21 @@ _FIRST = (
     "No collective can run inside `with world.rank_zero_first()`, where the ranks are at different places. "
     "Call it after the block."
 )
+
+
+class _PrintingHandler(logging.Handler):
+    """Prints records with the name of the package, to the standard output of the moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # such as that of a full disk
+            print(f"{record.name}: {record.getMessage()}\n", end="", flush=True)  # one write: other threads print too
+
+
+_LOGGER = logging.getLogger("ddp_loop")
+if not _LOGGER.handlers:  # else the script has its own
+    _LOGGER.addHandler(_PrintingHandler())
+    _LOGGER.setLevel(logging.INFO)
+    _LOGGER.propagate = False
 
 
 class World:
@@ -308,8 +329,9 @@ class World:
                 print(" ".join(map(str, values)) + "\n", end="", flush=True)  # one write: other threads print too
 
     def say(self, line: str) -> None:
-        """Print a line of the package's own, on rank 0."""
-        self.print(f"ddp_loop: {line}")
+        """Log a line of the package's own, on rank 0. See [Note: The package's own lines]."""
+        if self.rank == 0:
+            _LOGGER.info(line)
 
     @contextmanager
     def rank_zero_first(self, timeout_s: float = 1800.0) -> Iterator[None]:

@@ -72,7 +72,7 @@ class FinalPictures:
         try:
             export_if_small(folder)
         except Exception as error:  # a picture is not worth a run
-            self._world.print(f"ddp_loop: {folder} was not drawn. {error!r}")
+            self._world.say(f"{folder} was not drawn. {error!r}")
         if sys.stdout.isatty() and (there := results_in(folder)):
             self._world.print(f"{folder}: {', '.join(there)}")
 

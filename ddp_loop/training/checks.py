@@ -482,9 +482,7 @@ class NonFiniteStateCheck(Check):
             )
         if not self._told:
             self._told = True
-            self._world.print(
-                f'ddp_loop: {told} NaN after step {iteration}; training continues with on_nonfinite="{self._rule}"'
-            )
+            self._world.say(f'{told} NaN after step {iteration}; training continues with on_nonfinite="{self._rule}"')
         return None
 
     def _is_new(self, name: str, tensor: torch.Tensor, never: Collection[str]) -> bool:

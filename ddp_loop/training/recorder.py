@@ -210,7 +210,7 @@ class RunRecorder:
                     "resume=False to start over (its files move to before/)."
                 )
             elif progress:
-                self._world.print(f"{checkpointer.folder}: resumes after step {where.iteration}")
+                checkpointer.say(f"{checkpointer.folder} resumes after step {where.iteration}")
 
         def begin() -> str | None:
             opened = all_of(receivers)

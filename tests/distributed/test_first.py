@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from contextlib import redirect_stdout
@@ -177,3 +178,28 @@ def test_the_error_of_rank_0_names_its_place_on_the_others(on_ranks: OnRanks) ->
     for text, *place in others:
         assert "no such folder" in text
         assert place == ["start", 3, 0]
+
+
+def logged_by(level: int) -> list[str]:
+    """What a handler of the script gets of the package's own lines."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ddp_loop")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        with dl.join_world() as world:
+            world.say("a line of 100 %")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    return found
+
+
+def test_the_package_logs_its_own_lines_on_rank_0(on_ranks: OnRanks, capsys: pytest.CaptureFixture[str]) -> None:
+    assert on_ranks(2, logged_by, logging.INFO) == [["a line of 100 %"], []]
+    assert on_ranks(2, logged_by, logging.WARNING) == [[], []]
+    logged_by(logging.INFO)
+    assert capsys.readouterr().out == "ddp_loop: a line of 100 %\n"
