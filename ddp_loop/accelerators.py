@@ -191,7 +191,8 @@ class Cpu(Accelerator):
     is_host = True
 
     def __str__(self) -> str:
-        return f"cpu: {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"cpu: {threads} thread{'s' if threads != 1 else ''}"
 
     def has_bfloat16(self) -> bool:
         """Whether the processor has instructions for it: AVX512-BF16 or AMX, or those of ARM."""

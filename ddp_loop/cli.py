@@ -321,7 +321,11 @@ def _add_plot(add: Callable[..., Any]) -> None:
     )
     command.add_argument("--title", metavar="TEXT", help="above the curves (default: the run's name)")
     command.add_argument(
-        "--smooth", type=_count, default=0, metavar="STEPS", help="draw means over so many steps, and the rows pale"
+        "--smooth",
+        type=_count,
+        default=0,
+        metavar="STEPS",
+        help="draw exponential means over so many steps, and the rows pale",
     )
     command.add_argument("--log", action="store_true", help="logarithmic scale (default: where values span much)")
 

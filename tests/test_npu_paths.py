@@ -100,7 +100,7 @@ def describe() -> tuple[int, list[str], float, float, list[float], list[float]]:
 def test_such_a_device_is_described_and_what_it_does_not_count_is_0(on_fake_npus: OnRanks) -> None:
     count, lines, held, free, _, copied = on_fake_npus(1, describe)[0]
     assert count == 4
-    assert lines[1:5] == [f"npu:{index}: npu" for index in range(4)]
+    assert lines[2:6] == [f"npu:{index}: npu" for index in range(4)]
     assert "run --ranks 4 " in lines[-1]
     assert (held, free) == (0.0, 0.0)
     assert copied == [0.0, 1.0, 2.0, 3.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -169,15 +170,17 @@ def _index_of(one: str, wish: str, gpus: int, uuids: Callable[[], Sequence[str]]
 
 
 def describe_devices() -> str:
-    """The devices of this machine, one a line, and the command that uses them."""
+    """The machine, its devices, one a line, and the command that uses them."""
     gpus = all_gpus()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     lines = [
+        f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB of memory",
         str(accelerator_of(torch.device("cpu"))),
         *(", ".join(filter(None, [str(gpu), gpu.uuid()])) for gpu in gpus),
     ]
     ranks = len(gpus) or 2
     why = "one rank per GPU" if gpus else "no GPU: ranks on the CPU"
-    return "\n".join([*lines, f"python -m ddp_loop run --ranks {ranks} train.py   # {why}"])
+    return "\n".join([*lines, f"ddp_loop run --ranks {ranks} train.py   # {why}"])
 
 
 class HasRanks(Protocol):

@@ -315,7 +315,7 @@ def _of_loop(one: Trace, other: Trace, tolerance: float | None) -> _Verdict:
         return _Verdict(evaluated, (), evaluated is None)
     unequal, largest = compare_values(one, other, tolerance)
     lines = tuple(
-        f"{kind}: {each.tolerances:.3g} of the tolerance, {each.bits:.0f} bits (`{each.name}`, step {each.step})"
+        f"{kind}: at most {each.tolerances:.2%} of what rounding explains (`{each.name}`, step {each.step})"
         for kind, each in largest.items()
     )
     same_shards = one.head["shards"] == other.head["shards"]

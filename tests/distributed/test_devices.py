@@ -183,14 +183,16 @@ def test_a_world_is_what_scale_batch_size_takes() -> None:
 @pytest.mark.covers("C1")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_gpus_the_cpu_is_described_and_two_ranks_are_proposed() -> None:
-    cpu, command = describe_devices().splitlines()
-    assert cpu == f"cpu: {torch.get_num_threads()} threads"
-    assert command.split("#")[0].split() == ["python", "-m", "ddp_loop", "run", "--ranks", "2", "train.py"]
+    machine, cpu, command = describe_devices().splitlines()
+    assert machine.startswith(f"torch {torch.__version__}, ")
+    threads = torch.get_num_threads()
+    assert cpu == ("cpu: 1 thread" if threads == 1 else f"cpu: {threads} threads")
+    assert command.split("#")[0].split() == ["ddp_loop", "run", "--ranks", "2", "train.py"]
 
 
 def require_description(lines: list[str], gpus: int) -> None:
-    assert [line.split(":")[:2] for line in lines[1:-1]] == [["cuda", str(number)] for number in range(gpus)]
-    assert all(line.rpartition(", ")[2].startswith("GPU-") for line in lines[1:-1])
+    assert [line.split(":")[:2] for line in lines[2:-1]] == [["cuda", str(number)] for number in range(gpus)]
+    assert all(line.rpartition(", ")[2].startswith("GPU-") for line in lines[2:-1])
     assert f"run --ranks {gpus} " in lines[-1]
 
 

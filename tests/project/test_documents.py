@@ -221,10 +221,12 @@ def test_the_prose_is_plain_english() -> None:
 
 def test_nothing_strays_at_the_root() -> None:
     known = {
+        ".dockerignore",
         ".gitignore",
         "CHANGELOG.md",
         "CITATION.cff",
         "CONTRIBUTING.md",
+        "Dockerfile",
         "LICENSE",
         "Makefile",
         "README.md",
