@@ -154,8 +154,8 @@ FAULTS: dict[int, tuple[Edit, ...]] = {
     15: (
         Edit(
             "ddp_loop.distributed.devices:describe_devices",
-            "-m ddp_loop run --ranks {ranks}",
-            "--nproc_per_node={ranks}",
+            "ddp_loop run --ranks {ranks}",
+            "torchrun --nproc_per_node={ranks}",
         ),
     ),
 }
