@@ -2,7 +2,7 @@
 
     python launch/ray_train.py --workers 8 --gpu --restarts 3 train.py --epochs 20 --run-dir /shared/run
 
-Needs `pip install 'ray[train]'` and, on each machine, the script and its data at the same paths. A worker is a rank.
+Needs `pip install 'ddp_loop[ray]'` and, on each machine, the script and its data at the same paths. A worker is a rank.
 When one fails, Ray starts all again, and the script resumes from its run folder, which all machines must see.
 """
 
@@ -50,10 +50,13 @@ def read_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
-
     options = read_arguments()
+    try:
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
+    except ImportError as error:
+        raise SystemExit(f"ray_train.py needs Ray. {error}. Install it: pip install 'ddp_loop[ray]'.") from None
+
     words = [os.path.abspath(options.script), *options.arguments]
     trainer = TorchTrainer(
         run_script,

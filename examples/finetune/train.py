@@ -19,15 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, disable_progress_bars
-from peft import LoraConfig, PeftModel, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torchmetrics.text import Perplexity
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import ddp_loop as dl
+
+try:
+    from datasets import Dataset, disable_progress_bars
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from torchmetrics.text import Perplexity
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+except ImportError as error:
+    raise SystemExit(f"This example needs more packages. {error}. pip install 'ddp_loop[finetune,metrics]'") from None
 
 PAD = "<pad>"
 END = "<end>"

@@ -68,3 +68,15 @@ def test_accelerates_mean_of_means_has_another_gradient() -> None:
     line = next(line for line in done.stdout.splitlines() if line.startswith("2 ranks"))
     off = float(line.split("gradient ")[1].split(" %")[0])
     assert off > 1, line
+
+
+def test_a_missing_package_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "peft.py").write_text("raise ImportError('No module named peft')")
+    done = run(
+        "-c",
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import runpy; runpy.run_path('train.py')",
+        folder=FOLDER,
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.endswith("No module named peft. pip install 'ddp_loop[finetune,metrics]'")

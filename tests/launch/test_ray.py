@@ -115,3 +115,18 @@ def test_tasks_of_ray_add_slots_to_a_sweep(tmp_path: Path) -> None:
             sweep.kill()
     trials = [json.loads(path.read_text()) for path in (tmp_path / "runs" / "file").glob("trials/*/trial.json")]
     assert [trial["status"] for trial in trials] == ["done"] * 3
+
+
+def test_a_missing_ray_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError('No module named ray')")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "ray_train.py"), "train.py"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=RAY_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.endswith("Install it: pip install 'ddp_loop[ray]'.")

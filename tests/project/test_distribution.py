@@ -34,6 +34,7 @@ CASES = {  # what an extra is for, as a statement that needs its packages
     "monitor": "from ddp_loop.monitor.server import check_installed; check_installed()",
     "notebook": "import cloudpickle",
     "plots": "from ddp_loop import plots; plots._make_figure(1, 1)",
+    "ray": "import tensorboardX, msgpack",  # Ray itself brings a psutil of its own, which is hidden here
     "slurm": "from submitit import SlurmExecutor",
     "sweep": "from ddp_loop.sweeps.storage import require_optuna; require_optuna()",
     "tensorboard": "from ddp_loop import sinks; sinks.tensorboard_sink('board')",
@@ -44,6 +45,7 @@ NAMED = set(CASES) - {
     "finetune",
     "metrics",
     "notebook",
+    "ray",
     "slurm",
     "terminal",
 }  # whose statement names the extra where it lacks
