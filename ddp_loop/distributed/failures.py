@@ -85,31 +85,32 @@ def shorten(error: PeerFailed) -> PeerFailed:
     """Leave the script's own lines in the traceback of a rank whose peer failed, and nothing that gloo raised."""
     error.__cause__ = None
     error.__suppress_context__ = True
-    _end_at_script(error.__traceback__)
-    return error
-
-
-def shorten_refusal(error: BaseException) -> None:
-    """Leave the script's own lines in the traceback of an error that a `raise` of this package made, with its remedy.
-
-    An error of another kind, as of a bug or of a dataset, keeps all lines.
-    """
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or not _is_of_package(trace):
-        return
-    line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-    if line.lstrip().startswith("raise "):
-        _end_at_script(error.__traceback__)
-
-
-def _end_at_script(trace: TracebackType | None) -> None:
-    """End a traceback before the first line of this package."""
     while trace is not None and trace.tb_next is not None:
         if _is_of_package(trace.tb_next):
             trace.tb_next = None
         trace = trace.tb_next
+    return error
+
+
+def shorten_refusal(error: BaseException) -> None:
+    """Leave out the last lines of a traceback where a `raise` of this package made the error, with its remedy.
+
+    An error of another kind, as of a bug or of a dataset, keeps all lines.
+    """
+    script = None
+    last = None
+    trace = error.__traceback__
+    while trace is not None:
+        if not _is_of_package(trace):
+            script = trace
+        last = trace
+        trace = trace.tb_next
+    if script is None or last is None or script is last:
+        return
+    line = linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno)
+    if line.lstrip().startswith("raise "):
+        script.tb_next = None
 
 
 def _is_of_package(trace: TracebackType) -> bool:
