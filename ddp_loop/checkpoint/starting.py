@@ -93,9 +93,12 @@ def way_on(status: Mapping[str, Any], here: str | None = None) -> str:
 
 def words_to_go_on() -> str:
     """The lines with the command that resumes this run, without its secrets."""
-    start = start_command(directory=os.getcwd())
+    here = None
+    with suppress(OSError):  # the folder was removed
+        here = os.getcwd()
+    start = start_command(directory=here)
     status = {"start": [*start.words], "directory": start.directory}
-    return "\n".join(filter(None, (f"to go on: {way_on(status, here=os.getcwd())}", lacks_secret(status))))
+    return "\n".join(filter(None, (f"to go on: {way_on(status, here=here)}", lacks_secret(status))))
 
 
 def lacks_secret(status: Mapping[str, Any]) -> str:

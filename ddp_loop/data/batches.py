@@ -357,7 +357,7 @@ class Batches:
 
     @property
     def unused(self) -> Unused | None:
-        """The samples of parts that no mini-batch has; of own streams those of the last epoch, None if unknown."""
+        """The number of samples that no mini-batch has. Own streams: in the last epoch; None if unknown."""
         if isinstance(self._parts, Parts):
             return Unused(sum(self._parts.sizes) - self._parts.samples)
         return None if self._own is None else self._own.unused

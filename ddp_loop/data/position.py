@@ -113,7 +113,7 @@ class LoopPosition:
         if not whole or (steps is not None and (position > steps or epoch * steps + position != iteration)):
             extent = "never ends" if steps is None else f"has {steps} mini-batches"
             return ValueError(
-                "iteration must be the mini-batches of the completed epochs plus position, those of the current epoch. "
+                "iteration must count the mini-batches of all completed epochs plus position, in the current one. "
                 f"Got {dict(state)} where an epoch {extent}. Use the data and the batch_size of the other loop."
             )
         return None

@@ -75,8 +75,8 @@ class StreamReader:
 
         Args:
             epoch: counted from 0.
-            pieces: read from the source, each with its samples and this rank's shards of them. Their random states
-                continue from one piece to the next, apart from those of the process and of `collate`.
+            pieces: read from the source, each with its samples and this rank's shards of them. Reading has random
+                states of its own, which continue from one piece to the next.
 
         Raises:
             ValueError: the stream gives no piece, as one that does not restart.

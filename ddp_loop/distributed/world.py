@@ -42,7 +42,7 @@ class _PrintingHandler(logging.Handler):
     """Prints records with the name of the package, to the standard output of the moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # such as that of a full disk
+        with suppress(OSError):  # the disk may be full
             print(f"{record.name}: {record.getMessage()}\n", end="", flush=True)  # one write: other threads print too
 
 
@@ -319,7 +319,7 @@ class World:
     # -- one rank, or one after the other ------------------------------------------------------------------
 
     def print(self, *values: object) -> None:
-        """Print on rank 0 alone, at once; an OSError, such as that of a full disk, is ignored.
+        """Print on rank 0 alone, at once; an OSError, as from a full disk, is ignored.
 
         Args:
             values: as for Python's `print`.

@@ -151,7 +151,7 @@ def _of_other(one: Ending, first: Ending | None = None) -> str:
 
     Args:
         one: its ending.
-        first: that of the culprit. If it was stopped and left no word, this rank's counts.
+        first: the culprit's ending. If it was stopped and left no word, this rank's word counts.
     """
     if one.is_peer:
         explains = first is not None and first.is_stopped

@@ -21,7 +21,7 @@ class Point(NamedTuple):
 
     Attributes:
         kind: "row", "evaluation", "logged", or one of the sink's own.
-        values: by name; those of evaluations have names below `evaluation/`.
+        values: by name; an evaluation puts its names below `evaluation/`.
         iteration: the step.
         at_s: when it came, in seconds since 1970.
     """

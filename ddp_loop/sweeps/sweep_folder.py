@@ -69,7 +69,7 @@ class SweepFolder:
     def _begin(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write sweep.json under the lock: another process may have begun a sweep here since the folder was read."""
         before = _read_before(self.folder, facts)
-        words = list(facts.get("arguments", ()))
+        words = list(facts["job"].get("arguments", ()))
         if hide_secrets(words) != words:  # workers need them, so the folder's files and its trials' have them
             self.folder.chmod(_PRIVATE)
         found = {"began": time.time(), "id": secrets.token_hex(8), **before, **facts}

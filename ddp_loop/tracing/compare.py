@@ -139,7 +139,7 @@ def rounding_of(trace: Trace) -> float:
 def compare_values(
     one: Trace, other: Trace, tolerance: float | None = None
 ) -> tuple[Mismatch | None, dict[str, Mismatch]]:
-    """The worst value in the first step and stage with a difference above the tolerance, and that of each kind.
+    """The worst value in the first step and stage with a difference above the tolerance, and the worst of each kind.
 
     Args:
         one: a trace with values.

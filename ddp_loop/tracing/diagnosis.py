@@ -81,7 +81,7 @@ AVERAGES = (
     'a sum. Pass the mean as step.backward(loss), without reduction="sum".'
 )
 WEIGHS_PARTS = (
-    "the loss and the gradients of shard {number} are those of its halves with the weights {weights}, but the halves "
+    "shard {number} has the loss and the gradients that its halves give with the weights {weights}, but the halves "
     "count {shares}. Is the loss a mean over something other than the samples (tokens, boxes)? Then give weight=, the "
     "shard's number of them, to step.backward."
 )
@@ -303,7 +303,7 @@ class _Pair:
 
 
 def _is_large(samples: int, parts: int) -> bool:
-    """Whether a sum's growth from the parts to the shard is far above that of a logarithm."""
+    """Whether a sum's growth from the parts to the shard is far above a logarithm's."""
     return parts < samples and log(samples) < _FAR * parts * log(samples / parts)
 
 

@@ -79,6 +79,7 @@ class FoldPass:
 
     Attributes:
         opened_by: its step, between its first shard and its fold.
+        gathers: whether an earlier pass had held outputs.
         decision: of all ranks at its fold.
         had_gradients: whether its fold left any.
         records, empty: what its shards left, and a rank without a shard, under synced batch norm.
@@ -88,6 +89,7 @@ class FoldPass:
     """
 
     opened_by: object = None
+    gathers: bool = False
     decision: ControlDecision | None = None
     had_gradients: bool = False
     records: list[ShardRecord] = field(default_factory=list)
@@ -209,7 +211,7 @@ class Fold:
         has_flags = self._rows is not None and not gathers and not self.sync_channels  # as all ranks know alike
         self.control.open(has_flags=has_flags)
         self._world.blocked_because = _OPEN
-        self.current = FoldPass(step or self)
+        self.current = FoldPass(step or self, gathers)
         self.gradients.open()
         if self._buffers.found:
             self._buffers.open()
@@ -284,6 +286,8 @@ class Fold:
         record.failed = True  # stays True if backward raises
         record.modes = () if all(map(_TRAINING, self.modules.values())) else self.modes()
         self._statistics.discard()
+        if self.current.gathers:
+            last = False  # no sum begins before the ranks' word: [Note: One word a pass] in `gather`
         if last and self.control.owes_flag:
             self._send_flag(None)
         if self.sync_channels and not isinstance(factor, torch.Tensor) and factor == 0:

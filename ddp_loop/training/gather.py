@@ -6,7 +6,8 @@ ranks' gradients would need one, in an order that empty shards and several shard
 the loss once for each rank.
 
 [Note: One word a pass] Once a loop has gathered, the ranks end each pass with a word, whether they gather or fold
-without. So a rank that does the other thing raises, instead of joining a sum of another size.
+without. So a rank that does the other thing raises, instead of joining a sum of another size. No sum begins before the
+word, in a backward either, since a rank without a shard has no backward.
 """
 
 from __future__ import annotations

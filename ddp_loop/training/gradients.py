@@ -661,7 +661,7 @@ class Gradients:
         Args:
             loss: shape ().
             factor: the shard's share.
-            last: whether the rank has no further shard.
+            last: whether the rank has no further shard, and sums may begin.
             more: whether the shard has another loss, perhaps on the same graph.
 
         Raises:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_loop.checkpoint import Start, start_command, way_on
+from ddp_loop.checkpoint import Start, start_command, way_on, words_to_go_on
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.covers("J6")
@@ -86,3 +86,13 @@ def test_the_way_on_can_be_pasted() -> None:
 @pytest.mark.parametrize("start", [None, [], "python train.py", ["python", 3], {"argv": []}])
 def test_a_status_without_a_start_has_no_way_on(start: object) -> None:
     assert way_on({"start": start, "directory": "/home/me"}) == ""
+
+
+def test_a_working_folder_that_is_gone_does_not_spoil_the_words_after_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made beside each checkpoint, so an error would count as one of the checkpoint."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert words_to_go_on().startswith("to go on: ")

@@ -234,3 +234,30 @@ def test_passes_with_and_without_a_gather_follow_each_other(on_ranks: OnRanks) -
     gradients = same_on_all(on_ranks(2, pass_thrice))
     assert distance(gradients, on_ranks(1, pass_thrice)[0]) < BOUND
     assert is_same(gradients[:4], gradients[4:8])
+
+
+def gather_in_every_second_step(bucket_cap_mib: float) -> Tensors:
+    """What is left of steps of one sample, so that a second rank has no shard."""
+    with dl.join_world() as world:
+        model, optimizer = model_of(encoder)
+        batches = dl.Batches(samples(6), 1, world, shuffle=False)
+        state = {"model": model, "optimizer": optimizer}
+        for step in dl.Loop(batches, 1, state=state, bucket_cap_mib=bucket_cap_mib, progress=False):
+            if step.iteration % 2:
+                for rows in step:
+                    step.backward(model(rows).square().mean())
+            else:
+                for rows in step:
+                    step.hold(model(rows))
+                step.backward(step.gather().square().mean())
+            step.fold()
+            optimizer.step()
+        return state_of(model)
+
+
+def test_no_sum_begins_before_the_word_of_a_pass_without_a_gather(on_ranks: OnRanks) -> None:
+    """A rank with a shard could begin a bucket's sum in backward, and one without gives its word first."""
+    alone = on_ranks(1, gather_in_every_second_step, 25.0)[0]
+    for bucket_cap_mib in (1e-5, 25.0):
+        found = same_on_all(on_ranks(2, gather_in_every_second_step, bucket_cap_mib))
+        assert distance(found, alone) < BOUND
