@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import isclose, isfinite
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint import FileSum, is_running
+from ddp_loop.checkpoint import is_running
 from ddp_loop.data import LoopPosition
 from ddp_loop.reporting.console import ConsoleLog
 from ddp_loop.reporting.jsonl import JsonlWriter
@@ -34,20 +34,12 @@ class EvaluationLog:
     """The evaluations of a run: {epoch, iteration, <metrics>, samples, elapsed_s} each; see [Note: Again].
 
     Args:
-        path: of the file; None without a run folder.
-        after: the iteration that the run resumes from.
-        warn: called with a message when the file cannot be written.
-        sum_before: the file's sum in the checkpoint; None if that has none.
-
-    Attributes:
-        file: the writer; None without a run folder.
+        file: of the run.
     """
 
-    def __init__(
-        self, path: Path | None, after: int, warn: Callable[[str], None], sum_before: FileSum | None = None
-    ) -> None:
-        self.file = None if path is None else JsonlWriter(path, after, warn, "drop", sum_before=sum_before)
-        self._known = [] if self.file is None else self.file.known  # of the last iteration
+    def __init__(self, file: JsonlWriter) -> None:
+        self._file = file
+        self._known = file.known  # of the last iteration
 
     def record(
         self, epoch: int, iteration: int, result: Mapping[str, float], elapsed_s: float
@@ -60,9 +52,8 @@ class EvaluationLog:
         if any(_is_repeated(one, line) for one in self._known):
             return None
         self._known.append(line)
-        if self.file is not None:
-            self.file.add(json.dumps(line) + "\n")
-            self.file.flush()
+        self._file.add(json.dumps(line) + "\n")
+        self._file.flush()
         return line
 
 

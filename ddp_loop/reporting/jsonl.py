@@ -10,7 +10,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from io import FileIO
 from itertools import pairwise
@@ -218,7 +218,7 @@ class JsonlWriter:
     """A JSON Lines file that grows by whole lines; a line that was written in part is cut off.
 
     Args:
-        path: the file, created if it is missing: with `once` now, otherwise by its first line.
+        path: the file, created if it is missing: with `once` now, otherwise by its first line. None takes nothing.
         after: rows of later iterations are cut off; see [Note: Damage] for what is damaged.
         warn: called with a message when lines cannot be written, and when they can again.
         on_full: what happens to lines that cannot be written: "raise" raises OSError, "keep" keeps the newest
@@ -239,7 +239,7 @@ class JsonlWriter:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         after: int,
         warn: Callable[[str], None],
         on_full: OnFull,
@@ -248,10 +248,10 @@ class JsonlWriter:
         once: bool = False,
         sum_before: FileSum | None = None,
     ) -> None:
-        self._path = path
+        self._path = path or Path()
         self._warn = warn
         self._on_full = on_full
-        self._folder = identity(path.parent)
+        self._folder = identity(self._path.parent)
         self._file: FileIO | None = None
         self._size = 0  # of the whole lines in the open file
         self._sum = hashlib.sha256()
@@ -259,12 +259,12 @@ class JsonlWriter:
         self._lines: list[str] = []
         self.lost = 0
         self._problem: OSError | None = None  # while the file cannot be written
-        self._is_over = False
+        self._is_over = path is None
         self.elapsed_s = 0.0
         self.known: list[Row] = []
         self.notice = ""
         before, digest = sum_before or (0, "")
-        if once or before or path.exists():
+        if path is not None and (once or before or path.exists()):
             try:
                 with self._explaining():
                     self._recover(after, begin or (lambda: lambda row: None), once)
@@ -282,7 +282,8 @@ class JsonlWriter:
 
     def add(self, line: str) -> None:
         """Add a line, which the next `flush` writes."""
-        self._lines.append(line)
+        if not self._is_over:
+            self._lines.append(line)
 
     def flush(self) -> None:
         """Write the added lines.
@@ -416,3 +417,35 @@ class JsonlWriter:
 
     def _explaining(self) -> AbstractContextManager[None]:
         return explained(f"{self._path} cannot be written", REPAIR)
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Opens the files of lines in a run folder.
+
+    Attributes:
+        folder: of the run; without one the files take nothing.
+        after: the iteration that the run resumes from.
+        warn: called with a message when a file is damaged, cannot be written, and can again.
+        sums: of the files in the checkpoint, by name.
+    """
+
+    folder: Path | None
+    after: int
+    warn: Callable[[str], None]
+    sums: Mapping[str, FileSum] = field(default_factory=dict)
+
+    def open(
+        self, name: str, on_full: OnFull, begin: Callable[[], Each] | None = None, *, once: bool = False, fate: str = ""
+    ) -> JsonlWriter:
+        """Open a file; `fate` ends the message about what is damaged. See `JsonlWriter`.
+
+        Raises:
+            OSError: the file cannot be read or written.
+        """
+        path = None if self.folder is None else self.folder / name
+        before = self.sums.get(name)
+        file = JsonlWriter(path, self.after, self.warn, on_full, begin, once=once, sum_before=before)
+        if file.notice:
+            self.warn(f"{self.folder}: {file.notice}{fate}")
+        return file

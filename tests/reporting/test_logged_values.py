@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from ddp_loop.reporting.evaluations import EvaluationLog
+from ddp_loop.reporting.jsonl import JsonlWriter, RunFiles
 from ddp_loop.reporting.logged_values import MOST_TEXT, LoggedValues
 from ddp_loop.reporting.sink_calls import SinkCalls
 
@@ -20,7 +21,7 @@ LAST = 4  # the checkpoint's iteration
 
 def opened(folder: Path, after: int = 0, warnings: list[str] | None = None) -> LoggedValues:
     calls = SinkCalls([], print)
-    return LoggedValues(folder, after, calls, print if warnings is None else warnings.append, 0.0)
+    return LoggedValues(RunFiles(folder, after, print if warnings is None else warnings.append), calls, 0.0)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ class Killed:
 def test_what_a_sink_was_given_before_a_kill_is_known_when_the_run_resumes(tmp_path: Path) -> None:
     sink = Killed(tmp_path / "one")
     (tmp_path / "one").mkdir()
-    values = LoggedValues(tmp_path / "one", 0, SinkCalls([sink], print), print, 0.0)
+    values = LoggedValues(RunFiles(tmp_path / "one", 0, print), SinkCalls([sink], print), 0.0)
     for step in range(1, LAST + 1):
         values.add(1, step, {"score": float(step)})
         values.end_line()
@@ -69,7 +70,7 @@ def test_what_a_sink_was_given_before_a_kill_is_known_when_the_run_resumes(tmp_p
         folder.mkdir()
         (folder / "logged.jsonl").write_text(left)
         again = Killed(folder)
-        resumed = LoggedValues(folder, int(score), SinkCalls([again], print), print, 0.0)
+        resumed = LoggedValues(RunFiles(folder, int(score), print), SinkCalls([again], print), 0.0)
         resumed.add(1, int(score), {"score": score})
         resumed.close()
         assert again.got == []
@@ -145,5 +146,7 @@ def test_a_step_that_two_epochs_share_has_a_line_of_each(tmp_path: Path) -> None
 
 
 def test_a_metric_does_not_take_the_place_of_the_iteration() -> None:
-    line = EvaluationLog(None, 0, print).record(2, 5, {"iteration": 9.0, "epoch": 8.0, "loss": 0.5}, 1.0)
+    line = EvaluationLog(JsonlWriter(None, 0, print, "drop")).record(
+        2, 5, {"iteration": 9.0, "epoch": 8.0, "loss": 0.5}, 1.0
+    )
     assert line == {"epoch": 2, "iteration": 5, "loss": 0.5, "elapsed_s": 1.0}

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 import ddp_loop as dl
+from ddp_loop.checkpoint import ROWS
 from ddp_loop.reporting import WeightedMeans, terminal
+from ddp_loop.reporting.jsonl import RunFiles
 from ddp_loop.reporting.logged_values import LoggedValues
 from ddp_loop.reporting.reporter import RowDispatcher
 from ddp_loop.reporting.rows import RowMeta
@@ -341,9 +343,12 @@ class Looked:
 @pytest.mark.covers("E2")
 def test_the_display_is_drawn_again_although_no_step_ends() -> None:
     display, began = Looked(), time.monotonic()
+    files = RunFiles(None, 0, print)
     sinks = SinkCalls([], print)
-    logged = LoggedValues(None, 0, sinks, print, began)
-    rows = RowDispatcher(None, sinks, logged, Terminal(print, TrainingLength(), began, display), began)
+    logged = LoggedValues(files, sinks, began)
+    rows = RowDispatcher(
+        files.open(ROWS, "keep"), sinks, logged, Terminal(print, TrainingLength(), began, display), began
+    )
     for iteration in range(1, 5):
         rows.add(1, iteration, 4, False, ("loss",), torch.ones(1), {})
     until(lambda: [view.iteration for view in display.views].count(4) > 1, "it is drawn again")

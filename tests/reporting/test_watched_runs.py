@@ -182,14 +182,14 @@ def test_no_rank_writes_how_it_ended_into_another_runs_folder(on_ranks: OnRanks,
 
 
 def test_small_values_that_differ_are_both_noted(tmp_path: Path) -> None:
-    evaluations = EvaluationLog(tmp_path / "evaluations.jsonl", 0, print)
+    evaluations = EvaluationLog(JsonlWriter(tmp_path / "evaluations.jsonl", 0, print, "drop"))
     for loss in (1e-7, 5e-7, 5e-7 + 1e-15):
         evaluations.record(1, 5, {"loss": loss, "samples": 9}, 0.5)
     assert [line["loss"] for line in lines_of(tmp_path / "evaluations.jsonl")] == [1e-7, 5e-7]
 
 
 def test_a_metric_named_as_a_place_does_not_move_its_line(tmp_path: Path) -> None:
-    evaluations = EvaluationLog(tmp_path / "evaluations.jsonl", 0, print)
+    evaluations = EvaluationLog(JsonlWriter(tmp_path / "evaluations.jsonl", 0, print, "drop"))
     evaluations.record(1, 5, {"iteration": 99.5, "epoch": 0.5, "samples": 9}, 0.5)
     (line,) = lines_of(tmp_path / "evaluations.jsonl")
     assert (line["epoch"], line["iteration"]) == (1, 5)
