@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,26 +136,17 @@ def test_a_machine_without_the_run_folder_gets_no_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_gpu_that_cannot_say_its_load_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    class Module:
-        def utilization(self, device: torch.device) -> int:
-            asked.append(device)
-            raise ModuleNotFoundError("pynvml")
-
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Module())
-    gpu = usage._Gpu(torch.device("cuda", 0))
-    assert [gpu.percent(), gpu.percent(), len(asked)] == [None, None, 1]
-    monkeypatch.setattr(Module, "utilization", lambda self, device: 83)
-    assert usage._Gpu(torch.device("cuda", 0)).percent() == 83.0
-    assert usage._Gpu(CPU).percent() is None
-    assert usage._Gpu(CPU).memory_mib() is None
+def test_a_gpu_that_cannot_say_its_load_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(utilization=lambda device: 83)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    gpu = torch.device("cuda", 0)
+    assert (usage.gpu_percent(gpu), usage.gpu_percent(CPU)) == (83.0, None)
+    del module.utilization
+    assert usage.gpu_percent(gpu) is None
 
 
 @pytest.mark.gpu
 def test_a_gpu_says_its_load_and_its_memory() -> None:
     tensor = torch.ones(2**20, device="cuda")
-    gpu = usage._Gpu(tensor.device)
-    assert (gpu.memory_mib() or 0) >= 4
-    assert gpu.percent() is None or 0 <= (gpu.percent() or 0) <= 100
+    assert usage.memory_mib(tensor.device) >= 4
+    assert 0 <= (usage.gpu_percent(tensor.device) or 0) <= 100
