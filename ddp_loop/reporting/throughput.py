@@ -131,16 +131,16 @@ class TrainingLength:
         known = [steps for steps in (by_epochs, self.steps) if steps is not None]
         return min(known, default=None)
 
-    def left_s(self, iteration: int, gone_s: float) -> float | None:
+    def left_s(self, iteration: int, passed_s: float) -> float | None:
         """Estimate the seconds that remain, at the speed of this process so far; None if unknown.
 
         Args:
             iteration: of the last step.
-            gone_s: the seconds since this process began.
+            passed_s: the seconds since this process began.
         """
         if self.whole is None or iteration <= self.after:
             return None
-        return max(self.whole - iteration, 0) * gone_s / (iteration - self.after)
+        return max(self.whole - iteration, 0) * passed_s / (iteration - self.after)
 
 
 class Throughput:

@@ -405,8 +405,8 @@ def test_samples_per_second_are_of_the_last_seconds() -> None:
 def test_the_time_that_is_left_follows_from_the_steps_made_here() -> None:
     extent = TrainingLength(epochs=5, steps_per_epoch=20, after=40)
     assert extent.whole == 100
-    assert extent.left_s(50, gone_s=5.0) == 25.0
-    assert extent.left_s(40, gone_s=5.0) is None
+    assert extent.left_s(50, passed_s=5.0) == 25.0
+    assert extent.left_s(40, passed_s=5.0) is None
     assert TrainingLength(epochs=5).left_s(3, 1.0) is None
     assert TrainingLength(epochs=5, steps_per_epoch=20, steps=30).whole == 30
     assert [as_clock(seconds) for seconds in (7.4, 760, 10800)] == ["0:07", "12:40", "3:00:00"]

@@ -355,7 +355,7 @@ def test_the_display_is_drawn_again_although_no_step_ends() -> None:
     shown = list(display.views)
     rows.close()
     assert {view.iteration for view in shown} <= set(range(1, 5))
-    assert all(earlier.gone_s < later.gone_s for earlier, later in pairwise(shown))
+    assert all(earlier.elapsed_s < later.elapsed_s for earlier, later in pairwise(shown))
 
 
 def test_without_a_terminal_or_rich_there_is_no_display(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

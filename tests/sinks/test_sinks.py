@@ -114,11 +114,13 @@ def test_a_run_that_goes_on_takes_out_what_is_made_again_and_torn_lines(tmp_path
     path.write_text(path.read_text() + "1,6,4,0.1")  # it was killed while it wrote
     assert [int(one["iteration"]) for one in read_csv(path)] == [1, 2, 3, 4, 5]
     again = csv_sink(path)
+    again.begin(RunStart(None, {}, 3, "run"))
     again(row(4))
     again.flush()
     assert [int(one["iteration"]) for one in read_csv(path)] == [1, 2, 3, 4]
     again.close()
     anew = csv_sink(path)
+    anew.begin(RunStart(None, {}, 0, "run"))
     anew(row(1))
     anew.close()
     assert [int(one["iteration"]) for one in read_csv(path)] == [1]
