@@ -107,18 +107,12 @@ class _ScannedRows:
         damaged: the spans of lines that are not rows and are not cut off.
         is_sound: whether the rows that stay are the beginning of the file, in order.
         is_in_order: whether the rows that stay are in order in the file.
-        size: of that beginning, in bytes.
-        last: its last row; empty without one.
-        known: the rows of the last iteration that stays.
     """
 
     places: npt.NDArray[np.int64]
     damaged: list[tuple[int, int]]
     is_sound: bool
     is_in_order: bool
-    size: int
-    last: Row
-    known: list[Row]
 
 
 def _scan(file: Any, after: int, each: Each, once: bool) -> _ScannedRows:
@@ -132,8 +126,6 @@ def _scan(file: Any, after: int, each: Each, once: bool) -> _ScannedRows:
     """
     places = array("q")
     damaged: list[tuple[int, int]] = []
-    known: list[Row] = []
-    last: Row = {}
     before = -1  # the iteration of the row before
     size = 0
     is_sound = ends = True
@@ -151,11 +143,9 @@ def _scan(file: Any, after: int, each: Each, once: bool) -> _ScannedRows:
         places.extend((row["iteration"], end - len(text), end))
         is_sound = is_sound and end - len(text) == size and row["iteration"] - before >= once
         before = row["iteration"]
-        known += [row] if before == after else []
         ends = line.endswith(b"\n")
         if is_sound:
             size = end
-            last = row
             each(row)
     found = np.array(places, dtype=np.int64).reshape(-1, 3)
     is_in_order = bool((np.diff(found[:, 0]) >= once).all())
@@ -164,7 +154,7 @@ def _scan(file: Any, after: int, each: Each, once: bool) -> _ScannedRows:
         damaged = sorted(damaged + replaced)
     if once and len(found) == after:
         damaged = [span for span in damaged if span[0] < found[:, 2].max(initial=0)]
-    return _ScannedRows(found, damaged, is_sound and ends and not damaged, is_in_order, size, last, known)
+    return _ScannedRows(found, damaged, is_sound and ends and not damaged, is_in_order)
 
 
 def _is_whole(row: Row, once: bool) -> bool:
@@ -356,24 +346,30 @@ class JsonlWriter:
             with suppress(OSError):  # some file systems write only now
                 file.close()
 
-    def _scan(self, after: int, each: Each, once: bool) -> _ScannedRows:
+    def _scan(self, after: int, begin: Callable[[], Each], once: bool) -> _ScannedRows:
+        each = begin()
+        self.known = []
+
+        def take(row: Row) -> None:
+            self.elapsed_s = float(row["elapsed_s"])
+            self.known += [row] if row["iteration"] == after else []
+            each(row)
+
         file = self._open()
         file.seek(0)
         with open(file.fileno(), "rb", closefd=False) as reader:
-            return _scan(reader, after, each, once)
+            return _scan(reader, after, take, once)
 
     def _recover(self, after: int, begin: Callable[[], Each], once: bool) -> None:
         """Cut the file back to the rows that stay, and describe what was damaged."""
-        found = self._scan(after, begin(), once)
+        found = self._scan(after, begin, once)
         notices = [] if found.is_sound else self._mend(found)
         if once and (missing := _missing(found.places[:, 0].tolist(), after)):
             notices.append(f"{missing} from {self._path.name}")
         self.notice = "; ".join(notices)
         if not found.is_sound:
-            found = self._scan(after, begin(), once)
-        self.elapsed_s = float(found.last.get("elapsed_s", 0.0))
-        self.known = found.known
-        self._size = found.size
+            found = self._scan(after, begin, once)
+        self._size = int(found.places[:, 2].max(initial=0))
         self._cut(self._open())
 
     def _check_sum(self, size: int, digest: str) -> None:

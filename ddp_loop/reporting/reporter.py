@@ -131,7 +131,6 @@ class RowDispatcher:
         self._sinks = sinks
         self._logged = logged
         self._terminal = terminal
-        self._began = began
         self._sent: deque[_Sent] = deque()
         self._flushed = self._due = time.monotonic()
         self._rate = Throughput(self._flushed - began)
@@ -150,13 +149,10 @@ class RowDispatcher:
         """Whether it is time to hand rows on."""
         return time.monotonic() >= self._due
 
-    def add(self, epoch: int, iteration: int, samples: int, is_last_of_epoch: bool,
-            names: tuple[str, ...], values: torch.Tensor, known: dict[str, float]) -> None:  # fmt: skip
+    def add(self, moment: RowMeta, names: tuple[str, ...], values: torch.Tensor, known: dict[str, float]) -> None:
         """Add the row of an update: `values`, shape (len(names),), on any device, and `known` values of the host."""
-        elapsed_s = round(time.monotonic() - self._began, 4)
-        moment = RowMeta(epoch, iteration, samples, elapsed_s, is_last_of_epoch)
         self._sent.append(_Sent(moment, names, HostCopy(values), known))
-        if is_last_of_epoch:
+        if moment.is_last_of_epoch:
             self._logged.end_line()
             self.flush_ready()
 
@@ -197,8 +193,7 @@ class RowDispatcher:
         for moment, values in rows:
             if self._sinks:
                 rate = round(self._rate.take(moment.elapsed_s, moment.samples), 1)
-                place = {"epoch": moment.epoch, "iteration": moment.iteration, "samples": moment.samples}
-                self._sinks.row({**place, **values, "samples_per_s": rate, "elapsed_s": moment.elapsed_s})
+                self._sinks.row({**moment.place, **values, "samples_per_s": rate, "elapsed_s": moment.elapsed_s})
             if self._terminal is not None:
                 self._terminal.take(moment, values)
 
@@ -330,7 +325,9 @@ class Reporter:
             return
         where = self._where
         ends = where.is_last_of_epoch(mini_batch) or where.has_made_all
-        self.rows.add(mini_batch.epoch, where.iteration, mini_batch.samples, ends, names, values, known)
+        elapsed_s = round(time.monotonic() - self._began, 4)
+        moment = RowMeta(mini_batch.epoch, where.iteration, mini_batch.samples, elapsed_s, ends)
+        self.rows.add(moment, names, values, known)
         if self._must_gather:
             self._must_gather = False
             self._gather()

@@ -110,8 +110,12 @@ class RowMeta(NamedTuple):
     elapsed_s: float
     is_last_of_epoch: bool
 
+    @property
+    def place(self) -> dict[str, int]:
+        """Where it is in the run, as files and sinks have it."""
+        return {"epoch": self.epoch, "iteration": self.iteration, "samples": self.samples}
+
 
 def jsonl_line(moment: RowMeta, values: dict[str, float]) -> str:
     """Format a row as a line of JSON; values that are not finite become null."""
-    place = {"epoch": moment.epoch, "iteration": moment.iteration, "samples": moment.samples}
-    return line_of(place, values, moment.elapsed_s)
+    return line_of(moment.place, values, moment.elapsed_s)

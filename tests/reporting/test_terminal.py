@@ -350,7 +350,7 @@ def test_the_display_is_drawn_again_although_no_step_ends() -> None:
         files.open(ROWS, "keep"), sinks, logged, Terminal(print, TrainingLength(), began, display), began
     )
     for iteration in range(1, 5):
-        rows.add(1, iteration, 4, False, ("loss",), torch.ones(1), {})
+        rows.add(RowMeta(1, iteration, 4, time.monotonic() - began, False), ("loss",), torch.ones(1), {})
     until(lambda: [view.iteration for view in display.views].count(4) > 1, "it is drawn again")
     shown = list(display.views)
     rows.close()
