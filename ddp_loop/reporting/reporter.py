@@ -17,7 +17,6 @@ import torch
 
 from ddp_loop.accelerators import HostCopy
 from ddp_loop.checkpoint import (
-    EVALUATIONS,
     PICTURES,
     RANKS,
     ROWS,
@@ -26,18 +25,18 @@ from ddp_loop.checkpoint import (
     Checkpointer,
     CheckpointStore,
     best_of,
+    is_running,
     read_json,
     run_id_of,
 )
 from ddp_loop.data import LoopPosition, MiniBatch
 from ddp_loop.distributed import World
 from ddp_loop.reporting.console import ConsoleLog
-from ddp_loop.reporting.evaluations import EvaluationLog, record_evaluation
 from ddp_loop.reporting.exports import export_if_small
-from ddp_loop.reporting.jsonl import JsonlWriter, RunFiles
+from ddp_loop.reporting.jsonl import JsonlWriter, RunFiles, line_of
 from ddp_loop.reporting.logged_values import LoggedValues
 from ddp_loop.reporting.notebook_display import open_notebook
-from ddp_loop.reporting.rows import EpochMeans, RowMeta, jsonl_line
+from ddp_loop.reporting.rows import EpochMeans, RowMeta
 from ddp_loop.reporting.sink_calls import OnRow, RunStart, SinkCalls
 from ddp_loop.reporting.terminal import Terminal, open_display
 from ddp_loop.reporting.throughput import RankTimings, Throughput, TrainingLength
@@ -90,6 +89,18 @@ def _close(logged: LoggedValues, sinks: SinkCalls, world: World) -> None:
         logged.close()
     finally:
         sinks.close(world.ended_by)
+
+
+def _record_evaluation(
+    logged: LoggedValues | None, where: LoopPosition, console: ConsoleLog, result: Mapping[str, float]
+) -> None:
+    """Record an evaluation of a loop; after the loop's end only if no other process runs in the folder.
+
+    It needs the loop's position, and not its state, which is free after the loop's end.
+    """
+    if logged is None or (console.has_ended and logged.run.folder is not None and is_running(logged.run.folder)):
+        return
+    logged.add_evaluation(where.epoch, where.iteration, result)
 
 
 class _Sent(NamedTuple):
@@ -189,7 +200,7 @@ class RowDispatcher:
         while self._sent and (wait or self._sent[0].values.ready()):
             rows.append(self._sent.popleft().row())
         for moment, values in rows:
-            self._lines.add(jsonl_line(moment, values))
+            self._lines.add(line_of(moment.place, values, moment.elapsed_s))
         for moment, values in rows:
             if self._sinks:
                 rate = round(self._rate.take(moment.elapsed_s, moment.samples), 1)
@@ -226,7 +237,6 @@ class Reporter:
         self._sinks = SinkCalls((), world.print)
         self._terminal: Terminal | None = None
         self._timings: RankTimings | None = None
-        self._evaluations: EvaluationLog | None = None
         self._files: dict[str, JsonlWriter] = {}
         self._console = ConsoleLog(world.print)
         self._usage: UsageLog | None = None
@@ -262,7 +272,7 @@ class Reporter:
         if checkpointer is not None:
             run = RunFiles(checkpointer.folder, where.iteration, checkpointer.say, checkpointer.sums)
         epoch = EpochMeans()
-        files = {name: run.open(name, "drop") for name in (EVALUATIONS, RANKS)}
+        ranks = run.open(RANKS, "drop")
         continues = checkpointer is not None and checkpointer.continues
         fate = "" if where.has_no_step_left else f"; training continues at step {where.iteration + 1}"
         rows = run.open(ROWS, "keep" if continues else "raise", epoch.begin, once=True, fate=fate)
@@ -273,15 +283,13 @@ class Reporter:
             extent = TrainingLength(**where.extent, after=run.after, ranks=world.size, device=str(world.device))
             self._terminal = Terminal(world.print, extent, self._began, open_notebook() or open_display(), epoch)
         self._sinks = SinkCalls(receivers, world.print)
-        self._sinks.call("begin", _start_of(run.folder, config, run.after))
         shown = {} if self._terminal is None else {"show": self._terminal.take_logged}
         self.logged = LoggedValues(run, self._sinks, self._began, **shown)
         world.on_leaving(partial(_close, self.logged, self._sinks, world))
-        self._evaluations = EvaluationLog(files[EVALUATIONS])
-        files |= {ROWS: rows, **self.logged.files}
+        self._sinks.call("begin", _start_of(run.folder, config, run.after))
+        files = self._files = {ROWS: rows, RANKS: ranks, **self.logged.files}
         if checkpointer is not None:
             checkpointer.sum_files = lambda: {name: file.sum for name, file in files.items()}
-        self._files = files
         self.rows = RowDispatcher(rows, self._sinks, self.logged, self._terminal, self._began)
         self._draws = progress
         return secrets.token_hex(4)
@@ -292,8 +300,7 @@ class Reporter:
         if key is not None:
             self._timings = RankTimings(world.store, key, world.rank, world.size, world.device)
         folder = None if self._checkpointer is None else self._checkpointer.folder
-        record = partial(record_evaluation, self._evaluations, self._sinks, folder, self._where, self._began)
-        world.on_evaluated = partial(record, self._console)
+        world.on_evaluated = partial(_record_evaluation, self.logged, self._where, self._console)
         if folder is not None:
             began = time.monotonic() - world.gather(time.monotonic() - self._began, "the run's time so far")[0]
             where = self._where

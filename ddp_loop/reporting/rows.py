@@ -7,8 +7,6 @@ from functools import lru_cache
 from math import nan
 from typing import Any, NamedTuple
 
-from ddp_loop.reporting.jsonl import line_of
-
 NORM = "gradient_norm"
 RATE = "learning_rate"
 UNUSED = "unused_samples"
@@ -114,8 +112,3 @@ class RowMeta(NamedTuple):
     def place(self) -> dict[str, int]:
         """Where it is in the run, as files and sinks have it."""
         return {"epoch": self.epoch, "iteration": self.iteration, "samples": self.samples}
-
-
-def jsonl_line(moment: RowMeta, values: dict[str, float]) -> str:
-    """Format a row as a line of JSON; values that are not finite become null."""
-    return line_of(moment.place, values, moment.elapsed_s)

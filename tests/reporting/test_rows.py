@@ -17,8 +17,6 @@ import ddp_loop as dl
 from ddp_loop.determinism import digest
 from ddp_loop.reporting import OnRow
 from ddp_loop.reporting import throughput as paces
-from ddp_loop.reporting.evaluations import EvaluationLog
-from ddp_loop.reporting.jsonl import JsonlWriter
 from ddp_loop.reporting.throughput import Throughput, TrainingLength, as_clock, slowest
 from ddp_loop.sinks import csv_sink, read_csv, tensorboard_sink
 from ddp_loop.training import gradients
@@ -307,14 +305,6 @@ def test_a_finished_run_that_is_started_again_notes_no_evaluation_twice(on_ranks
     assert [at for at, _ in on_ranks(2, evaluate_everywhere, str(tmp_path), 0, None)[0]] == [12]
     assert {line["iteration"]: line["mean"] for line in lines_of(tmp_path / EVALUATIONS)} == dict(first)
     assert len(lines_of(tmp_path / EVALUATIONS)) == 6
-
-
-def test_what_two_evaluations_of_an_iteration_say_differently_is_noted_twice(tmp_path: Path) -> None:
-    evaluations = EvaluationLog(JsonlWriter(tmp_path / "evaluations.jsonl", 0, print, "drop"))
-    for number, (value, samples) in enumerate([(0.5, 10), (0.5, 10), (0.5, 11), (0.25, 10), (float("nan"), 10)]):
-        evaluations.record(1, 4, {"accuracy": value, "samples": samples}, 0.1 * number)
-    told = [(line["accuracy"], line["samples"]) for line in lines_of(tmp_path / EVALUATIONS)]
-    assert told == [(0.5, 10), (0.5, 11), (0.25, 10), (None, 10)]
 
 
 def status_while_running(folder: str, **extent: Any) -> tuple[dict[str, Any], dict[str, Any]]:

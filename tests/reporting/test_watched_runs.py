@@ -18,7 +18,6 @@ from torch import nn
 
 import ddp_loop as dl
 from ddp_loop.monitor.run_list import RunList
-from ddp_loop.reporting.evaluations import EvaluationLog
 from ddp_loop.reporting.jsonl import JsonlWriter
 from ddp_loop.reporting.rows import EpochMeans, RowMeta
 from ddp_loop.reporting.terminal import ProgressView, Terminal
@@ -179,20 +178,6 @@ def test_no_rank_writes_how_it_ended_into_another_runs_folder(on_ranks: OnRanks,
     with pytest.raises(dl.RankFailed, match="planted"):
         on_ranks(2, fail_in_a_replaced_folder, str(tmp_path / "run"))
     assert os.listdir(tmp_path / "run") == []
-
-
-def test_small_values_that_differ_are_both_noted(tmp_path: Path) -> None:
-    evaluations = EvaluationLog(JsonlWriter(tmp_path / "evaluations.jsonl", 0, print, "drop"))
-    for loss in (1e-7, 5e-7, 5e-7 + 1e-15):
-        evaluations.record(1, 5, {"loss": loss, "samples": 9}, 0.5)
-    assert [line["loss"] for line in lines_of(tmp_path / "evaluations.jsonl")] == [1e-7, 5e-7]
-
-
-def test_a_metric_named_as_a_place_does_not_move_its_line(tmp_path: Path) -> None:
-    evaluations = EvaluationLog(JsonlWriter(tmp_path / "evaluations.jsonl", 0, print, "drop"))
-    evaluations.record(1, 5, {"iteration": 99.5, "epoch": 0.5, "samples": 9}, 0.5)
-    (line,) = lines_of(tmp_path / "evaluations.jsonl")
-    assert (line["epoch"], line["iteration"]) == (1, 5)
 
 
 def test_a_table_on_a_disk_that_was_full_has_each_row_once(tmp_path: Path) -> None:
