@@ -55,7 +55,6 @@ STATE_BYTES = 256 << 20  # parsed, JSON takes ten times the memory
 HEADER_BYTES = 100_000_000  # the limit of safetensors
 
 NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,12})(?:-([2-9]|[1-9][0-9]{1,8}))?")
-WORDS = dict(zip(NATIVE, ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"), strict=True))
 
 
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV}  # other kinds of files
@@ -408,7 +407,7 @@ def _parts(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
     parts = []
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
         end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": WORDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[name] = {"dtype": NATIVE[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         parts.append(tensor.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().data)
         offset = end
     said = _json("The tensors' names", header, HEADER_BYTES - 8)
