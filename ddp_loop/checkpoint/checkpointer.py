@@ -27,20 +27,19 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_files
+from ddp_loop.checkpoint.atomic_files import REPAIR, explained, identity, sync_folder
 from ddp_loop.checkpoint.config import Config
 from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, on_other_ranks, set_status, write_error
 from ddp_loop.checkpoint.serialization import SerializedState
 from ddp_loop.checkpoint.staging import StagingBuffers
-from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, settings_of
-from ddp_loop.checkpoint.storage import Checkpoint, CheckpointStore
+from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, read_on_rank_zero, settings_of
+from ddp_loop.checkpoint.storage import CheckpointStore
 from ddp_loop.determinism import check_count
 from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error
 
 OnSaveError = Literal["raise", "warn"]
 _ON_SAVE_ERROR = ("raise", "warn")
 _LOOK_S = 0.005
-_READ_S = 1800.0  # for rank 0 to read and verify a checkpoint
 _GRACE_S = 0.5  # for other ranks' checksums after this rank left; a rank whose peer failed is ended after 1.6
 _WHY_LETTERS = 2000  # of the error in status.json
 _OF_STATE = (TypeError, ValueError, RuntimeError)  # raised by parts of a state on their way to a file, and back
@@ -138,7 +137,6 @@ class Checkpointer:
         self._held_buffers = StagingBuffers()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._found: Checkpoint | None = None  # on rank 0, during `_restore`
         self._began = time.monotonic()
         self._ended = False
         self._is_refused = True  # until it is restored; what its status said then stays
@@ -181,10 +179,10 @@ class Checkpointer:
             settings.update({name: one for name, one in extent.items() if name != "steps_per_epoch"})
             settings.update(settings_of(self._state))
             self._run = RunFolder(self.folder, facts, resume, settings, config)
-            self._store = CheckpointStore(self.folder, self._run.id, self._policy.keep_last)
-            self._store.clean()
-            for line in (*self._run.news, *([self._store.last_warning] if self._store.last_warning else [])):
+            for line in self._run.news:
                 self.say(line)
+            self._store = CheckpointStore(self.folder, self._run.id, self._policy.keep_last, self.say)
+            self._store.clean()
 
         former = _newest.get(self._place)
         if former is not None and not former._ended:
@@ -384,12 +382,10 @@ class Checkpointer:
             iteration = snapshot.position["iteration"]
             what = f"The rows in {self.folder} could not be flushed before the checkpoint of step {iteration}"
             with explained(what, REPAIR):
-                sync_files(self.folder, (ROWS, EVALUATIONS, RANKS))
+                sync_folder(self.folder, ROWS, EVALUATIONS, RANKS)
             self.newest = store.write(copied, iteration=iteration, facts=facts, score=score).name
             self.missing.pop("checkpoint", None)
             self.write_status("running", iteration=iteration)
-            if store.last_warning:
-                self.say(store.last_warning)
         except Exception as error:
             self._take_error(error, "No checkpoint was written")
             self.missing["checkpoint"] = f"the checkpoint of step {snapshot.position['iteration']}"
@@ -439,42 +435,32 @@ class Checkpointer:
 
     def _restore(self) -> dict[str, int] | None:
         """Restore the newest valid checkpoint on every rank; returns its position."""
-        found = self._world.on_rank_zero(self._read, timeout_s=_READ_S)
+        found = read_on_rank_zero(self._world, self._read)
         if found is None:
             return None
-        name, structure, facts, forms = found
+        (name, facts), packed = found
         if (ranks := facts.get("ranks")) not in (None, now := self._world.size) and not self._has_fixed_shards:
             self.say(f"{self.folder} {on_other_ranks(ranks, now)}")
-        if self._found is not None:
-            tensors = self._found.packed.tensors
-        else:
-            tensors = {key: torch.empty(shape, dtype=dtype, device="cpu") for key, (shape, dtype) in forms.items()}
-        self._found = None
-        self._world.broadcast_all(list(tensors.values()))
         with self._world.failing_together(*_OF_STATE):
-            self._job.restore(SerializedState(structure, tensors), facts["checksums"])
+            self._job.restore(packed, facts["checksums"])
         self.newest = name
         self.sums = {file: (size, digest) for file, (size, digest) in facts.get("files", {}).items()}
         position: dict[str, int] = facts["position"]
         return position
 
-    def _read(self) -> tuple[str, Any, Mapping[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]] | None:
-        """Read the newest valid checkpoint on rank 0; returns all but its tensors."""
+    def _read(self) -> tuple[tuple[str, Mapping[str, Any]], SerializedState] | None:
+        """Read the newest valid checkpoint, on rank 0: its name, its facts, and its state."""
         if self._store is None:
             return None
-        self._found = self._store.newest()
+        found = self._store.newest()
         for refused in self._store.refused:
             self.say(f"{refused}")
-        if self._found is not None:
-            packed = self._found.packed
-            forms = {key: (tuple(one.shape), one.dtype) for key, one in packed.tensors.items()}
-            return self._found.path.name, packed.structure, self._found.facts, forms
-        if self._store.refused:
+        if found is None and self._store.refused:
             raise ValueError(
                 f"None of the {len(self._store.refused)} checkpoints in {self._store.folder} is intact. Restore a "
                 "copy of one, or pass resume=False to start over, which moves them away."
             )
-        return None
+        return None if found is None else ((found.path.name, found.facts), found.packed)
 
     # -- the run's status ----------------------------------------------------------------------------------
 

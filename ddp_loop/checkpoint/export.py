@@ -7,14 +7,13 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ddp_loop.checkpoint.atomic_files import explained, sync_folder, write_new
+from ddp_loop.checkpoint.atomic_files import explained, replacing, sync_folder, write_new
 from ddp_loop.checkpoint.storage import Checkpoint, run_id_of
 from ddp_loop.checkpoint.weights import part_of, read_checkpoint
 
@@ -134,10 +133,6 @@ def _write(file: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, 
     with explained(f"{file} cannot be written", _REMEDY):
         if file.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
-        try:
+        with replacing(file, temporary):
             write_new(temporary, [content])
-            temporary.replace(file)
-            sync_folder(file.absolute().parent)
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
+        sync_folder(file.absolute().parent)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from itertools import islice, zip_longest
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,13 +16,14 @@ from torch.optim import Optimizer
 from ddp_loop.accelerators import accelerator_of
 from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
 from ddp_loop.determinism import checksum_all, leaves
-from ddp_loop.distributed import ReplicaMismatch, ends_of_copies, find_modules, own_names
+from ddp_loop.distributed import ReplicaMismatch, World, ends_of_copies, find_modules, own_names
 
 JOB = "job"
 _GENERATORS = "generators"
 _PARTS = "parts"
 _MOST_SETTINGS = 200
 _LETTERS = 80
+Facts = TypeVar("Facts")
 
 
 class Stateful(Protocol):
@@ -104,6 +105,34 @@ class JobState:
                     "changes values."
                 )
         restore_random_state(kept[_GENERATORS], self._device)
+
+
+def read_on_rank_zero(
+    world: World, read: Callable[[], tuple[Facts, SerializedState] | None]
+) -> tuple[Facts, SerializedState] | None:
+    """Read a state and facts about it on rank 0, for all ranks. Every rank must call this.
+
+    Raises:
+        Exception: on rank 0, whatever `read` raises.
+        PeerFailed: on the others.
+    """
+    own: list[dict[str, torch.Tensor]] = []  # on rank 0
+
+    def outline() -> tuple[Facts, Any, dict[str, tuple[tuple[int, ...], torch.dtype]]] | None:
+        if (found := read()) is None:
+            return None
+        facts, packed = found
+        own.append(packed.tensors)
+        return facts, packed.structure, {key: (tuple(one.shape), one.dtype) for key, one in packed.tensors.items()}
+
+    sent = world.on_rank_zero(outline)
+    if sent is None:
+        return None
+    facts, structure, forms = sent
+    empty = {key: torch.empty(shape, dtype=dtype, device="cpu") for key, (shape, dtype) in forms.items() if not own}
+    (tensors,) = own or [empty]
+    world.broadcast_all(list(tensors.values()))
+    return facts, SerializedState(structure, tensors)
 
 
 def check_restorable(state: Mapping[str, object]) -> None:

@@ -8,18 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ddp_loop.checkpoint.serialization import SerializedState, from_tree, to_tree
-from ddp_loop.checkpoint.state import restore_part
+from ddp_loop.checkpoint.state import read_on_rank_zero, restore_part
 from ddp_loop.checkpoint.storage import CHECKPOINTS
 from ddp_loop.checkpoint.weights import job_of, plain_names, read_checkpoint
 from ddp_loop.distributed import World, listed
 
 Source = str | os.PathLike[str]
-_READ_S = 1800.0  # for rank 0 to read and verify a checkpoint
 _SHOWN = 4  # differences in an error
 _REMEDY = (
     "Build the same network, or load by hand what fits: model.load_state_dict(dl.load(RUN), strict=False) before the "
@@ -51,10 +49,9 @@ def warm_start(
         OSError: the checkpoint cannot be read now.
         PeerFailed: another rank raised one of these.
     """
-    sent: list[SerializedState] = []  # on rank 0
     takers = {name: one for name, one in state.items() if isinstance(one, nn.Module | Optimizer)}
 
-    def read() -> tuple[str, str, Any, dict[str, tuple[tuple[int, ...], torch.dtype]]] | None:
+    def read() -> tuple[tuple[str, str], SerializedState] | None:
         if folder is not None and resume is not False and any((folder / CHECKPOINTS).glob("step-*")):
             return None
         found = read_checkpoint(source, say=world.say)
@@ -66,24 +63,16 @@ def warm_start(
                 f"resume_from={str(source)!r} has none of the modules in state=: {found.path} has "
                 f"{', '.join(job)}; state= has {', '.join(modules)}. Use the same names."
             )
-        sent.append(packed := to_tree(parts))
-        forms = {key: (tuple(one.shape), one.dtype) for key, one in packed.tensors.items()}
         others = [name for name in state if name not in parts]
-        anew = f"; {listed(others)} start{'s' if len(others) == 1 else ''} from scratch" if others else ""
-        line = f"starts with {listed(list(parts))} of {found.path}{anew}"
-        return line, str(found.path), packed.structure, forms
+        fresh = f"; {listed(others)} start{'s' if len(others) == 1 else ''} from scratch" if others else ""
+        return (f"starts with {listed(list(parts))} of {found.path}{fresh}", str(found.path)), to_tree(parts)
 
-    taken = world.on_rank_zero(read, timeout_s=_READ_S)
+    taken = read_on_rank_zero(world, read)
     if taken is None:
         return None
-    line, origin, structure, forms = taken
-    if sent:
-        tensors = sent[0].tensors
-    else:
-        tensors = {key: torch.empty(shape, dtype=dtype, device="cpu") for key, (shape, dtype) in forms.items()}
-    world.broadcast_all(list(tensors.values()))
+    (line, origin), packed = taken
     with world.failing_together(TypeError, ValueError, RuntimeError):
-        _restore(takers, from_tree(SerializedState(structure, tensors)), origin)
+        _restore(takers, from_tree(packed), origin)
     world.say(line)
     return origin
 

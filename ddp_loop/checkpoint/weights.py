@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint.atomic_files import explained
 from ddp_loop.checkpoint.serialization import from_tree
 from ddp_loop.checkpoint.state import JOB
 from ddp_loop.checkpoint.storage import (
@@ -18,12 +17,11 @@ from ddp_loop.checkpoint.storage import (
     Checkpoint,
     CheckpointStore,
     CorruptCheckpoint,
-    by_score,
     run_id_of,
 )
 
-_TRIES = 50  # each time a running run has removed what was being read, and so has written a newer one
 _SHOWN = 6  # names in an error
+_NONE = "none"
 _COMPILED = "_orig_mod."  # torch.compile puts it before the names of what it compiles
 
 
@@ -125,7 +123,7 @@ def _read_named(store: CheckpointStore, folder: Path, name: str) -> Checkpoint:
     path = store.folder / name
     if NAME.fullmatch(name) and os.path.lexists(path):
         try:
-            return _read(store, path)
+            return store.read(path)
         except CorruptCheckpoint as error:
             if os.path.lexists(path):
                 raise ValueError(f"{error.path} {error.what}. Name another one of {_names_in(store)}.") from error
@@ -134,47 +132,19 @@ def _read_named(store: CheckpointStore, folder: Path, name: str) -> Checkpoint:
 
 def _read_first(store: CheckpointStore, folder: Path, say: Callable[[str], None], *, best: bool) -> Checkpoint:
     """Read the newest checkpoint that is whole, or the best one."""
-    damaged: dict[Path, CorruptCheckpoint] = {}
-    for _ in range(_TRIES):
-        is_changed = False
-        for path in _candidates(store, folder, best=best):
-            try:
-                found = _read(store, path)
-            except CorruptCheckpoint as error:
-                if is_changed := not os.path.lexists(path):
-                    break
-                damaged[path] = error
-                continue
-            for one in damaged.values():
-                say(f"{one.path} {one.what}. {found.path.name} is used instead.")
-            return found
-        if not is_changed:
-            break
-    if damaged:
-        one = next(iter(damaged.values()))
-        raise ValueError(f"No checkpoint of {folder} is whole: {one.path} {one.what}. Restore a copy of one.")
-    raise ValueError(f"{folder} has no checkpoint. The run saves one after each epoch, or at save_every=.")
-
-
-def _candidates(store: CheckpointStore, folder: Path, *, best: bool) -> Iterator[Path]:
-    """The checkpoints in the order in which they are tried."""
-    with explained(f"The checkpoints in {store.folder} cannot be listed now", "Try again when they can be."):
-        entries = store.entries()
-    if not best or not entries:
-        yield from (one.path for one in entries)
-        return
-    if not (scored := by_score(entries)):
+    found = store.newest(best=best)
+    if found is not None:
+        for one in store.refused:
+            say(f"{one.path} {one.what}. {found.path.name} is used instead.")
+        return found
+    if best and _names_in(store) != _NONE:
         raise ValueError(
             f"No checkpoint of {folder} has a score, so none is the best. Call loop.save(score) with a validation "
             "loss in the script, or take the newest one."
         )
-    yield from (one.path for one in entries if one.problem is not None)  # without a score that can be read
-    yield from (one.path for one in scored)
-
-
-def _read(store: CheckpointStore, path: Path) -> Checkpoint:
-    with explained(f"The checkpoint {path} cannot be read now", "Try again when it can be."):
-        return store.read(path)
+    for one in store.refused:
+        raise ValueError(f"No checkpoint of {folder} is whole: {one.path} {one.what}. Restore a copy of one.")
+    raise ValueError(f"{folder} has no checkpoint. The run saves one after each epoch, or at save_every=.")
 
 
 def _warn(line: str) -> None:
@@ -188,4 +158,4 @@ def _names_in(store: CheckpointStore) -> str:
 def _listed(names: Any) -> str:
     shown = [str(one) for one in names]
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return (", ".join(shown[:_SHOWN]) or "none") + more
+    return (", ".join(shown[:_SHOWN]) or _NONE) + more

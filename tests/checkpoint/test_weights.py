@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -144,16 +143,6 @@ def test_a_run_without_a_whole_checkpoint_is_refused(run: Path) -> None:
         flip_tensors(run / "checkpoints" / name)
     with pytest.raises(ValueError, match=f"No checkpoint of {run} is whole: .*{NAMES[3]}/.* Restore a copy"):
         dl.load(run)
-
-
-def test_a_checkpoint_that_cannot_be_read_now_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(store: CheckpointStore, path: Path) -> Checkpoint:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-
-    monkeypatch.setattr(CheckpointStore, "read", fail)
-    with pytest.raises(OSError, match=rf"{NAMES[3]} cannot be read now \(Input/output error\)\. Try again") as refused:
-        dl.load(run)
-    assert refused.value.errno == errno.EIO
 
 
 # -- a run that is training --------------------------------------------------------------------------------
