@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_loop.checkpoint.secrets import HIDDEN, has_hidden, hide_secrets
+from ddp_loop.checkpoint.secrets import HIDDEN, hide_secrets, names_of_hidden
 
 _START = "DDP_LOOP_START"  # `run` sets it (elastic/command.py)
 
@@ -94,6 +94,6 @@ def way_on(status: Mapping[str, Any], here: str | None = None) -> str:
 def lacks_secret(status: Mapping[str, Any]) -> str:
     """What to say of a command that had a secret, which no file keeps; empty for any other command."""
     words = status.get("start")
-    if not isinstance(words, list) or not has_hidden(hide_secrets([one for one in words if isinstance(one, str)])):
+    if not isinstance(words, list) or not names_of_hidden(hide_secrets([one for one in words if isinstance(one, str)])):
         return ""
     return f"The command had a secret, which the run folder does not keep. Type it in place of {HIDDEN}."
