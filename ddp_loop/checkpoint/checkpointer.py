@@ -32,7 +32,7 @@ from ddp_loop.checkpoint.config import Config
 from ddp_loop.checkpoint.run_folder import EVALUATIONS, RANKS, ROWS, RunFolder, on_other_ranks, set_status, write_error
 from ddp_loop.checkpoint.serialization import SerializedState
 from ddp_loop.checkpoint.staging import StagingBuffers
-from ddp_loop.checkpoint.state import JobState, Stateful, check_restorable, read_on_rank_zero, settings_of
+from ddp_loop.checkpoint.state import JobState, Stateful, read_on_rank_zero
 from ddp_loop.checkpoint.storage import CheckpointStore
 from ddp_loop.determinism import check_count
 from ddp_loop.distributed import PeerFailed, ReplicaMismatch, World, describe_difference, format_error
@@ -80,12 +80,14 @@ class Snapshot:
 
     Attributes:
         problem: why this state must not be saved.
+        buffers: of the copy.
     """
 
     position: dict[str, int]
     copied: SerializedState | None
     checksums: str
     problem: Exception | None
+    buffers: StagingBuffers
 
 
 class Checkpointer:
@@ -126,15 +128,12 @@ class Checkpointer:
         self._policy = policy
         self._refuses = refuses
         self.say = world.say
-        self._state = state
-        self._local = local
-        self._parts = parts or {}
+        self._job = JobState(state, parts or {}, local, world.device)
         self._run: RunFolder | None = None
         self._store: CheckpointStore | None = None  # on rank 0
         self._identity: tuple[int, int] | None = None
         self._extent: Mapping[str, object] = {}
-        self._buffers = StagingBuffers()
-        self._held_buffers = StagingBuffers()
+        self._spare: list[StagingBuffers] = []
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._began = time.monotonic()
@@ -175,9 +174,9 @@ class Checkpointer:
 
         def take() -> None:
             self._policy.check()
-            check_restorable(self._state)
+            self._job.check_restorable()
             settings.update({name: one for name, one in extent.items() if name != "steps_per_epoch"})
-            settings.update(settings_of(self._state))
+            settings.update(self._job.settings())
             self._run = RunFolder(self.folder, facts, resume, settings, config)
             for line in self._run.news:
                 self.say(line)
@@ -191,7 +190,6 @@ class Checkpointer:
         _newest[self._place] = self
         with suppress(OSError):  # the folder may not exist on another machine
             self._identity = identity(self.folder)
-        self._job = JobState(self._state, self._parts, self._local, self._world.device)
         self._number = self._world.store.number()  # two Checkpointers of a world can save at the same iteration
         with self._world.failing_together(*_OF_STATE):
             self._job.serialize()
@@ -249,36 +247,44 @@ class Checkpointer:
             position: where a resumed run continues.
         """
         self.wait()
-        self._begin(self._take(position, self._buffers), self.score)
+        self._begin(self.hold(position), self.score)
         self.asked = False
         self.score = None
 
     def hold(self, position: Mapping[str, int]) -> Snapshot:
-        """Copy the current state, which `save_held` can save until the next step. Every rank must call this."""
-        return self._take(position, self._held_buffers)
+        """Copy the current state, to be saved or dropped. Every rank must call this."""
+        iteration = position["iteration"]
+        try:
+            serialized = self._job.serialize()
+            problem = self._refuses(iteration)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"The checkpoint of step {iteration} could not be made. {error}") from error
+        buffers = self._spare.pop() if self._spare else StagingBuffers()
+        if self._store is not None:
+            return Snapshot(dict(position), buffers.copy(serialized), "", problem, buffers)
+        names, sums = self._job.checksums(serialized)
+        return Snapshot(dict(position), None, json.dumps([names, sums.tolist()]), problem, buffers)
 
     def save_held(self, held: Snapshot, score: float | None = None) -> None:
-        """Start to save the state of the last `hold`. Every rank must call this.
+        """Start to save a copied state. Every rank must call this.
 
         Raises:
             RuntimeError: a newer Loop has the folder.
         """
         self._require_folder()
         self.wait()
-        self._buffers, self._held_buffers = self._held_buffers, self._buffers  # the next `hold` needs other memory
         self._begin(held, score)
 
-    def drop_held(self) -> None:
-        """Free the memory of the last `hold`, which is not saved."""
-        self._held_buffers.free_if_large()
+    def drop(self, snapshot: Snapshot) -> None:
+        """Keep the memory of a copy that is not needed any more for the next one, or free it if it is large."""
+        snapshot.buffers.free_if_large()
+        self._spare.append(snapshot.buffers)
 
     def release_state(self) -> None:
         """Let the job's state be freed; what was copied before can still be saved."""
-        self._state = {}
-        self._parts = {}
         self._refuses = lambda iteration: None
-        self._buffers = StagingBuffers()
-        self._held_buffers = StagingBuffers()
+        self._spare = []
         self._job.release()
 
     def give_score(self, score: float, *, is_last: bool) -> None:
@@ -325,39 +331,25 @@ class Checkpointer:
         self.wait()
         self._world.raise_if_any_failed(self.problem())
 
-    def _take(self, position: Mapping[str, int], buffers: StagingBuffers) -> Snapshot:
-        try:
-            serialized = self._job.serialize()
-            problem = self._refuses(position["iteration"])
-        except (TypeError, ValueError) as error:
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"The checkpoint of step {position['iteration']} could not be made. {error}") from error
-        if self._store is not None:
-            return Snapshot(dict(position), buffers.copy(serialized), "", problem)
-        names, sums = self._job.checksums(serialized)
-        return Snapshot(dict(position), None, json.dumps([names, sums.tolist()]), problem)
-
     def _begin(self, snapshot: Snapshot, score: float | None) -> None:
         self._began = time.monotonic()
         store = self._store
         copied = snapshot.copied
-        started = threading.Event()
-        buffers = self._buffers
         if snapshot.problem is not None:
             self._take_error(snapshot.problem, "No checkpoint was written")
-            buffers.free_if_large()
         if store is None or copied is None:
             self._world.store.put(f"{self._key(snapshot)}/{self._world.rank}", snapshot.checksums)
-            return
-        if snapshot.problem is not None:
+        if store is None or copied is None or snapshot.problem is not None:
+            self.drop(snapshot)
             return
 
+        started = threading.Event()
         sums = self.sum_files()  # now: the files grow
 
         def work() -> None:
             started.wait()  # otherwise this thread would hold the interpreter while the caller waits for its start
             self._write(store, snapshot, copied, score, sums)
-            buffers.free_if_large()
+            self.drop(snapshot)
 
         self._thread = threading.Thread(target=work, name="ddp_loop save")
         self._thread.start()
@@ -481,24 +473,19 @@ class Checkpointer:
             return
         self._ended = True
         self.wait()
-        self._buffers = StagingBuffers()
-        self._held_buffers = StagingBuffers()
+        self._spare = []
         if (problem := self.problem()) is not None:  # the loop was left before its next step
             self.say(f"No checkpoint was written. {format_error(problem)}")
         facts: dict[str, object] = {"iteration": iteration} | ({"why": why} if why else {})
         if error is not None:
-            where = self._world.where
             rank = self._world.rank
-            stage = where.stage
-            step = where.step
+            place = error if isinstance(error, PeerFailed) else self._world.where
             if isinstance(error, PeerFailed):
                 rank = -1 if error.rank is None else error.rank
-                stage = error.stage
-                step = error.step
             elif self.has_folder:
                 write_error(self.folder, rank, error)
             status = "failed"
-            facts |= {"rank": rank, "stage": stage, "step": step, "why": format_error(error)[:_WHY_LETTERS]}
+            facts |= {"rank": rank, "stage": place.stage, "step": place.step, "why": format_error(error)[:_WHY_LETTERS]}
             if rank == 0 and self._world.rank == 1 and self.has_folder:  # rank 0 may have been killed
                 set_status(self.folder, status, facts)
         if not self._is_refused:

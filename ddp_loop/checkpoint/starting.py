@@ -31,14 +31,14 @@ class Start:
     directory: str | None
 
 
-def start_command(environment: Mapping[str, str] | None = None, directory: str | None = None) -> Start:
+def start_command(environment: Mapping[str, str] = os.environ, directory: str | None = None) -> Start:
     """The command that starts this run again, without its secrets. See [Note: Started by].
 
     Args:
         environment: of this process, by default.
         directory: in which the script was started, where the launcher does not say it.
     """
-    start = _start_command(os.environ if environment is None else environment, directory)
+    start = _start_command(environment, directory)
     return Start(tuple(hide_secrets(start.words)), start.directory)
 
 

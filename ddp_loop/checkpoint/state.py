@@ -60,6 +60,29 @@ class JobState:
         self._local_endings = ends_of_copies(state, local)
         self._modules = set(find_modules(state))
 
+    def check_restorable(self) -> None:
+        """Raise TypeError unless every object of the state can be saved and restored."""
+        for name, value in self._state.items():
+            can = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+            if not can and not isinstance(value, MutableMapping):
+                raise TypeError(
+                    f"state[{name!r}] is a {type(value).__name__}, which a checkpoint cannot keep. Give it state_dict "
+                    "and load_state_dict, put it into a dict, or remove run_dir=."
+                )
+
+    def settings(self) -> dict[str, object]:
+        """The numbers and words that a script gave its optimizers, schedules and the like, by name; for JSON."""
+        found = {
+            leaf: one
+            if isinstance(one, int | None) or (isinstance(one, float) and isfinite(one))
+            else str(one)[:_LETTERS]
+            for name, value in self._state.items()
+            if hasattr(value, "state_dict") and not isinstance(value, nn.Module)
+            for leaf, one in leaves(name, value.state_dict())
+            if not isinstance(one, torch.Tensor) and "._" not in leaf and ".params." not in leaf
+        }
+        return dict(islice(found.items(), _MOST_SETTINGS))
+
     def serialize(self) -> SerializedState:
         """Serialize the current state; the tensors share its memory.
 
@@ -135,37 +158,12 @@ def read_on_rank_zero(
     return facts, SerializedState(structure, tensors)
 
 
-def check_restorable(state: Mapping[str, object]) -> None:
-    """Raise TypeError unless every object of the state can be saved and restored."""
-    for name, value in state.items():
-        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-            continue
-        if not isinstance(value, MutableMapping):
-            raise TypeError(
-                f"state[{name!r}] is a {type(value).__name__}, which a checkpoint cannot keep. Give it state_dict and "
-                "load_state_dict, put it into a dict, or remove run_dir=."
-            )
-
-
-def settings_of(state: Mapping[str, object]) -> dict[str, object]:
-    """The numbers and words that a script gave its optimizers, schedules and the like, by name; for JSON."""
-    found = {
-        leaf: one if isinstance(one, int | None) or (isinstance(one, float) and isfinite(one)) else str(one)[:_LETTERS]
-        for name, value in state.items()
-        if hasattr(value, "state_dict") and not isinstance(value, nn.Module)
-        for leaf, one in leaves(name, value.state_dict())
-        if not isinstance(one, torch.Tensor) and "._" not in leaf and ".params." not in leaf
-    }
-    return dict(islice(found.items(), _MOST_SETTINGS))
-
-
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of the generators of Python, NumPy and torch."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, numbers, left = random.getstate()
     state = {
         "python": [version, np.array(numbers, dtype=np.uint32), left],  # as JSON, the 625 values would take 0.5 ms
-        "numpy": [str(kind), np.asarray(keys), int(position), int(has_gauss), float(gauss)],
+        "numpy": np.random.get_state(legacy=True),
         "torch": torch.get_rng_state(),
     }
     accelerator = accelerator_of(device)

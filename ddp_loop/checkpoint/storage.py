@@ -304,6 +304,19 @@ class CheckpointStore:
                 remove(entry.path)
 
 
+def store_of(run: Path) -> CheckpointStore:
+    """The checkpoints of a run folder, to be read.
+
+    Raises:
+        ValueError: it is no run folder.
+    """
+    run_id = run_id_of(run)
+    if run_id is None:
+        what = "has no run.json with an id" if run.is_dir() else "is not a folder"
+        raise ValueError(f"Checkpoints are in a run folder. {run} {what}. Pass the folder of Loop(run_dir=...).")
+    return CheckpointStore(run, run_id)
+
+
 def run_id_of(run: Path) -> str | None:
     """Return the id in run.json; None if it cannot be read."""
     try:

@@ -168,7 +168,7 @@ def test_dtypes_that_the_format_does_not_have_are_refused(
     def other(found: Checkpoint, part: str) -> dict[str, torch.Tensor]:
         return {part: torch.zeros(2, dtype=torch.complex128)}
 
-    monkeypatch.setattr("ddp_loop.checkpoint.export.part_of", other)
+    monkeypatch.setattr("ddp_loop.checkpoint.weights.part_of", other)
     with pytest.raises(ValueError, match=r"A safetensors file cannot have tensors of torch\.complex128\. Cast them"):
         export_weights(run, file, say=print)
 
@@ -178,7 +178,7 @@ def test_nested_tensors_have_dotted_names_and_a_part_without_any_is_refused(
 ) -> None:
     assert read_checkpoint(run, say=print).path.name == "step-00000012"
     values: dict[str, object] = {"a": {"b": torch.ones(2), 3: {"c": torch.zeros(1)}}}
-    monkeypatch.setattr("ddp_loop.checkpoint.export.part_of", lambda *_: values)
+    monkeypatch.setattr("ddp_loop.checkpoint.weights.part_of", lambda *_: values)
     export_weights(run, file, say=print)
     assert {name: one.tolist() for name, one in load_file(file).items()} == {"a.3.c": [0.0], "a.b": [1.0, 1.0]}
     values.clear()
