@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 import ddp_loop as dl
 from tests.support.comparing import Tensors, distance, same_on_all, values_of
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, loop_over, loss_of, network, samples
+from tests.support.refusals import Refused, loop_over, loss_of, network, samples
 
 pytestmark = [pytest.mark.covers("J4"), pytest.mark.on_gpus_too]
 
@@ -181,21 +180,3 @@ def make_activations_anew() -> int:
 
 def test_modules_without_tensors_change_nothing(on_ranks: OnRanks) -> None:
     assert on_ranks(2, make_activations_anew) == [1, 1]
-
-
-LAZY: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.LazyLinear(1),
-    "norm": nn.LazyBatchNorm1d,
-    "statistics": lambda: nn.LazyBatchNorm1d(affine=False),
-}
-
-
-def begin_lazily(world: dl.World, folder: str, kind: str) -> None:
-    loop_over(world, folder, nn.Sequential(network(), LAZY[kind]()))
-
-
-@pytest.mark.parametrize("kind", LAZY)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_lazy_module_without_shapes_is_refused_as_the_loop_begins(ranks: int, kind: str, refused: Refused) -> None:
-    said = r"needs a shape before the Loop is made\. model\.1\.\w+ has none\. Run the model once on one sample"
-    refused(ranks, begin_lazily, kind, kind="ValueError", said=said, by=ALL)

@@ -19,7 +19,7 @@ from torch import nn
 import ddp_loop as dl
 from ddp_loop.checkpoint import FileLock
 from tests.support.harness import OnRanks
-from tests.support.refusals import ALL, Refused, does_it, loop_over, loss_of, network, samples
+from tests.support.refusals import does_it, loop_over, loss_of, network, samples
 
 EPOCHS = 3
 STEPS = 4  # of an epoch
@@ -290,31 +290,6 @@ def test_what_cannot_be_logged_is_refused_and_a_text_may_have_the_name_of_a_colu
     ] * 2
     assert [path.name for path in (tmp_path / "tables").iterdir()] == ["samples.json"]
     assert not (tmp_path / "logged.jsonl").is_file() or lines_of(tmp_path / "logged.jsonl") == []
-
-
-def log_over_ranks(world: dl.World, folder: str, name: str, value: Any, culprit: int) -> None:
-    loop = loop_over(world, folder, network())
-    if name:
-        loop.log({name.format(world.rank): value if does_it(world, culprit) else 1.0}, over="ranks")
-    elif does_it(world, culprit):
-        loop.log({"a": value}, over="ranks")
-    else:
-        world.sum(torch.ones(()))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "culprit", "kind", "said"),
-    [
-        ("a", "x", 0, "ValueError", "loop.log takes numbers"),
-        ("a", 10**400, 0, "ValueError", "loop.log takes numbers. Got a whole number beyond 1.8e308 for 'a'"),
-        ("of rank {}", 1.0, ALL, "ValueError", "the names in loop.log"),
-        ("", 1.0, 1, "Parted", "the same collectives in the same order"),
-    ],
-)
-def test_a_mean_over_ranks_that_not_all_can_make_is_refused(
-    name: str, value: Any, culprit: int, kind: str, said: str, refused: Refused
-) -> None:
-    refused(2, log_over_ranks, name, value, culprit, kind=kind, said=said)
 
 
 # -- where and when it is written --------------------------------------------------------------------------
