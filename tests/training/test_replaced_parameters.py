@@ -98,27 +98,6 @@ def test_a_layer_of_batch_norm_that_comes_in_mid_run_is_watched_like_the_others(
     assert [float(value) for value in one if value.dim() == 0] == [2.0]  # steps, not shards
 
 
-def add_a_group(is_other: bool) -> Tensors:
-    with dl.join_world() as world:
-        model = network()
-        other = nn.Linear(4, 1).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in loop_over(world, ".", model, optimizer, run_dir=None):
-            if step.iteration == 2:
-                nn.init.constant_(other.weight, 0.5 + world.rank * is_other)
-                nn.init.zeros_(other.bias)
-                optimizer.add_param_group({"params": list(other.parameters())})
-            for rows in step:
-                step.backward(loss_of(model, rows) + (loss_of(other, rows) if step.iteration > 1 else 0))
-            step.fold()
-            optimizer.step()
-        return values_of(model, other)
-
-
-def test_an_added_group_has_rank_0s_values_in_its_first_gradient(on_ranks: OnRanks) -> None:
-    assert distance(same_on_all(on_ranks(2, add_a_group, True)), same_on_all(on_ranks(2, add_a_group, False))) == 0
-
-
 # -- in a forward ------------------------------------------------------------------------------------------
 
 
