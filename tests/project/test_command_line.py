@@ -28,7 +28,7 @@ def test_devices_says_what_is_there_and_how_to_use_it() -> None:
     assert (said.returncode, said.stderr) == (0, "")
     assert said.stdout == describe_devices() + "\n"
     ranks = torch.cuda.device_count() or 2
-    assert f"python -m ddp_loop run --ranks {ranks} train.py" in said.stdout
+    assert f"ddp_loop run --ranks {ranks} train.py" in said.stdout
 
 
 @pytest.mark.covers("C1")
